@@ -1,0 +1,383 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.9", "torchvision", "numpy"]
+# ///
+"""Train an image classifier on one device: a GPU, or the CPU where there is none.
+
+python train_single.py                                 # CIFAR-10, downloaded on first use
+python train_single.py --dataset synthetic --epochs 3  # nothing to download
+python train_single.py --dataset my_images --augment   # a folder with train/ and test/
+python train_single.py --resume                        # go on where the last run stopped
+"""
+
+import argparse
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_convert
+from torchvision import datasets, models, transforms
+
+UserError = argparse.ArgumentTypeError  # a mistake of the user's: told in one line, status 2
+
+# ---- The model: put your own here ----------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """The small CNN of PyTorch's CIFAR-10 tutorial: (N, channels, side, side) -> (N, classes)."""
+
+    def __init__(self, channels, side, classes):
+        super().__init__()
+        self.pool = nn.MaxPool2d(2)
+        self.conv1 = nn.Conv2d(channels, 6, 5)
+        self.conv2 = nn.Conv2d(6, 16, 5)
+        self.fc1 = nn.Linear(16 * (((side - 4) // 2 - 4) // 2) ** 2, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, classes)
+
+    def forward(self, x):
+        x = self.pool(F.relu(self.conv1(x)))
+        x = self.pool(F.relu(self.conv2(x)))
+        x = F.relu(self.fc1(x.flatten(1)))
+        return self.fc3(F.relu(self.fc2(x)))
+
+
+def build_model(args, train_set):
+    """An untrained network on the CPU: (N, C * repeat, H, W) float -> (N, classes) logits."""
+    image, _ = train_set[0]
+    channels, side, classes = len(image) * args.repeat, image.shape[-1], len(train_set.classes)
+    if args.model == "mlp":
+        layers = nn.Linear(channels * side**2, 512), nn.ReLU(), nn.Linear(512, classes)
+        return nn.Sequential(nn.Flatten(), *layers)
+    if args.model == "resnet18":
+        net = models.resnet18(num_classes=classes)
+        net.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+        return net
+    return Net(channels, side, classes)
+
+
+# ---- The data: put your own here -----------------------------------------------------------------
+
+TORCHVISION = {"cifar10": datasets.CIFAR10, "fashion-mnist": datasets.FashionMNIST}
+
+
+class InMemory(TensorDataset):
+    """uint8 images (N, C, H, W) and int64 labels (N,), indexed a whole batch at once."""
+
+    classes = range(10)
+    collate = staticmethod(default_convert)  # a batch comes whole: there is nothing to stack
+
+    def __getitems__(self, indices):
+        return self[torch.tensor(indices, device=self.tensors[0].device)]
+
+
+def synthetic(seed, count):
+    """Ten patterns, each shifted, dimmed and under noise: `count` images, made from the seed."""
+    draw = torch.Generator().manual_seed(seed)
+    patterns = F.interpolate(torch.rand(10, 3, 4, 4, generator=draw).round(), 32)
+    draw.manual_seed(seed + count)  # training and test set share the patterns and nothing else
+    shift, dim = torch.randint(-4, 5, (32, 2), generator=draw), torch.rand(32, generator=draw)
+    views = [patterns.roll(s.tolist(), (2, 3)) * (60 + 70 * d) + 30 for s, d in zip(shift, dim)]
+    noise = torch.randint(96, (1000, 3, 32, 32), dtype=torch.uint8, generator=draw)
+    view, label, grain = (torch.randint(n, (count,), generator=draw) for n in (32, 10, 1000))
+    return torch.stack(views).to(torch.uint8)[view, label].add_(noise[grain]), label
+
+
+def read_image(path):
+    try:
+        return datasets.folder.default_loader(path)
+    except Exception as error:  # of many kinds: Pillow has one for each way to be broken
+        raise UserError(f"{path} is no image that can be read: {type(error).__name__}") from None
+
+
+def load_data(args, device):
+    """Training and test set: uint8 images (C, H, W) with an int label, and a sequence `classes`.
+
+    Raises UserError where --dataset names nothing that can be read.
+    """
+    kind, root = TORCHVISION.get(args.dataset), Path(args.dataset)
+    folders = root / "train", root / ("test" if (root / "test").exists() else "val")
+    size, tensor = transforms.Resize([args.image_size] * 2), transforms.PILToTensor()
+    shape = transforms.Compose([size, tensor])
+    try:
+        if args.dataset == "synthetic":
+            parts = [synthetic(args.seed, count) for count in (50_000, 2_000)]
+        elif kind:  # the archive's checksum does: not 180 MB more at each start of each process
+            datasets.cifar.check_integrity = lambda path, md5=None: os.path.isfile(path)
+            sets = [kind(args.data_dir, train, download=True) for train in (True, False)]
+            parts = [(torch.as_tensor(part.data), torch.as_tensor(part.targets)) for part in sets]
+            parts = [(x.reshape(*x.shape[:3], -1).movedim(3, 1), y) for x, y in parts]
+        else:
+            sets = [datasets.ImageFolder(folder, shape, loader=read_image) for folder in folders]
+    except Exception as error:
+        remedy = f"put the files of cifar10 or fashion-mnist into --data-dir {args.data_dir}, or "
+        remedy += "name synthetic or a folder with train/ and test/ (or val/), in each one a class"
+        raise UserError(f"--dataset {args.dataset}: {error}; {remedy}") from None
+    if args.dataset != "synthetic" and not kind:
+        if sets[0].classes != sets[1].classes:
+            raise UserError(f"{folders[1]} has not the same classes as {folders[0]}: make it so")
+        if not args.data_on_device:
+            return sets
+        InMemory.classes = sets[0].classes
+        loaders = [DataLoader(part, 256, num_workers=torch.get_num_threads()) for part in sets]
+        parts = [map(torch.cat, zip(*loader)) for loader in loaders]
+    device = device if args.data_on_device else "cpu"
+    return [InMemory(images.contiguous().to(device), labels.to(device)) for images, labels in parts]
+
+
+def prepare(args, batch, device, draws=None):
+    """A batch as the network takes it, on `device`: float (N, C * repeat, H, W), labels (N,).
+
+    `draws`, (N, 3), are for augmentation: flip (0 or 1), rows and columns to shift by (0 to 8).
+    """
+    images, labels = (part.to(device, non_blocking=True) for part in batch)
+    images = images.float()
+    if draws is not None:  # what torchvision's RandomHorizontalFlip and RandomCrop(padding=4) do
+        theta = torch.zeros(len(images), 2, 3, device=device)
+        theta[:, 0, 0], theta[:, 1, 1] = 1 - 2 * draws[:, 0], 1
+        theta[:, :, 2] = (draws[:, 1:] - 4) * 2 / images.shape[-1]
+        grid = F.affine_grid(theta, images.shape, align_corners=False)
+        images = F.grid_sample(images, grid, "nearest", align_corners=False)
+    return ((images - 127.5) / 64).repeat(1, args.repeat, 1, 1), labels
+
+
+# ---- The training loop ---------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(args, net, loader, device):
+    """Sums over the loader's samples: loss, right answers, samples; float (3,) on `device`."""
+    net.eval()
+    sums = torch.zeros(3, device=device)
+    for batch in loader:
+        images, labels = prepare(args, batch, device)
+        logits = net(images).float()
+        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
+    net.train()
+    return sums
+
+
+# ---- Checkpoints ---------------------------------------------------------------------------------
+
+HEADER = "epoch,train_loss,test_loss,test_accuracy,seconds,images_per_second,peak_memory_mib\n"
+FIXED = "model", "repeat", "optimizer", "batch_size", "seed"  # what --resume can't change
+
+
+def write(path, content):
+    """Put bytes, or what torch.save takes, at `path`: the old file stays until the new is whole."""
+    part = path.with_name(path.name + ".tmp")
+    with open(part, "wb") as file:
+        file.write(content) if isinstance(content, bytes) else torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def save(args, run, net, optimizer):
+    """Write metrics.csv and last.pt, which holds the table too, so that the two always agree."""
+    (args.output / "model.pt").unlink(missing_ok=True)  # an earlier run's
+    write(args.output / "metrics.csv", run["table"].encode())
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    if run["epoch"] == args.epochs:
+        write(args.output / "model.pt", {key: value.cpu() for key, value in state["model"].items()})
+    write(args.output / "last.pt", run | state)
+
+
+def read_checkpoint(args, net):
+    """Where the run stands, at its start or as last.pt has it, whose weights go into `net`.
+
+    Raises UserError for a file that is not of this run, and for an --output that can't be written.
+    """
+    flags = {name: getattr(args, name) for name in FIXED}
+    run = dict(flags=flags, epoch=0, step=0, loss=0.0, seconds=0.0, table=HEADER, optimizer=None)
+    path = args.output / "last.pt"
+    try:
+        if args.resume and path.exists():
+            run = torch.load(path, map_location="cpu", weights_only=True)
+            if run["flags"] != flags:
+                raise UserError(f"it was written with {run['flags']}")
+            net.load_state_dict(run.pop("model"))
+        args.output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.output).close()  # can it be written to?
+    except OSError as error:
+        raise UserError(f"--output {args.output} can't be used: {error}") from None
+    except Exception as error:
+        why = error if isinstance(error, UserError) else f"no checkpoint of this model ({error!r})"
+        raise UserError(f"--resume: {path}: {why}; give another --output") from None
+    return run
+
+
+# ---- The launch ----------------------------------------------------------------------------------
+
+formatter = (argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=type("Help", formatter, {}))
+add = parser.add_argument
+add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic or a folder")
+add("--data-dir", default="data", help="where torchvision's data sets live")
+add("--image-size", type=int, default=32, help="side in pixels of a folder's images")
+add("--data-on-device", action="store_true", help="keep the whole data set on the device")
+add("--workers", type=int, help="loader processes per process; 0 for data in memory")
+add("--augment", action="store_true", help="random flip and 4-pixel shift, on the device")
+add("--model", choices=("net", "resnet18", "mlp"), default="net", help="which network")
+add("--repeat", type=int, default=1, help="tile images N times over the channels: a load test")
+add("--epochs", type=int, default=10, help="0 checks the set-up and trains nothing")
+add("--batch-size", type=int, default=64, help="global batch, over all devices together")
+add("--optimizer", choices=("sgd", "adam"), default="sgd", help="sgd has momentum 0.9")
+add("--lr", type=float, default=0.001, help="learning rate")
+add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="its course")
+add("--amp", action="store_true", help="bf16 autocast")
+add("--compile", action="store_true", help="torch.compile")
+add("--deterministic", action="store_true", help="deterministic algorithms")
+add("--seed", type=int, default=76, help="of weights, order and augmentation")
+add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder to write to")
+add("--resume", action="store_true", help="go on from last.pt in --output, if it is there")
+add("--checkpoint-every", type=int, default=0, help="steps between checkpoints in an epoch")
+add("--log-every", type=int, default=100, help="steps between progress lines")
+
+signals = []  # SIGTERM and SIGUSR1 that have come
+
+
+def catch_signals(worker=None):
+    """Make SIGTERM and SIGUSR1 ask for a stop; a loader's worker has to outlive them too."""
+    for number in signal.SIGTERM, signal.SIGUSR1:
+        signal.signal(number, lambda number, frame: signals.append(number))
+
+
+def read_flags():
+    args = parser.parse_args()
+    lowest = dict(image_size=16, repeat=1, batch_size=1, log_every=1, timeout=1)
+    for name, value in vars(args).items():
+        if isinstance(value, int) and value < lowest.get(name, 0):
+            parser.error(f"--{name.replace('_', '-')} {value} is below {lowest.get(name, 0)}")
+    if not 0 < args.lr < math.inf:
+        parser.error(f"--lr {args.lr} is not above 0 and finite")
+    return args
+
+
+def leave(work, *args):
+    """End the process with the status that `work` returns, 2 after a UserError, 1 after the rest.
+
+    It waits neither for workers nor for communication that may never end.
+    """
+    try:
+        status = work(*args)
+    except UserError as error:  # a worker's comes as a traceback that ends with it
+        status = print("error:", str(error).split("TypeError: ")[-1], file=sys.stderr) or 2
+    except BaseException:
+        status = sys.excepthook(*sys.exc_info()) or 1
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def set_up(args, device, rank=0):
+    """Training set, test set, network and, on rank 0, the state of the run. Raises UserError."""
+    train_set, test_set = load_data(args, device)
+    if args.batch_size > len(train_set):
+        raise UserError(f"--batch-size {args.batch_size} of only {len(train_set)} training images")
+    torch.manual_seed(args.seed)
+    net = build_model(args, train_set)
+    run = read_checkpoint(args, net) if rank == 0 else None
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if args.amp:  # inside of forward, where the threads of DataParallel see it too
+        type(net).forward = torch.autocast(device.type, torch.bfloat16)(type(net).forward)
+        net = net.to(memory_format=torch.channels_last)
+    return train_set, test_set, net.to(device), run
+
+
+def main(args):
+    """Train on one device. Returns the exit status: 0 finished, 75 stopped by a signal."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    print(f"torch {torch.__version__}, CUDA {torch.version.cuda}")
+    print(f"rank 0: host {os.uname().nodename}, device {device}")
+    if args.epochs == 0:
+        return 0
+    train_set, test_set, net, run = set_up(args, device)
+    catch_signals()
+    if args.compile:
+        net.compile()
+    if args.optimizer == "sgd":
+        optimizer = torch.optim.SGD(net.parameters(), args.lr, momentum=0.9, fused=True)
+    else:
+        optimizer = torch.optim.Adam(net.parameters(), args.lr, fused=True)
+    if run["optimizer"]:
+        optimizer.load_state_dict(run["optimizer"])
+
+    workers = torch.get_num_threads() if args.workers is None else args.workers
+    if isinstance(train_set, TensorDataset) and (args.workers is None or args.data_on_device):
+        workers = 0  # to send a batch costs more than to take it out of memory
+    pin = device.type == "cuda" and not args.data_on_device
+    options = dict(num_workers=workers, persistent_workers=workers > 0, pin_memory=pin)
+    options |= dict(collate_fn=getattr(train_set, "collate", None), worker_init_fn=catch_signals)
+    batch = args.batch_size
+    sampler = DistributedSampler(train_set, num_replicas=1, rank=0, seed=args.seed)
+    order = []  # the samples that are still to come in the epoch
+    train_loader = DataLoader(train_set, batch, sampler=order, **options)
+    test_loader = DataLoader(test_set, batch, **options)
+
+    steps, samples = math.ceil(len(sampler) / batch), sampler.total_size
+    new_loss = torch.zeros((), device=device)  # what run["loss"] lacks: to read it stops the device
+    for epoch in range(run["epoch"], args.epochs):
+        sampler.set_epoch(epoch)
+        order[:] = list(sampler)[run["step"] * batch :]
+        draw = torch.Generator().manual_seed(args.seed + epoch)
+        draws = (torch.rand(samples, 3, generator=draw) * torch.tensor([2, 9, 9])).long()
+        draws = draws.to(device)
+        start = time.perf_counter() - run["seconds"]
+        for step, data in enumerate(train_loader, run["step"] + 1):
+            mine = draws[(step - 1) * batch : step * batch] if args.augment else None
+            images, labels = prepare(args, data, device, mine)
+            loss = F.cross_entropy(net(images).float(), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            done = (epoch * steps + step - 1) / (args.epochs * steps)
+            cosine = args.lr / 2 * (1 + math.cos(math.pi * done))  # arXiv 1608.03983, one period
+            for group in optimizer.param_groups:
+                group["lr"] = cosine if args.lr_schedule == "cosine" else args.lr
+            optimizer.step()
+            new_loss += loss.detach() * len(labels)
+
+            stop, log = bool(signals), step % args.log_every == 0
+            keep = stop or args.checkpoint_every and step % args.checkpoint_every == 0
+            if keep or log or step == steps:
+                loss_sum, seconds = run["loss"] + new_loss.item(), time.perf_counter() - start
+                run.update(step=step, loss=loss_sum, seconds=seconds)
+                new_loss.zero_()
+            if log:
+                seen = min(step * args.batch_size, samples)
+                left = timedelta(0, seconds / step * ((args.epochs - epoch) * steps - step) // 1)
+                print(f"epoch {epoch + 1}/{args.epochs} step {step}/{steps}", end=" ")
+                print(f"loss {loss_sum / seen:.4f} {seen / seconds:.0f} images/s {left} left")
+            if keep:
+                save(args, run, net, optimizer)
+            if stop:
+                print(f"stopped after step {step} of epoch {epoch + 1}: --resume goes on from here")
+                return 75
+
+        sums = evaluate(args, net, test_loader, device)
+        test_loss, right, count = sums.tolist()
+        row = epoch + 1, run["loss"] / samples, test_loss / count, right / count, run["seconds"]
+        print("epoch {}: train loss {:.4f} test loss {:.4f} accuracy {:.4f} {:.1f} s".format(*row))
+        peak = 0 if device.type == "cpu" else torch.accelerator.max_memory_allocated() / 2**20
+        row = *row, samples / run["seconds"], peak
+        table = run["table"] + ",".join(map(str, row)) + "\n"
+        run.update(epoch=epoch + 1, step=0, loss=0.0, seconds=0.0, table=table)
+        save(args, run, net, optimizer)
+    print(f"finished: {args.output / 'model.pt'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)  # a log is read while it grows
+    leave(main, read_flags())
