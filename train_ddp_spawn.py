@@ -90,11 +90,11 @@ def synthetic(seed, count):
     draw = torch.Generator().manual_seed(seed)
     patterns = F.interpolate(torch.rand(10, 3, 4, 4, generator=draw).round(), 32)
     draw.manual_seed(seed + count)  # training and test set share the patterns and nothing else
-    shift, dim = torch.randint(-4, 5, (32, 2), generator=draw), torch.rand(32, generator=draw)
-    views = [patterns.roll(s.tolist(), (2, 3)) * (60 + 70 * d) + 30 for s, d in zip(shift, dim)]
-    noise = torch.randint(96, (1000, 3, 32, 32), dtype=torch.uint8, generator=draw)
+    shifts, dims = torch.randint(-3, 4, (32, 2), generator=draw), torch.linspace(0.4, 1, 32)
+    views = [(patterns.roll(s.tolist(), (2, 3)) - 0.5) * 200 * d for s, d in zip(shifts, dims)]
+    noise = torch.randint(50, (1000, 3, 32, 32), dtype=torch.uint8, generator=draw)
     view, label, grain = (torch.randint(n, (count,), generator=draw) for n in (32, 10, 1000))
-    return torch.stack(views).to(torch.uint8)[view, label].add_(noise[grain]), label
+    return (torch.stack(views) + 103).to(torch.uint8)[view, label].add_(noise[grain]), label
 
 
 def read_image(path):
@@ -115,7 +115,7 @@ def load_data(args, device):
     shape = transforms.Compose([size, tensor])
     try:
         if args.dataset == "synthetic":
-            parts = [synthetic(args.seed, count) for count in (50_000, 2_000)]
+            parts = [synthetic(args.seed, count) for count in (10_000, 2_000)]
         elif kind:  # the archive's checksum does: not 180 MB more at each start of each process
             datasets.cifar.check_integrity = lambda path, md5=None: os.path.isfile(path)
             sets = [kind(args.data_dir, train, download=True) for train in (True, False)]
