@@ -226,8 +226,9 @@ def read_checkpoint(args, net):
 
 # ---- The launch ----------------------------------------------------------------------------------
 
-formatter = (argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter)
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=type("Help", formatter, {}))
+formats = argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
+usage, Help = "%(prog)s [flags]; --help lists them", type("Help", formats, {})
+parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=Help)
 add = parser.add_argument
 add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic or a folder")
 add("--data-dir", default="data", help="where torchvision's data sets live")
@@ -269,6 +270,7 @@ def catch_signals(worker=None):
 def read_flags():
     args = parser.parse_args()
     lowest = dict(image_size=16, repeat=1, batch_size=1, log_every=1, timeout=1)
+    lowest |= dict(world_size=1, nproc_per_node=1)
     for name, value in vars(args).items():
         if isinstance(value, int) and value < lowest.get(name, 0):
             parser.error(f"--{name.replace('_', '-')} {value} is below {lowest.get(name, 0)}")
@@ -285,7 +287,8 @@ def leave(work, *args):
     try:
         status = work(*args)
     except UserError as error:  # a worker's comes as a traceback that ends with it
-        status = print("error:", str(error).split("TypeError: ")[-1], file=sys.stderr) or 2
+        message = str(error).split("TypeError: ")[-1].split()
+        status = print("error:", *message, file=sys.stderr) or 2
     except BaseException:
         status = sys.excepthook(*sys.exc_info()) or 1
     sys.stdout.flush()
@@ -326,6 +329,8 @@ def join(args, init_method, rank, world_size, local_rank, local_size):
             backend = f"cpu:gloo,{kind.type}:{dist.get_default_backend_for_device(device)}"
     if args.batch_size % world_size:
         raise UserError(f"--batch-size {args.batch_size} does not divide by {world_size} processes")
+    if args.sync_bn and device.type == "cpu":
+        raise UserError("--sync-bn works on GPUs only: leave it out")
     parts, wait, own = None, timedelta(0, args.timeout), device if ":" in backend else None
     for turn in range(3):
         if turn == min(rank, 1 + (local_rank > 0)) and args.epochs:
@@ -359,16 +364,16 @@ def read_place():
         )
     url = urlsplit(args.init_method)
     if url.scheme == "env":
-        url = urlsplit("tcp://{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ))
+        address = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        url = urlsplit("tcp://{}:{}".format(*address))
     try:
         if url.scheme == "tcp" and url.hostname and url.port is not None:
             if args.rank == 0:
                 with socket.create_server(("", url.port)) as server:  # is it free? 0: take any
                     url = url._replace(netloc=f"{url.hostname}:{server.getsockname()[1]}")
         elif url.scheme != "file" or url.netloc or not Path(url.path).parent.is_dir():
-            raise ValueError(
-                "it is tcp://HOST:PORT, env:// or file:///PATH in a folder that is there"
-            )
+            forms = "tcp://HOST:PORT, file:///PATH in a folder that is there"
+            raise ValueError(f"it is {forms}, or env:// with MASTER_ADDR and MASTER_PORT set")
     except (OSError, ValueError) as error:
         parser.error(f"--init-method {args.init_method}: {error}")
     args.init_method = url.geturl()

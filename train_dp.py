@@ -219,8 +219,9 @@ def read_checkpoint(args, net):
 
 # ---- The launch ----------------------------------------------------------------------------------
 
-formatter = (argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter)
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=type("Help", formatter, {}))
+formats = argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
+usage, Help = "%(prog)s [flags]; --help lists them", type("Help", formats, {})
+parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=Help)
 add = parser.add_argument
 add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic or a folder")
 add("--data-dir", default="data", help="where torchvision's data sets live")
@@ -256,6 +257,7 @@ def catch_signals(worker=None):
 def read_flags():
     args = parser.parse_args()
     lowest = dict(image_size=16, repeat=1, batch_size=1, log_every=1, timeout=1)
+    lowest |= dict(world_size=1, nproc_per_node=1)
     for name, value in vars(args).items():
         if isinstance(value, int) and value < lowest.get(name, 0):
             parser.error(f"--{name.replace('_', '-')} {value} is below {lowest.get(name, 0)}")
@@ -272,7 +274,8 @@ def leave(work, *args):
     try:
         status = work(*args)
     except UserError as error:  # a worker's comes as a traceback that ends with it
-        status = print("error:", str(error).split("TypeError: ")[-1], file=sys.stderr) or 2
+        message = str(error).split("TypeError: ")[-1].split()
+        status = print("error:", *message, file=sys.stderr) or 2
     except BaseException:
         status = sys.excepthook(*sys.exc_info()) or 1
     sys.stdout.flush()

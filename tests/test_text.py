@@ -1,0 +1,68 @@
+"""The five files as texts: what is shared is the same, what is promised about them holds."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT, SCRIPTS, script
+from same_text import SCRIPTS as PATHS
+from same_text import compare, definitions
+
+BANNERS = ["The model", "The data", "The training loop", "Checkpoints", "The launch"]
+
+
+def test_same_text():
+    assert compare(PATHS) == []
+    shared = set(definitions(PATHS[0]))
+    assert {"Net", "build_model", "load_data", "prepare", "evaluate", "save", "FIXED"} <= shared
+    for path in PATHS:
+        assert shared <= set(definitions(path)), path
+
+
+def test_a_difference_is_found_and_mended(tmp_path):
+    copies = [tmp_path / path.name for path in PATHS]
+    for path, copy in zip(PATHS, copies):
+        copy.write_text(path.read_text())
+    copies[2].write_text(copies[2].read_text().replace("net.eval()", "net.train()"))
+    copies[4].write_text(copies[4].read_text().replace("FIXED = ", "FIXED =  "))
+    differ = [f"evaluate: {copies[2].name}", f"FIXED: {copies[4].name}"]
+    assert compare(copies) == differ and compare(copies, fix=True) == differ
+    assert compare(copies) == []
+    assert [copy.read_text() for copy in copies] == [path.read_text() for path in PATHS]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_shape(name):
+    text = open(script(name)).read()
+    assert text.startswith("# /// script\n# requires-python")
+    places = [text.index(f"# ---- {banner}") for banner in BANNERS]
+    assert places == sorted(places)
+    assert text.count("# ---- ") == len(BANNERS)
+    modules = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module.split(".")[0])
+    assert modules <= set(sys.stdlib_module_names) | {"torch", "torchvision", "numpy"}
+
+
+def test_same_flags():
+    """The flags of train_single.py are in all scripts, with the same words and defaults."""
+    first = [line for line in open(script("train_single")) if line.startswith("add(")]
+    assert len(first) == 21
+    for name in SCRIPTS:
+        lines = [line for line in open(script(name)) if line.startswith("add(")]
+        assert [line for line in lines if line in first] == first, name
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help(name):
+    words = [sys.executable, script(name), "--help"]
+    text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert f"{name}.py" in text and "global batch" in text and "(default: 64)" in text
+
+
+def test_requirements():
+    assert (ROOT / "requirements.txt").read_text().split() == ["torch", "torchvision", "numpy"]
