@@ -143,7 +143,7 @@ def load_data(args, device):
 def prepare(args, batch, device, draws=None):
     """A batch as the network takes it, on `device`: float (N, C * repeat, H, W), labels (N,).
 
-    `draws`, (N, 3), are for augmentation: flip (0 or 1), rows and columns to shift by (0 to 8).
+    `draws`, (N, 3), are for augmentation: flip (0 or 1), columns and rows to shift by (0 to 8).
     """
     images, labels = (part.to(device, non_blocking=True) for part in batch)
     images = images.float()
@@ -346,6 +346,7 @@ def join(args, init_method, rank, world_size, local_rank, local_size):
     dist.all_reduce(total)
     if total != world_size:
         raise RuntimeError(f"an all-reduce of ones over {world_size} processes gave {total}")
+    print(f"all-reduce over {world_size} processes: right")
     return device, parts
 
 

@@ -136,7 +136,7 @@ def load_data(args, device):
 def prepare(args, batch, device, draws=None):
     """A batch as the network takes it, on `device`: float (N, C * repeat, H, W), labels (N,).
 
-    `draws`, (N, 3), are for augmentation: flip (0 or 1), rows and columns to shift by (0 to 8).
+    `draws`, (N, 3), are for augmentation: flip (0 or 1), columns and rows to shift by (0 to 8).
     """
     images, labels = (part.to(device, non_blocking=True) for part in batch)
     images = images.float()

@@ -1,0 +1,76 @@
+"""A script copied somewhere alone trains there, and a user's model and data fit into it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers import DDP, SCRIPTS, metrics, quick, run, script, weights
+
+MODEL = """
+def build_model(args, train_set):
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+"""
+DATA = '''
+class Flowers(torch.utils.data.Dataset):
+    """Five measurements and one of three kinds, one sample at a time."""
+
+    def __init__(self, first, last):
+        self.numbers = range(first, last)
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, index):
+        draw = torch.Generator().manual_seed(self.numbers[index])
+        features = torch.randn(5, generator=draw)
+        return features, int(features[:3].argmax())
+
+
+def load_data(args, device):
+    return Flowers(0, 800), Flowers(800, 1003)
+
+
+def prepare(args, batch, device, draws=None):
+    features, labels = batch
+    return features.to(device), labels.to(device)
+
+
+'''
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_alone(data, name):
+    Path("alone").mkdir()
+    shutil.copy(script(name), "alone")
+    count = 2 if name == "train_ddp_torchrun" else 1
+    flags = ["--dataset", "fashion-mnist", "--data-dir", data, "--epochs", "1"]
+    run(name, *flags, processes=count, path=f"{name}.py", cwd="alone")
+    assert len(metrics(f"alone/runs/{name}")) == 1
+
+
+def edited(name):
+    """A copy of the script in which the two sections that say so are the user's."""
+    text = Path(script(name)).read_text()
+    lines = [line for line in text.splitlines() if line.startswith("# ---- ")]
+    model, data, loop = (text.index(line) for line in lines[:3])
+    assert "put your own here" in lines[0] and "put your own here" in lines[1]
+    path = Path(f"my_{name}.py").resolve()
+    path.write_text(
+        text[:model] + lines[0] + "\n\n" + MODEL + lines[1] + "\n\n" + DATA + text[loop:]
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_own_model_and_data(name):
+    path = edited(name)
+    flags = ["--epochs", "6", "--lr", "0.05", "--batch-size", "16", "--output", "out"]
+    if name in ("train_single", "train_dp", "train_ddp_multigpu_proc"):
+        quick(name, *flags, path=path)
+        quick(name, *flags, "--workers", "2", "--epochs", "7", "--resume", path=path)
+    else:
+        run(name, *flags, "--epochs", "7", path=path, processes=1 + (name in DDP))
+    assert metrics("out")[-1]["test_accuracy"] > 0.8
+    assert weights("out")["0.weight"].shape == (16, 5)
