@@ -83,7 +83,9 @@ class InMemory(TensorDataset):
     collate = staticmethod(default_convert)  # a batch comes whole: there is nothing to stack
 
     def __getitems__(self, indices):
-        return self[torch.tensor(indices, device=self.tensors[0].device)]
+        device = self.tensors[0].device
+        indices = torch.tensor(indices, pin_memory=device.type == "cuda")
+        return self[indices.to(device, non_blocking=True)]
 
 
 def synthetic(seed, count):
@@ -106,14 +108,10 @@ def read_image(path):
 
 
 def load_data(args, device):
-    """Training and test set: uint8 images (C, H, W) with an int label, and a sequence `classes`.
-
-    Raises UserError where --dataset names nothing that can be read.
-    """
+    """Training and test set: uint8 (C, H, W), an int label; and `classes`. Raises UserError."""
     kind, root = TORCHVISION.get(args.dataset), Path(args.dataset)
     folders = root / "train", root / ("test" if (root / "test").exists() else "val")
-    size, tensor = transforms.Resize([args.image_size] * 2), transforms.PILToTensor()
-    shape = transforms.Compose([size, tensor])
+    shape = transforms.Compose([transforms.Resize([args.image_size] * 2), transforms.PILToTensor()])
     try:
         if args.dataset == "synthetic":
             parts = [synthetic(args.seed, count) for count in (10_000, 2_000)]
@@ -126,7 +124,7 @@ def load_data(args, device):
             sets = [datasets.ImageFolder(folder, shape, loader=read_image) for folder in folders]
     except Exception as error:
         remedy = f"put the files of cifar10 or fashion-mnist into --data-dir {args.data_dir}, or "
-        remedy += "name synthetic or a folder with train/ and test/ (or val/), in each one a class"
+        remedy += "name synthetic, or a folder with train/ and test/ (or val/), a folder a class"
         raise UserError(f"--dataset {args.dataset}: {error}; {remedy}") from None
     if args.dataset != "synthetic" and not kind:
         if sets[0].classes != sets[1].classes:
@@ -174,218 +172,6 @@ def evaluate(args, net, loader, device):
     return sums
 
 
-# ---- Checkpoints ---------------------------------------------------------------------------------
-
-HEADER = "epoch,train_loss,test_loss,test_accuracy,seconds,images_per_second,peak_memory_mib\n"
-FIXED = "model", "repeat", "optimizer", "batch_size", "seed"  # what --resume can't change
-
-
-def write(path, content):
-    """Put bytes, or what torch.save takes, at `path`: the old file stays until the new is whole."""
-    part = path.with_name(path.name + ".tmp")
-    with open(part, "wb") as file:
-        file.write(content) if isinstance(content, bytes) else torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-
-
-def save(args, run, net, optimizer):
-    """Write metrics.csv and last.pt, which holds the table too, so that the two always agree."""
-    (args.output / "model.pt").unlink(missing_ok=True)  # an earlier run's
-    write(args.output / "metrics.csv", run["table"].encode())
-    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    if run["epoch"] == args.epochs:
-        write(args.output / "model.pt", {key: value.cpu() for key, value in state["model"].items()})
-    write(args.output / "last.pt", run | state)
-
-
-def read_checkpoint(args, net):
-    """Where the run stands, at its start or as last.pt has it, whose weights go into `net`.
-
-    Raises UserError for a file that is not of this run, and for an --output that can't be written.
-    """
-    flags = {name: getattr(args, name) for name in FIXED}
-    run = dict(flags=flags, epoch=0, step=0, loss=0.0, seconds=0.0, table=HEADER, optimizer=None)
-    path = args.output / "last.pt"
-    try:
-        if args.resume and path.exists():
-            run = torch.load(path, map_location="cpu", weights_only=True)
-            if run["flags"] != flags:
-                raise UserError(f"it was written with {run['flags']}")
-            net.load_state_dict(run.pop("model"))
-        args.output.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.output).close()  # can it be written to?
-    except OSError as error:
-        raise UserError(f"--output {args.output} can't be used: {error}") from None
-    except Exception as error:
-        why = error if isinstance(error, UserError) else f"no checkpoint of this model ({error!r})"
-        raise UserError(f"--resume: {path}: {why}; give another --output") from None
-    return run
-
-
-# ---- The launch ----------------------------------------------------------------------------------
-
-formats = argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
-usage, Help = "%(prog)s [flags]; --help lists them", type("Help", formats, {})
-parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=Help)
-add = parser.add_argument
-add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic or a folder")
-add("--data-dir", default="data", help="where torchvision's data sets live")
-add("--image-size", type=int, default=32, help="side in pixels of a folder's images")
-add("--data-on-device", action="store_true", help="keep the whole data set on the device")
-add("--workers", type=int, help="loader processes per process; 0 for data in memory")
-add("--augment", action="store_true", help="random flip and 4-pixel shift, on the device")
-add("--model", choices=("net", "resnet18", "mlp"), default="net", help="which network")
-add("--repeat", type=int, default=1, help="tile images N times over the channels: a load test")
-add("--epochs", type=int, default=10, help="0 checks the set-up and trains nothing")
-add("--batch-size", type=int, default=64, help="global batch, over all devices together")
-add("--optimizer", choices=("sgd", "adam"), default="sgd", help="sgd has momentum 0.9")
-add("--lr", type=float, default=0.001, help="learning rate")
-add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="its course")
-add("--amp", action="store_true", help="bf16 autocast")
-add("--compile", action="store_true", help="torch.compile")
-add("--deterministic", action="store_true", help="deterministic algorithms")
-add("--seed", type=int, default=76, help="of weights, order and augmentation")
-add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder to write to")
-add("--resume", action="store_true", help="go on from last.pt in --output, if it is there")
-add("--checkpoint-every", type=int, default=0, help="steps between checkpoints in an epoch")
-add("--timeout", type=int, default=1800, help="seconds to wait for other processes")
-add("--sync-bn", action="store_true", help="batch norm over the whole global batch")
-add("--compress-gradients", action="store_true", help="average the gradients in bf16")
-add("--init-method", default="tcp://127.0.0.1:0", help="tcp://HOST:PORT, file:///PATH, env://")
-add("--rank", type=int, default=0, help="number of this machine")
-add("--world-size", type=int, default=1, help="number of machines")
-add("--log-every", type=int, default=100, help="steps between progress lines")
-
-signals = []  # SIGTERM and SIGUSR1 that have come
-
-
-def catch_signals(worker=None):
-    """Make SIGTERM and SIGUSR1 ask for a stop; a loader's worker has to outlive them too."""
-    for number in signal.SIGTERM, signal.SIGUSR1:
-        signal.signal(number, lambda number, frame: signals.append(number))
-
-
-def read_flags():
-    args = parser.parse_args()
-    lowest = dict(image_size=16, repeat=1, batch_size=1, log_every=1, timeout=1)
-    lowest |= dict(world_size=1, nproc_per_node=1)
-    for name, value in vars(args).items():
-        if isinstance(value, int) and value < lowest.get(name, 0):
-            parser.error(f"--{name.replace('_', '-')} {value} is below {lowest.get(name, 0)}")
-    if not 0 < args.lr < math.inf:
-        parser.error(f"--lr {args.lr} is not above 0 and finite")
-    return args
-
-
-def leave(work, *args):
-    """End the process with the status that `work` returns, 2 after a UserError, 1 after the rest.
-
-    It waits neither for workers nor for communication that may never end.
-    """
-    try:
-        status = work(*args)
-    except UserError as error:  # a worker's comes as a traceback that ends with it
-        message = str(error).split("TypeError: ")[-1].split()
-        status = print("error:", *message, file=sys.stderr) or 2
-    except BaseException:
-        status = sys.excepthook(*sys.exc_info()) or 1
-    sys.stdout.flush()
-    os._exit(status)
-
-
-def set_up(args, device, rank=0):
-    """Training set, test set, network and, on rank 0, the state of the run. Raises UserError."""
-    train_set, test_set = load_data(args, device)
-    if args.batch_size > len(train_set):
-        raise UserError(f"--batch-size {args.batch_size} of only {len(train_set)} training images")
-    torch.manual_seed(args.seed)
-    net = build_model(args, train_set)
-    run = read_checkpoint(args, net) if rank == 0 else None
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    if args.amp:  # inside of forward, where the threads of DataParallel see it too
-        type(net).forward = torch.autocast(device.type, torch.bfloat16)(type(net).forward)
-        net = net.to(memory_format=torch.channels_last)
-    return train_set, test_set, net.to(device), run
-
-
-def join(args, init_method, rank, world_size, local_rank, local_size):
-    """Meet the other processes. Returns the device and, unless --epochs is 0, what set_up does.
-
-    Rank 0 sets up first, so that its mistakes end it before anybody waits, then the first process
-    of each other machine, then the rest. Raises UserError.
-    """
-    if rank > 0:
-        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
-    device, backend = torch.device("cpu"), "gloo"
-    if kind := torch.accelerator.current_accelerator(check_available=True):
-        device = torch.device(kind.type, local_rank % torch.accelerator.device_count())
-        torch.accelerator.set_device_index(device.index)
-        if local_size <= torch.accelerator.device_count():  # with fewer GPUs only Gloo works
-            backend = f"cpu:gloo,{kind.type}:{dist.get_default_backend_for_device(device)}"
-    if args.batch_size % world_size:
-        raise UserError(f"--batch-size {args.batch_size} does not divide by {world_size} processes")
-    if args.sync_bn and device.type == "cpu":
-        raise UserError("--sync-bn works on GPUs only: leave it out")
-    parts, wait, own = None, timedelta(0, args.timeout), device if ":" in backend else None
-    for turn in range(3):
-        if turn == min(rank, 1 + (local_rank > 0)) and args.epochs:
-            parts = set_up(args, device, rank)
-        if turn == 0:
-            dist.init_process_group(backend, init_method, wait, world_size, rank, device_id=own)
-        dist.barrier()
-    nccl = torch.cuda.nccl.version() if device.type == "cuda" else None
-    print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, backend {backend}")
-    places, total = [None] * world_size, torch.ones((), device=device)
-    dist.all_gather_object(places, f"host {os.uname().nodename}, device {device}")
-    print("\n".join(f"rank {number}: {place}" for number, place in enumerate(places)))
-    dist.all_reduce(total)
-    if total != world_size:
-        raise RuntimeError(f"an all-reduce of ones over {world_size} processes gave {total}")
-    print(f"all-reduce over {world_size} processes: right")
-    return device, parts
-
-
-def leave_group(status):
-    dist.barrier()  # until rank 0 has saved: a launcher ends the others when one leaves
-    dist.destroy_process_group()
-    return status
-
-
-def read_place():
-    """The flags, with what was found wrong with --rank and --init-method, and a TCP port chosen."""
-    args = read_flags()
-    if args.rank >= args.world_size:
-        parser.error(
-            f"--rank {args.rank} is not in 0..{args.world_size - 1}: machines count from 0"
-        )
-    url = urlsplit(args.init_method)
-    if url.scheme == "env":
-        address = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-        url = urlsplit("tcp://{}:{}".format(*address))
-    try:
-        if url.scheme == "tcp" and url.hostname and url.port is not None:
-            if args.rank == 0:
-                with socket.create_server(("", url.port)) as server:  # is it free? 0: take any
-                    url = url._replace(netloc=f"{url.hostname}:{server.getsockname()[1]}")
-        elif url.scheme != "file" or url.netloc or not Path(url.path).parent.is_dir():
-            forms = "tcp://HOST:PORT, file:///PATH in a folder that is there"
-            raise ValueError(f"it is {forms}, or env:// with MASTER_ADDR and MASTER_PORT set")
-    except (OSError, ValueError) as error:
-        parser.error(f"--init-method {args.init_method}: {error}")
-    args.init_method = url.geturl()
-    if args.world_size > 1:
-        until = datetime.now() + timedelta(0, args.timeout)
-        print(
-            f"waiting for {args.world_size} machines at {args.init_method} until {until:%H:%M:%S}"
-        )
-    return args
-
-
 def main(args):
     """Be this machine's process. Returns the exit status: 0 finished, 75 stopped by a signal."""
     if torch.accelerator.device_count() > 1 and (args.sync_bn or args.compile):
@@ -413,8 +199,8 @@ def main(args):
         optimizer = torch.optim.SGD(net.parameters(), args.lr, momentum=0.9, fused=True)
     else:
         optimizer = torch.optim.Adam(net.parameters(), args.lr, fused=True)
-    if run["optimizer"]:
-        optimizer.load_state_dict(run["optimizer"])
+    if state := run.pop("optimizer"):
+        optimizer.load_state_dict(state)
 
     workers = torch.get_num_threads() if args.workers is None else args.workers
     if isinstance(train_set, TensorDataset) and (args.workers is None or args.data_on_device):
@@ -424,6 +210,8 @@ def main(args):
     options |= dict(collate_fn=getattr(train_set, "collate", None), worker_init_fn=catch_signals)
     batch = args.batch_size // world_size
     sampler = DistributedSampler(train_set, seed=args.seed)
+    if args.model == "resnet18" and 1 in (batch, len(sampler) % batch):
+        raise UserError("batch norm needs two images in each process and step: change --batch-size")
     order = []  # the samples that are still to come in the epoch
     train_loader = DataLoader(train_set, batch, sampler=order, **options)
     share = range(rank, len(test_set), world_size)  # DistributedSampler would count some twice
@@ -431,7 +219,8 @@ def main(args):
 
     settled = stop = False
     steps, samples = math.ceil(len(sampler) / batch), sampler.total_size
-    new_loss = torch.zeros((), device=device)  # what run["loss"] lacks: to read it stops the device
+    # What run["loss"] lacks, as to read it stops the device; float64 adds it up without rounding.
+    new_loss = torch.zeros((), dtype=None if device.type == "mps" else torch.float64, device=device)
     for epoch in range(run["epoch"], args.epochs):
         sampler.set_epoch(epoch)
         order[:] = list(sampler)[run["step"] * batch :]
@@ -491,8 +280,227 @@ def main(args):
         run.update(epoch=epoch + 1, step=0, loss=0.0, seconds=0.0, table=table)
         if rank == 0:
             save(args, run, net, optimizer)
+    if (
+        rank == 0 and not (args.output / "model.pt").exists()
+    ):  # --epochs was lowered to what is done
+        save(args, run, net, optimizer)
     print(f"finished: {args.output / 'model.pt'}")
     return leave_group(0)
+
+
+# ---- Checkpoints ---------------------------------------------------------------------------------
+
+HEADER = "epoch,train_loss,test_loss,test_accuracy,seconds,images_per_second,peak_memory_mib\n"
+FIXED = "model", "repeat", "optimizer", "batch_size", "seed", "amp"  # what --resume can't change
+
+
+def write(path, content):
+    """Put bytes, or what torch.save takes, at `path`: the old file stays until the new is whole."""
+    part = path.with_name(path.name + ".tmp")
+    with open(part, "wb") as file:
+        file.write(content) if isinstance(content, bytes) else torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def save(args, run, net, optimizer):
+    """Write metrics.csv and last.pt, which holds the table too, so that the two always agree."""
+    (args.output / "model.pt").unlink(missing_ok=True)  # an earlier run's
+    write(args.output / "metrics.csv", run["table"].encode())
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    if run["epoch"] == args.epochs:
+        write(args.output / "model.pt", {key: value.cpu() for key, value in state["model"].items()})
+    write(args.output / "last.pt", run | state)
+
+
+def read_checkpoint(args, net):
+    """Where the run stands; weights that last.pt has go into `net`. Raises UserError."""
+    flags = {name: getattr(args, name) for name in FIXED}
+    run = dict(flags=flags, epoch=0, step=0, loss=0.0, seconds=0.0, table=HEADER, optimizer=None)
+    path = args.output / "last.pt"
+    try:
+        if args.resume and path.exists():
+            run = torch.load(path, map_location="cpu", weights_only=True)
+            if run["flags"] != flags:
+                raise UserError(f"it was written with {run['flags']}")
+            if run["epoch"] + (run["step"] > 0) > args.epochs:
+                raise UserError(f"it is past the end of epoch {args.epochs}")
+            net.load_state_dict(run.pop("model"))
+        args.output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.output).close()  # can it be written to?
+    except OSError as error:
+        raise UserError(f"--output {args.output} can't be used: {error}") from None
+    except Exception as error:
+        why = error if isinstance(error, UserError) else f"no checkpoint of this model ({error!r})"
+        raise UserError(f"--resume: {path}: {why}; give another --output") from None
+    return run
+
+
+# ---- The launch ----------------------------------------------------------------------------------
+
+formats = argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
+usage, Help = "%(prog)s [flags]; --help lists them", type("Help", formats, {})
+parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=Help)
+add = parser.add_argument
+add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic or a folder")
+add("--data-dir", default="data", help="where torchvision's data sets live")
+add("--image-size", type=int, default=32, help="side in pixels of a folder's images")
+add("--data-on-device", action="store_true", help="keep the whole data set on the device")
+add("--workers", type=int, help="loader processes per process; 0 for data in memory")
+add("--augment", action="store_true", help="random flip and 4-pixel shift, on the device")
+add("--model", choices=("net", "resnet18", "mlp"), default="net", help="which network")
+add("--repeat", type=int, default=1, help="tile images N times over the channels: a load test")
+add("--epochs", type=int, default=10, help="0 checks the set-up and trains nothing")
+add("--batch-size", type=int, default=64, help="global batch, over all devices together")
+add("--optimizer", choices=("sgd", "adam"), default="sgd", help="sgd has momentum 0.9")
+add("--lr", type=float, default=0.001, help="learning rate")
+add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="its course")
+add("--amp", action="store_true", help="bf16 autocast")
+add("--compile", action="store_true", help="torch.compile")
+add("--deterministic", action="store_true", help="deterministic algorithms")
+add("--seed", type=int, default=76, help="of weights, order and augmentation")
+add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder to write to")
+add("--resume", action="store_true", help="go on from last.pt in --output, if it is there")
+add("--checkpoint-every", type=int, default=0, help="steps between checkpoints in an epoch")
+add("--timeout", type=int, default=1800, help="seconds to wait for other processes")
+add("--sync-bn", action="store_true", help="batch norm over the whole global batch")
+add("--compress-gradients", action="store_true", help="average the gradients in bf16")
+add("--init-method", default="tcp://127.0.0.1:0", help="tcp://HOST:PORT, file:///NEW_FILE, env://")
+add("--rank", type=int, default=0, help="number of this machine")
+add("--world-size", type=int, default=1, help="number of machines")
+add("--log-every", type=int, default=100, help="steps between progress lines")
+
+signals = []  # SIGTERM and SIGUSR1 that have come
+
+
+def catch_signals(worker=None):
+    """Make SIGTERM and SIGUSR1 ask for a stop; a loader's worker has to outlive them too."""
+    for number in signal.SIGTERM, signal.SIGUSR1:
+        signal.signal(number, lambda number, frame: signals.append(number))
+
+
+def read_flags():
+    args = parser.parse_args()
+    lowest = dict(image_size=16, repeat=1, batch_size=1, log_every=1, timeout=1)
+    lowest |= dict(world_size=1, nproc_per_node=1)
+    for name, value in vars(args).items():
+        if isinstance(value, int) and value < lowest.get(name, 0):
+            parser.error(f"--{name.replace('_', '-')} {value} is below {lowest.get(name, 0)}")
+    if args.seed >= 2**60:
+        parser.error(f"--seed {args.seed} is above 2**60")
+    if not 0 < args.lr < math.inf:
+        parser.error(f"--lr {args.lr} is not above 0 and finite")
+    return args
+
+
+def leave(work, *args):
+    """End the process at once; 2 after a UserError, 1 after another, else what `work` returns."""
+    try:
+        status = work(*args)
+    except UserError as error:  # a worker's comes as a traceback that ends with it
+        message = str(error).split("TypeError: ")[-1].split()
+        status = print("error:", *message, file=sys.stderr) or 2
+    except BaseException:
+        status = sys.excepthook(*sys.exc_info()) or 1
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def read_place():
+    """read_flags, and the checks of --rank and --init-method, whose port 0 becomes a free one."""
+    args = read_flags()
+    if args.rank >= args.world_size:
+        parser.error(
+            f"--rank {args.rank} is not in 0..{args.world_size - 1}: machines count from 0"
+        )
+    url = urlsplit(args.init_method)
+    try:
+        free = args.world_size == 1 and url.port == 0  # several machines could not know of it
+        tcp = url.scheme == "tcp" and url.hostname and (url.port or free)
+        file = url.scheme == "file" and not url.netloc and Path(url.path).parent.is_dir()
+        env = url.scheme == "env" and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+        if not (tcp or file or env):
+            forms = "tcp://HOST:PORT, file:///PATH in a folder that is there"
+            raise ValueError(f"it is {forms}, or env:// with MASTER_ADDR and MASTER_PORT set")
+        if tcp and args.rank == 0:
+            with socket.create_server(("", url.port)) as server:  # fails if it is taken
+                if free:
+                    args.init_method = f"tcp://{url.hostname}:{server.getsockname()[1]}"
+    except (OSError, ValueError) as error:
+        parser.error(f"--init-method {args.init_method}: {error}")
+    if args.world_size > 1:
+        until = datetime.now() + timedelta(0, args.timeout)
+        print(
+            f"waiting for {args.world_size} machines at {args.init_method} until {until:%H:%M:%S}"
+        )
+    return args
+
+
+def join(args, init_method, rank, world_size, local_rank, local_size):
+    """Meet the other processes. Returns the device and, unless --epochs is 0, what set_up does.
+
+    Rank 0 sets up first, so that a mistake ends it before anybody waits. Raises UserError.
+    """
+    if rank > 0:
+        sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // local_size))
+    device, backend, own, parts = torch.device("cpu"), "gloo", None, None
+    if kind := torch.accelerator.current_accelerator(check_available=True):
+        device = torch.device(kind.type, local_rank % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(device.index)
+        if local_size <= torch.accelerator.device_count():  # with fewer GPUs only Gloo works
+            own, backend = device, dist.get_default_backend_for_device(device)
+            backend = f"cpu:gloo,{kind.type}:{backend}"
+    if local_rank == 0 and args.batch_size % world_size:  # one message a machine
+        raise UserError(f"--batch-size {args.batch_size} does not divide by {world_size} processes")
+    if local_rank == 0 and args.sync_bn and device.type == "cpu":
+        raise UserError("--sync-bn works on GPUs only: leave it out")
+    if local_rank == 0 and args.compress_gradients and not dist.is_nccl_available():
+        raise UserError("--compress-gradients needs a torch that was built for GPUs")
+    wait = timedelta(0, args.timeout)
+    for turn in range(3):  # rank 0, the first process of each other machine, the rest
+        if turn == min(rank, 1 + (local_rank > 0)) and args.epochs:
+            parts = set_up(args, device, rank)
+        if turn == 0:
+            dist.init_process_group(backend, init_method, wait, world_size, rank, device_id=own)
+        dist.barrier()
+    nccl = dist.is_nccl_available() and torch.cuda.nccl.version()
+    print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, backend {backend}")
+    places, total = [None] * world_size, torch.ones((), device=device)
+    dist.all_gather_object(places, f"host {os.uname().nodename}, device {device}")
+    for number, place in enumerate(places):
+        print(f"rank {number}: {place}")
+    dist.all_reduce(total)
+    if total != world_size:
+        raise RuntimeError(f"an all-reduce of ones over {world_size} processes gave {total}")
+    print(f"all-reduce over {world_size} processes: right")
+    return device, parts
+
+
+def leave_group(status):
+    dist.barrier()  # until rank 0 has saved: a launcher ends the others when one leaves
+    dist.destroy_process_group()
+    return status
+
+
+def set_up(args, device, rank=0):
+    """Training set, test set, network and, on rank 0, the state of the run. Raises UserError."""
+    train_set, test_set = load_data(args, device)
+    if args.batch_size > len(train_set):
+        raise UserError(f"--batch-size {args.batch_size} of only {len(train_set)} training images")
+    torch.manual_seed(args.seed)
+    net = build_model(args, train_set)
+    run = read_checkpoint(args, net) if rank == 0 else None
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if args.amp:  # inside of forward, where the threads of DataParallel see it too
+        forward = torch.autocast(device.type, torch.bfloat16)(type(net).forward)
+        net.__class__ = type("Amp", (type(net),), {"forward": forward})
+        net = net.to(memory_format=torch.channels_last)
+    return train_set, test_set, net.to(device), run
 
 
 if __name__ == "__main__":

@@ -76,7 +76,9 @@ class InMemory(TensorDataset):
     collate = staticmethod(default_convert)  # a batch comes whole: there is nothing to stack
 
     def __getitems__(self, indices):
-        return self[torch.tensor(indices, device=self.tensors[0].device)]
+        device = self.tensors[0].device
+        indices = torch.tensor(indices, pin_memory=device.type == "cuda")
+        return self[indices.to(device, non_blocking=True)]
 
 
 def synthetic(seed, count):
@@ -99,14 +101,10 @@ def read_image(path):
 
 
 def load_data(args, device):
-    """Training and test set: uint8 images (C, H, W) with an int label, and a sequence `classes`.
-
-    Raises UserError where --dataset names nothing that can be read.
-    """
+    """Training and test set: uint8 (C, H, W), an int label; and `classes`. Raises UserError."""
     kind, root = TORCHVISION.get(args.dataset), Path(args.dataset)
     folders = root / "train", root / ("test" if (root / "test").exists() else "val")
-    size, tensor = transforms.Resize([args.image_size] * 2), transforms.PILToTensor()
-    shape = transforms.Compose([size, tensor])
+    shape = transforms.Compose([transforms.Resize([args.image_size] * 2), transforms.PILToTensor()])
     try:
         if args.dataset == "synthetic":
             parts = [synthetic(args.seed, count) for count in (10_000, 2_000)]
@@ -119,7 +117,7 @@ def load_data(args, device):
             sets = [datasets.ImageFolder(folder, shape, loader=read_image) for folder in folders]
     except Exception as error:
         remedy = f"put the files of cifar10 or fashion-mnist into --data-dir {args.data_dir}, or "
-        remedy += "name synthetic or a folder with train/ and test/ (or val/), in each one a class"
+        remedy += "name synthetic, or a folder with train/ and test/ (or val/), a folder a class"
         raise UserError(f"--dataset {args.dataset}: {error}; {remedy}") from None
     if args.dataset != "synthetic" and not kind:
         if sets[0].classes != sets[1].classes:
@@ -167,10 +165,97 @@ def evaluate(args, net, loader, device):
     return sums
 
 
+def main(args):
+    """Train on one device. Returns the exit status: 0 finished, 75 stopped by a signal."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    print(f"torch {torch.__version__}, CUDA {torch.version.cuda}")
+    print(f"rank 0: host {os.uname().nodename}, device {device}")
+    if args.epochs == 0:
+        return 0
+    train_set, test_set, net, run = set_up(args, device)
+    catch_signals()
+    if args.compile:
+        net.compile()
+    if args.optimizer == "sgd":
+        optimizer = torch.optim.SGD(net.parameters(), args.lr, momentum=0.9, fused=True)
+    else:
+        optimizer = torch.optim.Adam(net.parameters(), args.lr, fused=True)
+    if state := run.pop("optimizer"):
+        optimizer.load_state_dict(state)
+
+    workers = torch.get_num_threads() if args.workers is None else args.workers
+    if isinstance(train_set, TensorDataset) and (args.workers is None or args.data_on_device):
+        workers = 0  # to send a batch costs more than to take it out of memory
+    pin = device.type == "cuda" and not args.data_on_device
+    options = dict(num_workers=workers, persistent_workers=workers > 0, pin_memory=pin)
+    options |= dict(collate_fn=getattr(train_set, "collate", None), worker_init_fn=catch_signals)
+    batch = args.batch_size
+    sampler = DistributedSampler(train_set, num_replicas=1, rank=0, seed=args.seed)
+    if args.model == "resnet18" and 1 in (batch, len(sampler) % batch):
+        raise UserError("batch norm needs two images in each process and step: change --batch-size")
+    order = []  # the samples that are still to come in the epoch
+    train_loader = DataLoader(train_set, batch, sampler=order, **options)
+    test_loader = DataLoader(test_set, batch, **options)
+
+    steps, samples = math.ceil(len(sampler) / batch), sampler.total_size
+    # What run["loss"] lacks, as to read it stops the device; float64 adds it up without rounding.
+    new_loss = torch.zeros((), dtype=None if device.type == "mps" else torch.float64, device=device)
+    for epoch in range(run["epoch"], args.epochs):
+        sampler.set_epoch(epoch)
+        order[:] = list(sampler)[run["step"] * batch :]
+        draw = torch.Generator().manual_seed(args.seed + epoch)
+        draws = (torch.rand(samples, 3, generator=draw) * torch.tensor([2, 9, 9])).long()
+        draws = draws.to(device)
+        start = time.perf_counter() - run["seconds"]
+        for step, data in enumerate(train_loader, run["step"] + 1):
+            mine = draws[(step - 1) * batch : step * batch] if args.augment else None
+            images, labels = prepare(args, data, device, mine)
+            loss = F.cross_entropy(net(images).float(), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            done = (epoch * steps + step - 1) / (args.epochs * steps)
+            cosine = args.lr / 2 * (1 + math.cos(math.pi * done))  # arXiv 1608.03983, one period
+            for group in optimizer.param_groups:
+                group["lr"] = cosine if args.lr_schedule == "cosine" else args.lr
+            optimizer.step()
+            new_loss += loss.detach() * len(labels)
+
+            stop, log = bool(signals), step % args.log_every == 0
+            keep = stop or args.checkpoint_every and step % args.checkpoint_every == 0
+            if keep or log or step == steps:
+                loss_sum, seconds = run["loss"] + new_loss.item(), time.perf_counter() - start
+                run.update(step=step, loss=loss_sum, seconds=seconds)
+                new_loss.zero_()
+            if log:
+                seen = min(step * args.batch_size, samples)
+                left = timedelta(0, seconds / step * ((args.epochs - epoch) * steps - step) // 1)
+                print(f"epoch {epoch + 1}/{args.epochs} step {step}/{steps}", end=" ")
+                print(f"loss {loss_sum / seen:.4f} {seen / seconds:.0f} images/s {left} left")
+            if keep:
+                save(args, run, net, optimizer)
+            if stop:
+                print(f"stopped after step {step} of epoch {epoch + 1}: --resume goes on from here")
+                return 75
+
+        sums = evaluate(args, net, test_loader, device)
+        test_loss, right, count = sums.tolist()
+        row = epoch + 1, run["loss"] / samples, test_loss / count, right / count, run["seconds"]
+        print("epoch {}: train loss {:.4f} test loss {:.4f} accuracy {:.4f} {:.1f} s".format(*row))
+        peak = 0 if device.type == "cpu" else torch.accelerator.max_memory_allocated() / 2**20
+        row = *row, samples / run["seconds"], peak
+        table = run["table"] + ",".join(map(str, row)) + "\n"
+        run.update(epoch=epoch + 1, step=0, loss=0.0, seconds=0.0, table=table)
+        save(args, run, net, optimizer)
+    if not (args.output / "model.pt").exists():  # when --epochs was lowered to what is done
+        save(args, run, net, optimizer)
+    print(f"finished: {args.output / 'model.pt'}")
+    return 0
+
+
 # ---- Checkpoints ---------------------------------------------------------------------------------
 
 HEADER = "epoch,train_loss,test_loss,test_accuracy,seconds,images_per_second,peak_memory_mib\n"
-FIXED = "model", "repeat", "optimizer", "batch_size", "seed"  # what --resume can't change
+FIXED = "model", "repeat", "optimizer", "batch_size", "seed", "amp"  # what --resume can't change
 
 
 def write(path, content):
@@ -194,10 +279,7 @@ def save(args, run, net, optimizer):
 
 
 def read_checkpoint(args, net):
-    """Where the run stands, at its start or as last.pt has it, whose weights go into `net`.
-
-    Raises UserError for a file that is not of this run, and for an --output that can't be written.
-    """
+    """Where the run stands; weights that last.pt has go into `net`. Raises UserError."""
     flags = {name: getattr(args, name) for name in FIXED}
     run = dict(flags=flags, epoch=0, step=0, loss=0.0, seconds=0.0, table=HEADER, optimizer=None)
     path = args.output / "last.pt"
@@ -206,6 +288,8 @@ def read_checkpoint(args, net):
             run = torch.load(path, map_location="cpu", weights_only=True)
             if run["flags"] != flags:
                 raise UserError(f"it was written with {run['flags']}")
+            if run["epoch"] + (run["step"] > 0) > args.epochs:
+                raise UserError(f"it is past the end of epoch {args.epochs}")
             net.load_state_dict(run.pop("model"))
         args.output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=args.output).close()  # can it be written to?
@@ -261,16 +345,15 @@ def read_flags():
     for name, value in vars(args).items():
         if isinstance(value, int) and value < lowest.get(name, 0):
             parser.error(f"--{name.replace('_', '-')} {value} is below {lowest.get(name, 0)}")
+    if args.seed >= 2**60:
+        parser.error(f"--seed {args.seed} is above 2**60")
     if not 0 < args.lr < math.inf:
         parser.error(f"--lr {args.lr} is not above 0 and finite")
     return args
 
 
 def leave(work, *args):
-    """End the process with the status that `work` returns, 2 after a UserError, 1 after the rest.
-
-    It waits neither for workers nor for communication that may never end.
-    """
+    """End the process at once; 2 after a UserError, 1 after another, else what `work` returns."""
     try:
         status = work(*args)
     except UserError as error:  # a worker's comes as a traceback that ends with it
@@ -294,91 +377,10 @@ def set_up(args, device, rank=0):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if args.amp:  # inside of forward, where the threads of DataParallel see it too
-        type(net).forward = torch.autocast(device.type, torch.bfloat16)(type(net).forward)
+        forward = torch.autocast(device.type, torch.bfloat16)(type(net).forward)
+        net.__class__ = type("Amp", (type(net),), {"forward": forward})
         net = net.to(memory_format=torch.channels_last)
     return train_set, test_set, net.to(device), run
-
-
-def main(args):
-    """Train on one device. Returns the exit status: 0 finished, 75 stopped by a signal."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    print(f"torch {torch.__version__}, CUDA {torch.version.cuda}")
-    print(f"rank 0: host {os.uname().nodename}, device {device}")
-    if args.epochs == 0:
-        return 0
-    train_set, test_set, net, run = set_up(args, device)
-    catch_signals()
-    if args.compile:
-        net.compile()
-    if args.optimizer == "sgd":
-        optimizer = torch.optim.SGD(net.parameters(), args.lr, momentum=0.9, fused=True)
-    else:
-        optimizer = torch.optim.Adam(net.parameters(), args.lr, fused=True)
-    if run["optimizer"]:
-        optimizer.load_state_dict(run["optimizer"])
-
-    workers = torch.get_num_threads() if args.workers is None else args.workers
-    if isinstance(train_set, TensorDataset) and (args.workers is None or args.data_on_device):
-        workers = 0  # to send a batch costs more than to take it out of memory
-    pin = device.type == "cuda" and not args.data_on_device
-    options = dict(num_workers=workers, persistent_workers=workers > 0, pin_memory=pin)
-    options |= dict(collate_fn=getattr(train_set, "collate", None), worker_init_fn=catch_signals)
-    batch = args.batch_size
-    sampler = DistributedSampler(train_set, num_replicas=1, rank=0, seed=args.seed)
-    order = []  # the samples that are still to come in the epoch
-    train_loader = DataLoader(train_set, batch, sampler=order, **options)
-    test_loader = DataLoader(test_set, batch, **options)
-
-    steps, samples = math.ceil(len(sampler) / batch), sampler.total_size
-    new_loss = torch.zeros((), device=device)  # what run["loss"] lacks: to read it stops the device
-    for epoch in range(run["epoch"], args.epochs):
-        sampler.set_epoch(epoch)
-        order[:] = list(sampler)[run["step"] * batch :]
-        draw = torch.Generator().manual_seed(args.seed + epoch)
-        draws = (torch.rand(samples, 3, generator=draw) * torch.tensor([2, 9, 9])).long()
-        draws = draws.to(device)
-        start = time.perf_counter() - run["seconds"]
-        for step, data in enumerate(train_loader, run["step"] + 1):
-            mine = draws[(step - 1) * batch : step * batch] if args.augment else None
-            images, labels = prepare(args, data, device, mine)
-            loss = F.cross_entropy(net(images).float(), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            done = (epoch * steps + step - 1) / (args.epochs * steps)
-            cosine = args.lr / 2 * (1 + math.cos(math.pi * done))  # arXiv 1608.03983, one period
-            for group in optimizer.param_groups:
-                group["lr"] = cosine if args.lr_schedule == "cosine" else args.lr
-            optimizer.step()
-            new_loss += loss.detach() * len(labels)
-
-            stop, log = bool(signals), step % args.log_every == 0
-            keep = stop or args.checkpoint_every and step % args.checkpoint_every == 0
-            if keep or log or step == steps:
-                loss_sum, seconds = run["loss"] + new_loss.item(), time.perf_counter() - start
-                run.update(step=step, loss=loss_sum, seconds=seconds)
-                new_loss.zero_()
-            if log:
-                seen = min(step * args.batch_size, samples)
-                left = timedelta(0, seconds / step * ((args.epochs - epoch) * steps - step) // 1)
-                print(f"epoch {epoch + 1}/{args.epochs} step {step}/{steps}", end=" ")
-                print(f"loss {loss_sum / seen:.4f} {seen / seconds:.0f} images/s {left} left")
-            if keep:
-                save(args, run, net, optimizer)
-            if stop:
-                print(f"stopped after step {step} of epoch {epoch + 1}: --resume goes on from here")
-                return 75
-
-        sums = evaluate(args, net, test_loader, device)
-        test_loss, right, count = sums.tolist()
-        row = epoch + 1, run["loss"] / samples, test_loss / count, right / count, run["seconds"]
-        print("epoch {}: train loss {:.4f} test loss {:.4f} accuracy {:.4f} {:.1f} s".format(*row))
-        peak = 0 if device.type == "cpu" else torch.accelerator.max_memory_allocated() / 2**20
-        row = *row, samples / run["seconds"], peak
-        table = run["table"] + ",".join(map(str, row)) + "\n"
-        run.update(epoch=epoch + 1, step=0, loss=0.0, seconds=0.0, table=table)
-        save(args, run, net, optimizer)
-    print(f"finished: {args.output / 'model.pt'}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -63,7 +63,10 @@ def edited(name):
     return str(path)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+SLOW = pytest.param("train_ddp_spawn", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [SLOW if name == "train_ddp_spawn" else name for name in SCRIPTS])
 def test_own_model_and_data(name):
     path = edited(name)
     flags = ["--epochs", "6", "--lr", "0.05", "--batch-size", "16", "--output", "out"]
