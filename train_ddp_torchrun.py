@@ -119,8 +119,8 @@ def load_data(args, device):
         else:
             sets = [datasets.ImageFolder(folder, shape, loader=read_image) for folder in folders]
     except Exception as error:
-        remedy = f"put the files of cifar10 or fashion-mnist into --data-dir {args.data_dir}, or "
-        remedy += "name synthetic, or a folder with train/ and test/ (or val/), a folder a class"
+        remedy = f"put the files into --data-dir {args.data_dir}, or take --dataset synthetic, or "
+        remedy += "a folder with train/ and test/ (or val/), in each one sub-folder a class"
         raise UserError(f"--dataset {args.dataset}: {error}; {remedy}") from None
     if args.dataset != "synthetic" and not kind:
         if sets[0].classes != sets[1].classes:
@@ -428,7 +428,7 @@ def join(args, init_method, rank, world_size, local_rank, local_size):
         if turn == 0:
             dist.init_process_group(backend, init_method, wait, world_size, rank, device_id=own)
         dist.barrier()
-    nccl = dist.is_nccl_available() and torch.cuda.nccl.version()
+    nccl = dist.is_nccl_available() and ".".join(map(str, torch.cuda.nccl.version()))
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, backend {backend}")
     places, total = [None] * world_size, torch.ones((), device=device)
     dist.all_gather_object(places, f"host {os.uname().nodename}, device {device}")

@@ -116,8 +116,8 @@ def load_data(args, device):
         else:
             sets = [datasets.ImageFolder(folder, shape, loader=read_image) for folder in folders]
     except Exception as error:
-        remedy = f"put the files of cifar10 or fashion-mnist into --data-dir {args.data_dir}, or "
-        remedy += "name synthetic, or a folder with train/ and test/ (or val/), a folder a class"
+        remedy = f"put the files into --data-dir {args.data_dir}, or take --dataset synthetic, or "
+        remedy += "a folder with train/ and test/ (or val/), in each one sub-folder a class"
         raise UserError(f"--dataset {args.dataset}: {error}; {remedy}") from None
     if args.dataset != "synthetic" and not kind:
         if sets[0].classes != sets[1].classes:
@@ -168,7 +168,7 @@ def evaluate(args, net, loader, device):
 def main(args):
     """Train on one device. Returns the exit status: 0 finished, 75 stopped by a signal."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    print(f"torch {torch.__version__}, CUDA {torch.version.cuda}")
+    print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL unused, backend none")
     print(f"rank 0: host {os.uname().nodename}, device {device}")
     if args.epochs == 0:
         return 0

@@ -129,7 +129,7 @@ def test_epochs_0(name):
     """It needs no data, reports each rank, and leaves nothing behind."""
     count = 2 if name in DDP else 1
     text = run(name, "--epochs", "0", processes=count)
-    assert re.search(r"^torch \d+\.\d+", text, re.MULTILINE)
+    assert re.search(r"^torch \d+\.\d+\S*, CUDA \S+, NCCL \S+, backend \w+$", text, re.MULTILINE)
     assert len(re.findall(r"rank \d: host \S+, device \w+", text)) == count
     if name in DDP:
         assert "backend gloo" in text or "nccl" in text
