@@ -14,6 +14,7 @@ between machines. One process per GPU is faster (train_ddp_spawn.py, train_ddp_t
 
 import argparse
 import math
+import multiprocessing
 import os
 import signal
 import socket
@@ -404,6 +405,9 @@ def leave(work, *args):
     except BaseException:
         status = sys.excepthook(*sys.exc_info()) or 1
     sys.stdout.flush()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would call a killed worker an error
+    for worker in multiprocessing.active_children():
+        worker.kill()
     os._exit(status)
 
 

@@ -12,6 +12,7 @@ torchrun --standalone train_ddp_torchrun.py --epochs 0                 # do they
 
 import argparse
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -396,6 +397,9 @@ def leave(work, *args):
     except BaseException:
         status = sys.excepthook(*sys.exc_info()) or 1
     sys.stdout.flush()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would call a killed worker an error
+    for worker in multiprocessing.active_children():
+        worker.kill()
     os._exit(status)
 
 
