@@ -276,9 +276,8 @@ def main(local_rank, args):
         run.update(epoch=epoch + 1, step=0, loss=0.0, seconds=0.0, table=table)
         if rank == 0:
             save(args, run, net, optimizer)
-    if (
-        rank == 0 and not (args.output / "model.pt").exists()
-    ):  # --epochs was lowered to what is done
+    # --epochs may have been lowered to what is done
+    if rank == 0 and not (args.output / "model.pt").exists():
         save(args, run, net, optimizer)
     print(f"finished: {args.output / 'model.pt'}")
     return leave_group(0)
@@ -412,9 +411,7 @@ def read_place():
     """read_flags, and the checks of --rank and --init-method, whose port 0 becomes a free one."""
     args = read_flags()
     if args.rank >= args.world_size:
-        parser.error(
-            f"--rank {args.rank} is not in 0..{args.world_size - 1}: machines count from 0"
-        )
+        parser.error(f"--rank {args.rank} has to be below --world-size: machines count from 0")
     url = urlsplit(args.init_method)
     try:
         free = args.world_size == 1 and url.port == 0  # several machines could not know of it
@@ -432,9 +429,7 @@ def read_place():
         parser.error(f"--init-method {args.init_method}: {error}")
     if args.world_size > 1:
         until = datetime.now() + timedelta(0, args.timeout)
-        print(
-            f"waiting for {args.world_size} machines at {args.init_method} until {until:%H:%M:%S}"
-        )
+        print(f"waiting for {args.world_size} machines at {args.init_method} until {until:%X}")
     return args
 
 
@@ -446,6 +441,7 @@ def join(args, init_method, rank, world_size, local_rank, local_size):
     if rank > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", cores))  # not every cluster binds to them
     torch.set_num_threads(max(1, cores // local_size))
     device, backend, own, parts = torch.device("cpu"), "gloo", None, None
     if kind := torch.accelerator.current_accelerator(check_available=True):
@@ -512,8 +508,14 @@ def child(local_rank, args):
 def launch(args):
     """Start this machine's processes and end with them. Returns the exit status of the first."""
     context = mp.spawn(child, (args,), args.nproc_per_node, join=False)
-    for number in signal.SIGTERM, signal.SIGUSR1:  # to be passed on
-        signal.signal(number, lambda *_: [process.terminate() for process in context.processes])
+
+    def pass_on(number, frame):
+        for process in context.processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    for number in signal.SIGTERM, signal.SIGUSR1:
+        signal.signal(number, pass_on)
     try:
         while not context.join(grace_period=3):
             pass

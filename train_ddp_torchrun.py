@@ -275,9 +275,8 @@ def main(args):
         run.update(epoch=epoch + 1, step=0, loss=0.0, seconds=0.0, table=table)
         if rank == 0:
             save(args, run, net, optimizer)
-    if (
-        rank == 0 and not (args.output / "model.pt").exists()
-    ):  # --epochs was lowered to what is done
+    # --epochs may have been lowered to what is done
+    if rank == 0 and not (args.output / "model.pt").exists():
         save(args, run, net, optimizer)
     print(f"finished: {args.output / 'model.pt'}")
     return leave_group(0)
@@ -411,6 +410,7 @@ def join(args, init_method, rank, world_size, local_rank, local_size):
     if rank > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK", cores))  # not every cluster binds to them
     torch.set_num_threads(max(1, cores // local_size))
     device, backend, own, parts = torch.device("cpu"), "gloo", None, None
     if kind := torch.accelerator.current_accelerator(check_available=True):

@@ -1,5 +1,7 @@
 """Functions, classes and constants of one name have one text in all five scripts.
 
+So has the part of the sbatch files below its mark, which comes from slurm/single.sh.
+
 python tests/same_text.py          # says where they differ, status 1 if anywhere
 python tests/same_text.py --fix    # copies the text from train_single.py, or from the first script
                                    # that has it, into the others
@@ -14,6 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc"]
 SCRIPTS = [ROOT / f"train_{name}.py" for name in NAMES]
+SBATCH = [ROOT / "slurm" / f"{name}.sh" for name in [*NAMES, "node0", "node1"]]
+MARK = "# ---- From here on nothing needs a touch"
 MAY_DIFFER = {"main", "add", "gpus"}
 
 
@@ -50,7 +54,20 @@ def compare(scripts, fix=False):
     return differ
 
 
+def compare_sbatch(files, fix=False):
+    """The files whose common part is not that of the first; with `fix` it is copied into them."""
+    common, differ = files[0].read_text().partition(MARK)[2], []
+    for path in files:
+        own, mark, rest = path.read_text().partition(MARK)
+        if rest != common:
+            differ.append(f"common part: {path.name}")
+            if fix:
+                path.write_text(own + MARK + common)
+    return differ
+
+
 if __name__ == "__main__":
-    differ = compare(SCRIPTS, fix="--fix" in sys.argv)
+    fix = "--fix" in sys.argv
+    differ = compare(SCRIPTS, fix) + compare_sbatch(SBATCH, fix)
     print("\n".join(differ) or "all the same")
-    sys.exit(bool(differ) and "--fix" not in sys.argv)
+    sys.exit(bool(differ) and not fix)
