@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from cluster import cluster, command, missing, wait_until
-from helpers import ROOT, metrics, same, weights
+from helpers import ROOT, all_ended, metrics, processes, same, weights
 from same_text import MARK, SBATCH, compare_sbatch
 
 FILES = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc"]
@@ -83,7 +84,8 @@ def submit(slurm, work, monkeypatch):
     for job in jobs:
         with contextlib.suppress(subprocess.CalledProcessError):  # it has ended
             command("scancel", job)
-    wait_until(lambda: not command("squeue", "-h"), "an empty queue")
+    going = "--jobs=" + ",".join(jobs)
+    wait_until(lambda: not command("squeue", "-h", going), "the end of the jobs")
 
 
 def show(job, field):
@@ -128,45 +130,64 @@ def same_run(one, other, epochs):
 
 
 RANKS = {"single": 1, "dp": 1, "ddp_spawn": 2, "ddp_torchrun": 4, "ddp_multigpu_proc": 2}
+ONE_GPU = ["--gres=gpu:1"]
+
+
+@pytest.fixture(scope="module")
+def limited(slurm, tmp_path_factory):
+    """A job that hits its limit of a minute again and again, while the other tests go on.
+
+    It trains on data that come slowly, and leaves the cores to the others.
+    """
+    folder = tmp_path_factory.mktemp("limited")
+    text = (ROOT / "train_ddp_torchrun.py").read_text()
+    text = text.replace(
+        '    """A batch as the network takes', '    time.sleep(0.1)\n    """A batch as'
+    )
+    (folder / "train_ddp_torchrun.py").write_text(text)
+    options = ["-c", "1", "--time=1", f"--chdir={folder}", "--nodes=1", "--nodelist=node0"]
+    path_ = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    words = ["sbatch", "--parsable", *options, path("ddp_torchrun"), *long_flags("out", EPOCHS)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", path_)
+        return folder, command(*map(str, words))
 
 
 @pytest.mark.slow
-def test_every_file_to_its_end(submit, data, work):
+def test_every_file_to_its_end(submit, limited, data, work):
     """All at once, and one of them twice: two jobs on the same machines do not meet."""
     jobs = {name: submit(name, *job_flags(data, work / name)) for name in FILES}
-    jobs["twice"] = submit("ddp_torchrun", *job_flags(data, work / "twice"))
+    jobs["twice"] = submit("ddp_torchrun", *job_flags(data, work / "twice"), options=ONE_GPU)
     ended(*jobs.values())
     for name, job in jobs.items():
-        ranks = RANKS.get(name, 4)
         found = re.findall(r"rank (\d+): host \S+, device cpu", log(job))
-        assert found == [str(i) for i in range(ranks)], log(job)
+        assert found == [str(i) for i in range(RANKS.get(name, 2))], log(job)
         assert len(metrics(work / name)) == 2 and weights(work / name)
         assert show(job, "Restarts") == "0"
-    assert same(weights(work / "ddp_torchrun"), weights(work / "twice"))
 
 
 @pytest.mark.slow
 def test_any_number_of_machines(submit, work):
     """--epochs 0 as the check of a new cluster; the command line's options win."""
+    names = ["ddp_torchrun", "ddp_multigpu_proc"]
     options = ["--nodes=1", "--gres=gpu:4"]
-    jobs = [submit(name, "--epochs", "0", options=options) for name in FILES]
+    jobs = [submit(name, "--epochs", "0", options=options) for name in names]
     ended(*jobs)
-    for name, job in zip(FILES, jobs):
-        assert f"all-reduce over {4 if name in FILES[2:4] else 1}" in log(job) or name in FILES[:2]
-        assert log(job).count("host ") == {"ddp_spawn": 4, "ddp_torchrun": 4}.get(name, 1)
+    for count, job in zip((4, 1), jobs):
+        assert f"all-reduce over {count}" in log(job) and log(job).count("host ") == count
 
 
 @pytest.mark.slow
 def test_cores_are_shared_out(submit, work):
     """From what Slurm granted, as this cluster does not bind processes to cores."""
     jobs = {}
-    for name, cores in ("single", 1), ("ddp_spawn", 6), ("ddp_torchrun", 6):
+    for name, cores in ("single", 1), ("ddp_spawn", 6):
         text = (ROOT / f"train_{name}.py").read_text()
         text = text.replace("def load_data(args, device):\n", PRINT_THREADS)
         Path(f"train_{name}.py").write_text(text)
-        options = "-c", str(cores), "--nodes=1", "--gres=gpu:2"
         flags = "--dataset", "synthetic", "--epochs", "1"
-        jobs[submit(name, *flags, options=options, file=path(name))] = max(1, cores // 2)
+        job = submit(name, *flags, options=["-c", str(cores)], file=path(name))
+        jobs[job] = max(1, cores // 2)
     for job, threads in jobs.items():
         wait_for_text(f"threads={threads}\n", job)
 
@@ -214,56 +235,52 @@ def test_the_pair_with_another_script_and_a_file(submit, data, work, monkeypatch
         assert stale is None or Path("init").stat().st_ino != stale or order == (0, 1)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(slurm, tmp_path_factory):
+    """What a run on one process and on two comes to: on two it is the same, whoever starts them."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    for count in 1, 2:
+        flags = [*long_flags(folder / str(count), EPOCHS), "--nproc-per-node", count]
+        words = [sys.executable, ROOT / "train_ddp_spawn.py", *flags]
+        words = words if count == 2 else [sys.executable, ROOT / "train_single.py", *flags[:-2]]
+        one_core = os.environ | {"SLURM_CPUS_PER_TASK": "1", "OMP_NUM_THREADS": "1"}
+        subprocess.run([str(word) for word in words], env=one_core, check=True)
+    return folder
+
+
+EPOCHS = 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*FILES, "pair"])
-def test_a_warned_job_goes_on(submit, work, name):
+def test_a_warned_job_goes_on(submit, work, undisturbed, name):
     """The signal that Slurm sends before a time limit, here sent at once; in each file."""
-    epochs = 5
     names = PAIR if name == "pair" else [name]
-    whole = [submit(each, *long_flags(work / "whole", epochs)) for each in names]
-    if name == "pair":  # which has one address
-        ended(*whole)
-    jobs = [submit(each, *long_flags(work / "out", epochs)) for each in names]
+    options = [] if name == "ddp_spawn" else ONE_GPU
+    jobs = [submit(each, *long_flags(work / "out", EPOCHS), options=options) for each in names]
     wait_until(lambda: "epoch 2/" in log(jobs[0]), "the second epoch")
     command("scancel", "--signal=USR1", "--batch", jobs[-1])
     wait_until(lambda: all(show(job, "Restarts") == "1" for job in jobs), "a second start")
-    ended(*whole, *jobs)
+    ended(*jobs)
     text = log(jobs[0])
     stop = re.search(r"stopped after step (\d+) of epoch (\d+)", text)
     assert stop and text.index("host ") < stop.start() < text.rindex("host ")  # one log
     assert "has saved and goes back into the queue" in log(jobs[-1])
-    same_run("out", "whole", epochs)
+    same_run("out", undisturbed / ("1" if name in FILES[:2] else "2"), EPOCHS)
 
 
 @pytest.mark.slow
-def test_two_time_limits(submit, work):
-    """The real thing: a minute each, and warned as the file says."""
-    epochs, options = 30, ["--gres=gpu:1"]
-    whole = submit("ddp_torchrun", *long_flags(work / "whole", epochs), options=options)
-    options.append("--time=1")
-    job = submit("ddp_torchrun", *long_flags(work / "out", epochs), options=options)
-    ended(whole, job, limit=900)
-    assert int(show(job, "Restarts")) >= 2, log(job)
-    assert log(job).count("goes back into the queue") == int(show(job, "Restarts"))
-    same_run("out", "whole", epochs)
-
-
-@pytest.mark.slow
-def test_preemption(submit, work):
+def test_preemption(submit, work, undisturbed):
     """A job of a higher partition takes the machine: Slurm requeues, the run has saved."""
-    epochs, options = 6, ["--nodelist=node1", "--exclusive"]
-    whole = submit(
-        "ddp_spawn",
-        *long_flags(work / "whole", epochs),
-        options=["--nodelist=node0", "--exclusive"],
-    )
-    job = submit("ddp_spawn", *long_flags(work / "out", epochs), options=options)
+    options = ["--nodelist=node1"]
+    job = submit("ddp_spawn", *long_flags(work / "out", EPOCHS), options=options)
     wait_until(lambda: "epoch 2/" in log(job), "the second epoch")
-    urgent = submit("single", "--epochs", 0, options=[*options, "--partition=urgent"])
-    ended(urgent, whole, job)
+    options += ["--partition=urgent", "--gres=gpu:4"]
+    urgent = submit("single", "--epochs", 0, options=options)
+    ended(urgent, job)
     assert show(job, "Restarts") == "1" and "PREEMPTION" in log(job)
     assert "stopped after step " in log(job)  # it had the time to save
-    same_run("out", "whole", epochs)
+    same_run("out", undisturbed / "2", EPOCHS)
 
 
 @pytest.mark.slow
@@ -272,10 +289,9 @@ def test_a_killed_task_ends_the_job(submit, work, name):
     """SIGKILL for one process: not 0, not requeued, the log says which rank where."""
     job = submit(name, *long_flags(work / "out", 10000))
     wait_for_text("epoch 1/10000 step 10/", job)
-    pids = processes(work / "out")
-    victim = [pid for pid, words in pids.items() if "spawn_main" in words or "train_" in words][-1]
-    children = [p for p in pids if parent(p) == int(victim)]
-    os.kill(int(children[-1] if name == "ddp_spawn" and children else victim), 9)
+    kind = b"spawn_main" if name == "ddp_spawn" else b"train_"
+    victims = [p for p in processes() if kind in Path(f"/proc/{p}/cmdline").read_bytes()]
+    os.kill(victims[-1], signal.SIGKILL)  # the youngest, which is nobody's parent
     ended(job, state="FAILED", limit=60)
     assert show(job, "Restarts") == "0" and show(job, "ExitCode") != "0:0"
     told = {
@@ -285,23 +301,7 @@ def test_a_killed_task_ends_the_job(submit, work, name):
         "ddp_multigpu_proc": r"srun: error: node[01]: task [01]: Killed",
     }
     assert re.search(told[name], log(job)), log(job)
-    assert not processes(work / "out")
-
-
-def processes(mark):
-    """Of the processes that have `mark` in their environment or command line: pid -> command."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            if str(mark) in words or "spawn_main" in words:
-                found[folder.name] = words
-    return found
-
-
-def parent(pid):
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    assert all_ended()
 
 
 @pytest.mark.slow
@@ -310,14 +310,15 @@ def test_failures_are_not_requeued(submit, work):
     Path("broken.py").write_text("raise KeyError('my own mistake')\n")
     text = path("single").read_text().replace("script=train_single.py", "script=broken.py")
     Path("broken.sh").write_text(text)
-    jobs = [submit(name, "--lr", "-1", "--output", work / "out") for name in FILES]
+    names = ["single", "ddp_spawn", "ddp_torchrun"]
+    jobs = [submit(n, "--lr", "-1", "--output", work / "out", options=ONE_GPU) for n in names]
     broken = submit("broken", file="broken.sh")
     missing_script = submit("single", options=[], file=path("single"))  # none in this folder
     ended(*jobs, broken, missing_script, state="FAILED")
     for job in [*jobs, broken, missing_script]:
         assert show(job, "Restarts") == "0"
-    codes = [show(job, "ExitCode") for job in [*jobs[:3], broken, missing_script]]
-    assert codes == ["2:0", "2:0", "2:0", "1:0", "2:0"]
+    codes = [show(job, "ExitCode") for job in [*jobs[:2], broken, missing_script]]
+    assert codes == ["2:0", "2:0", "1:0", "2:0"]
     assert all("--lr" in log(job) for job in jobs) and "my own mistake" in log(broken)
     assert "train_single.py" in log(missing_script) and not Path("out").exists()
 
@@ -347,22 +348,18 @@ def test_a_container(submit, data, work, monkeypatch):
 
     Path("bin").mkdir()
     monkeypatch.setenv("PATH", f"{work}/bin:{os.environ['PATH']}")
-    for tool in "singularity", "apptainer":
+    for tool, name in ("singularity", "single"), ("apptainer", "ddp_torchrun"):
         stand_in = Path("bin", tool)
         stand_in.write_text(f'#!/bin/sh\necho "{tool}: $*"\nshift 5\nexec "$@"\n')
         stand_in.chmod(0o755)
-        flags = job_flags(links, work / f"new/{tool}", 1)
-        names = ["ddp_spawn", "ddp_torchrun"]
-        jobs = [submit(name, *flags[:-3], f"{flags[-3]}-{name}", *flags[-2:]) for name in names]
-        ended(*jobs)
-        for name, job in zip(names, jobs):
-            words = re.search(
-                rf"{tool}: exec --nv --bind (\S+) /images/torch.sif python3 ", log(job)
-            )
-            assert words, log(job)
-            folders = set(words[1].split(","))
-            assert folders >= {str(ROOT), str(data)} and folders & {str(work), f"{work}/new"}
-            assert weights(f"new/{tool}-{name}")
+        flags = job_flags(links, work / "new" / tool, 1)
+        job = submit(name, *flags, options=[*ONE_GPU, "--nodes=1"])
+        ended(job)
+        words = re.search(rf"{tool}: exec --nv --bind (\S+) /images/torch.sif python3 ", log(job))
+        assert words, log(job)
+        folders = set(words[1].split(","))
+        assert folders >= {str(ROOT), str(data)} and folders & {str(work), f"{work}/new"}
+        assert weights(f"new/{tool}")
 
 
 @pytest.mark.slow
@@ -374,3 +371,14 @@ def test_a_named_python(submit, work, monkeypatch):
     job = submit("single", "--epochs", "0")
     ended(job)
     assert "this one" in log(job)
+
+
+@pytest.mark.slow
+def test_two_time_limits(submit, limited, undisturbed):
+    """The real thing: a minute each, and warned as the file says."""
+    folder, job = limited
+    ended(job, limit=900)
+    text = (folder / f"ddp_torchrun-{job}.out").read_text()
+    assert int(show(job, "Restarts")) >= 2, text
+    assert text.count("goes back into the queue") == int(show(job, "Restarts"))
+    same_run(folder / "out", undisturbed / "2", EPOCHS)
