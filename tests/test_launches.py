@@ -64,8 +64,9 @@ def test_spawn_over_a_file(data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("kind", ["tcp", "file", "env"])
+@pytest.mark.parametrize(
+    "kind, order", [("tcp", (0, 1)), ("tcp", (1, 0)), ("file", (1, 0)), ("env", (0, 1))]
+)
 def test_two_machines_spawn(data, order, kind, monkeypatch):
     port = str(free_port())
     method = {

@@ -69,10 +69,9 @@ def test_same_run():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("augment", [[], ["--augment"]], ids=["", "augment"])
-@pytest.mark.parametrize("model", ["net", "mlp"])
-def test_same_run_everywhere(model, augment):
-    compare(MORE, "--model", model, *augment)
+@pytest.mark.parametrize("model, more", [("net", ["--augment"]), ("mlp", [])])
+def test_same_run_everywhere(model, more):
+    compare(MORE, "--model", model, *more)
 
 
 @pytest.mark.slow
@@ -218,23 +217,12 @@ def stop_and_go(name, count, number, stops, *flags, output="out"):
 @pytest.mark.parametrize(
     "name, count, number, flags",
     [
-        ("train_single", 1, signal.SIGTERM, []),
+        ("train_single", 1, signal.SIGTERM, ["--lr-schedule", "cosine"]),
         ("train_ddp_spawn", 2, signal.SIGUSR1, ["--checkpoint-every", "70"]),
-        pytest.param(
-            "train_ddp_torchrun",
-            2,
-            signal.SIGTERM,
-            ["--lr-schedule", "cosine"],
-            marks=pytest.mark.slow,
-        ),
         pytest.param("train_single", 1, signal.SIGUSR1, ["--workers", "2"], marks=pytest.mark.slow),
-        pytest.param(
-            "train_single", 1, signal.SIGUSR1, ["--lr-schedule", "cosine"], marks=pytest.mark.slow
-        ),
         pytest.param(
             "train_dp", 1, signal.SIGUSR1, ["--optimizer", "adam"], marks=pytest.mark.slow
         ),
-        pytest.param("train_ddp_multigpu_proc", 1, signal.SIGTERM, [], marks=pytest.mark.slow),
         pytest.param("train_ddp_spawn", 4, signal.SIGTERM, [], marks=pytest.mark.slow),
         pytest.param("train_ddp_torchrun", 3, signal.SIGTERM, [], marks=pytest.mark.slow),
     ],
