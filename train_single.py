@@ -11,12 +11,13 @@ python train_single.py --resume                        # go on where the last ru
 """
 
 import argparse
+import errno
+import fcntl
 import math
 import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -194,6 +195,7 @@ def main(args):
     sampler = DistributedSampler(train_set, num_replicas=1, rank=0, seed=args.seed)
     if args.model == "resnet18" and 1 in (batch, len(sampler) % batch):
         raise UserError("batch norm needs two images in each process and step: change --batch-size")
+    claim(args)
     order = []  # the samples that are still to come in the epoch
     train_loader = DataLoader(train_set, batch, sampler=order, **options)
     test_loader = DataLoader(test_set, batch, **options)
@@ -262,11 +264,15 @@ FIXED = "model", "repeat", "optimizer", "batch_size", "seed", "amp"  # what --re
 def write(path, content):
     """Put bytes, or what torch.save takes, at `path`: the old file stays until the new is whole."""
     part = path.with_name(path.name + ".tmp")
-    with open(part, "wb") as file:
-        file.write(content) if isinstance(content, bytes) else torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with open(part, "wb") as file:
+            file.write(content) if isinstance(content, bytes) else torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except Exception as error:
+        part.unlink(missing_ok=True)
+        raise RuntimeError(f"{path} can't be written; the file before it is whole") from error
 
 
 def save(args, run, net, optimizer):
@@ -292,14 +298,27 @@ def read_checkpoint(args, net):
             if run["epoch"] + (run["step"] > 0) > args.epochs:
                 raise UserError(f"it is past the end of epoch {args.epochs}")
             net.load_state_dict(run.pop("model"))
-        args.output.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.output).close()  # can it be written to?
-    except OSError as error:
-        raise UserError(f"--output {args.output} can't be used: {error}") from None
     except Exception as error:
         why = error if isinstance(error, UserError) else f"no checkpoint of this model ({error!r})"
         raise UserError(f"--resume: {path}: {why}; give another --output") from None
     return run
+
+
+claimed = []  # the lock of --output, as an open file; `leave` removes it
+
+
+def claim(args):
+    """Make --output, and keep other runs out of it while this process lives. Raises UserError."""
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+        file = open(args.output / ".lock", "w")
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        claimed.append(file)
+    except BlockingIOError:
+        raise UserError(f"--output {args.output}: another run writes to it; give another") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS):  # those of a file system without locks
+            raise UserError(f"--output {args.output} can't be used: {error}") from None
 
 
 # ---- The launch ----------------------------------------------------------------------------------
@@ -359,9 +378,12 @@ def leave(work, *args):
         status = work(*args)
     except UserError as error:  # a worker's comes as a traceback that ends with it
         message = str(error).split("TypeError: ")[-1].split()
-        status = print("error:", *message, file=sys.stderr) or 2
-    except BaseException:
-        status = sys.excepthook(*sys.exc_info()) or 1
+        status = print(f"{parser.prog}: error:", *message, file=sys.stderr) or 2
+    except BaseException as error:
+        sys.excepthook(*sys.exc_info())
+        status = print(f"{parser.prog}: ended by {error!r}", file=sys.stderr) or 1
+    for file in claimed:
+        Path(file.name).unlink(missing_ok=True)
     sys.stdout.flush()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would call a killed worker an error
     for worker in multiprocessing.active_children():

@@ -1,6 +1,7 @@
 import os
 import pickle
 import struct
+from multiprocessing import forkserver
 
 import numpy as np
 import pytest
@@ -10,6 +11,10 @@ from PIL import Image
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
+
+
+def pytest_collection_finish(session):
+    forkserver.ensure_running()  # before there is a test whose mark it would bear
 
 
 def pytest_collection_modifyitems(config, items):
@@ -30,6 +35,7 @@ def work(request, tmp_path, monkeypatch):
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens: no download, ever
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))  # the mark of all processes of this test
     return tmp_path
 
 

@@ -99,16 +99,22 @@ forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["torch", "torchvision", "torch.distributed"])
 
 
-def quick(name, *flags, status=0, path=None):
-    """Run a script in a fork of a process that has imported torch: saves the seconds of a start.
+def warm(name, *flags, path=None):
+    """Start a script in a fork of a process that has imported torch: saves the seconds of that.
 
-    Returns a namespace of what it printed: `out`, `err`.
+    Returns the process and the stem of its logs' names, which end in .1 and .2.
     """
     log = Path(f"quick-{time.monotonic_ns()}").resolve()
     place = os.getcwd(), dict(os.environ)  # those of the process that forks are older
     words = [str(flag) for flag in flags]
     process = forks.Process(target=inside, args=(path or script(name), words, log, *place))
     process.start()
+    return process, log
+
+
+def quick(name, *flags, status=0, path=None):
+    """Run a script to its end, warm. Returns a namespace of what it printed: `out`, `err`."""
+    process, log = warm(name, *flags, path=path)
     process.join(LIMIT)
     out, err = (Path(f"{log}.{stream}").read_text() for stream in (1, 2))
     if process.is_alive():
@@ -135,6 +141,29 @@ def same(a, b):
 def wait_for(text, log, process):
     """Until `text` is in the log."""
     end = time.monotonic() + LIMIT
-    while text not in Path(log).read_text():
-        assert time.monotonic() < end and process.poll() is None, Path(log).read_text()
+    while not Path(log).exists() or text not in Path(log).read_text():
+        ended = process.exitcode if hasattr(process, "exitcode") else process.poll()
+        assert time.monotonic() < end and ended is None, Path(log).read_text()
         time.sleep(0.02)
+
+
+def processes(parent=None):
+    """The numbers of the processes that this test has started, those of their children too."""
+    mark, found = f"TEST_FOLDER={os.environ['TEST_FOLDER']}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            number, environment = int(folder.name), (folder / "environ").read_bytes().split(b"\0")
+            above = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+        if mark in environment and number != os.getpid() and parent in (None, above):
+            found.append(number)
+    return sorted(found)
+
+
+def all_ended(limit=10):
+    """Whether all processes of this test end within so many seconds."""
+    end = time.monotonic() + limit
+    while processes() and time.monotonic() < end:
+        time.sleep(0.1)
+    return not processes()
