@@ -481,12 +481,17 @@ def join(args, init_method, rank, world_size, local_rank, local_size):
         raise UserError("--sync-bn works on GPUs only: leave it out")
     if local_rank == 0 and args.compress_gradients and not dist.is_nccl_available():
         raise UserError("--compress-gradients needs a torch that was built for GPUs")
-    wait = timedelta(0, args.timeout)
+    wait, attempt = timedelta(0, args.timeout), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     for turn in range(3):  # rank 0, the first process of each other machine, the rest
         if turn == min(rank, 1 + (local_rank > 0)) and args.epochs:
             parts = set_up(args, device, rank)
         if turn == 0:
-            dist.init_process_group(backend, init_method, wait, world_size, rank, device_id=own)
+            store, *_ = next(dist.rendezvous(init_method, rank, world_size, timeout=wait))
+            store.set_timeout(wait)
+            # torchrun restarts with the store of the attempt before, where dead addresses are
+            store = dist.PrefixStore(attempt if local_size == world_size else "0", store)
+            place = dict(store=store, rank=rank, world_size=world_size)
+            dist.init_process_group(backend, timeout=wait, **place, device_id=own)
         dist.barrier()
     nccl = dist.is_nccl_available() and ".".join(map(str, torch.cuda.nccl.version()))
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, backend {backend}")
