@@ -445,6 +445,12 @@ def read_place():
         if not (tcp or file or env):
             forms = "tcp://HOST:PORT, file:///PATH in a folder that is there"
             raise ValueError(f"it is {forms}, or env:// with MASTER_ADDR and MASTER_PORT set")
+        if file and Path(url.path).exists():
+            found = Path(url.path).stat()  # another machine that waits has written it lately
+            if found.st_size and (
+                args.world_size == 1 or time.time() - found.st_mtime > args.timeout
+            ):
+                raise ValueError("an earlier run left that file: delete it, or name a new one")
         if tcp and args.rank == 0:
             with socket.create_server(("", url.port)) as server:  # fails if it is taken
                 if free:
