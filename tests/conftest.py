@@ -14,6 +14,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_finish(session):
+    os.environ["PYTHONWARNINGS"] = "ignore"
     forkserver.ensure_running()  # before there is a test whose mark it would bear
 
 
@@ -34,7 +35,6 @@ def work(request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens: no download, ever
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))  # the mark of all processes of this test
     return tmp_path
 
