@@ -37,6 +37,8 @@ from test_bad_input import snapshot
 
 TRAIN = ["--dataset", "cifar10", "--batch-size", "16", "--log-every", "1"]
 LONG = ["--dataset", "synthetic", "--epochs", "100000", "--log-every", "10"]
+SLOW_SPAWN = pytest.param("train_ddp_spawn", marks=pytest.mark.slow)
+SLOW_TORCHRUN = pytest.param("train_ddp_torchrun", marks=pytest.mark.slow)
 REPORT = "all-reduce over 2 processes: right"
 
 
@@ -91,13 +93,13 @@ def ended_like(whole, epochs):
     assert all_ended()
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_random_under_spawn(data, kills):
-    """SIGKILL for a random rank, or for the parent, at a random moment; --resume by hand."""
+@pytest.mark.slow
+def test_killed_at_random_under_spawn(data):
+    """20 times SIGKILL for a random rank, or for the parent, at a random moment; --resume by hand."""
     flags = [*TRAIN, "--data-dir", data, "--checkpoint-every", "7", "--resume"]
     words = [*commands("train_ddp_spawn", 2)[0], *flags, "--epochs", "40"]
     assert finish(start([*words, "--output", "whole"], "whole.log")) == 0
-    for _ in range(kills):
+    for _ in range(20):
         process, log = warm("train_ddp_spawn", *words[2:], "--output", "out")
         wait_for(REPORT, f"{log}.1", process)
         time.sleep(random.uniform(0, 0.6))
@@ -145,6 +147,7 @@ def wait_until(condition, process):
         assert time.monotonic() < end and process.is_alive()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train_ddp_spawn", "train_ddp_torchrun"])
 def test_the_parent_dies(data, name):
     """Ranks and loader workers end with the process that started them."""
@@ -250,7 +253,7 @@ def disk(work):
     subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.parametrize("name", ["train_single", "train_ddp_spawn"])
+@pytest.mark.parametrize("name", ["train_single", SLOW_SPAWN])
 def test_the_disk_fills(disk, name):
     flags = ["--dataset", "synthetic", "--model", "mlp", "--epochs", "100000"]
     flags += ["--output", disk / "out", "--log-every", "1"]
@@ -358,11 +361,8 @@ def test_a_hostile_checkpoint(data, name):
     assert snapshot("out") == before and not Path("ran").exists()
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-@pytest.mark.parametrize(
-    "name",
-    ["train_single", "train_ddp_spawn", pytest.param("train_ddp_torchrun", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.slow), "2"])
+@pytest.mark.parametrize("name", ["train_single", SLOW_SPAWN, SLOW_TORCHRUN])
 def test_an_image_breaks_in_epoch_2(data, name, workers):
     shutil.copytree(data / "pictures", "pictures")
     flags = ["--dataset", "pictures", "--batch-size", "8", "--workers", workers]
@@ -381,7 +381,7 @@ def test_an_image_breaks_in_epoch_2(data, name, workers):
     assert all_ended() and weights("out", "last.pt")
 
 
-@pytest.mark.parametrize("name", ["train_single", "train_ddp_spawn", "train_ddp_torchrun"])
+@pytest.mark.parametrize("name", ["train_single", SLOW_SPAWN, SLOW_TORCHRUN])
 def test_two_runs_into_one_folder(name):
     count = 1 + (name in DDP)
     flags = [*LONG, "--output", "out"]
