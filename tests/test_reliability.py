@@ -95,7 +95,7 @@ def ended_like(whole, epochs):
 
 @pytest.mark.slow
 def test_killed_at_random_under_spawn(data):
-    """20 times SIGKILL for a random rank, or for the parent, at a random moment; --resume by hand."""
+    """20 times SIGKILL for a random rank or the parent at a random moment; --resume by hand."""
     flags = [*TRAIN, "--data-dir", data, "--checkpoint-every", "7", "--resume"]
     words = [*commands("train_ddp_spawn", 2)[0], *flags, "--epochs", "40"]
     assert finish(start([*words, "--output", "whole"], "whole.log")) == 0
