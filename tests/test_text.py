@@ -1,11 +1,13 @@
 """The five files as texts: what is shared is the same, what is promised about them holds."""
 
 import ast
+import re
 import subprocess
 import sys
 
 import pytest
 from helpers import ROOT, SCRIPTS, script
+from readme_blocks import BLOCK, regenerate
 from same_text import SCRIPTS as PATHS
 from same_text import compare, definitions
 
@@ -66,3 +68,23 @@ def test_help(name):
 
 def test_requirements():
     assert (ROOT / "requirements.txt").read_text().split() == ["torch", "torchvision", "numpy"]
+
+
+def test_readme_shows_the_real_diffs():
+    text = (ROOT / "README.md").read_text()
+    assert len(BLOCK.findall(text)) >= 10 and text.count("```diff") == len(BLOCK.findall(text))
+    assert regenerate(text) == text  # else: python tests/readme_blocks.py --fix
+    assert regenerate(text.replace("+    ddp = ", "+    wrapped = ")) == text
+    with pytest.raises(ValueError, match="0 parts"):
+        regenerate(text.replace("vote.item()", "no such text", 1))
+
+
+def test_readme_links():
+    """Files and headings of this repository that README.md links to are there."""
+    text = (ROOT / "README.md").read_text()
+    heads = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
+    anchors = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    assert links
+    for link in links:
+        assert link[1:] in anchors if link[0] == "#" else (ROOT / link).exists(), link
