@@ -16,7 +16,8 @@ if __name__ == "__main__":
     args = read_flags()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    torch.set_num_threads(len(os.sched_getaffinity(0)) // size)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // size))
     if device.type != "cpu":
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device.index)

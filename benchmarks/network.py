@@ -75,7 +75,7 @@ def hosts():
 
 def shape(names, rate):
     """Let `rate` Gbit/s through the link, each way, and not much more after a pause."""
-    burst = max(16_000, round(rate * 1e9 / 8 * 1e-4))  # bytes
+    burst = max(70_000, round(rate * 1e9 / 8 * 1e-4))  # bytes: no less than the kernel hands over
     for i, name in enumerate(names):
         words = f"tc -n {name} qdisc replace dev v{i} root tbf rate {rate}gbit burst {burst}"
         subprocess.run([*words.split(), "latency", "50ms"], check=True)

@@ -117,7 +117,8 @@ def host_mib(processes):
         family = psutil.Process(process.pid)
         for member in [family, *family.children(recursive=True)]:
             try:
-                total += member.memory_full_info().pss
+                memory = member.memory_full_info()
+                total += getattr(memory, "pss", memory.uss)  # uss: what it shares with nobody
             except psutil.Error:  # it has just ended
                 pass
     return total / 2**20
@@ -204,8 +205,9 @@ def measure(contestant, job, processes, data, args, folder):
 
 def hardware():
     """One line: what this ran on."""
-    with open("/proc/cpuinfo") as file:
-        names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(": ")[1] for line in lines if line.startswith("model name")]
     name = f"{os.cpu_count()} cores ({names[0] if names else platform.machine()})"
     if GPU:
         count = torch.accelerator.device_count()

@@ -72,19 +72,19 @@ def test_throughput(processes):
     for name in ("psutil", "accelerate", "lightning"):
         pytest.importorskip(name, reason="pip install -r benchmarks/requirements.txt")
     words = [FOLDER / "throughput.py", "--images", "1280", "--jobs", "net", "--rounds", "1"]
-    words += ["--epochs", "1", "--processes", processes, "--only", "copied", "accelerate"]
-    words += ["lightning", "limit", "single" if processes == 1 else "torchrun"]
+    yardsticks = ["copied"] if processes == 1 else ["accelerate", "lightning"]
+    words += ["--epochs", "1", "--processes", processes, "--only", *yardsticks, "limit"]
+    words += ["single" if processes == 1 else "torchrun"]
     assert finish(start([sys.executable, *words], "log")) == 0, Path("log").read_text()
     table = Path("log").read_text().split("\n\n")[-1]
     own = "train_single.py" if processes == 1 else "train_ddp_torchrun.py"
-    for name in (f"**{own}**", "copied", "accelerate", "lightning", "limit"):
+    for name in (f"**{own}**", *yardsticks, "limit"):
         row = next(line for line in table.splitlines() if line.startswith(f"| {name}"))
-        assert row.count("|") == 10 and float(row.split("|")[2]) > 0, row
+        assert row.count("|") == 7 + len(yardsticks) and float(row.split("|")[2]) > 0, row
     with open("throughput.csv") as file:
         rows = {row["contestant"]: row for row in csv.DictReader(file)}
     for name, row in rows.items():
         assert float(row["host_mib"]) > 100 * processes and float(row["start"]) > 0, row
-    assert float(rows["limit"]["images_per_second"]) > float(rows["copied"]["images_per_second"])
 
 
 @pytest.mark.slow
