@@ -1,7 +1,7 @@
 """What a network does to DistributedDataParallel: two hosts on this machine, joined by a slow link.
 
-sudo python benchmarks/network.py
-sudo python benchmarks/network.py --rates 1 0.1 --jobs net
+sudo "$(which python)" benchmarks/network.py
+sudo "$(which python)" benchmarks/network.py --rates 1 0.1 --jobs net
 
 The hosts are network namespaces with half of the cores each, the link is a veth pair, shaped by tc
 (both directions). Each trains as one process of train_ddp_spawn.py over Gloo. In turn, --rounds
@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import csv
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -120,7 +121,7 @@ def measure(names, job, steps, folder):
         )
 
     def ddp(*more):
-        place = ["--world-size", "2", "--init-method", "tcp://10.77.0.1:23456"]
+        place = ["--world-size", "2", "--init-method", "tcp://10.77.0.1:23456", "--timeout", "120"]
         words = [ROOT / "train_ddp_spawn.py", *flags, *place, "--batch-size", batch, *more]
         return lambda i: [*words, "--rank", i, "--output", folder / "out0"]
 
@@ -156,7 +157,9 @@ def main():
     add("--csv", type=Path, default=Path("network.csv"))
     args = parser.parse_args()
     if os.getuid():
-        sys.exit("two hosts on one machine need root: start it with sudo")
+        sys.exit('two hosts on one machine need root: start it with sudo "$(which python)"')
+    if not shutil.which("tc"):
+        sys.exit("there is no command tc, which shapes the link: install iproute2")
     print(f"{hardware()}, {args.rounds} rounds, `{' '.join(sys.argv)}`\n")
     names = "compute", "bytes / rate", "step", "x bound", "overlap", "bf16 step", "plain / bf16"
     print("| job | Gbit/s |", " | ".join(names), "| images/s | on one host |")

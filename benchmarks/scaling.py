@@ -125,11 +125,8 @@ def check(path):
     return errors
 
 
-def plot(path, step):
-    """Draws the efficiency of `net` at batch 64 and `resnet18` at batch 128 on links of four rates.
-
-    `step` is seconds for resnet18 on one machine; without it the device here is measured.
-    """
+def plot(path):
+    """Draws the efficiency of `net` (batch 64) and `resnet18` (128) on links of four rates."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -137,8 +134,8 @@ def plot(path, step):
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True)
     for axis, (model, batch) in zip(axes, (("net", 64), ("resnet18", 128))):
-        seconds, gradients = profile(model, batch)
-        one, groups = step or seconds, buckets(gradients)
+        one, gradients = profile(model, batch)
+        groups = buckets(gradients)
         for rate, latency in ((0.1, 1e-4), (1, 1e-4), (10, 5e-5), (100, 1e-5)):
             line = [one / predict(one, groups, n, rate * 1e9 / 8, latency) for n in MACHINES]
             label = f"{rate:g} Gbit/s, {latency * 1e6:.0f} us"
@@ -166,13 +163,13 @@ def main():
     add("--latency", type=float, default=5e-5, help="of a message, in seconds")
     add("--step", type=float, help="seconds of a step on one machine; else it is measured here")
     add("--check", type=Path, help="a CSV file of network.py's")
-    add("--plot", type=Path, help="a PNG or SVG file to draw")
+    add("--plot", type=Path, help="a PNG or SVG file to draw, for the device here")
     args = parser.parse_args()
     if args.check:
         errors = check(args.check)
         print(f"\nlargest error: {max(map(abs, errors)):.0%}" if errors else "")
     elif args.plot:
-        plot(args.plot, args.step)
+        plot(args.plot)
     else:
         step, gradients = profile(args.model, args.batch_size)
         step = args.step or step

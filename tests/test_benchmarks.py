@@ -65,6 +65,23 @@ def test_check_states_the_error(tmp_path, capsys, monkeypatch):
     assert "| net | 0.1 | 21.0 ms | 21.0 ms | +0% |" in capsys.readouterr().out
 
 
+def test_table_takes_medians_of_ratios_and_the_better_workers():
+    throughput = pytest.importorskip("throughput", reason="it needs benchmarks/requirements.txt")
+    rates = {("", ""): [0, 0, 0], ("single", ""): [10, 30, 90], ("copied", "2"): [1]}
+    rates["copied", "0"] = [5, 10, 15]  # ratios 2, 3, 6
+    rates["limit", ""] = [10, 60, 100]  # ratios 1, 0.5, 0.9: not 30 / 60
+    rows = [
+        dict(job="net", processes=1, contestant=name, workers=workers, round=number)
+        | dict(images_per_second=rate, start=2 if name else 1, host_mib=7, device_mib=0)
+        for (name, workers), values in rates.items()
+        for number, rate in enumerate(values)
+    ]
+    lines = list(throughput.table(rows, "net", 1))
+    assert lines[0].startswith("| | images/s | x copied | x limit |")
+    assert lines[2] == "| **train_single.py** | 30 | 3.00 | 0.90 | 1.0 | 7 | 0 |"
+    assert lines[3].startswith("| copied, 0 workers | 10 | 1.00 |") and len(lines) == 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_throughput(processes):
