@@ -2,12 +2,12 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.9", "torchvision", "numpy"]
 # ///
-"""Train an image classifier with DistributedDataParallel: one process per GPU, spawned from here.
+"""Train an image classifier with DDP: one process per GPU, started from here.
 
-python train_ddp_spawn.py                                                 # all GPUs of one machine
-python train_ddp_spawn.py --init-method tcp://HOST:23456 --rank 0 --world-size 2  # on machine HOST
-python train_ddp_spawn.py --init-method tcp://HOST:23456 --rank 1 --world-size 2  # on the other
-python train_ddp_spawn.py --epochs 0                                  # do they reach each other?
+python train_ddp_spawn.py --epochs 0  # a check of the set-up
+python train_ddp_spawn.py  # all GPUs of one machine; on two, HOST first:
+python train_ddp_spawn.py --rank 0 --world-size 2 --init-method tcp://HOST:2345
+python train_ddp_spawn.py --rank 1 --world-size 2 --init-method tcp://HOST:2345
 """
 
 import argparse
@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -84,9 +85,7 @@ class InMemory(TensorDataset):
     collate = tuple  # a batch comes whole: there is nothing to stack
 
     def __getitems__(self, indices):
-        device = self.tensors[0].device
-        indices = torch.tensor(indices, pin_memory=device.type == "cuda")
-        indices = indices.to(device, non_blocking=True)
+        indices = torch.tensor(indices).to(self.tensors[0].device, non_blocking=True)
         return tuple(part.index_select(0, indices) for part in self.tensors)  # copies whole rows
 
 
@@ -177,12 +176,12 @@ def evaluate(args, net, loader, device):
 
 def main(local_rank, args):
     """Be one process. Returns the exit status: 0 finished, 75 stopped by a signal."""
-    local_size = args.nproc_per_node
-    rank, world_size = args.rank * local_size + local_rank, args.world_size * local_size
-    device, parts = join(args, args.init_method, rank, world_size, local_rank, local_size)
+    nproc = args.nproc_per_node
+    rank, world_size = args.rank * nproc + local_rank, args.world_size * nproc
+    device, parts = join(args, rank, world_size, local_rank, nproc, init_method=args.init_method)
     if args.epochs == 0:
-        return leave_group(0)
-    train_set, test_set, net, run = parts
+        return 0
+    train_set, test_set, net, *box = parts
     catch_signals()
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
@@ -191,8 +190,7 @@ def main(local_rank, args):
         ddp.register_comm_hook(None, bf16_compress_hook)
     if args.compile:
         ddp.compile()
-    box = [run]
-    dist.broadcast_object_list(box)  # only rank 0 has it
+    dist.broadcast_object_list(box)  # where the run stands, which only rank 0 knows
     run = box[0]
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(net.parameters(), args.lr, momentum=0.9, fused=True)
@@ -209,8 +207,6 @@ def main(local_rank, args):
     options |= dict(collate_fn=getattr(train_set, "collate", None), worker_init_fn=catch_signals)
     batch = args.batch_size // world_size
     sampler = DistributedSampler(train_set, seed=args.seed)
-    if args.model == "resnet18" and 1 in (batch, len(sampler) % batch):
-        raise UserError("batch norm needs two images in each process and step: change --batch-size")
     if rank == 0:
         claim(args)
     order = []  # the samples that are still to come in the epoch
@@ -266,7 +262,7 @@ def main(local_rank, args):
                 save(args, run, net, optimizer)
             if stop:
                 print(f"stopped after step {step} of epoch {epoch + 1}: --resume goes on from here")
-                return leave_group(75)
+                return 75
 
         for buffer in net.buffers():  # batch norm's statistics, of which each rank has its own
             dist.broadcast(buffer, 0)
@@ -281,11 +277,11 @@ def main(local_rank, args):
         run.update(epoch=epoch + 1, step=0, loss=0.0, seconds=0.0, table=table)
         if rank == 0:
             save(args, run, net, optimizer)
-    # --epochs may have been lowered to what is done
-    if rank == 0 and not (args.output / "model.pt").exists():
-        save(args, run, net, optimizer)
+    model = {key: value.cpu() for key, value in net.state_dict().items()}
+    if rank == 0:
+        write(args.output / "model.pt", model)
     print(f"finished: {args.output / 'model.pt'}")
-    return leave_group(0)
+    return 0
 
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
@@ -313,8 +309,6 @@ def save(args, run, net, optimizer):
     (args.output / "model.pt").unlink(missing_ok=True)  # an earlier run's
     write(args.output / "metrics.csv", run["table"].encode())
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    if run["epoch"] == args.epochs:
-        write(args.output / "model.pt", {key: value.cpu() for key, value in state["model"].items()})
     write(args.output / "last.pt", run | state)
 
 
@@ -327,13 +321,13 @@ def read_checkpoint(args, net):
         if args.resume and path.exists():
             run = torch.load(path, map_location="cpu", weights_only=True)
             if run["flags"] != flags:
-                raise UserError(f"it was written with {run['flags']}")
+                raise ValueError(f"it was written with {run['flags']}")
             if run["epoch"] + (run["step"] > 0) > args.epochs:
-                raise UserError(f"it is past the end of epoch {args.epochs}")
+                raise ValueError(f"it is past the end of epoch {args.epochs}")
             net.load_state_dict(run.pop("model"))
     except Exception as error:
-        why = error if isinstance(error, UserError) else f"no checkpoint of this model ({error!r})"
-        raise UserError(f"--resume: {path}: {why}; give another --output") from None
+        why = f"{path} is not of such a run ({error!r:.300})"
+        raise UserError(f"--resume: {why}; give another --output") from None
     return run
 
 
@@ -356,39 +350,58 @@ def claim(args):
 
 # ---- The launch ----------------------------------------------------------------------------------
 
+
+def above(low, kind=int):
+    """An argparse type: a number of this kind, above `low`."""
+
+    def number(text):
+        if low < kind(text) < 2**60:
+            return kind(text)
+        raise UserError(f"{text} is not above {low} and below 2**60")
+
+    return number
+
+
 formats = argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
-usage, Help = "%(prog)s [flags]; --help lists them", type("Help", formats, {})
-parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=Help)
-add = parser.add_argument
-add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic or a folder")
-add("--data-dir", default="data", help="where torchvision's data sets live")
-add("--image-size", type=int, default=32, help="side in pixels of a folder's images")
-add("--data-on-device", action="store_true", help="keep the whole data set on the device")
-add("--workers", type=int, help="loader processes per process; 0 for data in memory")
-add("--augment", action="store_true", help="random flip and 4-pixel shift, on the device")
+layout = partial(type("Help", formats, {}), max_help_position=30)  # room for one line a flag
+about, _, commands = __doc__.partition("\n\n")
+usage = "%(prog)s [flags]; --help lists them"
+parser = argparse.ArgumentParser(None, usage, about, commands, formatter_class=layout)
+add = parser.add_argument_group("data").add_argument
+add("--dataset", default="cifar10", help="synthetic, fashion-mnist, DIR")
+add("--data-dir", default="data", help="where torchvision's sets live")
+add("--image-size", type=above(15), default=32, help="side to resize a folder's to")
+add("--data-on-device", action="store_true", help="hold all data there")
+add("--workers", type=above(-1), help="loader processes; 0 if in memory")
+add("--augment", action="store_true", help="random flip and 4-pixel shift")
+add = parser.add_argument_group("model").add_argument
 add("--model", choices=("net", "resnet18", "mlp"), default="net", help="which network")
-add("--repeat", type=int, default=1, help="tile images N times over the channels: a load test")
-add("--epochs", type=int, default=10, help="0 checks the set-up and trains nothing")
-add("--batch-size", type=int, default=64, help="global batch, over all devices together")
+add("--repeat", type=above(0), default=1, help="tile images N-fold: a load test")
+add = parser.add_argument_group("training").add_argument
+add("--epochs", type=above(-1), default=10, help="0 checks the set-up only")
+add("--batch-size", type=above(0), default=64, help="global batch, of all devices")
 add("--optimizer", choices=("sgd", "adam"), default="sgd", help="sgd has momentum 0.9")
-add("--lr", type=float, default=0.001, help="learning rate")
-add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="its course")
+add("--lr", type=above(0, float), default=0.001, help="learning rate")
+schedules = "constant", "cosine"
+add("--lr-schedule", choices=schedules, default="constant", metavar="NAME", help="or cosine")
 add("--amp", action="store_true", help="bf16 autocast")
 add("--compile", action="store_true", help="torch.compile")
 add("--deterministic", action="store_true", help="deterministic algorithms")
-add("--seed", type=int, default=76, help="of weights, order and augmentation")
-add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder to write to")
-add("--resume", action="store_true", help="go on from last.pt in --output, if it is there")
-add("--checkpoint-every", type=int, default=0, help="steps between checkpoints in an epoch")
-add("--timeout", type=int, default=1800, help="seconds to wait for other processes")
-add("--sync-bn", action="store_true", help="batch norm over the whole global batch")
-add("--compress-gradients", action="store_true", help="average the gradients in bf16")
-add("--init-method", default="tcp://127.0.0.1:0", help="tcp://HOST:PORT, file:///NEW_FILE, env://")
-add("--rank", type=int, default=0, help="number of this machine")
-add("--world-size", type=int, default=1, help="number of machines")
+add("--seed", type=above(-1), default=76, help="of weights, order, augmentation")
+add = parser.add_argument_group("output").add_argument
+add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder")
+add("--resume", action="store_true", help="go on from --output's last.pt")
+add("--checkpoint-every", type=above(-1), default=0, metavar="STEPS", help="0: epochs only")
+add("--log-every", type=above(0), default=100, metavar="STEPS", help="between progress lines")
+add = parser.add_argument_group("processes").add_argument
+add("--timeout", type=above(0), default=1800, help="seconds to wait for the others")
+add("--sync-bn", action="store_true", help="batch norm over all processes")
+add("--compress-gradients", action="store_true", help="send them as bf16")
+add("--init-method", default="tcp://127.0.0.1:0", metavar="URL", help="or file://, env://")
+add("--rank", type=above(-1), default=0, help="number of this machine")
+add("--world-size", type=above(0), default=1, help="number of machines")
 gpus = torch.accelerator.device_count()
-add("--nproc-per-node", type=int, default=gpus or 1, help="processes on this machine")
-add("--log-every", type=int, default=100, help="steps between progress lines")
+add("--nproc-per-node", type=above(0), default=gpus or 1, metavar="N", help="processes here")
 
 signals = []  # SIGTERM and SIGUSR1 that have come
 
@@ -399,22 +412,12 @@ def catch_signals(worker=None):
         signal.signal(number, lambda number, frame: signals.append(number))
 
 
-def read_flags():
-    args = parser.parse_args()
-    lowest = dict(image_size=16, repeat=1, batch_size=1, log_every=1, timeout=1)
-    lowest |= dict(world_size=1, nproc_per_node=1)
-    for name, value in vars(args).items():
-        if isinstance(value, int) and value < lowest.get(name, 0):
-            parser.error(f"--{name.replace('_', '-')} {value} is below {lowest.get(name, 0)}")
-    if args.seed >= 2**60:
-        parser.error(f"--seed {args.seed} is above 2**60")
-    if not 0 < args.lr < math.inf:
-        parser.error(f"--lr {args.lr} is not above 0 and finite")
-    return args
-
-
 def leave(work, *args):
-    """End the process at once; 2 after a UserError, 1 after another, else what `work` returns."""
+    """End with what `work` returns, or with 2 after a UserError, or with 1 after another error.
+
+    At once: loader workers and a broken process group can keep Python's own exit waiting.
+    """
+    sys.stdout.reconfigure(line_buffering=True)  # a log is read while it grows
     try:
         status = work(*args)
     except UserError as error:  # a worker's comes as a traceback that ends with it
@@ -425,7 +428,6 @@ def leave(work, *args):
         status = print(f"{parser.prog}: ended by {error!r}", file=sys.stderr) or 1
     for file in claimed:
         Path(file.name).unlink(missing_ok=True)
-    sys.stdout.flush()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would call a killed worker an error
     for worker in multiprocessing.active_children():
         worker.kill()
@@ -433,41 +435,36 @@ def leave(work, *args):
 
 
 def read_place():
-    """read_flags, and the checks of --rank and --init-method, whose port 0 becomes a free one."""
-    args = read_flags()
+    """The flags, after a check of --rank and of --init-method, whose port 0 becomes a free one."""
+    args = parser.parse_args()
     if args.rank >= args.world_size:
         parser.error(f"--rank {args.rank} has to be below --world-size: machines count from 0")
-    url = urlsplit(args.init_method)
+    url, alone = urlsplit(args.init_method), args.world_size == 1
+    file, forms = Path(url.path), "tcp://HOST:PORT, file:///PATH in a folder that is there"
     try:
-        free = args.world_size == 1 and url.port == 0  # several machines could not know of it
-        tcp = url.scheme == "tcp" and url.hostname and (url.port or free)
-        file = url.scheme == "file" and not url.netloc and Path(url.path).parent.is_dir()
+        tcp = url.scheme == "tcp" and url.hostname and (url.port or url.port == 0 and alone)
         env = url.scheme == "env" and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-        if not (tcp or file or env):
-            forms = "tcp://HOST:PORT, file:///PATH in a folder that is there"
+        if not (tcp or env or url.scheme == "file" and not url.netloc and file.parent.is_dir()):
             raise ValueError(f"it is {forms}, or env:// with MASTER_ADDR and MASTER_PORT set")
-        if file and Path(url.path).exists():
-            found = Path(url.path).stat()  # another machine that waits has written it lately
-            if found.st_size and (
-                args.world_size == 1 or time.time() - found.st_mtime > args.timeout
-            ):
+        if not (tcp or env) and file.exists() and file.stat().st_size:
+            if alone or time.time() - file.stat().st_mtime > args.timeout:  # nobody who waits
                 raise ValueError("an earlier run left that file: delete it, or name a new one")
         if tcp and args.rank == 0:
             with socket.create_server(("", url.port)) as server:  # fails if it is taken
-                if free:
-                    args.init_method = f"tcp://{url.hostname}:{server.getsockname()[1]}"
+                args.init_method = f"tcp://{url.hostname}:{server.getsockname()[1]}"
     except (OSError, ValueError) as error:
         parser.error(f"--init-method {args.init_method}: {error}")
-    if args.world_size > 1:
+    if not alone:
         until = datetime.now() + timedelta(0, args.timeout)
         print(f"waiting for {args.world_size} machines at {args.init_method} until {until:%X}")
     return args
 
 
-def join(args, init_method, rank, world_size, local_rank, local_size):
+def join(args, rank, world_size, local_rank, local_size, **meet):
     """Meet the other processes. Returns the device and, unless --epochs is 0, what set_up does.
 
-    Rank 0 sets up first, so that a mistake ends it before anybody waits. Raises UserError.
+    `meet` says how: the init_method or store of init_process_group. Rank 0 sets up before, so that
+    a mistake ends it while nobody waits. Raises UserError.
     """
     parser.prog += f": rank {rank} on {os.uname().nodename}"  # for messages
     if rank > 0:
@@ -475,30 +472,23 @@ def join(args, init_method, rank, world_size, local_rank, local_size):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK", cores))  # not every cluster binds to them
     torch.set_num_threads(max(1, cores // local_size))
-    device, backend, own, parts = torch.device("cpu"), "gloo", None, None
+    device, backend, parts = torch.device("cpu"), "gloo", None
     if kind := torch.accelerator.current_accelerator(check_available=True):
         device = torch.device(kind.type, local_rank % torch.accelerator.device_count())
         torch.accelerator.set_device_index(device.index)
         if local_size <= torch.accelerator.device_count():  # with fewer GPUs only Gloo works
-            own, backend = device, dist.get_default_backend_for_device(device)
-            backend = f"cpu:gloo,{kind.type}:{backend}"
+            backend = f"cpu:gloo,{kind.type}:{dist.get_default_backend_for_device(device)}"
+            meet["device_id"] = device
     if local_rank == 0 and args.batch_size % world_size:  # one message a machine
         raise UserError(f"--batch-size {args.batch_size} does not divide by {world_size} processes")
     if local_rank == 0 and args.sync_bn and device.type == "cpu":
         raise UserError("--sync-bn works on GPUs only: leave it out")
-    if local_rank == 0 and args.compress_gradients and not dist.is_nccl_available():
-        raise UserError("--compress-gradients needs a torch that was built for GPUs")
-    wait, attempt = timedelta(0, args.timeout), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    meet |= dict(rank=rank, world_size=world_size, timeout=timedelta(0, args.timeout))
     for turn in range(3):  # rank 0, the first process of each other machine, the rest
         if turn == min(rank, 1 + (local_rank > 0)) and args.epochs:
             parts = set_up(args, device, rank)
         if turn == 0:
-            store, *_ = next(dist.rendezvous(init_method, rank, world_size, timeout=wait))
-            store.set_timeout(wait)
-            # torchrun restarts with the store of the attempt before, where dead addresses are
-            store = dist.PrefixStore(attempt if local_size == world_size else "0", store)
-            place = dict(store=store, rank=rank, world_size=world_size)
-            dist.init_process_group(backend, timeout=wait, **place, device_id=own)
+            dist.init_process_group(backend, **meet)
         dist.barrier()
     nccl = dist.is_nccl_available() and ".".join(map(str, torch.cuda.nccl.version()))
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, backend {backend}")
@@ -513,8 +503,9 @@ def join(args, init_method, rank, world_size, local_rank, local_size):
     return device, parts
 
 
-def leave_group(status):
-    dist.barrier()  # until rank 0 has saved: a launcher ends the others when one leaves
+def in_group(work, *args):
+    status = work(*args)
+    dist.barrier()  # until rank 0 has saved: a launcher ends the others when one leaves with 75
     dist.destroy_process_group()
     return status
 
@@ -537,14 +528,9 @@ def set_up(args, device, rank=0):
     return train_set, test_set, net.to(device), run
 
 
-def child(local_rank, args):
-    mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # end with the parent, however it ends
-    sys.stdout.reconfigure(line_buffering=True)
-    leave(main, local_rank, args)
-
-
 def launch(args):
     """Start this machine's processes and end with them. Returns the exit status of the first."""
+    child = partial(leave, in_group, main)
     context = mp.spawn(child, (args,), args.nproc_per_node, join=False)
 
     def pass_on(number, frame):
@@ -565,5 +551,4 @@ def launch(args):
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)  # a log is read while it grows
     leave(launch, read_place())

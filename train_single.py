@@ -6,7 +6,7 @@
 
 python train_single.py                                 # CIFAR-10, downloaded on first use
 python train_single.py --dataset synthetic --epochs 3  # nothing to download
-python train_single.py --dataset my_images --augment   # a folder with train/ and test/
+python train_single.py --dataset DIR --augment         # with DIR/train/ and DIR/test/
 python train_single.py --resume                        # go on where the last run stopped
 """
 
@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -78,9 +79,7 @@ class InMemory(TensorDataset):
     collate = tuple  # a batch comes whole: there is nothing to stack
 
     def __getitems__(self, indices):
-        device = self.tensors[0].device
-        indices = torch.tensor(indices, pin_memory=device.type == "cuda")
-        indices = indices.to(device, non_blocking=True)
+        indices = torch.tensor(indices).to(self.tensors[0].device, non_blocking=True)
         return tuple(part.index_select(0, indices) for part in self.tensors)  # copies whole rows
 
 
@@ -195,8 +194,6 @@ def main(args):
     options |= dict(collate_fn=getattr(train_set, "collate", None), worker_init_fn=catch_signals)
     batch = args.batch_size
     sampler = DistributedSampler(train_set, num_replicas=1, rank=0, seed=args.seed)
-    if args.model == "resnet18" and 1 in (batch, len(sampler) % batch):
-        raise UserError("batch norm needs two images in each process and step: change --batch-size")
     claim(args)
     order = []  # the samples that are still to come in the epoch
     train_loader = DataLoader(train_set, batch, sampler=order, **options)
@@ -251,8 +248,8 @@ def main(args):
         table = run["table"] + ",".join(map(str, row)) + "\n"
         run.update(epoch=epoch + 1, step=0, loss=0.0, seconds=0.0, table=table)
         save(args, run, net, optimizer)
-    if not (args.output / "model.pt").exists():  # when --epochs was lowered to what is done
-        save(args, run, net, optimizer)
+    model = {key: value.cpu() for key, value in net.state_dict().items()}
+    write(args.output / "model.pt", model)
     print(f"finished: {args.output / 'model.pt'}")
     return 0
 
@@ -282,8 +279,6 @@ def save(args, run, net, optimizer):
     (args.output / "model.pt").unlink(missing_ok=True)  # an earlier run's
     write(args.output / "metrics.csv", run["table"].encode())
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    if run["epoch"] == args.epochs:
-        write(args.output / "model.pt", {key: value.cpu() for key, value in state["model"].items()})
     write(args.output / "last.pt", run | state)
 
 
@@ -296,13 +291,13 @@ def read_checkpoint(args, net):
         if args.resume and path.exists():
             run = torch.load(path, map_location="cpu", weights_only=True)
             if run["flags"] != flags:
-                raise UserError(f"it was written with {run['flags']}")
+                raise ValueError(f"it was written with {run['flags']}")
             if run["epoch"] + (run["step"] > 0) > args.epochs:
-                raise UserError(f"it is past the end of epoch {args.epochs}")
+                raise ValueError(f"it is past the end of epoch {args.epochs}")
             net.load_state_dict(run.pop("model"))
     except Exception as error:
-        why = error if isinstance(error, UserError) else f"no checkpoint of this model ({error!r})"
-        raise UserError(f"--resume: {path}: {why}; give another --output") from None
+        why = f"{path} is not of such a run ({error!r:.300})"
+        raise UserError(f"--resume: {why}; give another --output") from None
     return run
 
 
@@ -325,31 +320,49 @@ def claim(args):
 
 # ---- The launch ----------------------------------------------------------------------------------
 
+
+def above(low, kind=int):
+    """An argparse type: a number of this kind, above `low`."""
+
+    def number(text):
+        if low < kind(text) < 2**60:
+            return kind(text)
+        raise UserError(f"{text} is not above {low} and below 2**60")
+
+    return number
+
+
 formats = argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter
-usage, Help = "%(prog)s [flags]; --help lists them", type("Help", formats, {})
-parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=Help)
-add = parser.add_argument
-add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic or a folder")
-add("--data-dir", default="data", help="where torchvision's data sets live")
-add("--image-size", type=int, default=32, help="side in pixels of a folder's images")
-add("--data-on-device", action="store_true", help="keep the whole data set on the device")
-add("--workers", type=int, help="loader processes per process; 0 for data in memory")
-add("--augment", action="store_true", help="random flip and 4-pixel shift, on the device")
+layout = partial(type("Help", formats, {}), max_help_position=30)  # room for one line a flag
+about, _, commands = __doc__.partition("\n\n")
+usage = "%(prog)s [flags]; --help lists them"
+parser = argparse.ArgumentParser(None, usage, about, commands, formatter_class=layout)
+add = parser.add_argument_group("data").add_argument
+add("--dataset", default="cifar10", help="synthetic, fashion-mnist, DIR")
+add("--data-dir", default="data", help="where torchvision's sets live")
+add("--image-size", type=above(15), default=32, help="side to resize a folder's to")
+add("--data-on-device", action="store_true", help="hold all data there")
+add("--workers", type=above(-1), help="loader processes; 0 if in memory")
+add("--augment", action="store_true", help="random flip and 4-pixel shift")
+add = parser.add_argument_group("model").add_argument
 add("--model", choices=("net", "resnet18", "mlp"), default="net", help="which network")
-add("--repeat", type=int, default=1, help="tile images N times over the channels: a load test")
-add("--epochs", type=int, default=10, help="0 checks the set-up and trains nothing")
-add("--batch-size", type=int, default=64, help="global batch, over all devices together")
+add("--repeat", type=above(0), default=1, help="tile images N-fold: a load test")
+add = parser.add_argument_group("training").add_argument
+add("--epochs", type=above(-1), default=10, help="0 checks the set-up only")
+add("--batch-size", type=above(0), default=64, help="global batch, of all devices")
 add("--optimizer", choices=("sgd", "adam"), default="sgd", help="sgd has momentum 0.9")
-add("--lr", type=float, default=0.001, help="learning rate")
-add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="its course")
+add("--lr", type=above(0, float), default=0.001, help="learning rate")
+schedules = "constant", "cosine"
+add("--lr-schedule", choices=schedules, default="constant", metavar="NAME", help="or cosine")
 add("--amp", action="store_true", help="bf16 autocast")
 add("--compile", action="store_true", help="torch.compile")
 add("--deterministic", action="store_true", help="deterministic algorithms")
-add("--seed", type=int, default=76, help="of weights, order and augmentation")
-add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder to write to")
-add("--resume", action="store_true", help="go on from last.pt in --output, if it is there")
-add("--checkpoint-every", type=int, default=0, help="steps between checkpoints in an epoch")
-add("--log-every", type=int, default=100, help="steps between progress lines")
+add("--seed", type=above(-1), default=76, help="of weights, order, augmentation")
+add = parser.add_argument_group("output").add_argument
+add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder")
+add("--resume", action="store_true", help="go on from --output's last.pt")
+add("--checkpoint-every", type=above(-1), default=0, metavar="STEPS", help="0: epochs only")
+add("--log-every", type=above(0), default=100, metavar="STEPS", help="between progress lines")
 
 signals = []  # SIGTERM and SIGUSR1 that have come
 
@@ -360,22 +373,12 @@ def catch_signals(worker=None):
         signal.signal(number, lambda number, frame: signals.append(number))
 
 
-def read_flags():
-    args = parser.parse_args()
-    lowest = dict(image_size=16, repeat=1, batch_size=1, log_every=1, timeout=1)
-    lowest |= dict(world_size=1, nproc_per_node=1)
-    for name, value in vars(args).items():
-        if isinstance(value, int) and value < lowest.get(name, 0):
-            parser.error(f"--{name.replace('_', '-')} {value} is below {lowest.get(name, 0)}")
-    if args.seed >= 2**60:
-        parser.error(f"--seed {args.seed} is above 2**60")
-    if not 0 < args.lr < math.inf:
-        parser.error(f"--lr {args.lr} is not above 0 and finite")
-    return args
-
-
 def leave(work, *args):
-    """End the process at once; 2 after a UserError, 1 after another, else what `work` returns."""
+    """End with what `work` returns, or with 2 after a UserError, or with 1 after another error.
+
+    At once: loader workers and a broken process group can keep Python's own exit waiting.
+    """
+    sys.stdout.reconfigure(line_buffering=True)  # a log is read while it grows
     try:
         status = work(*args)
     except UserError as error:  # a worker's comes as a traceback that ends with it
@@ -386,7 +389,6 @@ def leave(work, *args):
         status = print(f"{parser.prog}: ended by {error!r}", file=sys.stderr) or 1
     for file in claimed:
         Path(file.name).unlink(missing_ok=True)
-    sys.stdout.flush()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would call a killed worker an error
     for worker in multiprocessing.active_children():
         worker.kill()
@@ -412,5 +414,4 @@ def set_up(args, device, rank=0):
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)  # a log is read while it grows
-    leave(main, read_flags())
+    leave(main, parser.parse_args())

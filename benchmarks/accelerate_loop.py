@@ -2,12 +2,12 @@
 
 import torch
 from accelerate import Accelerator
-from common import Clock, cifar10, model, read_flags
+from common import Clock, cifar10, model, parser
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 if __name__ == "__main__":
-    args = read_flags()
+    args = parser.parse_args()
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     train_set, net = cifar10(args), model(args)
     batch = args.batch_size // accelerator.num_processes

@@ -8,7 +8,7 @@ import torch
 from torchvision import datasets, transforms
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from train_single import build_model, load_data, prepare, read_flags  # noqa: E402, F401
+from train_single import build_model, load_data, parser, prepare  # noqa: E402, F401
 
 
 class Repeat:

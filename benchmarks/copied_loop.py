@@ -4,13 +4,13 @@ import os
 
 import torch
 import torch.distributed as dist
-from common import Clock, cifar10, model, read_flags
+from common import Clock, cifar10, model, parser
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 if __name__ == "__main__":
-    args = read_flags()
+    args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     train_set, batch, sampler = cifar10(args), args.batch_size, None
     net = model(args)

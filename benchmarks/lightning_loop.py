@@ -7,7 +7,7 @@ import os
 
 import lightning
 import torch
-from common import Clock, cifar10, model, read_flags
+from common import Clock, cifar10, model, parser
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -42,7 +42,7 @@ class Times(lightning.Callback):
 
 
 if __name__ == "__main__":
-    args = read_flags()
+    args = parser.parse_args()
     processes = int(os.environ.get("WORLD_SIZE", 1))
     train_set = cifar10(args)
     batch = args.batch_size // processes

@@ -5,7 +5,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from common import Clock, prepare, read_flags
+from common import Clock, parser, prepare
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from train_single import set_up
 
 if __name__ == "__main__":
-    args = read_flags()
+    args = parser.parse_args()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -22,7 +22,7 @@ if __name__ == "__main__":
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device.index)
     args.data_on_device = False
-    train_set, _, net, _ = set_up(args, device, rank)
+    train_set, _, net, _ = set_up(args, device, 1)
     step_net = net
     if size > 1:
         dist.init_process_group()

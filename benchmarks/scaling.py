@@ -43,7 +43,7 @@ def profile(model, batch, steps=20):
     and the fraction of the step's time after which it is there.
     """
     sys.argv[1:] = ["--model", model, "--batch-size", str(batch), "--dataset", "synthetic"]
-    args = train_single.read_flags()
+    args = train_single.parser.parse_args()
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     train_set, _, net, _ = train_single.set_up(args, device)
     images = train_set.__getitems__([i % len(train_set) for i in range(batch)])

@@ -37,10 +37,10 @@ FLAGS = [
     (["--model", "vgg"], "vgg"),
     (["--optimizer", "sdg"], "sdg"),
     (["--lr-schedule", "linear"], "linear"),
-    (["--batch-size", "0"], "--batch-size 0"),
-    (["--batch-size", "-4"], "--batch-size -4"),
+    (["--batch-size", "0"], "--batch-size: 0"),
+    (["--batch-size", "-4"], "--batch-size: -4"),
     (["--batch-size", "many"], "many"),
-    (["--epochs", "-1"], "--epochs -1"),
+    (["--epochs", "-1"], "--epochs: -1"),
     (["--lr", "0"], "--lr"),
     (["--lr", "-0.1"], "--lr"),
     (["--lr", "nan"], "--lr"),
@@ -52,8 +52,6 @@ FLAGS = [
     (["--workers", "-1"], "--workers"),
     (["--seed", "-1"], "--seed"),
     (["--seed", "1" + 30 * "0"], "--seed"),
-    (["--model", "resnet18", "--batch-size", "1"], "--batch-size"),
-    (["--model", "resnet18", "--batch-size", "71"], "--batch-size"),
 ]
 
 
@@ -75,8 +73,8 @@ def test_place(name):
         taken = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         for flags, says in [
             (["--rank", "2", "--world-size", "2"], "--rank 2"),
-            (["--rank", "-1"], "--rank -1"),
-            (["--world-size", "0"], "--world-size 0"),
+            (["--rank", "-1"], "--rank: -1"),
+            (["--world-size", "0"], "--world-size: 0"),
             (["--timeout", "0"], "--timeout"),
             (["--init-method", "udp://127.0.0.1:1"], "udp"),
             (["--init-method", "tcp://127.0.0.1"], "tcp://HOST:PORT"),

@@ -106,7 +106,7 @@ def wrap(*args, **options):
     kept.append(kind(*args, **options))
     return kept[0]
 parts["DistributedDataParallel"] = wrap
-args = parts["read_flags"]()
+args = parts["parser"].parse_args()
 if "spawn" in path:
     args.nproc_per_node = world_size
     args.init_method = f"tcp://127.0.0.1:{port}"
