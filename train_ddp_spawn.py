@@ -14,13 +14,12 @@ import argparse
 import errno
 import fcntl
 import math
-import multiprocessing
 import os
 import signal
 import socket
 import sys
 import time
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -36,6 +35,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision import datasets, models, transforms
 
 UserError = argparse.ArgumentTypeError  # a mistake of the user's: told in one line, status 2
+signals = []  # SIGTERM and SIGUSR1 that have come
+claimed = []  # the lock of --output, as an open file
 
 # ---- The model: put your own here ----------------------------------------------------------------
 
@@ -123,18 +124,17 @@ def load_data(args, device):
             parts = [(x.reshape(*x.shape[:3], -1).movedim(3, 1), y) for x, y in parts]
         else:
             sets = [datasets.ImageFolder(folder, shape, loader=read_image) for folder in folders]
+            if sets[0].classes != sets[1].classes:
+                raise ValueError(f"{folders[1]} has not the same classes as {folders[0]}")
+            if not args.data_on_device:
+                return sets
+            InMemory.classes = sets[0].classes
+            loaders = [DataLoader(part, 256, num_workers=torch.get_num_threads()) for part in sets]
+            parts = [map(torch.cat, zip(*loader)) for loader in loaders]
     except Exception as error:
-        remedy = f"put the files into --data-dir {args.data_dir}, or take --dataset synthetic, or "
-        remedy += "a folder with train/ and test/ (or val/), in each one sub-folder a class"
-        raise UserError(f"--dataset {args.dataset}: {error}; {remedy}") from None
-    if args.dataset != "synthetic" and not kind:
-        if sets[0].classes != sets[1].classes:
-            raise UserError(f"{folders[1]} has not the same classes as {folders[0]}: make it so")
-        if not args.data_on_device:
-            return sets
-        InMemory.classes = sets[0].classes
-        loaders = [DataLoader(part, 256, num_workers=torch.get_num_threads()) for part in sets]
-        parts = [map(torch.cat, zip(*loader)) for loader in loaders]
+        remedy = f"files in --data-dir {args.data_dir}, or --dataset synthetic, or a folder with"
+        remedy += " train/ and test/ (or val/), in each one sub-folder a class"
+        raise UserError(f"--dataset {args.dataset}: {error}; it takes {remedy}") from None
     device = device if args.data_on_device else "cpu"
     return [InMemory(images.contiguous().to(device), labels.to(device)) for images, labels in parts]
 
@@ -175,27 +175,25 @@ def evaluate(args, net, loader, device):
 
 
 def main(local_rank, args):
-    """Be one process. Returns the exit status: 0 finished, 75 stopped by a signal."""
+    """Train. Returns the exit status: 0 finished, 75 stopped by a signal."""
     nproc = args.nproc_per_node
     rank, world_size = args.rank * nproc + local_rank, args.world_size * nproc
     device, parts = join(args, rank, world_size, local_rank, nproc, init_method=args.init_method)
     if args.epochs == 0:
         return 0
-    train_set, test_set, net, *box = parts
+    train_set, test_set, net, *state = parts
     catch_signals()
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)  # rank 0's weights for all
+    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)  # with rank 0's weights
     if args.compress_gradients:
         ddp.register_comm_hook(None, bf16_compress_hook)
     if args.compile:
-        ddp.compile()
-    dist.broadcast_object_list(box)  # where the run stands, which only rank 0 knows
-    run = box[0]
-    if args.optimizer == "sgd":
-        optimizer = torch.optim.SGD(net.parameters(), args.lr, momentum=0.9, fused=True)
-    else:
-        optimizer = torch.optim.Adam(net.parameters(), args.lr, fused=True)
+        net.compile()
+    dist.broadcast_object_list(state)  # which only rank 0 has read
+    run = state[0]
+    kind = torch.optim.Adam if args.optimizer == "adam" else partial(torch.optim.SGD, momentum=0.9)
+    optimizer = kind(net.parameters(), args.lr, fused=True)
     if state := run.pop("optimizer"):
         optimizer.load_state_dict(state)
 
@@ -214,7 +212,7 @@ def main(local_rank, args):
     share = range(rank, len(test_set), world_size)  # DistributedSampler would count some twice
     test_loader = DataLoader(test_set, batch, sampler=share, **options)
 
-    settled = stop = False
+    settled = False
     steps, samples = math.ceil(len(sampler) / batch), sampler.total_size
     # What run["loss"] lacks, as to read it stops the device; float64 adds it up without rounding.
     new_loss = torch.zeros((), dtype=None if device.type == "mps" else torch.float64, device=device)
@@ -229,9 +227,10 @@ def main(local_rank, args):
             mine = draws[(step - 1) * batch : step * batch] if args.augment else None
             images, labels = prepare(args, data, device, mine)
             if not settled:  # after the first backward DDP lays out its buckets anew: have that
-                settled = ddp.eval()  # behind, so that a resumed run adds in the same order
+                ddp.eval()  # behind, so that a resumed run adds in the same order
                 F.cross_entropy(ddp(images).float(), labels).backward()
                 ddp.train()
+                settled = True
             loss = F.cross_entropy(ddp(images).float(), labels)
             optimizer.zero_grad()
             loss.backward()
@@ -242,11 +241,9 @@ def main(local_rank, args):
             optimizer.step()
             new_loss.add_(loss.detach(), alpha=len(labels))
 
+            stop, log = torch.tensor(step % 10 == 1 and len(signals)), step % args.log_every == 0
             if step % 10 == 1:  # a vote over Gloo, which a GPU does not notice
-                vote = torch.tensor(len(signals))
-                dist.all_reduce(vote)
-                stop = vote.item() > 0
-            log = step % args.log_every == 0
+                dist.all_reduce(stop)
             keep = stop or args.checkpoint_every and step % args.checkpoint_every == 0
             if keep or log or step == steps:
                 dist.all_reduce(new_loss)
@@ -331,9 +328,6 @@ def read_checkpoint(args, net):
     return run
 
 
-claimed = []  # the lock of --output, as an open file; `leave` removes it
-
-
 def claim(args):
     """Make --output, and keep other runs out of it while this process lives. Raises UserError."""
     try:
@@ -403,8 +397,6 @@ add("--world-size", type=above(0), default=1, help="number of machines")
 gpus = torch.accelerator.device_count()
 add("--nproc-per-node", type=above(0), default=gpus or 1, metavar="N", help="processes here")
 
-signals = []  # SIGTERM and SIGUSR1 that have come
-
 
 def catch_signals(worker=None):
     """Make SIGTERM and SIGUSR1 ask for a stop; a loader's worker has to outlive them too."""
@@ -413,10 +405,7 @@ def catch_signals(worker=None):
 
 
 def leave(work, *args):
-    """End with what `work` returns, or with 2 after a UserError, or with 1 after another error.
-
-    At once: loader workers and a broken process group can keep Python's own exit waiting.
-    """
+    """End with what `work` returns, with 2 after a UserError, or with 1 after another error."""
     sys.stdout.reconfigure(line_buffering=True)  # a log is read while it grows
     try:
         status = work(*args)
@@ -425,23 +414,23 @@ def leave(work, *args):
         status = print(f"{parser.prog}: error:", *message, file=sys.stderr) or 2
     except BaseException as error:
         sys.excepthook(*sys.exc_info())
-        status = print(f"{parser.prog}: ended by {error!r}", file=sys.stderr) or 1
+        status = print(f"{parser.prog}: ended by", repr(error)[-300:], file=sys.stderr) or 1
     for file in claimed:
         Path(file.name).unlink(missing_ok=True)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would call a killed worker an error
-    for worker in multiprocessing.active_children():
+    for worker in mp.active_children():
         worker.kill()
-    os._exit(status)
+    os._exit(status)  # at once: a broken process group can keep Python's own exit waiting
 
 
-def read_place():
-    """The flags, after a check of --rank and of --init-method, whose port 0 becomes a free one."""
-    args = parser.parse_args()
+def check_place(args):
+    """Check --rank and --init-method, and make its port 0 a free one. Raises UserError."""
     if args.rank >= args.world_size:
-        parser.error(f"--rank {args.rank} has to be below --world-size: machines count from 0")
-    url, alone = urlsplit(args.init_method), args.world_size == 1
-    file, forms = Path(url.path), "tcp://HOST:PORT, file:///PATH in a folder that is there"
+        raise UserError(f"--rank {args.rank} is not below --world-size: machines count from 0")
+    alone = args.world_size == 1
     try:
+        url = urlsplit(args.init_method)
+        file, forms = Path(url.path), "tcp://HOST:PORT, file:///PATH in a folder that is there"
         tcp = url.scheme == "tcp" and url.hostname and (url.port or url.port == 0 and alone)
         env = url.scheme == "env" and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
         if not (tcp or env or url.scheme == "file" and not url.netloc and file.parent.is_dir()):
@@ -453,19 +442,14 @@ def read_place():
             with socket.create_server(("", url.port)) as server:  # fails if it is taken
                 args.init_method = f"tcp://{url.hostname}:{server.getsockname()[1]}"
     except (OSError, ValueError) as error:
-        parser.error(f"--init-method {args.init_method}: {error}")
+        raise UserError(f"--init-method {args.init_method}: {error}") from None
     if not alone:
-        until = datetime.now() + timedelta(0, args.timeout)
-        print(f"waiting for {args.world_size} machines at {args.init_method} until {until:%X}")
-    return args
+        until = time.strftime("%X", time.localtime(time.time() + args.timeout))
+        print(f"waiting for {args.world_size} machines at {args.init_method} until {until}")
 
 
 def join(args, rank, world_size, local_rank, local_size, **meet):
-    """Meet the other processes. Returns the device and, unless --epochs is 0, what set_up does.
-
-    `meet` says how: the init_method or store of init_process_group. Rank 0 sets up before, so that
-    a mistake ends it while nobody waits. Raises UserError.
-    """
+    """Meet the others, by init_method or store. Returns the device and set_up's parts."""
     parser.prog += f": rank {rank} on {os.uname().nodename}"  # for messages
     if rank > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
@@ -484,8 +468,9 @@ def join(args, rank, world_size, local_rank, local_size, **meet):
     if local_rank == 0 and args.sync_bn and device.type == "cpu":
         raise UserError("--sync-bn works on GPUs only: leave it out")
     meet |= dict(rank=rank, world_size=world_size, timeout=timedelta(0, args.timeout))
+    # Rank 0 sets up before it meets anybody, so that a mistake ends it while nobody waits.
     for turn in range(3):  # rank 0, the first process of each other machine, the rest
-        if turn == min(rank, 1 + (local_rank > 0)) and args.epochs:
+        if turn == (rank > 0) + (local_rank > 0) and args.epochs:
             parts = set_up(args, device, rank)
         if turn == 0:
             dist.init_process_group(backend, **meet)
@@ -493,9 +478,8 @@ def join(args, rank, world_size, local_rank, local_size, **meet):
     nccl = dist.is_nccl_available() and ".".join(map(str, torch.cuda.nccl.version()))
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, backend {backend}")
     places, total = [None] * world_size, torch.ones((), device=device)
-    dist.all_gather_object(places, f"host {os.uname().nodename}, device {device}")
-    for number, place in enumerate(places):
-        print(f"rank {number}: {place}")
+    dist.all_gather_object(places, f"rank {rank}: host {os.uname().nodename}, device {device}")
+    print(*places, sep="\n")
     dist.all_reduce(total)
     if total != world_size:
         raise RuntimeError(f"an all-reduce of ones over {world_size} processes gave {total}")
@@ -530,13 +514,12 @@ def set_up(args, device, rank=0):
 
 def launch(args):
     """Start this machine's processes and end with them. Returns the exit status of the first."""
-    child = partial(leave, in_group, main)
-    context = mp.spawn(child, (args,), args.nproc_per_node, join=False)
+    check_place(args)
+    context = mp.spawn(partial(leave, in_group, main), (args,), args.nproc_per_node, join=False)
 
     def pass_on(number, frame):
-        for process in context.processes:
-            if process.is_alive():
-                os.kill(process.pid, number)
+        for process in mp.active_children():
+            os.kill(process.pid, number)
 
     for number in signal.SIGTERM, signal.SIGUSR1:
         signal.signal(number, pass_on)
@@ -551,4 +534,4 @@ def launch(args):
 
 
 if __name__ == "__main__":
-    leave(launch, read_place())
+    leave(launch, parser.parse_args())

@@ -14,7 +14,6 @@ import argparse
 import errno
 import fcntl
 import math
-import multiprocessing
 import os
 import signal
 import sys
@@ -34,6 +33,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision import datasets, models, transforms
 
 UserError = argparse.ArgumentTypeError  # a mistake of the user's: told in one line, status 2
+signals = []  # SIGTERM and SIGUSR1 that have come
+claimed = []  # the lock of --output, as an open file
 
 # ---- The model: put your own here ----------------------------------------------------------------
 
@@ -121,18 +122,17 @@ def load_data(args, device):
             parts = [(x.reshape(*x.shape[:3], -1).movedim(3, 1), y) for x, y in parts]
         else:
             sets = [datasets.ImageFolder(folder, shape, loader=read_image) for folder in folders]
+            if sets[0].classes != sets[1].classes:
+                raise ValueError(f"{folders[1]} has not the same classes as {folders[0]}")
+            if not args.data_on_device:
+                return sets
+            InMemory.classes = sets[0].classes
+            loaders = [DataLoader(part, 256, num_workers=torch.get_num_threads()) for part in sets]
+            parts = [map(torch.cat, zip(*loader)) for loader in loaders]
     except Exception as error:
-        remedy = f"put the files into --data-dir {args.data_dir}, or take --dataset synthetic, or "
-        remedy += "a folder with train/ and test/ (or val/), in each one sub-folder a class"
-        raise UserError(f"--dataset {args.dataset}: {error}; {remedy}") from None
-    if args.dataset != "synthetic" and not kind:
-        if sets[0].classes != sets[1].classes:
-            raise UserError(f"{folders[1]} has not the same classes as {folders[0]}: make it so")
-        if not args.data_on_device:
-            return sets
-        InMemory.classes = sets[0].classes
-        loaders = [DataLoader(part, 256, num_workers=torch.get_num_threads()) for part in sets]
-        parts = [map(torch.cat, zip(*loader)) for loader in loaders]
+        remedy = f"files in --data-dir {args.data_dir}, or --dataset synthetic, or a folder with"
+        remedy += " train/ and test/ (or val/), in each one sub-folder a class"
+        raise UserError(f"--dataset {args.dataset}: {error}; it takes {remedy}") from None
     device = device if args.data_on_device else "cpu"
     return [InMemory(images.contiguous().to(device), labels.to(device)) for images, labels in parts]
 
@@ -173,7 +173,7 @@ def evaluate(args, net, loader, device):
 
 
 def main(args):
-    """Be one process of torchrun's. Returns the exit status: 0 finished, 75 stopped by a signal."""
+    """Train. Returns the exit status: 0 finished, 75 stopped by a signal."""
     if "RANK" not in os.environ:
         raise UserError("start it with: torchrun --standalone --nproc-per-node 2 " + sys.argv[0])
     mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # end with torchrun, however it ends
@@ -185,21 +185,19 @@ def main(args):
     device, parts = join(args, rank, world_size, local_rank, local_size, store=store)
     if args.epochs == 0:
         return 0
-    train_set, test_set, net, *box = parts
+    train_set, test_set, net, *state = parts
     catch_signals()
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)  # rank 0's weights for all
+    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)  # with rank 0's weights
     if args.compress_gradients:
         ddp.register_comm_hook(None, bf16_compress_hook)
     if args.compile:
-        ddp.compile()
-    dist.broadcast_object_list(box)  # where the run stands, which only rank 0 knows
-    run = box[0]
-    if args.optimizer == "sgd":
-        optimizer = torch.optim.SGD(net.parameters(), args.lr, momentum=0.9, fused=True)
-    else:
-        optimizer = torch.optim.Adam(net.parameters(), args.lr, fused=True)
+        net.compile()
+    dist.broadcast_object_list(state)  # which only rank 0 has read
+    run = state[0]
+    kind = torch.optim.Adam if args.optimizer == "adam" else partial(torch.optim.SGD, momentum=0.9)
+    optimizer = kind(net.parameters(), args.lr, fused=True)
     if state := run.pop("optimizer"):
         optimizer.load_state_dict(state)
 
@@ -218,7 +216,7 @@ def main(args):
     share = range(rank, len(test_set), world_size)  # DistributedSampler would count some twice
     test_loader = DataLoader(test_set, batch, sampler=share, **options)
 
-    settled = stop = False
+    settled = False
     steps, samples = math.ceil(len(sampler) / batch), sampler.total_size
     # What run["loss"] lacks, as to read it stops the device; float64 adds it up without rounding.
     new_loss = torch.zeros((), dtype=None if device.type == "mps" else torch.float64, device=device)
@@ -233,9 +231,10 @@ def main(args):
             mine = draws[(step - 1) * batch : step * batch] if args.augment else None
             images, labels = prepare(args, data, device, mine)
             if not settled:  # after the first backward DDP lays out its buckets anew: have that
-                settled = ddp.eval()  # behind, so that a resumed run adds in the same order
+                ddp.eval()  # behind, so that a resumed run adds in the same order
                 F.cross_entropy(ddp(images).float(), labels).backward()
                 ddp.train()
+                settled = True
             loss = F.cross_entropy(ddp(images).float(), labels)
             optimizer.zero_grad()
             loss.backward()
@@ -246,11 +245,9 @@ def main(args):
             optimizer.step()
             new_loss.add_(loss.detach(), alpha=len(labels))
 
+            stop, log = torch.tensor(step % 10 == 1 and len(signals)), step % args.log_every == 0
             if step % 10 == 1:  # a vote over Gloo, which a GPU does not notice
-                vote = torch.tensor(len(signals))
-                dist.all_reduce(vote)
-                stop = vote.item() > 0
-            log = step % args.log_every == 0
+                dist.all_reduce(stop)
             keep = stop or args.checkpoint_every and step % args.checkpoint_every == 0
             if keep or log or step == steps:
                 dist.all_reduce(new_loss)
@@ -335,9 +332,6 @@ def read_checkpoint(args, net):
     return run
 
 
-claimed = []  # the lock of --output, as an open file; `leave` removes it
-
-
 def claim(args):
     """Make --output, and keep other runs out of it while this process lives. Raises UserError."""
     try:
@@ -403,8 +397,6 @@ add("--sync-bn", action="store_true", help="batch norm over all processes")
 add("--compress-gradients", action="store_true", help="send them as bf16")
 add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # from torch.distributed.launch
 
-signals = []  # SIGTERM and SIGUSR1 that have come
-
 
 def catch_signals(worker=None):
     """Make SIGTERM and SIGUSR1 ask for a stop; a loader's worker has to outlive them too."""
@@ -413,10 +405,7 @@ def catch_signals(worker=None):
 
 
 def leave(work, *args):
-    """End with what `work` returns, or with 2 after a UserError, or with 1 after another error.
-
-    At once: loader workers and a broken process group can keep Python's own exit waiting.
-    """
+    """End with what `work` returns, with 2 after a UserError, or with 1 after another error."""
     sys.stdout.reconfigure(line_buffering=True)  # a log is read while it grows
     try:
         status = work(*args)
@@ -425,21 +414,17 @@ def leave(work, *args):
         status = print(f"{parser.prog}: error:", *message, file=sys.stderr) or 2
     except BaseException as error:
         sys.excepthook(*sys.exc_info())
-        status = print(f"{parser.prog}: ended by {error!r}", file=sys.stderr) or 1
+        status = print(f"{parser.prog}: ended by", repr(error)[-300:], file=sys.stderr) or 1
     for file in claimed:
         Path(file.name).unlink(missing_ok=True)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would call a killed worker an error
-    for worker in multiprocessing.active_children():
+    for worker in mp.active_children():
         worker.kill()
-    os._exit(status)
+    os._exit(status)  # at once: a broken process group can keep Python's own exit waiting
 
 
 def join(args, rank, world_size, local_rank, local_size, **meet):
-    """Meet the other processes. Returns the device and, unless --epochs is 0, what set_up does.
-
-    `meet` says how: the init_method or store of init_process_group. Rank 0 sets up before, so that
-    a mistake ends it while nobody waits. Raises UserError.
-    """
+    """Meet the others, by init_method or store. Returns the device and set_up's parts."""
     parser.prog += f": rank {rank} on {os.uname().nodename}"  # for messages
     if rank > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
@@ -458,8 +443,9 @@ def join(args, rank, world_size, local_rank, local_size, **meet):
     if local_rank == 0 and args.sync_bn and device.type == "cpu":
         raise UserError("--sync-bn works on GPUs only: leave it out")
     meet |= dict(rank=rank, world_size=world_size, timeout=timedelta(0, args.timeout))
+    # Rank 0 sets up before it meets anybody, so that a mistake ends it while nobody waits.
     for turn in range(3):  # rank 0, the first process of each other machine, the rest
-        if turn == min(rank, 1 + (local_rank > 0)) and args.epochs:
+        if turn == (rank > 0) + (local_rank > 0) and args.epochs:
             parts = set_up(args, device, rank)
         if turn == 0:
             dist.init_process_group(backend, **meet)
@@ -467,9 +453,8 @@ def join(args, rank, world_size, local_rank, local_size, **meet):
     nccl = dist.is_nccl_available() and ".".join(map(str, torch.cuda.nccl.version()))
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, backend {backend}")
     places, total = [None] * world_size, torch.ones((), device=device)
-    dist.all_gather_object(places, f"host {os.uname().nodename}, device {device}")
-    for number, place in enumerate(places):
-        print(f"rank {number}: {place}")
+    dist.all_gather_object(places, f"rank {rank}: host {os.uname().nodename}, device {device}")
+    print(*places, sep="\n")
     dist.all_reduce(total)
     if total != world_size:
         raise RuntimeError(f"an all-reduce of ones over {world_size} processes gave {total}")

@@ -14,7 +14,6 @@ import argparse
 import errno
 import fcntl
 import math
-import multiprocessing
 import os
 import signal
 import sys
@@ -24,12 +23,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision import datasets, models, transforms
 
 UserError = argparse.ArgumentTypeError  # a mistake of the user's: told in one line, status 2
+signals = []  # SIGTERM and SIGUSR1 that have come
+claimed = []  # the lock of --output, as an open file
 
 # ---- The model: put your own here ----------------------------------------------------------------
 
@@ -117,18 +119,17 @@ def load_data(args, device):
             parts = [(x.reshape(*x.shape[:3], -1).movedim(3, 1), y) for x, y in parts]
         else:
             sets = [datasets.ImageFolder(folder, shape, loader=read_image) for folder in folders]
+            if sets[0].classes != sets[1].classes:
+                raise ValueError(f"{folders[1]} has not the same classes as {folders[0]}")
+            if not args.data_on_device:
+                return sets
+            InMemory.classes = sets[0].classes
+            loaders = [DataLoader(part, 256, num_workers=torch.get_num_threads()) for part in sets]
+            parts = [map(torch.cat, zip(*loader)) for loader in loaders]
     except Exception as error:
-        remedy = f"put the files into --data-dir {args.data_dir}, or take --dataset synthetic, or "
-        remedy += "a folder with train/ and test/ (or val/), in each one sub-folder a class"
-        raise UserError(f"--dataset {args.dataset}: {error}; {remedy}") from None
-    if args.dataset != "synthetic" and not kind:
-        if sets[0].classes != sets[1].classes:
-            raise UserError(f"{folders[1]} has not the same classes as {folders[0]}: make it so")
-        if not args.data_on_device:
-            return sets
-        InMemory.classes = sets[0].classes
-        loaders = [DataLoader(part, 256, num_workers=torch.get_num_threads()) for part in sets]
-        parts = [map(torch.cat, zip(*loader)) for loader in loaders]
+        remedy = f"files in --data-dir {args.data_dir}, or --dataset synthetic, or a folder with"
+        remedy += " train/ and test/ (or val/), in each one sub-folder a class"
+        raise UserError(f"--dataset {args.dataset}: {error}; it takes {remedy}") from None
     device = device if args.data_on_device else "cpu"
     return [InMemory(images.contiguous().to(device), labels.to(device)) for images, labels in parts]
 
@@ -169,7 +170,7 @@ def evaluate(args, net, loader, device):
 
 
 def main(args):
-    """Train in one process. Returns the exit status: 0 finished, 75 stopped by a signal."""
+    """Train. Returns the exit status: 0 finished, 75 stopped by a signal."""
     if args.compile and torch.accelerator.device_count() > 1:
         raise UserError("--compile and DataParallel on several GPUs don't go together")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -182,10 +183,8 @@ def main(args):
     if args.compile:
         net.compile()
     parallel = nn.DataParallel(net)  # shares each batch out over the GPUs
-    if args.optimizer == "sgd":
-        optimizer = torch.optim.SGD(net.parameters(), args.lr, momentum=0.9, fused=True)
-    else:
-        optimizer = torch.optim.Adam(net.parameters(), args.lr, fused=True)
+    kind = torch.optim.Adam if args.optimizer == "adam" else partial(torch.optim.SGD, momentum=0.9)
+    optimizer = kind(net.parameters(), args.lr, fused=True)
     if state := run.pop("optimizer"):
         optimizer.load_state_dict(state)
 
@@ -304,9 +303,6 @@ def read_checkpoint(args, net):
     return run
 
 
-claimed = []  # the lock of --output, as an open file; `leave` removes it
-
-
 def claim(args):
     """Make --output, and keep other runs out of it while this process lives. Raises UserError."""
     try:
@@ -367,8 +363,6 @@ add("--resume", action="store_true", help="go on from --output's last.pt")
 add("--checkpoint-every", type=above(-1), default=0, metavar="STEPS", help="0: epochs only")
 add("--log-every", type=above(0), default=100, metavar="STEPS", help="between progress lines")
 
-signals = []  # SIGTERM and SIGUSR1 that have come
-
 
 def catch_signals(worker=None):
     """Make SIGTERM and SIGUSR1 ask for a stop; a loader's worker has to outlive them too."""
@@ -377,10 +371,7 @@ def catch_signals(worker=None):
 
 
 def leave(work, *args):
-    """End with what `work` returns, or with 2 after a UserError, or with 1 after another error.
-
-    At once: loader workers and a broken process group can keep Python's own exit waiting.
-    """
+    """End with what `work` returns, with 2 after a UserError, or with 1 after another error."""
     sys.stdout.reconfigure(line_buffering=True)  # a log is read while it grows
     try:
         status = work(*args)
@@ -389,13 +380,13 @@ def leave(work, *args):
         status = print(f"{parser.prog}: error:", *message, file=sys.stderr) or 2
     except BaseException as error:
         sys.excepthook(*sys.exc_info())
-        status = print(f"{parser.prog}: ended by {error!r}", file=sys.stderr) or 1
+        status = print(f"{parser.prog}: ended by", repr(error)[-300:], file=sys.stderr) or 1
     for file in claimed:
         Path(file.name).unlink(missing_ok=True)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would call a killed worker an error
-    for worker in multiprocessing.active_children():
+    for worker in mp.active_children():
         worker.kill()
-    os._exit(status)
+    os._exit(status)  # at once: a broken process group can keep Python's own exit waiting
 
 
 def set_up(args, device, rank=0):

@@ -288,7 +288,9 @@ def main():
                     _, start, host = run([[sys.executable, "-c", code]], folder, "in")
                     none = dict(contestant="", workers="", images_per_second=0, device_mib=0)
                     rows.append(place | none | dict(start=start, host_mib=host))
-                    for contestant in contestants(job, processes):
+                    order = contestants(job, processes)
+                    first = number * len(order) // args.rounds  # no place in a round is anybody's
+                    for contestant in order[first:] + order[:first]:
                         if args.only and contestant[0] not in args.only:
                             continue
                         if contestant in lost:

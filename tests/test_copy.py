@@ -1,43 +1,14 @@
 """A script copied somewhere alone trains there, and a user's model and data fit into it."""
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
-from helpers import DDP, SCRIPTS, metrics, quick, run, script, weights
+from helpers import DDP, ROOT, SCRIPTS, metrics, quick, run, script, weights
 
-MODEL = """
-def build_model(args, train_set):
-    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-"""
-DATA = '''
-class Flowers(torch.utils.data.Dataset):
-    """Five measurements and one of three kinds, one sample at a time."""
-
-    def __init__(self, first, last):
-        self.numbers = range(first, last)
-
-    def __len__(self):
-        return len(self.numbers)
-
-    def __getitem__(self, index):
-        draw = torch.Generator().manual_seed(self.numbers[index])
-        features = torch.randn(5, generator=draw)
-        return features, int(features[:3].argmax())
-
-
-def load_data(args, device):
-    return Flowers(0, 800), Flowers(800, 1003)
-
-
-def prepare(args, batch, device, draws=None):
-    features, labels = batch
-    return features.to(device), labels.to(device)
-
-
-'''
+README = (ROOT / "README.md").read_text().split("## Put in your own model and data")[1]
+MODEL, DATA = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)  # the README's example
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -58,7 +29,7 @@ def edited(name):
     assert "put your own here" in lines[0] and "put your own here" in lines[1]
     path = Path(f"my_{name}.py").resolve()
     path.write_text(
-        text[:model] + lines[0] + "\n\n" + MODEL + lines[1] + "\n\n" + DATA + text[loop:]
+        text[:model] + f"{lines[0]}\n\n{MODEL}\n\n{lines[1]}\n\n{DATA}\n\n" + text[loop:]
     )
     return str(path)
 

@@ -2,11 +2,10 @@
 
 import ast
 import re
-import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, SCRIPTS, script
+from helpers import DDP, ROOT, SCRIPTS, quick, script
 from readme_blocks import BLOCK, regenerate
 from same_text import SCRIPTS as PATHS
 from same_text import compare, definitions
@@ -60,10 +59,22 @@ def test_same_flags():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help(name):
-    words = [sys.executable, script(name), "--help"]
-    text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    assert f"{name}.py" in text and "global batch" in text and "(default: 64)" in text
+def test_help(name, monkeypatch):
+    """In 80 columns a line a flag, with its default, in the same groups; then the commands."""
+    monkeypatch.setenv("COLUMNS", "80")
+    text = quick(name, "--help").out
+    groups = re.findall(r"^(\w+):$", text, re.M)
+    assert groups == ["options", "data", "model", "training", "output"] + ["processes"] * (
+        name in DDP
+    )
+    flags, _, commands = text[text.index("data:") :].rpartition("\n\n")
+    for line in flags.splitlines():
+        assert re.fullmatch(r"\w+:|  --.* \(default: \S+\)|", line) and len(line) <= 80, line
+    assert commands.count(f"{name}.py") >= 3 and commands in open(script(name)).read()
+    described = set(re.findall(r"^  (--[\w-]+)", flags, re.M))
+    assert described == set(re.findall(r'^add\("(--[\w-]+)', open(script(name)).read(), re.M)) - {
+        "--local-rank"
+    }
 
 
 def test_requirements():
@@ -76,7 +87,7 @@ def test_readme_shows_the_real_diffs():
     assert regenerate(text) == text  # else: python tests/readme_blocks.py --fix
     assert regenerate(text.replace("+    ddp = ", "+    wrapped = ")) == text
     with pytest.raises(ValueError, match="0 parts"):
-        regenerate(text.replace("vote.item()", "no such text", 1))
+        regenerate(text.replace("dist.all_reduce(stop)", "no such text", 1))
 
 
 def test_readme_links():
