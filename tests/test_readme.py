@@ -65,7 +65,12 @@ def runnable(lines):
     return [line for line in lines if not any(re.search(p, line) for p, _ in ELSEWHERE)]
 
 
-RUN = [lines for lines in map(runnable, [*BLOCKS, *([code] for code in INLINE)]) if lines]
+RUN = []
+for lines in map(runnable, [*BLOCKS, *([code] for code in INLINE)]):
+    if RUN and RUN[-1][-1].startswith("cp "):  # what it copied is used in the next block
+        RUN[-1] += lines
+    elif lines:
+        RUN.append(lines)
 FAST = "uv run", "train_ddp_spawn.py --init-method tcp://HOST", "cp "
 
 

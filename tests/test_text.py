@@ -2,7 +2,9 @@
 
 import ast
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import DDP, ROOT, SCRIPTS, quick, script
@@ -10,6 +12,7 @@ from readme_blocks import BLOCK, regenerate
 from same_text import SCRIPTS as PATHS
 from same_text import compare, definitions
 
+README = (ROOT / "README.md").read_text()
 BANNERS = ["The model", "The data", "The training loop", "Checkpoints", "The launch"]
 
 
@@ -82,7 +85,7 @@ def test_requirements():
 
 
 def test_readme_shows_the_real_diffs():
-    text = (ROOT / "README.md").read_text()
+    text = README
     assert len(BLOCK.findall(text)) >= 10 and text.count("```diff") == len(BLOCK.findall(text))
     assert regenerate(text) == text  # else: python tests/readme_blocks.py --fix
     assert regenerate(text.replace("+    ddp = ", "+    wrapped = ")) == text
@@ -92,10 +95,20 @@ def test_readme_shows_the_real_diffs():
 
 def test_readme_links():
     """Files and headings of this repository that README.md links to are there."""
-    text = (ROOT / "README.md").read_text()
+    text = README
     heads = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
     anchors = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
     links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
     assert links
     for link in links:
         assert link[1:] in anchors if link[0] == "#" else (ROOT / link).exists(), link
+
+
+def test_readme_counts_lines():
+    """How long the scripts are, and how many lines of `diff` differ, an old and a new one each."""
+    for name in SCRIPTS:
+        lines = Path(script(name)).read_text().splitlines()
+        words = ["diff", script("train_single"), script(name)]
+        found = subprocess.run(words, capture_output=True, text=True).stdout
+        differ = len(re.findall(r"^[<>]", found, re.M)) or ""
+        assert f"\n| {name}.py | {len(lines)} | {differ}".rstrip() in README, (len(lines), differ)
