@@ -176,6 +176,8 @@ def evaluate(args, net, loader, device):
 
 def main(local_rank, args):
     """Train. Returns the exit status: 0 finished, 75 stopped by a signal."""
+    mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # end with the parent, however it ends
+    mp.set_start_method(None, force=True)  # loader workers are forked, not spawned like this one
     nproc = args.nproc_per_node
     rank, world_size = args.rank * nproc + local_rank, args.world_size * nproc
     device, parts = join(args, rank, world_size, local_rank, nproc, init_method=args.init_method)
