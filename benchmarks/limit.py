@@ -46,4 +46,6 @@ if __name__ == "__main__":
         if rank == 0:
             clock.stop()
     if size > 1:
+        dist.barrier()
         dist.destroy_process_group()
+    os._exit(0)  # Gloo's threads sometimes abort a process that ends by itself

@@ -1,6 +1,7 @@
 """Draw the README's plots.
 
-python benchmarks/plots.py throughput.csv benchmarks/plots   # CSV of throughput.py
+python benchmarks/plots.py throughput.csv benchmarks/plots      # CSV of throughput.py
+python benchmarks/plots.py throughput.csv benchmarks/plots 2    # loss curves of 2 epochs, not 6
 
 throughput.svg: images a second of `net` next to the yardsticks; losses.svg: the loss curves of the
 five scripts on top of each other (trains them on --dataset synthetic); scaling.svg: scaling.py's.
@@ -44,14 +45,14 @@ def throughput(path, folder):
     figure.savefig(folder / "throughput.svg")
 
 
-def losses(folder):
+def losses(folder, epochs):
     """Lines: train loss an epoch of the five scripts, DDP with 2 processes, with the same flags."""
     figure, axis = pyplot.subplots(figsize=(6, 3.2))
     for width, (name, path) in zip((11, 8.5, 6, 3.5, 1), SCRIPTS.items()):
         count = 1 if name in ("single", "dp") else 2
         with tempfile.TemporaryDirectory() as output:
             lines = commands(ROOT / path, count)
-            flags = ["--dataset", "synthetic", "--epochs", "6", "--output", output]
+            flags = ["--dataset", "synthetic", "--epochs", epochs, "--output", output]
             started = [
                 subprocess.Popen(
                     [str(word) for word in (*line, *flags)],
@@ -74,12 +75,12 @@ def losses(folder):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
+    if len(sys.argv) not in (3, 4):
         sys.exit(__doc__)
-    table, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    table, folder, epochs = Path(sys.argv[1]), Path(sys.argv[2]), (*sys.argv, "6")[3]
     folder.mkdir(parents=True, exist_ok=True)
     throughput(table, folder)
-    losses(folder)
+    losses(folder, epochs)
     subprocess.run(
         [sys.executable, Path(__file__).with_name("scaling.py"), "--plot", folder / "scaling.svg"],
         check=True,

@@ -1,11 +1,14 @@
+import contextlib
 import os
 import pickle
+import signal
 import struct
 from multiprocessing import forkserver
 
 import numpy as np
 import pytest
 import torch
+from helpers import processes
 from PIL import Image
 
 
@@ -36,7 +39,10 @@ def work(request, tmp_path, monkeypatch):
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens: no download, ever
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))  # the mark of all processes of this test
-    return tmp_path
+    yield tmp_path
+    for number in processes():  # a test that fails leaves some, which would slow down all others
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
 
 
 def pictures(count, channels, side, seed):

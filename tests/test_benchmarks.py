@@ -105,6 +105,17 @@ def test_throughput(processes):
 
 
 @pytest.mark.slow
+def test_growth():
+    """A row for each number of images, about as long an image, and both kinds of start."""
+    words = [sys.executable, FOLDER / "growth.py", "--images", "640", "1280", "--turns", "5"]
+    assert finish(start(words, "log")) == 0, Path("log").read_text()
+    text = Path("log").read_text()
+    rows = re.findall(r"^\| ([\d,]+) \| [\d.]+ \| ([\d.]+) \|$", text, re.M)
+    assert [row[0] for row in rows] == ["640", "1,280"] and 0.5 < float(rows[1][1]) < 2, text
+    assert re.search(r"first step: [\d.]+ s anew, [\d.]+ s with --resume", text), text
+
+
+@pytest.mark.slow
 def test_limit_is_the_scripts_own_model():
     """The limit's model, optimizer and images are those of the scripts, wrapped in DDP for two."""
     words = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", FOLDER / "limit.py"]
@@ -137,7 +148,7 @@ def test_plots():
     text = "job,processes,contestant,workers,images_per_second\n"
     text += "net,1,single,,9\nnet,1,copied,0,4\nnet,2,spawn,,12\nnet,2,limit,,13\n"
     Path("throughput.csv").write_text(text)
-    words = [sys.executable, FOLDER / "plots.py", "throughput.csv", "plots"]
+    words = [sys.executable, FOLDER / "plots.py", "throughput.csv", "plots", "1"]
     assert finish(start(words, "log")) == 0, Path("log").read_text()
     for name in ("throughput", "losses", "scaling"):
         assert "<svg" in Path("plots", f"{name}.svg").read_text()

@@ -64,7 +64,9 @@ def compare(pairs, *flags):
             assert same(weights(output), weights(f"train_ddp_spawn-{count}"))
 
 
-def test_same_run():
+def test_same_run(request):
+    if request.config.getoption("--slow"):
+        pytest.skip("test_same_run_everywhere has it in it")
     compare(FAST, "--augment")
 
 
