@@ -382,3 +382,16 @@ def test_two_time_limits(submit, limited, undisturbed):
     assert int(show(job, "Restarts")) >= 2, text
     assert text.count("goes back into the queue") == int(show(job, "Restarts"))
     same_run(folder / "out", undisturbed / "2", EPOCHS)
+
+
+@pytest.mark.slow
+def test_the_message_of_a_time_limit(submit):
+    """What the README shows for a job that was not warned is what Slurm says."""
+    Path("mine.sh").write_text("#!/bin/bash\nsleep 600\n")
+    job = submit("", options=["--time=1", "--nodelist=node1"], file=Path("mine.sh").resolve())
+    ended(job, state="TIMEOUT")
+    (message,) = re.findall(
+        r"`(CANCELLED AT \S+ DUE TO TIME LIMIT)`", (ROOT / "README.md").read_text()
+    )
+    pattern = r"\d+".join(map(re.escape, re.split(r"\d+", message)))
+    assert re.search(pattern, log(job)), log(job)
