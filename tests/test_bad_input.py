@@ -106,7 +106,12 @@ def test_batch_does_not_divide(data):
     refuse("train_ddp_multigpu_proc", *place, *TRAIN, says="--batch-size 64")
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "train_ddp_torchrun"])
+SLOW_SPAWN = pytest.param("train_ddp_spawn", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "name", ["train_single", "train_dp", SLOW_SPAWN, "train_ddp_multigpu_proc"]
+)
 def test_data(data, name, tmp_path):
     folder = tmp_path / "pictures"
     shutil.copytree(data / "pictures", folder)

@@ -34,10 +34,13 @@ def edited(name):
     return str(path)
 
 
-SLOW = pytest.param("train_ddp_spawn", marks=pytest.mark.slow)
+STARTERS = "train_ddp_spawn", "train_ddp_torchrun"  # these import torch again in each process
 
 
-@pytest.mark.parametrize("name", [SLOW if name == "train_ddp_spawn" else name for name in SCRIPTS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in STARTERS else n for n in SCRIPTS],
+)
 def test_own_model_and_data(name):
     path = edited(name)
     flags = ["--epochs", "6", "--lr", "0.05", "--batch-size", "16", "--output", "out"]
