@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_folder
-from helpers import DDP, SCRIPTS, free_port, quick, run, weights
+from helpers import DDP, free_port, quick, run, weights
 
 TRAIN = ["--dataset", "cifar10", "--epochs", "1"]
 
