@@ -86,7 +86,9 @@ class InMemory(TensorDataset):
     collate = tuple  # a batch comes whole: there is nothing to stack
 
     def __getitems__(self, indices):
-        indices = torch.tensor(indices).to(self.tensors[0].device, non_blocking=True)
+        device = self.tensors[0].device
+        indices = torch.tensor(indices, pin_memory=device.type == "cuda")  # or the copy may wait
+        indices = indices.to(device, non_blocking=True)
         return tuple(part.index_select(0, indices) for part in self.tensors)  # copies whole rows
 
 
@@ -130,10 +132,10 @@ def load_data(args, device):
                 return sets
             InMemory.classes = sets[0].classes
             loaders = [DataLoader(part, 256, num_workers=torch.get_num_threads()) for part in sets]
-            parts = [map(torch.cat, zip(*loader)) for loader in loaders]
+            parts = (map(torch.cat, zip(*loader)) for loader in loaders)  # read after the `try`
     except Exception as error:
         remedy = f"files in --data-dir {args.data_dir}, or --dataset synthetic, or a folder with"
-        remedy += " train/ and test/ (or val/), in each one sub-folder a class"
+        remedy += " train/ and test/ (or val/), in both the same sub-folders, one a class"
         raise UserError(f"--dataset {args.dataset}: {error}; it takes {remedy}") from None
     device = device if args.data_on_device else "cpu"
     return [InMemory(images.contiguous().to(device), labels.to(device)) for images, labels in parts]
@@ -177,7 +179,7 @@ def evaluate(args, net, loader, device):
 def main(local_rank, args):
     """Train. Returns the exit status: 0 finished, 75 stopped by a signal."""
     mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # end with the parent, however it ends
-    mp.set_start_method(None, force=True)  # loader workers are forked, not spawned like this one
+    mp.set_start_method(None, force=True)  # loader workers start as elsewhere, not by spawn
     nproc = args.nproc_per_node
     rank, world_size = args.rank * nproc + local_rank, args.world_size * nproc
     device, parts = join(args, rank, world_size, local_rank, nproc, init_method=args.init_method)
@@ -316,6 +318,8 @@ def read_checkpoint(args, net):
     flags = {name: getattr(args, name) for name in FIXED}
     run = dict(flags=flags, epoch=0, step=0, loss=0.0, seconds=0.0, table=HEADER, optimizer=None)
     path = args.output / "last.pt"
+    if path.exists() and not args.resume:
+        print(f"{path} will be replaced; to go on from it: --resume", file=sys.stderr)
     try:
         if args.resume and path.exists():
             run = torch.load(path, map_location="cpu", weights_only=True)
@@ -451,7 +455,7 @@ def check_place(args):
 
 
 def join(args, rank, world_size, local_rank, local_size, **meet):
-    """Meet the others, by init_method or store. Returns the device and set_up's parts."""
+    """Meet the others, by init_method or store: the device, set_up's parts. Raises UserError."""
     parser.prog += f": rank {rank} on {os.uname().nodename}"  # for messages
     if rank > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 alone prints
@@ -469,6 +473,8 @@ def join(args, rank, world_size, local_rank, local_size, **meet):
         raise UserError(f"--batch-size {args.batch_size} does not divide by {world_size} processes")
     if local_rank == 0 and args.sync_bn and device.type == "cpu":
         raise UserError("--sync-bn works on GPUs only: leave it out")
+    if local_rank == 0 and args.compress_gradients and not dist.is_nccl_available():
+        raise UserError("--compress-gradients needs a torch that was built for GPUs: leave it out")
     meet |= dict(rank=rank, world_size=world_size, timeout=timedelta(0, args.timeout))
     # Rank 0 sets up before it meets anybody, so that a mistake ends it while nobody waits.
     for turn in range(3):  # rank 0, the first process of each other machine, the rest

@@ -81,7 +81,9 @@ class InMemory(TensorDataset):
     collate = tuple  # a batch comes whole: there is nothing to stack
 
     def __getitems__(self, indices):
-        indices = torch.tensor(indices).to(self.tensors[0].device, non_blocking=True)
+        device = self.tensors[0].device
+        indices = torch.tensor(indices, pin_memory=device.type == "cuda")  # or the copy may wait
+        indices = indices.to(device, non_blocking=True)
         return tuple(part.index_select(0, indices) for part in self.tensors)  # copies whole rows
 
 
@@ -125,10 +127,10 @@ def load_data(args, device):
                 return sets
             InMemory.classes = sets[0].classes
             loaders = [DataLoader(part, 256, num_workers=torch.get_num_threads()) for part in sets]
-            parts = [map(torch.cat, zip(*loader)) for loader in loaders]
+            parts = (map(torch.cat, zip(*loader)) for loader in loaders)  # read after the `try`
     except Exception as error:
         remedy = f"files in --data-dir {args.data_dir}, or --dataset synthetic, or a folder with"
-        remedy += " train/ and test/ (or val/), in each one sub-folder a class"
+        remedy += " train/ and test/ (or val/), in both the same sub-folders, one a class"
         raise UserError(f"--dataset {args.dataset}: {error}; it takes {remedy}") from None
     device = device if args.data_on_device else "cpu"
     return [InMemory(images.contiguous().to(device), labels.to(device)) for images, labels in parts]
@@ -289,6 +291,8 @@ def read_checkpoint(args, net):
     flags = {name: getattr(args, name) for name in FIXED}
     run = dict(flags=flags, epoch=0, step=0, loss=0.0, seconds=0.0, table=HEADER, optimizer=None)
     path = args.output / "last.pt"
+    if path.exists() and not args.resume:
+        print(f"{path} will be replaced; to go on from it: --resume", file=sys.stderr)
     try:
         if args.resume and path.exists():
             run = torch.load(path, map_location="cpu", weights_only=True)
