@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_folder
-from helpers import DDP, free_port, quick, run, weights
+from helpers import DDP, free_port, quick, run, script, weights
 
 TRAIN = ["--dataset", "cifar10", "--epochs", "1"]
 
@@ -95,6 +95,10 @@ def test_processes():
     refuse("train_ddp_spawn", "--nproc-per-node", "0", *TRAIN, says="--nproc-per-node")
     refuse("train_ddp_spawn", "--sync-bn", *TRAIN, says="--sync-bn")
     refuse("train_ddp_torchrun", *TRAIN, says="torchrun --standalone")
+    text = Path(script("train_ddp_multigpu_proc")).read_text()
+    Path("cpu_only.py").write_text(text.replace("dist.is_nccl_available()", "False"))
+    flags = [*TRAIN, "--compress-gradients"]
+    refuse("train_ddp_multigpu_proc", *flags, says="--compress-gradients", path="cpu_only.py")
 
 
 def test_batch_does_not_divide(data):
@@ -134,7 +138,8 @@ def test_data(data, name, tmp_path):
         (folder / "test" / "d").rename(folder / "test" / "c")
     bad.write_text("no picture")
     for flags in [["--workers", "0"], ["--workers", "2"], ["--data-on-device"]]:
-        refuse(name, *common, *flags, says=str(bad))
+        message = refuse(name, *common, *flags, says=str(bad))
+        assert "synthetic" not in message, message  # no other data set is its remedy
 
 
 @pytest.mark.parametrize("name", ["train_single", *(DDP[:1])])

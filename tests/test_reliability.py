@@ -1,6 +1,7 @@
 """Nothing lost, nothing hanging: the damage is done for real."""
 
 import contextlib
+import multiprocessing
 import os
 import random
 import re
@@ -156,6 +157,9 @@ def test_the_parent_dies(data, name):
     process = start([*commands(name, 2)[0], *flags], "run.log")
     wait_for("epoch 2/100000 step 1/", "run.log", process)
     assert len(processes()) >= 5
+    if multiprocessing.get_start_method() == "fork":  # a fork has its parent's command line
+        lines = {Path(f"/proc/{number}/cmdline").read_bytes() for number in processes()}
+        assert len(lines) <= 4  # no loader worker was started by spawn, and imported torch anew
     process.kill()
     process.wait()
     assert all_ended(10), [Path(f"/proc/{p}/cmdline").read_text() for p in processes()]

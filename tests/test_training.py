@@ -344,9 +344,10 @@ assert list(net.state_dict()) == ["1.0.weight", "1.0.bias"]
 
 def test_a_new_run_takes_the_place_of_an_old_one(data):
     flags = [*CIFAR, "--data-dir", data, "--output", "out", "--epochs", "1"]
-    quick("train_single", *flags, "--seed", "1")
+    assert "--resume" not in quick("train_single", *flags, "--seed", "1").err
     first = weights("out")
-    quick("train_single", *flags, "--seed", "2")
+    err = quick("train_single", *flags, "--seed", "2").err
+    assert "out/last.pt will be replaced; to go on from it: --resume" in err
     assert len(metrics("out")) == 1 and not same(first, weights("out"))
 
 
