@@ -21,6 +21,7 @@ stepping on one batch. For the folder: what PIL decodes in the workers, and the 
 """
 
 import argparse
+import contextlib
 import csv
 import datetime
 import os
@@ -151,7 +152,8 @@ def run(lines, folder, until=None):
                     time.sleep(0.2)
                 for process in started:
                     for member in psutil.Process(process.pid).children(recursive=True):
-                        member.kill()
+                        with contextlib.suppress(psutil.NoSuchProcess):  # ended with its parent
+                            member.kill()
                     process.kill()
                 break
         ends = [process.wait() for process in started]
