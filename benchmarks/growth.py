@@ -4,11 +4,13 @@ python benchmarks/growth.py                      # 10,000, 50,000 and 500,000 im
 python benchmarks/growth.py --images 1000 2000
 
 Steps of `net` at batch 64 on data sets of noise, in turn in one process, and ratios within a turn:
-on a noisy machine nothing else shows a difference of a few percent. Then train_single.py from the
+on a noisy machine nothing else shows a difference of a few percent. `limit` steps on one batch that
+is normalised already: the difference to it is what data costs. Then train_single.py from the
 command to the first step, anew and with --resume shortly before the end of its first epoch.
 """
 
 import argparse
+import itertools
 import signal
 import statistics
 import subprocess
@@ -26,37 +28,41 @@ from torch.utils.data import DataLoader, DistributedSampler
 import train_single
 
 
-def batches(data):
-    """The scripts' batches of 64, epoch after epoch, without end."""
+def batches(args, data, device):
+    """The scripts' batches of 64 as the network takes them, epoch after epoch, without end."""
     sampler = DistributedSampler(data, num_replicas=1, rank=0)
     for epoch in range(10**9):
         sampler.set_epoch(epoch)
         order = list(sampler)
-        yield from DataLoader(data, 64, sampler=order, collate_fn=data.collate, drop_last=True)
+        for batch in DataLoader(data, 64, sampler=order, collate_fn=data.collate, drop_last=True):
+            yield prepare(args, batch, device)
 
 
 def steps(sizes, turns, count=60):
-    """Microseconds an image of each turn of `count` steps, by the number of images."""
+    """Microseconds an image of each turn of `count` steps, by the number of images or `limit`."""
     args = scripts.parse_args([])
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    loaders, times = {}, {size: [] for size in sizes}
+    loaders = {}
     for size in sizes:
         images = torch.randint(256, (size, 3, 32, 32), dtype=torch.uint8)
-        loaders[size] = batches(train_single.InMemory(images, torch.randint(10, (size,))))
-        next(loaders[size])
+        data = train_single.InMemory(images, torch.randint(10, (size,)))
+        loaders[size] = batches(args, data, device)
+        loaders["limit"] = itertools.repeat(next(loaders[size]))
     net = train_single.Net(3, 32, 10).to(device)
     optimizer = torch.optim.SGD(net.parameters(), args.lr, momentum=0.9, fused=True)
+    names = [*sizes, "limit"]
+    times = {name: [] for name in names}
     for turn in range(turns):
-        for size in sizes[turn % len(sizes) :] + sizes[: turn % len(sizes)]:
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
             begin = time.perf_counter()
             for _ in range(count):
-                images, labels = prepare(args, next(loaders[size]), device)
+                images, labels = next(loaders[name])
                 loss = F.cross_entropy(net(images).float(), labels)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
             loss.item()
-            times[size].append((time.perf_counter() - begin) / count / 64 * 1e6)
+            times[name].append((time.perf_counter() - begin) / count / 64 * 1e6)
     return times
 
 
@@ -82,10 +88,12 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=3, help="starts of each kind")
     args = parser.parse_args()
     times = steps(args.images, args.turns)
-    print("| images | us an image | x the first |\n|---|---|---|")
-    for size, values in times.items():
-        ratio = statistics.median(a / b for a, b in zip(values, times[args.images[0]]))
-        print(f"| {size:,} | {statistics.median(values):.1f} | {ratio:.3f} |", flush=True)
+    print("| images | us an image | x the first | x the limit |\n|---|---|---|---|")
+    for name, values in times.items():
+        cells = [name if name == "limit" else f"{name:,}", f"{statistics.median(values):.1f}"]
+        for base in times[args.images[0]], times["limit"]:
+            cells.append(f"{statistics.median(a / b for a, b in zip(values, base)):.3f}")
+        print("| " + " | ".join(cells) + " |", flush=True)
     with tempfile.TemporaryDirectory() as name:
         late = Path(name, "late")
         start(late, until="step 150/157")

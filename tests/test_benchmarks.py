@@ -110,8 +110,10 @@ def test_growth():
     words = [sys.executable, FOLDER / "growth.py", "--images", "640", "1280", "--turns", "5"]
     assert finish(start(words, "log")) == 0, Path("log").read_text()
     text = Path("log").read_text()
-    rows = re.findall(r"^\| ([\d,]+) \| [\d.]+ \| ([\d.]+) \|$", text, re.M)
-    assert [row[0] for row in rows] == ["640", "1,280"] and 0.5 < float(rows[1][1]) < 2, text
+    rows = re.findall(r"^\| ([\d,]+|limit) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|$", text, re.M)
+    names, growth, share = zip(*rows)
+    assert names == ("640", "1,280", "limit") and 0.5 < float(growth[1]) < 2, text
+    assert 1 < float(share[0]) < 2 and float(share[2]) == 1, text  # loading costs something
     assert re.search(r"first step: [\d.]+ s anew, [\d.]+ s with --resume", text), text
 
 

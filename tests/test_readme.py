@@ -33,7 +33,7 @@ ELSEWHERE = [
     (r"^(squeue|scancel|scontrol|tail)", "needs a job in Slurm's queue: tests/test_slurm.py"),
     (r"^(nvidia-smi|ss|ip)\b", "looks at the machine, and belongs to it"),
     (r"^sudo .*network\.py", "tests/test_benchmarks.py runs it, where it may"),
-    (r"plots\.py|throughput\.py", "tests/test_benchmarks.py runs it, with fewer images"),
+    (r"(plots|throughput|growth)\.py", "tests/test_benchmarks.py runs it, with fewer images"),
     (r"(same_text|readme_blocks)\.py --fix", "would edit the files: tests/test_text.py"),
     (r"^pip install -r benchmarks", ".ci/run installs these"),
     (r"^python -m torch\.distributed\.run$", "the beginning of a command"),
