@@ -56,3 +56,4 @@ if __name__ == "__main__":
         **dict.fromkeys(off, False),
     )
     trainer.fit(Classifier(args), loader)
+    os._exit(0)  # Gloo's threads sometimes abort a process that ends by itself
