@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_folder
-from helpers import DDP, free_port, quick, run, script, weights
+from helpers import free_port, quick, run, script, weights
 
 TRAIN = ["--dataset", "cifar10", "--epochs", "1"]
 
@@ -101,6 +101,7 @@ def test_processes():
     refuse("train_ddp_multigpu_proc", *flags, says="--compress-gradients", path="cpu_only.py")
 
 
+@pytest.mark.slow
 def test_batch_does_not_divide(data):
     text = run("train_ddp_spawn", "--batch-size", "63", *TRAIN, processes=2, status=2)
     assert (
@@ -110,11 +111,13 @@ def test_batch_does_not_divide(data):
     refuse("train_ddp_multigpu_proc", *place, *TRAIN, says="--batch-size 64")
 
 
+ELSEWHERE = "train_dp", "train_ddp_spawn", "train_ddp_multigpu_proc"
 SLOW_SPAWN = pytest.param("train_ddp_spawn", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    "name", ["train_single", "train_dp", SLOW_SPAWN, "train_ddp_multigpu_proc"]
+    "name",
+    ["train_single", *(pytest.param(name, marks=pytest.mark.slow) for name in ELSEWHERE)],
 )
 def test_data(data, name, tmp_path):
     folder = tmp_path / "pictures"
@@ -142,7 +145,7 @@ def test_data(data, name, tmp_path):
         assert "synthetic" not in message, message  # no other data set is its remedy
 
 
-@pytest.mark.parametrize("name", ["train_single", *(DDP[:1])])
+@pytest.mark.parametrize("name", ["train_single", SLOW_SPAWN])
 def test_output(data, name):
     Path("a_file").write_text("")
     for place in ["a_file", "a_file/below", "/proc/below"]:

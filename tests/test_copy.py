@@ -39,7 +39,7 @@ STARTERS = "train_ddp_spawn", "train_ddp_torchrun"  # these import torch again i
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in STARTERS else n for n in SCRIPTS],
+    ["train_single", *(pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS[1:])],
 )
 def test_own_model_and_data(name):
     path = edited(name)

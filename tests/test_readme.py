@@ -71,7 +71,7 @@ for lines in map(runnable, [*BLOCKS, *([code] for code in INLINE)]):
         RUN[-1] += lines
     elif lines:
         RUN.append(lines)
-FAST = "uv run", "train_ddp_spawn.py --init-method tcp://HOST", "cp "
+FAST = "uv run", "train_ddp_spawn.py --init-method tcp://HOST", "cp train_single"
 
 
 def test_every_command_is_known():

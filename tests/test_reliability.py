@@ -117,13 +117,13 @@ def test_killed_at_random_under_spawn(data):
     ended_like("whole", 40)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_while_saving(kills):
+@pytest.mark.slow
+def test_killed_while_saving():
     """SIGKILL inside the writing of last.pt: there is always a whole checkpoint."""
     flags = ["--dataset", "synthetic", "--model", "mlp", "--repeat", "2", "--output", "out"]
     flags += ["--checkpoint-every", "1", "--resume", "--epochs"]
     inside, part, before = 0, Path("out/last.pt.tmp"), 0
-    while inside < kills:
+    while inside < 50:
         process, log = warm("train_single", *flags, "100")
         wait_for("rank 0: ", f"{log}.1", process)
         for _ in range(random.randint(1, 4)):  # not always the first one
@@ -138,7 +138,7 @@ def test_killed_while_saving(kills):
             state = weights("out", "last.pt")
             assert state["epoch"] * 157 + state["step"] >= before
             before = state["epoch"] * 157 + state["step"]
-    assert before > kills / 2  # it did go on
+    assert before > 25  # it did go on
     quick("train_single", *flags, str(state["epoch"] + 1))
     assert sorted(os.listdir("out")) == ["last.pt", "metrics.csv", "model.pt"]
 
@@ -324,6 +324,7 @@ def test_wrong_place(machines, says):
     assert re.search(says, texts[-1]) and all("rror" in text for text in texts), texts
 
 
+@pytest.mark.slow
 def test_a_stale_init_file(data):
     """Left by a run that was killed: refused where it can be told from a machine that waits."""
     flags = [*TRAIN, "--data-dir", data, "--output", "out"]

@@ -139,7 +139,10 @@ def test_ranks_are_identical(data, name, model):
     assert same(weights(".", "rank0.pt"), weights(".", "rank1.pt"))
 
 
-@pytest.mark.parametrize("name, count", [("train_single", 1), ("train_ddp_torchrun", 4)])
+@pytest.mark.parametrize(
+    "name, count",
+    [("train_single", 1), pytest.param("train_ddp_torchrun", 4, marks=pytest.mark.slow)],
+)
 def test_exact_evaluation(name, count, tmp_path):
     """2,003 samples over 4 processes: the loss and accuracy of model.pt on all of them."""
     images, labels = write_fashion_mnist(tmp_path, 320, 2003)
@@ -185,7 +188,8 @@ print((sums[0] / sums[2]).item())
 
 
 @pytest.mark.parametrize(
-    "first", [*SCRIPTS[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in DDP)]
+    "first",
+    ["train_single", *(pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS[1:])],
 )
 def test_checkpoint_of_any_script_goes_on_in_any(data, first):
     flags = [*CIFAR, "--data-dir", data, "--augment", "--lr", "0.01"]
@@ -220,7 +224,13 @@ def stop_and_go(name, count, number, stops, *flags, output="out"):
     "name, count, number, flags",
     [
         ("train_single", 1, signal.SIGTERM, ["--lr-schedule", "cosine"]),
-        ("train_ddp_spawn", 2, signal.SIGUSR1, ["--checkpoint-every", "70"]),
+        pytest.param(
+            "train_ddp_spawn",
+            2,
+            signal.SIGUSR1,
+            ["--checkpoint-every", "70"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param("train_single", 1, signal.SIGUSR1, ["--workers", "2"], marks=pytest.mark.slow),
         pytest.param(
             "train_dp", 1, signal.SIGUSR1, ["--optimizer", "adam"], marks=pytest.mark.slow
@@ -351,7 +361,9 @@ def test_a_new_run_takes_the_place_of_an_old_one(data):
     assert len(metrics("out")) == 1 and not same(first, weights("out"))
 
 
-@pytest.mark.parametrize("name", ["train_ddp_spawn", "train_ddp_torchrun"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("train_ddp_spawn", marks=pytest.mark.slow), "train_ddp_torchrun"]
+)
 def test_a_dead_rank_ends_the_job(data, name):
     flags = [*CIFAR, "--data-dir", data, "--epochs", "2000", "--output", "out", "--log-every", "1"]
     process = start([*commands(name, 2)[0], *flags], "run.log")
