@@ -34,9 +34,6 @@ def edited(name):
     return str(path)
 
 
-STARTERS = "train_ddp_spawn", "train_ddp_torchrun"  # these import torch again in each process
-
-
 @pytest.mark.parametrize(
     "name",
     ["train_single", *(pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS[1:])],
