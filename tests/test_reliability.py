@@ -241,7 +241,7 @@ def test_the_other_host_never_comes(hosts, kind, i):
     begin = time.monotonic()
     process = on_host(hosts[0], i, kind, 23456, "--dataset", "synthetic", *LONG[2:], log="run.log")
     assert finish(process, 60) == 1
-    assert time.monotonic() - begin < 5 + 40  # the imports are in it
+    assert time.monotonic() - begin < 5 + 20  # the imports are in it
     assert re.search(TOLD, Path("run.log").read_text())
     assert all_ended() and not Path("runs").exists()
 
@@ -292,7 +292,7 @@ def test_a_stuck_rank(name, stuck):
     os.kill(victims[stuck], signal.SIGSTOP)
     assert finish(process, 90) == 1, Path("run.log").read_text()
     # torchrun gives a rank that does not listen 30 s more before it kills it
-    assert time.monotonic() - begin < (30 if name == "train_ddp_spawn" else 60)
+    assert time.monotonic() - begin < (15 if name == "train_ddp_spawn" else 45)
     text = Path("run.log").read_text()
     assert re.search(r"rank \d on \S+: ended by .*[Tt]imed out", text), text
     assert all_ended()
@@ -320,7 +320,7 @@ def test_wrong_place(machines, says):
     ends = [finish(process, 60) for process in started]
     texts = [Path(f"{i}.log").read_text() for i in range(2)]
     assert 0 not in ends and "it did not end" not in ends, texts
-    assert time.monotonic() - begin < 90
+    assert time.monotonic() - begin < 60  # Gloo waits for 30 s, whatever it is told
     assert re.search(says, texts[-1]) and all("rror" in text for text in texts), texts
 
 
@@ -380,7 +380,7 @@ def test_an_image_breaks_in_epoch_2(data, name, workers):
     broken.write_bytes(b"not an image")
     begin = time.monotonic()
     assert finish(process, 60) == (1 if name == "train_ddp_torchrun" else 2)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 15
     text = Path("run.log").read_text()
     place = r"rank \d on \S+: " if name in DDP else ""
     assert re.search(rf"{name}.py: {place}error: {broken} is no image", text), text
