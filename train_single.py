@@ -11,6 +11,7 @@ python train_single.py --resume                        # go on where the last ru
 """
 
 import argparse
+import ctypes
 import errno
 import fcntl
 import math
@@ -395,6 +396,9 @@ def set_up(args, device, rank=0):
     train_set, test_set = load_data(args, device)
     if args.batch_size > len(train_set):
         raise UserError(f"--batch-size {args.batch_size} of only {len(train_set)} training images")
+    if device.type == "cpu" and sys.platform == "linux":  # keep memory for the next step
+        for option in (-4, 0), (-1, -1):  # M_MMAP_MAX, M_TRIM_THRESHOLD: mallopt(3)
+            ctypes.CDLL(None).mallopt(*option)
     torch.manual_seed(args.seed)
     net = build_model(args, train_set)
     run = read_checkpoint(args, net) if rank == 0 else None

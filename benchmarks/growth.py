@@ -40,15 +40,15 @@ def batches(args, data, device):
 
 def steps(sizes, turns, count=60):
     """Microseconds an image of each turn of `count` steps, by the number of images or `limit`."""
-    args = scripts.parse_args([])
+    args = scripts.parse_args(["--dataset", "synthetic"])
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    _, _, net, _ = train_single.set_up(args, device, 1)  # which keeps memory between steps, too
     loaders = {}
     for size in sizes:
         images = torch.randint(256, (size, 3, 32, 32), dtype=torch.uint8)
         data = train_single.InMemory(images, torch.randint(10, (size,)))
         loaders[size] = batches(args, data, device)
         loaders["limit"] = itertools.repeat(next(loaders[size]))
-    net = train_single.Net(3, 32, 10).to(device)
     optimizer = torch.optim.SGD(net.parameters(), args.lr, momentum=0.9, fused=True)
     names = [*sizes, "limit"]
     times = {name: [] for name in names}
