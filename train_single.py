@@ -397,7 +397,7 @@ def set_up(args, device, rank=0):
     if args.batch_size > len(train_set):
         raise UserError(f"--batch-size {args.batch_size} of only {len(train_set)} training images")
     if device.type == "cpu" and sys.platform == "linux":  # keep memory for the next step
-        for option in (-4, 0), (-1, -1):  # M_MMAP_MAX, M_TRIM_THRESHOLD: mallopt(3)
+        for option in (-3, 2**25), (-1, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: mallopt(3)
             ctypes.CDLL(None).mallopt(*option)
     torch.manual_seed(args.seed)
     net = build_model(args, train_set)
