@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import errno
 import fcntl
+import gc
 import math
 import os
 import signal
@@ -412,6 +413,7 @@ def set_up(args, device, rank=0):
         forward = torch.autocast(device.type, torch.bfloat16)(type(net).forward)
         net.__class__ = type("Amp", (type(net),), {"forward": forward})
         net = net.to(memory_format=torch.channels_last)
+    gc.freeze()  # or a full garbage collection looks through torch's own objects, too: 0.2 s
     return train_set, test_set, net.to(device), run
 
 

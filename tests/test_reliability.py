@@ -40,7 +40,7 @@ TRAIN = ["--dataset", "cifar10", "--batch-size", "16", "--log-every", "1"]
 LONG = ["--dataset", "synthetic", "--epochs", "100000", "--log-every", "10"]
 SLOW_SPAWN = pytest.param("train_ddp_spawn", marks=pytest.mark.slow)
 SLOW_TORCHRUN = pytest.param("train_ddp_torchrun", marks=pytest.mark.slow)
-KILLS = int(os.environ.get("KILLS", 8))
+KILLS = int(os.environ.get("KILLS", 5))
 REPORT = "all-reduce over 2 processes: right"
 
 

@@ -1,8 +1,10 @@
 """One training run in five scripts: same numbers, exact evaluation, exact resuming."""
 
+import gc
 import os
 import random
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -71,7 +73,7 @@ def test_same_run(request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model, counts", [("net", (1, 2, 4)), ("mlp", (4,))])
+@pytest.mark.parametrize("model, counts", [("net", (1, 2, 4)), ("mlp", (2,))])
 def test_same_run_everywhere(model, counts):
     pairs = [("train_dp", 1), *((name, count) for name in DDP for count in counts)]
     compare(pairs, "--model", model, *(["--augment"] if model == "net" else []))
@@ -254,7 +256,7 @@ def test_exact_resume(data, name, count, number, flags):
         *flags,
     ]
     train(name, *flags, processes=count, output="whole")
-    stop_and_go(name, count, number, 2, *flags)
+    stop_and_go(name, count, number, 2 if count < 3 else 1, *flags)
     assert same(weights("out"), weights("whole"))
     a, b = metrics("out"), metrics("whole")
     assert [row["epoch"] for row in a] == [1, 2]
@@ -384,8 +386,6 @@ def test_a_dead_rank_ends_the_job(data, name):
 
 def test_write_keeps_the_old_file(tmp_path):
     """A failure while writing leaves what was there, whole."""
-    import runpy
-
     parts = runpy.run_path(script("train_single"), run_name="script")
     path = tmp_path / "last.pt"
     parts["write"](path, {"step": torch.tensor(1)})
@@ -482,3 +482,22 @@ def test_a_step_gets_no_new_memory(data):
 
     one, three = faults("1"), faults("3")
     assert three - one < 10 * 8 * 2**20 // resource.getpagesize(), (one, three)
+
+
+def test_garbage_collections_are_short(data):
+    """After set_up a full one does not look through all that torch has made on its import."""
+    parts = runpy.run_path(script("train_single"), run_name="script")
+
+    def seconds():
+        begin = time.perf_counter()
+        gc.collect()
+        return time.perf_counter() - begin
+
+    gc.collect()
+    before = min(seconds() for _ in range(3))
+    args = parts["parser"].parse_args(["--dataset", "cifar10", "--data-dir", str(data)])
+    parts["set_up"](args, torch.device("cpu"))
+    try:
+        assert min(seconds() for _ in range(3)) < before / 5
+    finally:
+        gc.unfreeze()
