@@ -218,9 +218,9 @@ def hardware():
 
 
 def table(rows, job, processes):
-    """Markdown lines for one job and process count; ratios are medians of the rounds' ratios."""
+    """Markdown lines for one job and process count: medians of the rounds' ratios and starts."""
     rows = [row for row in rows if (row["job"], row["processes"]) == (job, processes)]
-    named, base = {}, statistics.median(row["start"] for row in rows if row["contestant"] == "")
+    named, base = {}, {row["round"]: row["start"] for row in rows if row["contestant"] == ""}
     for row in rows:
         name, workers = row["contestant"], row["workers"]
         named.setdefault((name, workers), []).append(row)
@@ -247,7 +247,8 @@ def table(rows, job, processes):
             pairs = zip(named[key], named[best[yard]])
             ratios = [a["images_per_second"] / b["images_per_second"] for a, b in pairs]
             cells.append(f"{statistics.median(ratios):.2f}")
-        cells += [f"{median(key, 'start') - base:.1f}", f"{median(key, 'host_mib'):.0f}"]
+        starts = [row["start"] - base[row["round"]] for row in named[key]]
+        cells += [f"{statistics.median(starts):.1f}", f"{median(key, 'host_mib'):.0f}"]
         cells.append(f"{median(key, 'device_mib'):.0f}")
         label = f"{name}, {key[1]} workers" if key[1] != "" else name
         label = f"**{SCRIPTS[name]}**" if name in SCRIPTS else label

@@ -72,8 +72,9 @@ def test_table_takes_medians_of_ratios_and_the_better_workers():
     rates["limit", ""] = [10, 60, 100]  # ratios 1, 0.5, 0.9: not 30 / 60
     rows = [
         dict(job="net", processes=1, contestant=name, workers=workers, round=number)
-        | dict(images_per_second=rate, start=2 if name else 1, host_mib=7, device_mib=0)
+        | dict(images_per_second=rate, start=begin[number], host_mib=7, device_mib=0)
         for (name, workers), values in rates.items()
+        for begin in [(2, 3, 5) if name else (1, 1, 4)]  # 1, 2 and 1 more: not 3 - 1
         for number, rate in enumerate(values)
     ]
     lines = list(throughput.table(rows, "net", 1))
