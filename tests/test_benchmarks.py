@@ -45,7 +45,9 @@ def test_buckets_are_those_of_ddp():
 def test_prediction_as_a_command():
     words = [FOLDER / "scaling.py", "--model", "net", "--batch-size", "32", "--rate", "1"]
     words += ["--step", "0.01", "--latency", "1e-5"]
-    text = subprocess.check_output([sys.executable, *map(str, words)], text=True)
+    words = [sys.executable, *map(str, words)]
+    text = subprocess.check_output(words, text=True, stderr=subprocess.STDOUT)
+    assert "leaked" not in text  # what set_up has frozen
     rows = re.findall(r"^\| (\d+) \| ([\d.]+) ms \| (\d+)% \| ([\d.]+) \|$", text, re.M)
     assert [int(row[0]) for row in rows] == [2**power for power in range(1, 11)]
     efficiency = [int(row[2]) for row in rows]
