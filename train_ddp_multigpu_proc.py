@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision import datasets, models, transforms
 
 
-# ---- The model: put yours here. main calls build_model, loss_function, build_optimizer -----------
+# ---- The model: put yours here. Called below: build_model, loss_function, build_optimizer --------
 class Net(nn.Module):
     """The CNN of PyTorch's CIFAR-10 tutorial: (N, channels, side, side) -> (N, classes)."""
 
@@ -59,7 +59,7 @@ def build_model(args, image, classes):
 
 
 def loss_function(outputs, labels):
-    return F.cross_entropy(outputs, labels)
+    return F.cross_entropy(outputs, labels)  # the mean over the batch
 
 
 def build_optimizer(args, model, steps):
@@ -70,12 +70,12 @@ def build_optimizer(args, model, steps):
         optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, fused=True)
     if args.lr_schedule == "cosine":
         return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)
+    return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # unchanged
 
 
-# ---- The data: put yours here. main calls load_data ----------------------------------------------
-# A sample is an input (a uint8 image (C, H, W); floats are left as they are) and an int label.
-TORCHVISION = {"cifar10": datasets.CIFAR10, "fashion-mnist": datasets.FashionMNIST}
+# ---- The data: put yours here. Called below: load_data, prepare and augment ----------------------
+# A sample is an input, a uint8 image (C, H, W) or float32 of any shape, and an int label.
+TORCHVISION = {"cifar10": datasets.CIFAR10, "fashion-mnist": datasets.FashionMNIST}  # 10 classes
 
 
 def load_data(args):
@@ -107,7 +107,7 @@ def load_torchvision(args, train):
 
 
 def synthetic(count, seed):
-    """`count` images of ten coarse patterns, dim and under noise."""
+    """`count` images (3, 32, 32) of ten coarse patterns with noise added."""
     patterns = torch.rand(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     patterns = (F.interpolate(patterns, 32) * 120).byte()
     generator = torch.Generator().manual_seed(seed)
@@ -117,7 +117,7 @@ def synthetic(count, seed):
 
 
 def prepare(args, batch, device):
-    """A batch on the device: float images of mean 0 and variance 1, and labels."""
+    """A batch on the device; uint8 images become floats of mean 0 and variance 1, roughly."""
     images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
     if images.dtype == torch.uint8:
         images = images.float().sub_(127.5).div_(64)
@@ -126,10 +126,10 @@ def prepare(args, batch, device):
     return images, labels
 
 
-def augment(args, images, step, rank=0, world_size=1):
+def augment(args, images, run_step, rank=0, world_size=1):
     """Flip half of the images (N, C, H, W) and shift each by up to 4 pixels."""
-    generator = torch.Generator().manual_seed(args.seed + step)
-    draws = torch.rand(args.batch_size, 3, generator=generator)[rank::world_size]  # of all ranks
+    generator = torch.Generator().manual_seed(args.seed + run_step)  # alike in all processes,
+    draws = torch.rand(args.batch_size, 3, generator=generator)[rank::world_size]  # a part for each
     draws = draws[: len(images)].to(images.device, non_blocking=True)
     theta = torch.eye(2, 3, device=images.device).repeat(len(images), 1, 1)
     theta[:, 0, 0] = torch.where(draws[:, 0] < 0.5, -1, 1)
@@ -145,8 +145,8 @@ def load_batches(args, dataset, indices, batch_size, device):
         dataset.tensors = [tensor.to(device) for tensor in dataset.tensors]  # copies only once
         indices = torch.tensor(indices, device=device)
         for start in range(0, len(indices), batch_size):
-            batch = indices[start : start + batch_size]
-            yield [tensor.index_select(0, batch) for tensor in dataset.tensors]
+            chosen = indices[start : start + batch_size]
+            yield [tensor.index_select(0, chosen) for tensor in dataset.tensors]
     else:
         options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
         yield from DataLoader(dataset, batch_size, sampler=indices, **options)
@@ -200,20 +200,21 @@ def main(args):
             part.load_state_dict(state.pop(name))
     if rank == 0:
         args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "model.pt").unlink(missing_ok=True)  # an earlier run's
+        save_checkpoint(args, state, parts)  # at once: --resume must not go on from an earlier run
 
-    loss_sum = torch.zeros((), device=device)  # what state["loss_sum"] lacks
+    loss_sum = torch.zeros((), device=device)  # of the steps that state["loss_sum"] lacks
     for epoch in range(state["epoch"], args.epochs):
         sampler.set_epoch(epoch)
+        torch.manual_seed(args.seed + (epoch * epoch_steps + state["step"]) * world_size + rank)
         indices = list(sampler)[state["step"] * batch_size :]  # what a resumed epoch has left
         batches = load_batches(args, train_set, indices, batch_size, device)
         start = time.perf_counter() - state["seconds"]
         for step, batch in enumerate(batches, state["step"] + 1):
             run_step = epoch * epoch_steps + step
+            torch.manual_seed(args.seed + run_step * world_size + rank)  # own dropout masks
             images, labels = prepare(args, batch, device)
             if args.augment:
                 images = augment(args, images, run_step, rank, world_size)
-            torch.manual_seed(args.seed + run_step * world_size + rank)  # each rank its own masks
             optimizer.zero_grad()
             micro_batches = list(zip(images.chunk(args.accumulate), labels.chunk(args.accumulate)))
             for i, (x, y) in enumerate(micro_batches, 1):
@@ -233,24 +234,24 @@ def main(args):
                 state.update(epoch=epoch, step=step, seconds=time.perf_counter() - start)
             if log and rank == 0:
                 seen, seconds = min(step * args.batch_size, sampler.total_size), state["seconds"]
-                loss, speed = state["loss_sum"] / seen, seen / seconds
                 left = (args.epochs * epoch_steps - run_step) * seconds / step / 60
-                place = f"epoch {epoch + 1}/{args.epochs} step {step}/{epoch_steps} loss {loss:.4f}"
-                print(f"{place} {speed:.0f} images/s {left:.1f} min left", flush=True)
+                place = f"epoch {epoch + 1}/{args.epochs} step {step}/{epoch_steps}"
+                speed = f"loss {state['loss_sum'] / seen:.4f} {seen / seconds:.0f} images/s"
+                print(f"{place} {speed} {left:.1f} min left", flush=True)
             if save and rank == 0:
                 save_checkpoint(args, state, parts)
 
-        for buffer in model.buffers():  # batch norm's, of which each process has its own
+        for buffer in model.buffers():  # batch norm's: after a step each process has its own
             dist.broadcast(buffer, 0)
         with autocast:
-            share = range(rank, len(test_set), world_size)  # DistributedSampler repeats samples
+            share = range(rank, len(test_set), world_size)  # DistributedSampler: some twice
             sums = evaluate(args, parallel, test_set, share, batch_size, device)
         dist.all_reduce(sums)
         test_loss, accuracy = (total / len(test_set) for total in sums.tolist())
         train_loss, seconds = state["loss_sum"] / sampler.total_size, state["seconds"]
-        peak = 0 if device.type == "cpu" else torch.accelerator.max_memory_allocated() / 2**20
+        peak = 0 if device.type in ("cpu", "mps") else torch.accelerator.max_memory_allocated()
         speed = sampler.total_size / seconds
-        row = [epoch + 1, train_loss, test_loss, accuracy, seconds, speed, peak]
+        row = [epoch + 1, train_loss, test_loss, accuracy, seconds, speed, peak / 2**20]
         state["metrics"] += ",".join(map(str, row)) + "\n"
         state.update(epoch=epoch + 1, step=0, loss_sum=0.0, seconds=0.0)
         losses = f"train loss {train_loss:.4f} test loss {test_loss:.4f}"
@@ -271,15 +272,15 @@ def save_whole(content, path):
     with open(f"{path}.tmp", "wb") as file:
         torch.save(content, file)
         file.flush()
-        os.fsync(file.fileno())  # or after a power cut the new name may have no content
+        os.fsync(file.fileno())  # a power cut must not leave the new name without content
     os.replace(f"{path}.tmp", path)
 
 
 def save_checkpoint(args, state, parts):
-    """metrics.csv first: after a kill between the two, --resume writes it anew from last.pt."""
+    """A run that is killed between the two files writes metrics.csv again after --resume."""
+    (args.output / "model.pt").unlink(missing_ok=True)  # only a finished run has one
     (args.output / "metrics.csv").write_text(state["metrics"])
-    parts = {name: part.state_dict() for name, part in parts.items()}
-    save_whole(state | parts, args.output / "last.pt")
+    save_whole(state | {k: v.state_dict() for k, v in parts.items()}, args.output / "last.pt")
 
 
 def load_checkpoint(args):
@@ -290,9 +291,8 @@ def load_checkpoint(args):
         print(f"a new run into {args.output}")
         return flags | {"epoch": 0, "step": 0, "loss_sum": 0.0, "seconds": 0.0, "metrics": columns}
     state = torch.load(path, map_location="cpu", weights_only=True)
-    for name, value in flags.items():  # with others, samples would be repeated or left out
-        if state[name] != value:
-            parser.error(f"--resume: the run in {path} has {name} {state[name]}, not {value}")
+    if flags != {name: state[name] for name in flags}:  # it would repeat or leave out samples
+        parser.error(f"{path} needs --batch-size {state['batch_size']} and --seed {state['seed']}")
     print(f"going on from {path}: epoch {state['epoch'] + 1}, after step {state['step']}")
     return state
 
@@ -308,7 +308,7 @@ def init_distributed(args, rank, world_size, local_rank, init_method=None, store
     timeout = timedelta(seconds=args.timeout)
     dist.init_process_group(backend, init_method, timeout, world_size, rank, store, device_id=gpu)
     places = [None] * world_size
-    dist.all_gather_object(places, f"rank {rank}: {socket.gethostname()}, {device}")
+    dist.all_gather_object(places, f"rank {rank}: host {socket.gethostname()}, device {device}")
     if rank == 0:
         print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, backend {backend}")
         print(*places, sep="\n", flush=True)
@@ -320,18 +320,18 @@ about, formatter = __doc__.splitlines()[0], argparse.ArgumentDefaultsHelpFormatt
 usage = "%(prog)s [flags]; --help lists them"
 parser = argparse.ArgumentParser(usage=usage, description=about, formatter_class=formatter)
 add = parser.add_argument
-# Yours, as far as --lr-schedule; the others belong to the training.
+# Those down to --lr-schedule belong to your model and data, the others to the training.
 add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic, or a folder")
 add("--data-dir", default="data", help="where torchvision's data sets live")
 add("--image-size", type=int, default=32, help="side to which a folder's images are resized")
 add("--repeat", type=int, default=1, help="copies of the channels: a heavier input")
-add("--augment", action="store_true", help="random flip and shift by up to 4 pixels")
 add("--model", choices=("net", "resnet18", "mlp"), default="net", help="the network")
 add("--optimizer", choices=("sgd", "adam"), default="sgd", help="sgd has momentum 0.9")
 add("--lr", type=float, default=0.001, help="learning rate")
 add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="of the rate")
-add("--workers", type=int, default=min(4, os.cpu_count()), help="processes that decode a folder")
-add("--epochs", type=int, default=10, help="times through the data; 0 checks the set-up")
+add("--augment", action="store_true", help="random flip and shift by up to 4 pixels")
+add("--workers", type=int, default=min(4, os.cpu_count()), help="DataLoader's, in each process")
+add("--epochs", type=int, default=10, help="0: only say who is where")
 add("--batch-size", type=int, default=64, help="samples of a step, over all devices")
 add("--accumulate", type=int, default=1, help="parts of a batch, one by one: less memory")
 add("--amp", action="store_true", help="bfloat16 autocast")
@@ -351,10 +351,10 @@ add("--world-size", type=int, default=1, help="number of machines")
 if __name__ == "__main__":
     args = parser.parse_args()
     for name in "epochs", "workers", "seed", "lr":
-        if getattr(args, name) < 0:
+        if getattr(args, name, 0) < 0:
             parser.error(f"--{name} has to be at least 0")
     for name in "image_size", "repeat", "batch_size", "accumulate", "checkpoint_every", "log_every":
-        if getattr(args, name) < 1:
+        if getattr(args, name, 1) < 1:
             parser.error(f"--{name.replace('_', '-')} has to be at least 1")
     if not 0 <= args.rank < args.world_size:
         parser.error(f"--rank {args.rank}: {args.world_size} machines have ranks from 0 on")
@@ -363,7 +363,7 @@ if __name__ == "__main__":
     if args.init_method.startswith("file:") and not Path(args.init_method[7:]).parent.is_dir():
         parser.error(f"--init-method {args.init_method}: its folder is not there")
     if args.batch_size % args.world_size:
-        parser.error(f"--batch-size has to be a multiple of {args.world_size} processes")
+        parser.error(f"--batch-size has to be a multiple of the {args.world_size} processes")
     if args.sync_bn and not torch.accelerator.is_available():
         parser.error("--sync-bn works on GPUs only")
     if torch.accelerator.device_count() > 1 and (args.amp or args.compile or args.sync_bn):

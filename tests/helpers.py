@@ -1,29 +1,29 @@
-"""How the tests start the scripts: as a user does (`run`), or out of a warm process (`quick`)."""
+"""How the tests start the scripts: with the commands that users type, or (`Warm`) out of a process
+that has imported torch already, which saves the seconds that this takes."""
 
 import csv
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = [
-    "train_single",
-    "train_dp",
-    "train_ddp_spawn",
-    "train_ddp_torchrun",
-    "train_ddp_multigpu_proc",
-]
+SCRIPTS = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc"]
 DDP = SCRIPTS[2:]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-LIMIT = 300  # seconds, for the slowest machine: no test measures time
+LIMIT = 200  # seconds after which something hangs, on the slowest machine
+
+
+def script(name):
+    return str(ROOT / f"train_{name}.py")
 
 
 def free_port():
@@ -31,66 +31,41 @@ def free_port():
         return server.getsockname()[1]
 
 
-def script(name):
-    return str(ROOT / f"{name}.py")
-
-
 def commands(name, processes=1, path=None):
-    """The command lines, one a machine, that start `name` with so many processes in all.
-
-    train_ddp_multigpu_proc.py has one process a machine, so that more of them are more machines.
-    """
+    """The command lines, one a machine, that start `name` with so many processes in all."""
     path = path or script(name)
-    if name == "train_ddp_torchrun":
-        return [[*TORCHRUN, "--standalone", "--nproc-per-node", str(processes), path]]
-    if name == "train_ddp_spawn":
-        return [[sys.executable, path, "--nproc-per-node", str(processes)]]
-    if name == "train_ddp_multigpu_proc" and processes > 1:
-        place = ["--init-method", f"tcp://127.0.0.1:{free_port()}", "--world-size", str(processes)]
-        return [[sys.executable, path, *place, "--rank", str(i)] for i in range(processes)]
-    assert processes == 1
-    return [[sys.executable, path]]
+    if name == "ddp_torchrun":
+        return [[*TORCHRUN, "--standalone", "--nproc-per-node", processes, path]]
+    if name == "ddp_spawn":
+        return [[sys.executable, path, "--nproc-per-node", processes]]
+    if processes == 1:
+        return [[sys.executable, path]]
+    assert name == "ddp_multigpu_proc"  # one process a machine: more of them are more machines
+    place = ["--init-method", f"tcp://127.0.0.1:{free_port()}", "--world-size", processes]
+    return [[sys.executable, path, *place, "--rank", rank] for rank in range(processes)]
 
 
-def start(command, log, **options):
-    with open(log, "wb") as file:
-        return subprocess.Popen(
-            [str(word) for word in command],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            **options,
-        )
+class Cold:
+    """A command as a user types it; `log` gets what it prints."""
 
+    def __init__(self, words, log, **options):
+        self.log = Path(log).resolve()
+        words = [str(word) for word in words]
+        with open(self.log, "wb") as file:
+            streams = {"stdout": file, "stderr": file, "stdin": subprocess.DEVNULL}
+            self.process = subprocess.Popen(words, start_new_session=True, **streams, **options)
+        self.pid = self.process.pid
 
-def finish(process, limit=LIMIT):
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)  # its own session: nothing but what this test started
-        process.wait()
-        return "it did not end"
-
-
-def run(name, *flags, processes=1, status=0, path=None, cwd=None):
-    """Start a script as its users do, on all its machines, and return what was printed."""
-    logs, started = [], []
-    for command in commands(name, processes, path):
-        logs.append(Path(f"{name}-{time.monotonic_ns()}.log").resolve())
-        started.append(start([*command, *flags], logs[-1], cwd=cwd))
-    ends = [finish(process) for process in started]
-    text = "\n".join(log.read_text() for log in logs)
-    assert ends == [status] * len(ends), (ends, text)
-    return text
+    def status(self):
+        return self.process.poll()
 
 
 def inside(path, flags, log, folder, environment):
+    os.setsid()
     os.chdir(folder)
     os.environ.update(environment)
     for stream in (1, 2):
-        os.dup2(os.open(f"{log}.{stream}", os.O_WRONLY | os.O_CREAT), stream)
-    os.setsid()
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     sys.argv = [path, *flags]
     runpy.run_path(path, run_name="__main__")
 
@@ -99,29 +74,82 @@ forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["torch", "torchvision", "torch.distributed"])
 
 
-def warm(name, *flags, path=None):
-    """Start a script in a fork of a process that has imported torch: saves the seconds of that.
+class Warm:
+    """A script of one process, in a fork of a process that has imported torch."""
 
-    Returns the process and the stem of its logs' names, which end in .1 and .2.
-    """
-    log = Path(f"quick-{time.monotonic_ns()}").resolve()
-    place = os.getcwd(), dict(os.environ)  # those of the process that forks are older
-    words = [str(flag) for flag in flags]
-    process = forks.Process(target=inside, args=(path or script(name), words, log, *place))
-    process.start()
-    return process, log
+    def __init__(self, path, flags, log):
+        self.log = Path(log).resolve()
+        self.log.write_bytes(b"")
+        flags = [str(flag) for flag in flags]
+        place = os.getcwd(), dict(os.environ)  # those of the process that forks are older
+        self.process = forks.Process(target=inside, args=(path, flags, self.log, *place))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def status(self):
+        return self.process.exitcode
 
 
-def quick(name, *flags, status=0, path=None):
-    """Run a script to its end, warm. Returns a namespace of what it printed: `out`, `err`."""
-    process, log = warm(name, *flags, path=path)
-    process.join(LIMIT)
-    out, err = (Path(f"{log}.{stream}").read_text() for stream in (1, 2))
-    if process.is_alive():
-        process.kill()
-        raise AssertionError(f"{name} {flags} did not end\n{out}\n{err}")
-    assert process.exitcode == status, (name, flags, process.exitcode, out, err)
-    return SimpleNamespace(out=out, err=err)
+def start(name, *flags, processes=1, path=None):
+    """Start a script on all its machines. Returns a Cold or Warm a machine."""
+    jobs = []
+    for i, words in enumerate(commands(name, processes, path)):
+        log = f"{name}-{time.monotonic_ns()}-{i}.log"
+        if name in ("ddp_spawn", "ddp_torchrun"):
+            jobs.append(Cold([*words, *flags], log))
+        else:
+            jobs.append(Warm(words[1], [*words[2:], *flags], log))
+    return jobs
+
+
+def finish(jobs, limit=LIMIT):
+    """The exit statuses of all, and what they have printed."""
+    end = time.monotonic() + limit
+    while any(job.status() is None for job in jobs) and time.monotonic() < end:
+        time.sleep(0.02)
+    statuses = ["still there" if job.status() is None else job.status() for job in jobs]
+    return statuses, "\n".join(job.log.read_text() for job in jobs)
+
+
+def run(name, *flags, status=0, **options):
+    """Run a script to its end, which has to have this status. Returns what was printed."""
+    statuses, text = finish(start(name, *flags, **options))
+    assert set(statuses) == {status}, (name, flags, statuses, text)
+    return text
+
+
+def wait_for(text, *jobs):
+    """Until `text` is in a log of these."""
+    end = time.monotonic() + LIMIT
+    while not any(text in job.log.read_text() for job in jobs):
+        ended = all(job.status() is not None for job in jobs)
+        assert not ended and time.monotonic() < end, (text, [job.log.read_text() for job in jobs])
+        time.sleep(0.01)
+
+
+def marked():
+    """The processes that this test has started by a command, and theirs."""
+    mark, found = f"TEST_FOLDER={os.environ['TEST_FOLDER']}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return sorted(set(found) - {os.getpid()})
+
+
+def kill(pid, number=signal.SIGKILL):
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def kill_all(jobs):
+    """SIGKILL for all processes of a run, on all its machines."""
+    for job in jobs:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)  # its own session: nothing but what the test started
+    for pid in marked():
+        kill(pid)
+    assert "still there" not in finish(jobs, 20)[0]
 
 
 def metrics(output):
@@ -138,32 +166,11 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def wait_for(text, log, process):
-    """Until `text` is in the log."""
-    end = time.monotonic() + LIMIT
-    while not Path(log).exists() or text not in Path(log).read_text():
-        ended = process.exitcode if hasattr(process, "exitcode") else process.poll()
-        assert time.monotonic() < end and ended is None, Path(log).read_text()
-        time.sleep(0.02)
-
-
-def processes(parent=None):
-    """The numbers of the processes that this test has started, those of their children too."""
-    mark, found = f"TEST_FOLDER={os.environ['TEST_FOLDER']}".encode(), []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            number, environment = int(folder.name), (folder / "environ").read_bytes().split(b"\0")
-            above = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has just ended
-            continue
-        if mark in environment and number != os.getpid() and parent in (None, above):
-            found.append(number)
-    return sorted(found)
-
-
-def all_ended(limit=10):
-    """Whether all processes of this test end within so many seconds."""
-    end = time.monotonic() + limit
-    while processes() and time.monotonic() < end:
-        time.sleep(0.1)
-    return not processes()
+def same_run(output, other, epochs):
+    """Two runs ended with the same weights and losses, and each epoch is there once."""
+    keys = "epoch", "train_loss", "test_loss", "test_accuracy"
+    rows, others = ([[row[key] for key in keys] for row in metrics(o)] for o in (output, other))
+    assert [row[0] for row in rows] == list(range(1, epochs + 1))
+    assert all(abs(a - b) <= 1e-6 for x, y in zip(rows, others, strict=True) for a, b in zip(x, y))
+    assert same(weights(output), weights(other))
+    assert sorted(os.listdir(output)) == ["last.pt", "metrics.csv", "model.pt"]

@@ -1,503 +1,362 @@
-"""One training run in five scripts: same numbers, exact evaluation, exact resuming."""
+"""One training run in five scripts: the same losses, exact evaluation, the flags, the data."""
 
-import gc
-import os
-import random
-import resource
+import hashlib
+import pickle
+import re
 import runpy
-import signal
-import subprocess
-import sys
-import time
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import write_fashion_mnist
+from conftest import pictures
 from helpers import (
     DDP,
     SCRIPTS,
+    TORCHRUN,
+    Cold,
     commands,
     finish,
     free_port,
     metrics,
-    quick,
     run,
     same,
     script,
     start,
-    wait_for,
     weights,
 )
+from torchvision import datasets
+from torchvision.transforms import functional
 
-ONE = ["train_single", "train_dp", "train_ddp_multigpu_proc"]  # without a process of their own
-CIFAR = ["--dataset", "cifar10", "--batch-size", "16"]
-
-
-def train(name, *flags, processes=1, output, **options):
-    flags = [*flags, "--output", output]
-    if processes == 1 and name in ONE:
-        return quick(name, *flags, **options).out
-    return run(name, *flags, processes=processes, **options)
+LOSSES = "train_loss", "test_loss", "test_accuracy"
 
 
-def close(a, b, digits=1e-4):
-    keys = "train_loss", "test_loss", "test_accuracy"
-    return all(abs(a[0][key] - b[0][key]) <= digits * abs(b[0][key]) for key in keys)
+@pytest.fixture(scope="session")
+def parts():
+    """What train_single.py defines."""
+    return runpy.run_path(script("single"), run_name="script")
 
 
-FAST = [("train_dp", 1), ("train_ddp_spawn", 2), ("train_ddp_torchrun", 2)]
-FAST += [("train_ddp_multigpu_proc", 2)]
+def load(parts, *flags):
+    args = parts["parser"].parse_args([str(flag) for flag in flags])
+    return args, *parts["load_data"](args)
 
 
-def compare(pairs, *flags):
-    flags = ["--dataset", "synthetic", "--epochs", "1", *flags]
-    train("train_single", *flags, output="single")
-    one = metrics("single")
-    assert one[0]["test_accuracy"] > 0.2
+def close(output, other, digits=1e-4, epoch=-1):
+    a, b = metrics(output)[epoch], metrics(other)[epoch]
+    assert a["epoch"] == b["epoch"]
+    for key in LOSSES:
+        assert abs(a[key] - b[key]) <= digits * abs(b[key]), (output, key, a[key], b[key])
+
+
+# ---- One training run ----------------------------------------------------------------------------
+
+FOUR = [(name, count) for name in DDP for count in (1, 4)]
+
+
+@pytest.mark.parametrize(
+    "pairs, flags",
+    [
+        ([("dp", 1), *((name, 2) for name in DDP)], ["--augment", "--model", "net"]),
+        pytest.param(FOUR, ["--augment"], marks=pytest.mark.slow),
+        pytest.param([("ddp_spawn", 2), ("dp", 1)], ["--model", "mlp"], marks=pytest.mark.slow),
+    ],
+    ids=["two", "one-and-four", "mlp"],
+)
+def test_same_losses(pairs, flags):
+    flags = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.003, *flags, "--output"]
+    run("single", *flags, "single")
     for name, count in pairs:
-        output = f"{name}-{count}"
-        train(name, *flags, processes=count, output=output)
-        assert close(metrics(output), one), (name, count, metrics(output), one)
-        if name == "train_ddp_torchrun" and ("train_ddp_spawn", count) in pairs:
-            a, b = metrics(output)[0], metrics(f"train_ddp_spawn-{count}")[0]
-            assert all(a[key] == b[key] for key in ("train_loss", "test_loss", "test_accuracy"))
-            assert same(weights(output), weights(f"train_ddp_spawn-{count}"))
-
-
-def test_same_run(request):
-    if request.config.getoption("--slow"):
-        pytest.skip("test_same_run_everywhere has it in it")
-    compare(FAST, "--augment")
+        run(name, *flags, f"{name}-{count}", processes=count)
+        close(f"{name}-{count}", "single")
+    if ("ddp_spawn", 2) in pairs and ("ddp_torchrun", 2) in pairs:
+        assert same(weights("ddp_spawn-2"), weights("ddp_torchrun-2"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model, counts", [("net", (1, 2, 4)), ("mlp", (2,))])
-def test_same_run_everywhere(model, counts):
-    pairs = [("train_dp", 1), *((name, count) for name in DDP for count in counts)]
-    compare(pairs, "--model", model, *(["--augment"] if model == "net" else []))
+def test_two_machines(data):
+    """Two machines with two processes each, the second one first, do what one process does."""
+    flags = ["--dataset", "fashion-mnist", "--data-dir", data, "--epochs", 1, "--batch-size", 32]
+    flags += ["--augment", "--output"]
+    run("single", *flags, "single")
+    place = ["--world-size", 2, "--nproc-per-node", 2, "--init-method", f"file://{Path.cwd()}/meet"]
+    [spawn] = commands("ddp_spawn", 2)
+    jobs = [Cold([*spawn, *place, "--rank", i, *flags, "two"], f"s{i}.log") for i in (1, 0)]
+    assert finish(jobs)[0] == [0, 0], finish(jobs)
+    close("two", "single")
+    place = ["--nnodes", 2, "--nproc-per-node", 2, "--master-addr", "127.0.0.1"]
+    words = [*TORCHRUN, *place, "--master-port", free_port(), "--node-rank"]
+    words = [[*words, i, script("ddp_torchrun"), *flags, "torchrun"] for i in (1, 0)]
+    jobs = [Cold(line, f"t{i}.log") for i, line in enumerate(words)]
+    assert finish(jobs)[0] == [0, 0], finish(jobs)
+    assert same(weights("torchrun"), weights("two"))
+
+
+def test_accumulate(data):
+    """N parts on one process are the run of one part, and of N / 2 parts on two."""
+    flags = ["--dataset", "fashion-mnist", "--data-dir", data, "--epochs", 2, "--batch-size", 60]
+    run("single", *flags, "--output", "one")
+    run("single", *flags, "--output", "four", "--accumulate", 4)
+    run("ddp_spawn", *flags, "--output", "two", "--accumulate", 2, processes=2)
+    for output in "four", "two":
+        close(output, "one", 1e-5)
+        assert not same(weights(output), weights("one"))  # sums in another order
+
+
+TELL = """    for name, tensor in ddp.state_dict().items():
+        tensors = [torch.empty_like(tensor) for _ in range(world_size)]
+        dist.all_gather(tensors, tensor)
+        assert all(torch.equal(tensors[0], other) for other in tensors), name
+    dist.destroy_process_group()
+    if rank > 0:
+"""
+
+
+@pytest.mark.parametrize("name", [*DDP[:2], pytest.param(DDP[2], marks=pytest.mark.slow)])
+def test_exact_evaluation(data, parts, name):
+    """203 test images on 2 processes, recomputed; all ranks end with the same parameters, and
+    batch norm's statistics are rank 0's, in the evaluation and in model.pt."""
+    text = Path(script(name)).read_text()
+    end = "    dist.destroy_process_group()\n    if rank > 0:\n"
+    assert text.count(end) == 1
+    Path("telling.py").write_text(text.replace(end, TELL))
+    flags = ["--dataset", "fashion-mnist", "--data-dir", data, "--model", "resnet18"]
+    flags += ["--epochs", 1, "--batch-size", 128]
+    run(name, *flags, "--output", "out", processes=2, path="telling.py")
+    args, _, test_set, classes = load(parts, *flags)
+    model = parts["build_model"](args, test_set[0][0], classes)
+    model.load_state_dict(weights("out"))
+    images, labels = test_set.tensors
+    with torch.no_grad():
+        outputs = model.eval()((images.float() - 127.5) / 64)
+    row = metrics("out")[0]
+    assert row["test_accuracy"] == (outputs.argmax(1) == labels).sum().item() / 203
+    assert row["test_loss"] == pytest.approx(F.cross_entropy(outputs, labels).item(), rel=1e-5)
 
 
 @pytest.mark.slow
-def test_two_spawning_machines(data):
-    """Two machines with two processes each, the second one first, do what four processes do."""
-    flags = [*CIFAR, "--data-dir", data, "--epochs", "1"]
-    run("train_ddp_spawn", *flags, "--output", "one", processes=4)
-    place = ["--init-method", f"tcp://127.0.0.1:{free_port()}", "--world-size", "2"]
-    place += ["--nproc-per-node", "2"]
-    started = []
-    for rank in "1", "0":
-        words = [sys.executable, script("train_ddp_spawn"), *place, "--rank", rank, *flags]
-        started.append(start([*words, "--output", "two"], f"machine{rank}.log"))
-        time.sleep(3)
-    assert [finish(process) for process in started] == [0, 0], Path("machine0.log").read_text()
-    text = Path("machine1.log").read_text()
-    assert "waiting for 2 machines at tcp://127.0.0.1" in text and " until " in text
-    assert same(weights("one"), weights("two"))
-
-
-RANKS = """
-import os, runpy, sys, torch
-path, rank, world_size, port = sys.argv[1], *map(int, sys.argv[2:5])
-sys.argv[1:] = sys.argv[5:]
-os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
-os.environ |= {"MASTER_PORT": str(port)}
-names = runpy.run_path(path, run_name="script")
-parts = names["main"].__globals__
-kind, kept = parts["DistributedDataParallel"], []
-def wrap(*args, **options):
-    kept.append(kind(*args, **options))
-    return kept[0]
-parts["DistributedDataParallel"] = wrap
-args = parts["parser"].parse_args()
-if "spawn" in path:
-    args.nproc_per_node = world_size
-    args.init_method = f"tcp://127.0.0.1:{port}"
-    status = parts["main"](rank, args)
-else:
-    args.init_method, args.rank, args.world_size = f"tcp://127.0.0.1:{port}", rank, world_size
-    status = parts["main"](args)
-torch.save(kept[0].state_dict(), f"rank{rank}.pt")
-os._exit(status)
-"""
-
-
-@pytest.mark.parametrize(
-    "name, model",
-    [
-        ("train_ddp_torchrun", "net"),
-        pytest.param("train_ddp_spawn", "net", marks=pytest.mark.slow),
-        pytest.param("train_ddp_multigpu_proc", "mlp", marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_are_identical(data, name, model):
-    Path("ranks.py").write_text(RANKS)
-    flags = [*CIFAR, "--data-dir", data, "--epochs", "1", "--augment", "--model", model]
-    words = [sys.executable, "ranks.py", script(name)]
-    place = ["2", str(free_port())]
-    started = [start([*words, str(r), *place, *flags], f"{r}.log") for r in (0, 1)]
-    assert [finish(process) for process in started] == [0, 0], Path("0.log").read_text()
-    assert same(weights(".", "rank0.pt"), weights(".", "rank1.pt"))
-
-
-@pytest.mark.parametrize(
-    "name, count",
-    [("train_single", 1), pytest.param("train_ddp_torchrun", 4, marks=pytest.mark.slow)],
-)
-def test_exact_evaluation(name, count, tmp_path):
-    """2,003 samples over 4 processes: the loss and accuracy of model.pt on all of them."""
-    images, labels = write_fashion_mnist(tmp_path, 320, 2003)
-    flags = ["--dataset", "fashion-mnist", "--data-dir", tmp_path, "--epochs", "8"]
-    flags += ["--lr", "0.01", "--batch-size", "16"]
-    train(name, *flags, processes=count, output="out")
-    state = {key: value.double() for key, value in weights("out").items()}
-    x = torch.from_numpy(images[320:, None, :, :, 0]).double() / 64 - 127.5 / 64
-    for layer in "12":
-        x = F.conv2d(x, state[f"conv{layer}.weight"], state[f"conv{layer}.bias"])
-        x = F.max_pool2d(x.relu(), 2)
-    x = x.flatten(1)
-    for layer in "123":
-        x = F.linear(x.relu(), state[f"fc{layer}.weight"], state[f"fc{layer}.bias"])
-    labels = torch.from_numpy(labels[320:])
-    row = metrics("out")[-1]
-    assert len(labels) == 2003
-    assert row["test_loss"] == pytest.approx(F.cross_entropy(x, labels).item(), rel=1e-5)
-    assert row["test_accuracy"] == pytest.approx((x.argmax(1) == labels).double().mean().item())
-    assert row["test_accuracy"] > 0.15
+def test_more_processes_than_test_images(data):
+    shutil.copytree(data / "pictures", "pictures")
+    for path in sorted(Path("pictures/test").glob("*/*")):
+        if len(list(path.parent.iterdir())) > 1:
+            path.unlink()
+    flags = ["--dataset", "pictures", "--batch-size", 32, "--epochs", 1, "--workers", 0, "--output"]
+    run("single", *flags, "one")
+    run("ddp_torchrun", *flags, "four", processes=4)
+    close("four", "one")
 
 
 @pytest.mark.slow
-def test_batch_norm_is_evaluated_with_rank_0s(data):
-    """resnet18 on two processes: what is reported is what model.pt gives, loaded by one process."""
-    flags = [*CIFAR, "--data-dir", data, "--model", "resnet18"]
-    train("train_ddp_torchrun", *flags, "--epochs", "1", processes=2, output="out")
-    last = weights("out", "last.pt")
-    module = script("train_single")
-    check = f"""
-import runpy, torch
-parts = runpy.run_path({module!r}, run_name="script")
-args = parts["parser"].parse_args({[str(flag) for flag in flags]!r})
-_, test_set = parts["load_data"](args, "cpu")
-net = parts["build_model"](args, test_set)
-net.load_state_dict(torch.load("out/model.pt"))
-sums = parts["evaluate"](args, net, [test_set[:]], torch.device("cpu"))
-print((sums[0] / sums[2]).item())
-"""
-    loss = float(subprocess.run([sys.executable, "-c", check], capture_output=True).stdout)
-    assert metrics("out")[0]["test_loss"] == pytest.approx(loss, rel=1e-4)
-    assert same(last["model"], weights("out"))
+def test_a_checkpoint_goes_on_anywhere(data):
+    """After an epoch and a part of one, on another script and number of processes."""
+    flags = ["--dataset", "fashion-mnist", "--data-dir", data, "--augment", "--batch-size", 16]
+    flags += ["--lr-schedule", "cosine", "--epochs", 3, "--checkpoint-every", 25, "--output"]
+    run("single", *flags, "whole")
+    text = Path(script("single")).read_text()
+    save = "                save_checkpoint(args, state, parts)\n"
+    assert text.count(save) == 1
+    stop = f"{save}                if run_step > 60: raise SystemExit(1)\n"
+    Path("stops.py").write_text(text.replace(save, stop))
+    run("single", *flags, "start", path="stops.py", status=1)
+    for name, count in ("dp", 1), ("ddp_spawn", 2), ("ddp_torchrun", 4), ("ddp_multigpu_proc", 1):
+        shutil.copytree("start", name)
+        text = run(name, *flags, name, "--resume", processes=count)
+        assert "going on from " in text and "epoch 2, after step 25" in text
+        close(name, "whole")
+    shutil.copytree("start", "single")
+    shutil.copy("ddp_spawn/last.pt", "single/last.pt")  # of a run that is over
+    run("single", *flags, "single", "--resume")
+    assert same(weights("single"), weights("ddp_spawn"))
 
 
-@pytest.mark.parametrize(
-    "first",
-    ["train_single", *(pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS[1:])],
-)
-def test_checkpoint_of_any_script_goes_on_in_any(data, first):
-    flags = [*CIFAR, "--data-dir", data, "--augment", "--lr", "0.01"]
-    train("train_single", *flags, "--epochs", "3", output="whole")
-    train(first, *flags, "--epochs", "1", processes=1 + (first in DDP), output="out")
-    names = SCRIPTS if first == "train_single" else ["train_single"]
-    for name in names:
-        subprocess.run(["rm", "-rf", name], check=True)
-        subprocess.run(["cp", "-r", "out", name], check=True)
-        train(name, *flags, "--epochs", "3", "--resume", output=name)
-        assert [row["epoch"] for row in metrics(name)] == [1, 2, 3]
-        assert close(metrics(name)[1:], metrics("whole")[1:], 1e-3), (first, name)
-
-
-def stop_and_go(name, count, number, stops, *flags, output="out"):
-    """Stop a run by a signal as soon as it steps, as often as `stops` says; then let it end."""
-    words = [*commands(name, count)[0], *flags, "--output", output, "--log-every", "1", "--resume"]
-    for _ in range(stops):
-        process = start(words, "run.log")
-        wait_for(" step ", "run.log", process)
-        os.kill(process.pid, number)
-        status, text = finish(process), Path("run.log").read_text()
-        if name == "train_ddp_torchrun":  # it passes on no worker's status: 1 for every end but 0
-            assert status == 1, text
-        else:
-            assert status == 75 and "stopped after step" in text, text
-        assert not Path(output, "model.pt").exists(), text
-    assert finish(start(words, "run.log")) == 0, Path("run.log").read_text()
-
-
-@pytest.mark.parametrize(
-    "name, count, number, flags",
-    [
-        ("train_single", 1, signal.SIGTERM, ["--lr-schedule", "cosine"]),
-        pytest.param(
-            "train_ddp_spawn",
-            2,
-            signal.SIGUSR1,
-            ["--checkpoint-every", "70"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("train_single", 1, signal.SIGUSR1, ["--workers", "2"], marks=pytest.mark.slow),
-        pytest.param(
-            "train_dp", 1, signal.SIGUSR1, ["--optimizer", "adam"], marks=pytest.mark.slow
-        ),
-        pytest.param("train_ddp_spawn", 4, signal.SIGTERM, [], marks=pytest.mark.slow),
-        pytest.param("train_ddp_torchrun", 3, signal.SIGTERM, [], marks=pytest.mark.slow),
-    ],
-)
-def test_exact_resume(data, name, count, number, flags):
-    """Bit-identical to a run that was never stopped, each epoch once in the table."""
-    batch = 30 if count == 3 else 32
-    flags = [
-        "--dataset",
-        "synthetic",
-        "--epochs",
-        "2",
-        "--augment",
-        "--batch-size",
-        str(batch),
-        *flags,
-    ]
-    train(name, *flags, processes=count, output="whole")
-    stop_and_go(name, count, number, 2 if count < 3 else 1, *flags)
-    assert same(weights("out"), weights("whole"))
-    a, b = metrics("out"), metrics("whole")
-    assert [row["epoch"] for row in a] == [1, 2]
-    for key in "train_loss", "test_loss", "test_accuracy":
-        assert [row[key] for row in a] == [row[key] for row in b], key
-    assert not list(Path("out").glob("*.tmp"))
-
-
-def test_stop_after_any_step(data):
-    """One process, stopped at random moments until it is through, from a random checkpoint too."""
-    flags = [*CIFAR, "--data-dir", data, "--epochs", "3", "--checkpoint-every", "3"]
-    train("train_single", *flags, output="whole")
-    stops, status = 0, 75
-    while status == 75:
-        words = [sys.executable, script("train_single"), *flags, "--output", "out", "--resume"]
-        process = start([*words, "--log-every", "1"], "run.log")
-        wait_for("rank 0: ", "run.log", process)
-        time.sleep(random.uniform(0, 0.6))
-        process.send_signal(random.choice([signal.SIGTERM, signal.SIGUSR1]))
-        status = finish(process)
-        text = Path("run.log").read_text()
-        assert status in (0, 75, -signal.SIGTERM, -signal.SIGUSR1), text
-        if status < 0:  # before there was anything to save
-            assert "epoch " not in text
-            status = 75
-        stops += 1
-        if stops == 8:
-            quick("train_single", *flags, "--output", "out", "--resume")
-            break
-    assert same(weights("out"), weights("whole"))
-    assert [row["epoch"] for row in metrics("out")] == [1, 2, 3]
-
-
-def test_signal_to_the_whole_group(data):
-    """As Slurm does it: the loaders' workers get the signal too, and must not break the run."""
-    flags = ["--dataset", data / "pictures", "--batch-size", "8", "--workers", "2"]
-    flags = [*flags, "--epochs", "400", "--log-every", "1", "--output", "out"]
-    process = start([sys.executable, script("train_single"), *flags], "run.log")
-    wait_for("epoch 2/400 step 3/", "run.log", process)
-    os.killpg(process.pid, signal.SIGTERM)
-    assert finish(process) == 75, Path("run.log").read_text()
-    with pytest.raises(ProcessLookupError):
-        for _ in range(100):
-            os.killpg(process.pid, 0)  # any of its processes left?
-            time.sleep(0.2)
-
-
-def test_resume_changes_nothing_when_finished(data):
-    flags = [*CIFAR, "--data-dir", data, "--output", "out", "--resume"]
-    quick("train_single", *flags, "--epochs", "1")
-    before = weights("out")
-    assert "finished" in quick("train_single", *flags, "--epochs", "1").out
-    assert same(before, weights("out")) and len(metrics("out")) == 1
-    quick("train_single", *flags, "--epochs", "2")
-    assert [row["epoch"] for row in metrics("out")] == [1, 2]
-    assert not same(before, weights("out"))
-
-
-def test_fewer_epochs_than_planned(data):
-    """--resume with --epochs lowered to those that are done finishes the run."""
-    flags = [*CIFAR, "--data-dir", data, "--log-every", "1", "--output", "out"]
-    process = start([*commands("train_single")[0], *flags, "--epochs", "5000"], "run.log")
-    wait_for("epoch 2/5000 step 1/", "run.log", process)
-    process.send_signal(signal.SIGTERM)
-    assert finish(process) == 75
-    done = len(metrics("out"))
-    state = weights("out", "last.pt")
-    epochs = done + (state["step"] > 0)
-    quick("train_single", *flags, "--epochs", epochs, "--resume")
-    assert len(metrics("out")) == epochs
-    Path("out/model.pt").unlink()
-    quick("train_single", *flags, "--epochs", epochs, "--resume")
-    assert same(weights("out"), weights("out", "last.pt")["model"])
-
-
-def test_amp_reaches_nested_modules_and_ends_with_them(data):
-    check = f"""
-import runpy, torch
-parts = runpy.run_path({script("train_single")!r}, run_name="script")
-globals_ = parts["set_up"].__globals__
-seen = []
-class Look(torch.nn.Module):
-    def forward(self, x):
-        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
-        return x
-nn = torch.nn
-globals_["build_model"] = lambda args, train_set: nn.Sequential(
-    nn.Flatten(), nn.Sequential(nn.Linear(3072, 10), Look()), nn.Sequential(Look()))
-flags = ["--amp", "--dataset", "cifar10", "--data-dir", {str(data)!r}]
-_, _, net, _ = parts["set_up"](parts["parser"].parse_args(flags), torch.device("cpu"))
-out = net(torch.zeros(2, 3, 32, 32))
-assert out.dtype == torch.bfloat16 and seen == [(True, torch.bfloat16)] * 2
-assert not torch.is_autocast_enabled("cpu")
-assert list(net.state_dict()) == ["1.0.weight", "1.0.bias"]
-"""
-    subprocess.run([sys.executable, "-c", check], check=True)
-
-
-def test_a_new_run_takes_the_place_of_an_old_one(data):
-    flags = [*CIFAR, "--data-dir", data, "--output", "out", "--epochs", "1"]
-    assert "--resume" not in quick("train_single", *flags, "--seed", "1").err
-    first = weights("out")
-    err = quick("train_single", *flags, "--seed", "2").err
-    assert "out/last.pt will be replaced; to go on from it: --resume" in err
-    assert len(metrics("out")) == 1 and not same(first, weights("out"))
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param("train_ddp_spawn", marks=pytest.mark.slow), "train_ddp_torchrun"]
-)
-def test_a_dead_rank_ends_the_job(data, name):
-    flags = [*CIFAR, "--data-dir", data, "--epochs", "2000", "--output", "out", "--log-every", "1"]
-    process = start([*commands(name, 2)[0], *flags], "run.log")
-    wait_for("epoch 2/2000 step 3/", "run.log", process)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = [
-        int(pid)
-        for pid in children
-        if "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text()
-    ]
-    assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
-    assert finish(process, 120) not in (0, "it did not end"), Path("run.log").read_text()
-    for pid in ranks:
-        assert not Path(f"/proc/{pid}").exists()
-
-
-def test_write_keeps_the_old_file(tmp_path):
-    """A failure while writing leaves what was there, whole."""
-    parts = runpy.run_path(script("train_single"), run_name="script")
-    path = tmp_path / "last.pt"
-    parts["write"](path, {"step": torch.tensor(1)})
-
-    class Broken:
-        def __reduce__(self):
-            raise OSError("no space left")
-
-    with pytest.raises(RuntimeError, match="the file before it is whole"):
-        parts["write"](path, {"step": Broken()})
-    assert torch.load(path)["step"] == 1 and list(tmp_path.iterdir()) == [path]
-
-
-def test_cosine(data):
-    """The learning rate of step k of n is lr / 2 * (1 + cos(pi k / n)), in a resumed run too."""
-    flags = [*CIFAR, "--data-dir", data, "--lr", "0.01", "--lr-schedule", "cosine", "--epochs", "2"]
-    quick("train_single", *flags, "--output", "out")
-    group = weights("out", "last.pt")["optimizer"]["param_groups"][0]
-    done = torch.tensor(79 / 80 * torch.pi, dtype=torch.float64)
-    assert group["lr"] == pytest.approx(0.005 * (1 + done.cos().item()), rel=1e-6)
-    quick("train_single", *flags, "--output", "constant", "--lr-schedule", "constant")
-    assert not same(weights("out"), weights("constant"))
+# ---- Flags ---------------------------------------------------------------------------------------
 
 
 def test_flags_have_effect(data):
-    flags = [*CIFAR, "--data-dir", data, "--epochs", "1"]
-    plain = quick("train_single", *flags, "--output", "plain")
-    for number, more in enumerate(
-        [["--augment"], ["--amp"], ["--optimizer", "adam"], ["--lr", "0.002"], ["--seed", "1"]]
-    ):
-        quick("train_single", *flags, *more, "--output", f"other{number}")
-        assert not same(weights("plain"), weights(f"other{number}")), more
-    for number, more in enumerate([["--deterministic"], ["--data-on-device"], ["--workers", "2"]]):
-        quick("train_single", *flags, *more, "--output", f"same{number}")
-        assert same(weights("plain"), weights(f"same{number}")), more
-    quick("train_single", *flags, "--repeat", "3", "--output", "repeat")
-    assert weights("repeat")["conv1.weight"].shape == (6, 9, 5, 5)
-    assert plain.out.startswith("torch ") and "rank 0: host " in plain.out
-    lines = quick("train_single", *flags, "--log-every", "10", "--output", "log").out.splitlines()
-    assert sum(" step " in line and " left" in line for line in lines) == 4
-    state = weights("plain", "last.pt")
-    assert state["epoch"] == 1 and state["step"] == 0 and "optimizer" in state
-
-
-@pytest.mark.slow
-def test_compressed_gradients(data):
-    flags = [*CIFAR, "--data-dir", data, "--epochs", "1"]
-    run("train_ddp_torchrun", *flags, "--output", "plain", processes=2)
-    run("train_ddp_torchrun", *flags, "--output", "bf16", "--compress-gradients", processes=2)
-    a, b = weights("plain"), weights("bf16")
-    assert not same(a, b)
-    for key in a:
-        assert torch.allclose(a[key], b[key], atol=2e-3), key
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["train_single", "train_ddp_torchrun"])
-def test_compile(data, name):
-    if subprocess.run(["which", "g++"], capture_output=True).returncode:
-        pytest.skip("torch.compile needs g++ on a CPU")
-    flags = [*CIFAR, "--data-dir", data, "--epochs", "1", "--lr", "0.01"]
-    run(name, *flags, "--output", "plain")
-    run(name, *flags, "--output", "compiled", "--compile")
-    assert weights("plain").keys() == weights("compiled").keys()
-    assert close(metrics("plain"), metrics("compiled"), 1e-3)
-
-
-def test_peak_and_speed(data):
-    quick("train_single", *CIFAR, "--data-dir", data, "--epochs", "1", "--output", "out")
-    row = metrics("out")[0]
+    flags = ["--dataset", "fashion-mnist", "--data-dir", data, "--epochs", 1, "--output"]
+    text = run("single", *flags, "plain", "--log-every", 5)
+    pattern = r"epoch 1/1 step \d+/10 loss \d\.\d{4} \d+ images/s \d+\.\d min left"
+    assert len(re.findall(pattern, text)) == 2
+    lines = text.splitlines()
+    assert re.match(r"torch \S+, CUDA \S+, backend none$", lines[0])
+    assert re.match(r"rank 0: host \S+, device cpu$", lines[1]) and "a new run" in lines[2]
+    more = ["--augment"], ["--amp"], ["--optimizer", "adam"], ["--lr", 0.01], ["--seed", 1]
+    for i, flag in enumerate([*more, ["--lr-schedule", "cosine"]]):
+        run("single", *flags, f"out{i}", *flag)
+        assert not same(weights("plain"), weights(f"out{i}")), flag
+    run("single", *flags, "repeat", "--repeat", 3)
+    assert weights("repeat")["conv1.weight"].shape == (6, 3, 5, 5)
+    row = metrics("plain")[0]
     assert row["images_per_second"] == pytest.approx(640 / row["seconds"])
-    if not torch.accelerator.is_available():
-        assert row["peak_memory_mib"] == 0
-    header = "epoch,train_loss,test_loss,test_accuracy,seconds,images_per_second,peak_memory_mib"
-    assert Path("out/metrics.csv").read_text().splitlines()[0] == header
+    state = weights("plain", "last.pt")
+    assert set(state) >= {"model", "optimizer", "scheduler", "epoch", "step", "batch_size", "seed"}
+    assert state["metrics"] == Path("plain/metrics.csv").read_text()
+    columns = "epoch,train_loss,test_loss,test_accuracy,seconds,images_per_second,peak_memory_mib"
+    assert state["metrics"].splitlines()[0] == columns
 
 
-def test_net_is_the_tutorials(data):
-    quick("train_single", *CIFAR, "--data-dir", data, "--epochs", "1", "--output", "out")
-    shapes = {key: tuple(value.shape) for key, value in weights("out").items()}
-    assert shapes["conv1.weight"] == (6, 3, 5, 5) and shapes["conv2.weight"] == (16, 6, 5, 5)
-    assert shapes["fc1.weight"] == (120, 400) and shapes["fc3.weight"] == (10, 84)
+def test_amp_covers_training_and_evaluation(data):
+    """And bf16 is what the model sees, in modules that are nested too."""
+    text = Path(script("single")).read_text()
+    look = '    assert torch.is_autocast_enabled("cpu"), "no autocast"\n'
+    head = "def loss_function(outputs, labels):\n"
+    check = f"{head}{look}    assert outputs.dtype == torch.bfloat16\n"
+    assert text.count(head) == 1
+    Path("amp.py").write_text(text.replace(head, check))
+    flags = ["--dataset", "fashion-mnist", "--data-dir", data, "--epochs", 1]
+    run("single", *flags, "--amp", path="amp.py")
+    assert "no autocast" in run("single", *flags, path="amp.py", status=1)
 
 
 @pytest.mark.slow
-def test_a_step_gets_no_new_memory(data):
-    """On a CPU, ten more steps of resnet18 take little of their 8 MiB tensors from the kernel."""
+def test_ddp_flags(data):
+    """--compress-gradients and --compile change little; cosine ends at 0."""
+    flags = ["--dataset", "fashion-mnist", "--data-dir", data, "--epochs", 1, "--output"]
+    run("ddp_torchrun", *flags, "plain", processes=2)
+    run("ddp_torchrun", *flags, "bf16", "--compress-gradients", processes=2)
+    assert not same(weights("plain"), weights("bf16"))
+    close("bf16", "plain", 1e-3)
+    if shutil.which("g++"):  # which torch.compile needs on a CPU
+        run("ddp_torchrun", *flags, "compiled", "--compile", processes=2)
+        assert weights("compiled").keys() == weights("plain").keys()
+        close("compiled", "plain", 1e-3)
+    run("single", *flags, "cosine", "--lr-schedule", "cosine")
+    assert weights("cosine", "last.pt")["optimizer"]["param_groups"][0]["lr"] < 1e-9
 
-    def faults(epochs):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
-        flags = [*CIFAR[:2], "--data-dir", data, "--model", "resnet18", "--batch-size", "128"]
-        run("train_single", *flags, "--epochs", epochs, "--output", epochs)
-        return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt - before
 
-    one, three = faults("1"), faults("3")
-    assert three - one < 10 * 8 * 2**20 // resource.getpagesize(), (one, three)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_check_of_the_set_up(name):
+    """--epochs 0: who is where, and nothing written."""
+    count = 2 if name in DDP else 1
+    text = run(name, "--epochs", 0, processes=count)
+    assert re.search(r"^torch \S+, CUDA \S+, backend \w+$", text, re.M)
+    assert len(re.findall(r"^rank \d: host \S+, device cpu$", text, re.M)) == count
+    assert "destroy_process_group" not in text  # torch's warning that nobody called it
+    assert not Path("runs").exists()
 
 
-def test_garbage_collections_are_short(data):
-    """After set_up a full one does not look through all that torch has made on its import."""
-    parts = runpy.run_path(script("train_single"), run_name="script")
+@pytest.mark.slow
+def test_the_older_launcher():
+    words = TORCHRUN[:2] + ["torch.distributed.launch", "--nproc_per_node", 1]
+    assert finish([Cold([*words, script("ddp_torchrun"), "--epochs", 0], "log")])[0] == [0]
+    for flag in "--local-rank=0", "--local_rank=0":
+        job = Cold([*commands("ddp_torchrun")[0], "--epochs", 0, flag], "log")
+        assert finish([job])[0] == [0]
 
-    def seconds():
-        begin = time.perf_counter()
-        gc.collect()
-        return time.perf_counter() - begin
 
-    gc.collect()
-    before = min(seconds() for _ in range(3))
-    args = parts["parser"].parse_args(["--dataset", "cifar10", "--data-dir", str(data)])
-    parts["set_up"](args, torch.device("cpu"))
-    try:
-        assert min(seconds() for _ in range(3)) < before / 5
-    finally:
-        gc.unfreeze()
+# ---- Data ----------------------------------------------------------------------------------------
+
+
+def test_cifar10(parts, monkeypatch):
+    """As its authors ship it; torchvision's checksums are replaced by those of these files."""
+    images, labels = pictures(60, 3, 32)
+    Path("data/cifar-10-batches-py").mkdir(parents=True)
+    rows, lists = images.transpose(0, 3, 1, 2).reshape(60, -1), {}
+    for i, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
+        part = slice(10 * i, 10 * i + 10)
+        batch = {"labels": labels[part].tolist(), "data": rows[part]}
+        lists[name] = pickle.dumps(batch, protocol=2)
+    lists["batches.meta"] = pickle.dumps({"label_names": [f"class{i}" for i in range(10)]})
+    for name, content in lists.items():
+        Path("data/cifar-10-batches-py", name).write_bytes(content)
+    sums = [[name, hashlib.md5(content).hexdigest()] for name, content in lists.items()]
+    monkeypatch.setattr(datasets.CIFAR10, "train_list", sums[:5])
+    monkeypatch.setattr(datasets.CIFAR10, "test_list", sums[5:6])
+    meta = {"filename": "batches.meta", "key": "label_names", "md5": sums[6][1]}
+    monkeypatch.setattr(datasets.CIFAR10, "meta", meta)
+    _, train_set, test_set, classes = load(parts)
+    expected = torch.from_numpy(images).permute(0, 3, 1, 2)
+    for part, dataset in (slice(50), train_set), (slice(50, 60), test_set):
+        assert torch.equal(dataset.tensors[0], expected[part])
+        assert np.array_equal(dataset.tensors[1], labels[part])
+    assert classes == 10
+
+
+def test_fashion_mnist(parts, data):
+    _, train_set, test_set, _ = load(parts, "--dataset", "fashion-mnist", "--data-dir", data)
+    images, labels = pictures(843, 1, 28)
+    assert torch.equal(train_set.tensors[0], torch.from_numpy(images[:640]).permute(0, 3, 1, 2))
+    assert np.array_equal(test_set.tensors[1], labels[640:])
+
+
+def test_folder(parts, data):
+    flags = ["--dataset", data / "pictures"]
+    _, train_set, _, classes = load(parts, *flags, "--image-size", 24)
+    assert train_set[0][0].shape == (3, 24, 24) and train_set[0][0].dtype == torch.uint8
+    assert (len(train_set), classes) == (96, 3)
+    for workers in 0, 2:
+        more = ["--workers", workers, "--batch-size", 8, "--epochs", 2, "--output", workers]
+        run("single", *flags, "--augment", *more)
+    assert same(weights("0"), weights("2"))
+
+
+def test_prepare(parts):
+    """uint8 is normalised, floats are left as they are; a TensorDataset's subclass is asked."""
+    args = parts["parser"].parse_args([])
+    images, labels = torch.randint(256, (9, 3, 8, 8), dtype=torch.uint8), torch.arange(9)
+    out, _ = parts["prepare"](args, (images, labels), torch.device("cpu"))
+    assert torch.equal(out, (images.float() - 127.5) / 64)
+    floats = torch.rand(9, 5)
+    assert torch.equal(parts["prepare"](args, (floats, labels), torch.device("cpu"))[0], floats)
+
+    class Negative(torch.utils.data.TensorDataset):
+        def __getitem__(self, index):
+            return -self.tensors[0][index], self.tensors[1][index]
+
+    args = parts["parser"].parse_args(["--workers", "0"])
+    device = torch.device("cpu")
+    [batch] = parts["load_batches"](args, Negative(floats, labels), range(9), 9, device)
+    assert torch.equal(batch[0], -floats)
+
+
+def test_augment(parts):
+    """Each image is torchvision's flip, padding and crop at one of 81 places; half are flipped."""
+    args = parts["parser"].parse_args(["--batch-size", "100"])
+    images = torch.rand(100, 3, 32, 32) + 1
+    whole = parts["augment"](args, images, 7)
+    flips = 0
+    for image, result in zip(images, whole):
+        padded = [functional.pad(x, [4] * 4) for x in (image, functional.hflip(image))]
+        crops = [
+            torch.equal(functional.crop(x, top, left, 32, 32), result)
+            for x in padded
+            for top in range(9)
+            for left in range(9)
+        ]
+        assert sum(crops) == 1
+        flips += crops.index(True) >= 81
+    assert 30 < flips < 70
+    for rank in range(4):  # a process does its part of that
+        part = parts["augment"](args, images[rank::4], 7, rank, 4)
+        assert torch.equal(part, whole[rank::4])
+    assert not torch.equal(parts["augment"](args, images, 8), whole)
+
+
+def test_learns_on_synthetic():
+    run("single", "--dataset", "synthetic", "--epochs", 3, "--lr", 0.01, "--output", "out")
+    assert metrics("out")[-1]["test_accuracy"] > 0.9
+    assert all(tensor.device.type == "cpu" for tensor in weights("out").values())
+
+
+def test_alone_in_a_folder(data):
+    Path("alone").mkdir()
+    shutil.copy(script("single"), "alone/mine.py")
+    run(
+        "single",
+        "--dataset",
+        "fashion-mnist",
+        "--data-dir",
+        data,
+        "--epochs",
+        1,
+        path="alone/mine.py",
+    )
+    assert Path("runs/mine/model.pt").exists()
+
+
+def test_log_is_written_at_once():
+    [job] = start("single", "--dataset", "synthetic", "--epochs", 10000, "--log-every", 1)
+    while " step " not in job.log.read_text():
+        assert job.status() is None
