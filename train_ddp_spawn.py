@@ -102,7 +102,7 @@ def load_torchvision(args, train):
     try:
         dataset = TORCHVISION[args.dataset](args.data_dir, train, download=True)
     except (OSError, RuntimeError) as error:
-        parser.error(f"no download of {args.dataset} ({error}): put its files into --data-dir")
+        parser.error(f"no download ({str(error).splitlines()[0]}): put the files into --data-dir")
     images = torch.as_tensor(dataset.data)  # (N, H, W) or (N, H, W, C)
     images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
     return TensorDataset(images, torch.as_tensor(dataset.targets))

@@ -26,6 +26,14 @@ def script(name):
     return str(ROOT / f"train_{name}.py")
 
 
+def edited(name, old, new):
+    """The path of a copy of the script, with `new` in the place of `old`."""
+    text, path = Path(script(name)).read_text(), Path(f"edited_{name}.py")
+    assert text.count(old) == 1, old
+    path.write_text(text.replace(old, new))
+    return path
+
+
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
@@ -33,7 +41,7 @@ def free_port():
 
 def commands(name, processes=1, path=None):
     """The command lines, one a machine, that start `name` with so many processes in all."""
-    path = path or script(name)
+    path = str(path or script(name))
     if name == "ddp_torchrun":
         return [[*TORCHRUN, "--standalone", "--nproc-per-node", processes, path]]
     if name == "ddp_spawn":
@@ -135,6 +143,14 @@ def marked():
             if mark in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
     return sorted(set(found) - {os.getpid()})
+
+
+def all_ended(limit=10):
+    """Whether no process of this test is left within so many seconds."""
+    end = time.monotonic() + limit
+    while marked() and time.monotonic() < end:
+        time.sleep(0.1)
+    return not marked()
 
 
 def kill(pid, number=signal.SIGKILL):

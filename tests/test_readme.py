@@ -1,253 +1,170 @@
-"""README.md is true: its commands run, its example trains, the messages it explains are real."""
+"""README.md is true: commands run, the diff is the scripts', the example trains, links resolve."""
 
+import difflib
 import os
 import re
 import runpy
-import shlex
-import shutil
-import socket
 import sys
-import time
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
-from helpers import ROOT, finish, free_port, metrics, quick, run, script, start
-from test_copy import edited
+from helpers import ROOT, SCRIPTS, Cold, metrics, run, same_run, script
 
-README = (ROOT / "README.md").read_text()
-BLOCKS = [block.splitlines() for block in re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S)]
-PROGRAM = (
-    r"(?:[A-Z_]+=\S+ )*(?:sudo|uv|pip|cp|python3?|torchrun|sbatch|source|squeue|scancel|scontrol"
-)
-PROGRAM += r"|tail|ss|ip|nvidia-smi) \S"
-INLINE = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", README, flags=re.M | re.S))
-INLINE = [" ".join(code.split()) for code in INLINE if re.match(PROGRAM, " ".join(code.split()))]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
+README, BENCHMARKS = (page.read_text() for page in PAGES)
+BLOCKS = re.findall(r"^```sh\n(.*?)^```", README + BENCHMARKS, re.M | re.S)
+PROSE = re.sub(r"^```.*?^```\n", "\n", README + BENCHMARKS, flags=re.M | re.S)
+PROGRAM = r"([A-Z_]+=\S+ )*(sudo|pip|cp|python3?|torchrun|sbatch|source|squeue|scancel|tail|ss|ip"
+PROGRAM += r"|nc|nvidia-smi|py-spy|docker|ruff) [^=]"
+PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+INLINE = [code for code in re.findall(r"`([^`]+)`", PROSE) if re.match(PROGRAM, code)]
+LINES = [line for block in BLOCKS for line in block.splitlines()]
+FLAGS = re.search(r"my_training\.py (--.*)", README)[1].split()
 
-# What is run instead of a command, or of a part of it, and why. The first that matches counts.
-ELSEWHERE = [
-    (r"^python3 -m venv .* -m pytest$", ".ci/run calls this very line"),
-    (r"-m pytest", "these are the tests"),
-    (r"\bsbatch (?!\.\.\.)", "test_sbatch_lines; on a real Slurm: tests/test_slurm.py"),
-    (r"sbatch \.\.\.$", "a pattern, not a command"),
-    (r"^(squeue|scancel|scontrol|tail)", "needs a job in Slurm's queue: tests/test_slurm.py"),
-    (r"^(nvidia-smi|ss|ip)\b", "looks at the machine, and belongs to it"),
-    (r"^sudo .*network\.py", "tests/test_benchmarks.py runs it, where it may"),
-    (r"(plots|throughput|growth)\.py", "tests/test_benchmarks.py runs it, with fewer images"),
-    (r"(same_text|readme_blocks)\.py --fix", "would edit the files: tests/test_text.py"),
-    (r"^pip install -r benchmarks", ".ci/run installs these"),
-    (r"^python -m torch\.distributed\.run$", "the beginning of a command"),
-]
-INSTEAD = [
-    (r"^python3 -m venv .*?/bin/python ", "python ", "makes 5 GB: .ci/run makes the other one"),
-    (r"^uv run ", "python ", "uv and its cache are not everywhere; test_text reads what it reads"),
-    (r"^source \.venv/bin/activate$", "true", "there is one already"),
-    (r"\bHOST\b", "127.0.0.1", "one machine plays both"),
+ELSEWHERE = {  # commands that are not run by test_commands, and why
+    r"^cp |my_training.py": "test_example",
+    r"\bsbatch ": "test_sbatch; on a real Slurm: tests/test_slurm.py",
+    r"^(squeue|scancel|tail) ": "needs a job in Slurm's queue: tests/test_slurm.py",
+    r"^(source|nvidia-smi|ss|ip|nc|py-spy|docker) ": "belongs to a machine",
+    r"benchmarks/": "tests/test_benchmarks.py, with fewer images",
+    r"-m pytest|^ruff |same_text": "these are the tests, or edit the files",
+}
+INSTEAD = [  # what is run instead of a part of a command, and why
+    (r"^python3 -m venv .*/bin/python ", "python ", "an environment takes 5 GB"),
+    (r"HOST", "127.0.0.1", "one machine plays both"),
     (r"/shared/folder", "{folder}", "one machine plays both"),
-    (r":23456", ":{port}", "somebody may have it"),
+    (r"23456", "{port}", "somebody may have it"),
     (r"(--nnodes 2 .*)--nproc-per-node 4", r"\1--master-port {port}", "eight need more cores"),
-    (
-        r"((?:train|my)_\w+\.py)(?!.*--epochs 0)",
-        r"\1 --data-dir {data}",
-        "to download takes a network",
-    ),
-    (r"(train_.*)$(?<!--epochs 0)", r"\1 --epochs 1", "ten epochs would take long here"),
+    (r"--nproc-per-node 4", "--nproc-per-node 2", "four need more cores"),
+    (r"^(?!.*--dataset)(.*)", r"\1 --dataset fashion-mnist", "CIFAR-10 takes a network"),
+    (r"^(?!.*--epochs)(.*)", r"\1 --epochs 1", "ten epochs would take long here"),
+    (r"$", " --data-dir {data}", "a download takes a network"),
 ]
-
-
-def instead(command, **values):
-    for pattern, other, _ in INSTEAD:
-        command = re.sub(pattern, lambda m, o=other: m.expand(o.format(**values)), command)
-    return command
-
-
-def runnable(lines):
-    return [line for line in lines if not any(re.search(p, line) for p, _ in ELSEWHERE)]
-
-
-RUN = []
-for lines in map(runnable, [*BLOCKS, *([code] for code in INLINE)]):
-    if RUN and RUN[-1][-1].startswith("cp "):  # what it copied is used in the next block
-        RUN[-1] += lines
-    elif lines:
-        RUN.append(lines)
-FAST = "uv run", "train_ddp_spawn.py --init-method tcp://HOST", "cp train_single"
+RUN = [block.splitlines() for block in BLOCKS] + [[code] for code in INLINE]
+RUN = [lines for lines in RUN if not any(re.search(p, lines[0]) for p in ELSEWHERE)]
 
 
 def test_every_command_is_known():
-    """Each exception is for something, and each shell block holds commands."""
-    lines = [line for block in BLOCKS for line in block] + INLINE
-    assert all(re.match(PROGRAM, line) for block in BLOCKS for line in block), lines
-    for pattern, *_ in [*ELSEWHERE, *INSTEAD]:
-        assert any(re.search(pattern, line) for line in lines), pattern
+    """Every line of a shell block is a command, and each exception is for something."""
+    assert all(re.match(PROGRAM, line) for line in LINES), LINES
+    for pattern in ELSEWHERE:
+        assert any(re.search(pattern, line) for line in LINES + INLINE), pattern
+    for pattern, *_ in INSTEAD:
+        assert any(re.search(pattern, line) for block in RUN for line in block), pattern
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        pytest.param(lines, marks=[] if lines[0].startswith(FAST) else pytest.mark.slow)
-        for lines in RUN
-    ],
-    ids=lambda lines: re.sub(r"\W+", "-", lines[0])[-40:],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", RUN, ids=lambda lines: re.sub(r"\W+", "-", lines[0])[-40:])
 def test_commands(lines, data):
-    """What stands in a block works, as it stands but for INSTEAD; machines' commands together."""
-    for path in [*ROOT.glob("train_*.py"), ROOT / "benchmarks", ROOT / "tests"]:
+    """The commands of a block, all at once: they are those of different scripts or machines."""
+    for path in ROOT.glob("train_*.py"):
         Path(path.name).symlink_to(path)
     Path("my_images").symlink_to(data / "pictures")
-    values, started = dict(folder=os.getcwd(), data=data, port=free_port()), []
+    values, jobs = {"folder": os.getcwd(), "data": data, "port": helpers.free_port()}, []
     place = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    for number, line in enumerate(lines):
-        if line.startswith("cp "):
-            _, name, copy = line.split()
-            shutil.copy(edited(Path(name).stem), copy)
-            continue
-        words = ["bash", "-c", instead(line, **values)]
-        started.append((start(words, f"{number}.log", env=place), number, line))
-        if not re.search(r"rank 0.*(--world-size|--nnodes) 2|--nnodes 2 .*rank 0", line):
-            for process, i, _ in started:
-                assert finish(process) == 0, (lines[i], Path(f"{i}.log").read_text())
-            started = []
-    assert not started
-    if "train_" in lines[0] and "--epochs 0" not in lines[0]:
-        assert list(Path().glob("runs/*/model.pt"))
+    for i, line in enumerate(lines):
+        for pattern, other, _ in INSTEAD:
+            line = re.sub(pattern, other.format(**values), line, count=1)
+        jobs.append(Cold(["bash", "-c", line], f"{i}.log", env=place))
+    statuses, text = helpers.finish(jobs)
+    assert not any(statuses), text
+    names = set() if "--epochs 0" in lines[0] else set(re.findall(r"train_\w+", "".join(lines)))
+    assert {path.parent.name for path in Path().glob("runs/*/model.pt")} == names
 
 
-def test_sbatch_lines():
-    """Their files are there, and the flags behind them are those of the script in them."""
-    found = [line for block in [*BLOCKS, INLINE] for line in block if re.search(r"sbatch \S", line)]
-    assert len(found) >= 10
-    for line in found:
-        if line.endswith("..."):
-            continue
-        before, path, flags = re.search(r"sbatch(.*?) (slurm/\w+\.sh)(.*)", line).groups()
-        text = (ROOT / path).read_text()
-        name = re.search(r"(train_\w+)\.py", f"{flags} {text}")[1]
-        flags = [word for word in shlex.split(flags) if not word.endswith(".py")]
-        parser = runpy.run_path(script(name), run_name="script")["parser"]
-        parser.parse_args(flags)
-        assert set(re.findall(r"--[\w-]+", before)) <= {"--nodes", "--gres", "--time"}
+def test_sbatch():
+    """The files are there, and what stands behind them are flags of the script in them."""
+    found = re.findall(r"sbatch( .*)? (slurm/\w+\.sh)(.*)", "\n".join(LINES + INLINE))
+    assert len(found) >= 6
+    for options, path, flags in found:
+        name = re.search(r"(train_\w+)\.py", (ROOT / path).read_text())[1]
+        parts = runpy.run_path(str(ROOT / f"{name}.py"), run_name="script")
+        parts["parser"].parse_args(flags.split())
+        assert set(re.findall(r"--\w+", options)) <= {"--nodes", "--array"}
 
 
-# ---- The messages of "When it goes wrong" --------------------------------------------------------
+def test_diff():
+    """Every line is in the diff of the two files, in order; a line with no sign is in both."""
+    texts = [Path(script(name)).read_text().splitlines() for name in ("single", "ddp_torchrun")]
+    real = set(difflib.ndiff(*texts))
+    hunks = re.search(r"^```diff\n(.*?)^```", README, re.M | re.S)[1].split("\n@@ ")
+    for number, hunk in enumerate(hunks, 1):
+        head, *lines = hunk.strip().splitlines()
+        assert re.match(rf"(@@ )?{number}\b", head) and f"\n{number}. " in README
+        for sign, text in zip("-+", texts):
+            places = [text.index(line[1:]) for line in lines if line[0] in (" ", sign)]
+            assert places == sorted(places)
+        assert {line[0] + " " + line[1:] for line in lines} <= real
 
 
-def told(message, text):
-    """The message stands in the README, and in what was printed."""
-    readme = " ".join(README.split("## When it goes wrong")[1].split())
-    assert f"`{message}`" in readme.replace("`` ", "`").replace(" ``", "`"), message
-    pattern = re.escape(message).replace(r"\.\.\.", ".*?").replace("HOST", r"\S+")
-    assert re.search(re.sub(r"\d+", r"\\d+", pattern), " ".join(text.split())), text
+def test_limits():
+    assert len(README.splitlines()) <= 350
+    rows = [line for line in PROSE.splitlines() if line.startswith("|")]
+    assert max(len(cell.strip()) for row in rows for cell in row.split(" | ")) < 140
+    assert README.split("## When it goes wrong")[1].split("###")[0].count("\n| ") <= 16
+    for part in re.split(r"\n\s*\n|\n(?=[-#]|\d+\. )", re.sub(r"\n\|.*", "", PROSE)):
+        for sentence in re.split(r"[.:?!]\W*\s", part):
+            assert len(sentence.split()) < 25, sentence
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_machine_is_missing(rank):
-    place = ["--init-method", f"tcp://127.0.0.1:{free_port()}", "--world-size", "2"]
-    words = [sys.executable, script("train_ddp_multigpu_proc"), *place, "--rank", rank]
-    assert finish(start([*words, "--timeout", "5", "--epochs", "0"], "log")) == 1
-    text = Path("log").read_text()
-    told("waiting for 2 machines at tcp://HOST:23456 until 14:30:00", text)
-    if rank == 0:
-        told("Timed out after 1801 seconds waiting for clients. 1/2 clients joined.", text)
-    else:
-        told("The client socket has timed out after 1800000ms while trying to connect to", text)
+def test_links():
+    for page, text in zip(PAGES, (README, BENCHMARKS)):
+        anchors = re.sub(r"[^\w\n# -]", "", text.lower()).replace(" ", "-")
+        for target in re.findall(r"\]\(([^)]+)\)", text):
+            if target.startswith("#"):
+                assert f"#-{target[1:]}\n" in anchors, target
+            elif not target.startswith("https://"):
+                assert (page.parent / target).exists(), target
 
 
-def test_a_port_is_taken():
-    with socket.create_server(("", 0)) as server:
-        port = str(server.getsockname()[1])
-        place = ["--init-method", f"tcp://127.0.0.1:{port}"]
-        told("Address already in use", quick("train_ddp_spawn", *place, status=2).err)
-        words = [sys.executable, "-m", "torch.distributed.run", "--master-port", port]
-        words += [script("train_ddp_torchrun"), "--epochs", "0"]
-        assert finish(start(words, "log")) == 1
-        told("EADDRINUSE, message: address already in use", Path("log").read_text())
+def test_time_on_a_link():
+    """The table's figures are gradients and bytes / rate of the scripts' models."""
+    single = runpy.run_path(script("single"), run_name="script")
+    for row in re.findall(r"^\| `(\w+)` \|(.*) MB" + r" \|(.*) ms" * 4, README, re.M):
+        args = single["parser"].parse_args(["--model", row[0]])
+        weights = single["build_model"](args, torch.zeros(3, 32, 32), 10).parameters()
+        size = 4 * sum(weight.numel() for weight in weights)
+        wanted = [size / 1e6, *(size * 8 / rate / 1e6 for rate in (0.1, 1, 10, 100))]
+        assert [float(figure) for figure in row[1:]] == pytest.approx(wanted, rel=0.01)
 
 
-def test_an_old_init_file():
-    Path("init").write_text("from an earlier run")
-    err = quick("train_ddp_spawn", "--init-method", f"file://{os.getcwd()}/init", status=2).err
-    told("an earlier run left that file", err)
+def example(name):
+    """A copy of the script with the README's blocks in its first two rooms."""
+    text = Path(script(name)).read_text()
+    for banner, block, end in zip(("model", "data"), PYTHON, ("# ---- The data: ", "def prepare")):
+        pattern = rf"(# ---- The {banner}: .*?\n).*?(?={end})"
+        text, count = re.subn(pattern, lambda match: match[1] + block + "\n\n", text, flags=re.S)
+        assert count == 1
+    Path(f"my_{name}.py").write_text(text)
+    return f"my_{name}.py"
 
 
-def test_module_in_the_keys():
-    net = torch.nn.Linear(2, 2)
-    with pytest.raises(RuntimeError) as error:
-        net.load_state_dict(torch.nn.DataParallel(net).state_dict())
-    told('Unexpected key(s) in state_dict: "module.', str(error.value))
-    state = torch.nn.DataParallel(net).state_dict()
-    name = "torch.nn.modules.utils.consume_prefix_in_state_dict_if_present"
-    assert f'{name}(state, "module.")' in README
-    eval(f'{name}(state, "module.")')
-    net.load_state_dict(state)
+def learned(output):
+    """Both groups had the rate of their own, and the accuracy is what the README says."""
+    groups = torch.load(Path(output, "last.pt"), weights_only=True)["optimizer"]["param_groups"]
+    assert [group["max_lr"] for group in groups] == [0.001, 0.01]
+    assert groups[1]["lr"] == pytest.approx(10 * groups[0]["lr"])
+    accuracy = float(re.search(r"accuracy of about (\S+):", README)[1])
+    assert metrics(output)[-1]["test_accuracy"] == pytest.approx(accuracy, abs=0.02)
 
 
-def test_the_same_order_in_every_epoch():
-    sampler = torch.utils.data.DistributedSampler(range(100), num_replicas=1, rank=0)
-    first = list(sampler)
-    assert first == list(sampler)
-    sampler.set_epoch(1)
-    assert first != list(sampler) and "sampler.set_epoch(epoch)" in README
-
-
-def test_a_sampler_counts_some_twice():
-    """203 test images on 4 processes are 204 for DistributedSampler."""
-    shares = [
-        list(torch.utils.data.DistributedSampler(range(203), 4, rank, shuffle=False))
-        for rank in range(4)
-    ]
-    assert sum(map(len, shares)) == 204 and "203 test images on 4 processes" in README
+def test_example():
+    """On one process all scripts do the same run; killed and resumed, it is the same, too."""
+    for name in ("single", "dp", "ddp_multigpu_proc"):
+        run(name, *FLAGS, "--output", name, path=example(name))
+        learned(name)
+        same_run(name, "single", 5)
+    jobs = helpers.start("single", *FLAGS, "--output", "killed", path="my_single.py")
+    helpers.wait_for("epoch 2:", *jobs)
+    helpers.kill_all(jobs)
+    run("single", *FLAGS, "--output", "killed", "--resume", path="my_single.py")
+    same_run("killed", "single", 5)
 
 
 @pytest.mark.slow
-def test_an_unused_parameter(data):
-    text = Path(script("train_ddp_multigpu_proc")).read_text()
-    text = text.replace("self.pool = ", "self.unused = nn.Linear(1, 1)\n        self.pool = ", 1)
-    Path("mine.py").write_text(text)
-    flags = ["--dataset", "cifar10", "--data-dir", data, "--epochs", "1"]
-    err = quick("train_ddp_multigpu_proc", *flags, status=1, path="mine.py").err
-    told("Expected to have finished reduction in the prior iteration", err)
-    other = "gradient_as_bucket_view=True, find_unused_parameters=True"
-    Path("mine.py").write_text(text.replace("gradient_as_bucket_view=True", other))
-    quick("train_ddp_multigpu_proc", *flags, path="mine.py")
-
-
-@pytest.mark.slow
-def test_batch_norm_of_one_image(data):
-    flags = ["--dataset", "cifar10", "--data-dir", data, "--model", "resnet18"]
-    err = quick("train_single", *flags, "--batch-size", "213", "--epochs", "1", status=1).err
-    told("Expected more than 1 value per channel when training", err)
-
-
-@pytest.mark.slow
-def test_too_little_shared_memory(data):
-    if os.getuid():
-        pytest.skip("to mount a small /dev/shm takes root")
-    flags = f"--dataset {data}/pictures --image-size 256 --batch-size 48 --epochs 1"
-    words = "mount -t tmpfs -o size=1m none /dev/shm && "
-    words += f"{sys.executable} {script('train_single')} {flags} --workers 2"
-    assert finish(start(["unshare", "--mount", "bash", "-c", words], "log")) == 1
-    told("unable to allocate shared memory(shm) for file", Path("log").read_text())
-    quick("train_single", *flags.split(), "--workers", "0")
-
-
-@pytest.mark.slow
-def test_a_rank_that_does_not_come(data):
-    """A collective in `if rank == 0:` leaves the others waiting until --timeout."""
-    text = Path(script("train_ddp_spawn")).read_text()
-    text = text.replace("        dist.all_reduce(sums)", "        rank or dist.all_reduce(sums)")
-    Path("mine.py").write_text(text)
-    flags = ["--dataset", "cifar10", "--data-dir", data, "--epochs", "1", "--timeout", "5"]
-    begin = time.monotonic()
-    text = run("train_ddp_spawn", *flags, processes=2, status=1, path="mine.py")
-    assert time.monotonic() - begin < 60
-    told("Timed out waiting 1800000ms for recv operation to complete", text)
-
-
-def test_the_example_learns():
-    """It ends with the line that the README shows, but for the time."""
-    wanted = re.search(r"^epoch 10: .* accuracy (0\.\d+)", README, re.M)
-    flags = ["--epochs", "10", "--lr", "0.05", "--batch-size", "16", "--output", "out"]
-    quick("train_single", *flags, path=edited("train_single"))
-    assert metrics("out")[-1]["test_accuracy"] == pytest.approx(float(wanted[1]), abs=0.02)
+@pytest.mark.parametrize("name", SCRIPTS[2:])
+def test_example_on_two_processes(name):
+    run(name, *FLAGS, "--output", "out", processes=2, path=example(name))
+    learned("out")

@@ -1,0 +1,73 @@
+"""The five files as texts: what is shared is the same, and what is promised about them holds."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import DDP, ROOT, SCRIPTS, script
+from same_text import PATHS, compare, definitions
+
+BANNERS = ["The model: put yours here", "The data: put yours here", "Training", "Checkpoints"]
+GONE = (
+    r"ctypes|\bgc\.|atexit|fcntl|\bsignal\b|os\._exit|__class__|\b\w+\._[a-z]|prctl|BaseException"
+)
+
+
+def test_same_text():
+    assert compare(PATHS) == []
+    shared = set(definitions(PATHS[0]))
+    assert {"build_model", "load_data", "evaluate", "save_checkpoint", "load_checkpoint"} <= shared
+    for path in PATHS:
+        assert shared <= set(definitions(path)), path
+    assert all("init_distributed" in definitions(path) for path in PATHS[2:])
+
+
+def test_a_difference_is_found_and_mended(tmp_path):
+    copies = [tmp_path / path.name for path in PATHS]
+    for path, copy in zip(PATHS, copies):
+        copy.write_text(path.read_text())
+    copies[2].write_text(copies[2].read_text().replace("    model.eval()\n", ""))
+    assert compare(copies) == compare(copies, fix=True) == [f"evaluate: {copies[2].name}"]
+    assert [copy.read_text() for copy in copies] == [path.read_text() for path in PATHS]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_page(name):
+    """Short, in rooms, near train_single.py, and without machinery."""
+    text = Path(script(name)).read_text()
+    assert text.startswith("# /// script\n# requires-python")
+    banners = BANNERS + ["The process group"] * (name in DDP) + ["The command line"]
+    found = re.findall(r"^# ---- (.*?)-*$", text, re.M)
+    assert [a[: len(b)] for a, b in zip(found, banners, strict=True)] == banners
+    assert len(text.splitlines()) <= (310 if name == "single" else 395)
+    done = subprocess.run(["diff", script("single"), script(name)], capture_output=True, text=True)
+    assert len(re.findall(r"^[<>]", done.stdout, re.M)) <= 125
+    assert re.findall(GONE, text) == []
+    modules = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module.split(".")[0])
+    assert modules <= set(sys.stdlib_module_names) | {"torch", "torchvision", "numpy"}
+
+
+def test_same_flags():
+    """The flags of train_single.py are in all scripts, with the same words and defaults."""
+    first = [line for line in open(script("single")) if line.startswith("add(")]
+    assert len(first) == 20
+    for name in SCRIPTS:
+        text = Path(script(name)).read_text()
+        lacks = [line.split('"')[1] for line in first if line not in text]
+        assert lacks == (["--amp", "--compile"] if name == "dp" else [])
+
+
+def test_sizes():
+    """What a reader or a copier has to get through stays small."""
+    assert (ROOT / "requirements.txt").read_text().split() == ["torch", "torchvision", "numpy"]
+    for pattern, limit in ("tests/*.py", 1600), ("benchmarks/*.py", 800), ("README.md", 350):
+        count = sum(len(path.read_text().splitlines()) for path in ROOT.glob(pattern))
+        assert count <= limit, (pattern, count)
