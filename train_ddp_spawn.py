@@ -169,6 +169,7 @@ def evaluate(args, model, dataset, indices, batch_size, device):
 
 
 def main(local_rank, world_size, args):
+    mp.set_start_method(None, force=True)  # or DataLoader's workers start slowly, by spawn
     rank = args.rank * args.nproc_per_node + local_rank
     device = init_distributed(args, rank, world_size, local_rank, args.init_method)
     if args.epochs == 0:  # a check of the set-up
@@ -379,7 +380,5 @@ if __name__ == "__main__":
             args.init_method = f"file://{folder}/store"
         try:
             mp.spawn(main, (world_size, args), args.nproc_per_node)
-        except mp.ProcessExitedException as error:
-            if error.exit_code != 2:
-                raise
-            raise SystemExit(2)  # a process has said what is wrong
+        except mp.ProcessExitedException as error:  # 2: the process has said what is wrong
+            raise SystemExit(2 if error.exit_code == 2 else f"{error}")

@@ -1,16 +1,27 @@
-"""The limit for a folder of images: what PIL decodes with the scripts' number of workers."""
+"""The limit for a folder of images: what Pillow alone decodes and resizes, one process a core."""
 
-from common import Clock, load_data, parser
-from torch.utils.data import DataLoader
+import os
+from multiprocessing import Pool
+from pathlib import Path
+
+from common import Clock
+from PIL import Image
+
+from train_single import parser
+
+args = parser.parse_args()
+
+
+def decode(path):
+    size = args.image_size, args.image_size
+    return Image.open(path).convert("RGB").resize(size, Image.Resampling.BILINEAR).tobytes()
+
 
 if __name__ == "__main__":
-    args = parser.parse_args()
-    train_set, _ = load_data(args, "cpu")
-    options = dict(num_workers=args.workers, persistent_workers=True)
-    loader = DataLoader(train_set, args.batch_size, shuffle=True, **options)
-    clock = Clock(len(train_set))
-    for _ in range(args.epochs):
-        clock.start()
-        for _ in loader:
-            clock.step()
-        clock.stop()
+    paths = list(Path(args.dataset, "train").glob("*/*"))
+    clock = Clock(args, len(paths))
+    with Pool(os.cpu_count()) as pool:
+        for _ in range(args.epochs):
+            clock.start()
+            pool.map(decode, paths, chunksize=8)
+            clock.stop()

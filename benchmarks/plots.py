@@ -1,87 +1,56 @@
-"""Draw the README's plots.
+"""Draw the images a second of `net`, and scaling.py's prediction for this device.
 
-python benchmarks/plots.py throughput.csv benchmarks/plots      # CSV of throughput.py
-python benchmarks/plots.py throughput.csv benchmarks/plots 2    # loss curves of 2 epochs, not 6
-
-throughput.svg: images a second of `net` next to the yardsticks; losses.svg: the loss curves of the
-five scripts on top of each other (trains them on --dataset synthetic); scaling.svg: scaling.py's.
+python benchmarks/plots.py throughput.csv    # of throughput.py; writes into benchmarks/plots
 """
 
 import csv
 import statistics
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import matplotlib
-from throughput import ROOT, SCRIPTS, commands, environment
+from scaling import MACHINES, buckets, predict, profile
+from throughput import HERE, SCRIPTS
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
 
-def throughput(path, folder):
-    """Bars: median images a second, 1 and 2 processes, job `net`."""
-    rates = {}
+def draw_throughput(path):
+    """Bars: median images a second, a picture for each number of processes."""
+    rates = {}  # {processes: {contestant: images a second, one a round}}
     with open(path) as file:
         for row in csv.DictReader(file):
-            if row["job"] == "net" and row["contestant"]:
-                key = row["processes"], row["contestant"], row["workers"]
-                rates.setdefault(key, []).append(float(row["images_per_second"]))
-    counts = sorted({processes for processes, _, _ in rates})
-    figure, axes = pyplot.subplots(1, len(counts), figsize=(9, 3.2), sharex=True, squeeze=False)
-    for axis, processes in zip(axes[0], counts):
-        best = {}
-        for (count, name, _), values in rates.items():
-            if count == processes:
-                best[name] = max(best.get(name, 0), statistics.median(values))
-        best = dict(sorted(best.items(), key=lambda part: part[1]))
-        colors = ["tab:blue" if name in SCRIPTS else "tab:gray" for name in best]
-        axis.barh([SCRIPTS.get(name, name) for name in best], list(best.values()), color=colors)
-        axis.set_title(f"{processes} process" + "es" * (processes != "1"))
-        axis.set_xlabel("images/s")
-    figure.tight_layout()
-    figure.savefig(folder / "throughput.svg")
+            if row["job"] == "net":
+                names = rates.setdefault(row["processes"], {})
+                names.setdefault(row["contestant"], []).append(float(row["images_per_second"]))
+    figure, axes = pyplot.subplots(1, len(rates), figsize=(9, 3.2), sharex=True, squeeze=False)
+    for axis, (processes, names) in zip(axes[0], rates.items()):
+        medians = {name: statistics.median(values) for name, values in names.items()}
+        order = sorted(medians, key=medians.get)
+        colors = ["tab:blue" if name in SCRIPTS else "tab:gray" for name in order]
+        axis.barh(order, [medians[name] for name in order], color=colors)
+        axis.set(title=f"{processes} process(es)", xlabel="images/s")
+    return figure
 
 
-def losses(folder, epochs):
-    """Lines: train loss an epoch of the five scripts, DDP with 2 processes, with the same flags."""
-    figure, axis = pyplot.subplots(figsize=(6, 3.2))
-    for width, (name, path) in zip((11, 8.5, 6, 3.5, 1), SCRIPTS.items()):
-        count = 1 if name in ("single", "dp") else 2
-        with tempfile.TemporaryDirectory() as output:
-            lines = commands(ROOT / path, count)
-            flags = ["--dataset", "synthetic", "--epochs", epochs, "--output", output]
-            started = [
-                subprocess.Popen(
-                    [str(word) for word in (*line, *flags)],
-                    env=environment(lines),
-                    stdout=subprocess.DEVNULL,
-                )
-                for line in lines
-            ]
-            if any([process.wait() for process in started]):
-                sys.exit(f"{path} failed")
-            with open(Path(output, "metrics.csv")) as file:
-                curve = [float(row["train_loss"]) for row in csv.DictReader(file)]
-        label = f"{path}, {count} process" + "es" * (count - 1)
-        axis.plot(range(1, len(curve) + 1), curve, linewidth=width, label=label)
-    axis.set_xlabel("epoch")
-    axis.set_ylabel("train loss")
-    axis.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(folder / "losses.svg")
+def draw_scaling():
+    """Lines: predicted efficiency over machines."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    for axis, (model, batch_size) in zip(axes, (("net", 64), ("resnet18", 128))):
+        step, gradients = profile(model, batch_size)
+        groups = buckets(gradients)
+        for rate, latency in ((0.1, 1e-4), (1, 1e-4), (10, 5e-5), (100, 1e-5)):
+            line = [step / predict(step, groups, n, rate * 1e9 / 8, latency) for n in MACHINES]
+            axis.plot(MACHINES, line, marker=".", label=f"{rate:g} Gbit/s")
+        axis.set_xscale("log", base=2)
+        axis.set(title=f"{model}, {batch_size} images in {1e3 * step:.1f} ms", ylim=(0, 1.05))
+        axis.set(xlabel="machines, the same batch on each", ylabel="efficiency")
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    return figure
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (3, 4):
-        sys.exit(__doc__)
-    table, folder, epochs = Path(sys.argv[1]), Path(sys.argv[2]), (*sys.argv, "6")[3]
-    folder.mkdir(parents=True, exist_ok=True)
-    throughput(table, folder)
-    losses(folder, epochs)
-    subprocess.run(
-        [sys.executable, Path(__file__).with_name("scaling.py"), "--plot", folder / "scaling.svg"],
-        check=True,
-    )
+    for name, figure in (("throughput", draw_throughput(sys.argv[1])), ("scaling", draw_scaling())):
+        figure.tight_layout()
+        figure.savefig(HERE / "plots" / f"{name}.svg")

@@ -1,4 +1,4 @@
-"""A real Slurm cluster of two machines, node0 and node1, on this one; their GPUs are pretended.
+"""A real Slurm cluster of four machines on this one, each with pretended cores and GPUs.
 
 `python tests/cluster.py` brings it up to try things on, and takes it down on Ctrl-C.
 Needs root and Debian's packages slurm-wlm and munge; everything it writes is in one folder.
@@ -10,120 +10,98 @@ import socket
 import subprocess
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PROGRAMS = "munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "unshare"
-
-# cred_expire: seconds that a requeued job is held, 120 by default. Each machine has a host name,
-# /etc/hosts and process numbers of its own, so that killing its first process takes it away.
+MACHINES = ["node0", "node1", "node2", "node3"]
+# cred_expire is also how long a requeued job is held: 120 s, if nothing is said.
 CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmUser=root
-AuthType=auth/munge
+SlurmctldPort={ports[4]}
 AuthInfo=socket={folder}/munge/socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdPidFile={folder}/%n.pid
 SlurmdTimeout=6
+SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-MpiDefault=none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 ReturnToService=2
 KillWait=5
-SlurmdParameters=config_overrides
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
-NodeName=node0 NodeAddr=127.0.0.1 Port={ports[1]} CPUs=99 Gres=gpu:20
-NodeName=node1 NodeAddr=127.0.0.1 Port={ports[2]} CPUs=99 Gres=gpu:20
-PartitionName=main Nodes=node[0-1] Default=YES PriorityTier=1
-PartitionName=urgent Nodes=node[0-1] PriorityTier=2
+{nodes}PartitionName=main Nodes=node[0-1] Default=YES
+PartitionName=spare Nodes=node[2-3] PriorityTier=1
+PartitionName=patient Nodes=node[2-3] PriorityTier=1 GraceTime=20
+PartitionName=urgent Nodes=node[2-3] PriorityTier=2
 """
-MACHINE = 'hostname {0}; mount --bind {1}/hosts /etc/hosts; "$@"; exit'
 
 
 def missing():
     """Why there can be no cluster here, or an empty string."""
-    path = os.environ["PATH"] + ":/usr/sbin"
-    names = [name for name in PROGRAMS if not shutil.which(name, path=path)]
-    if names:
-        return f"Slurm is not installed (no {', '.join(names)}): apt-get install slurm-wlm munge"
+    for name in "munged", "slurmctld", "slurmd", "sbatch", "unshare":
+        if not shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin"):
+            return f"Slurm is not installed (no {name}): apt-get install slurm-wlm munge"
     return "" if os.getuid() == 0 else "a Slurm cluster can be started by root only"
 
 
-class Cluster:
-    """SLURM_CONF points the commands at it, from its start to its end."""
+def write_files(folder):
+    for name in "munge", "state", *(f"spool-{machine}" for machine in MACHINES):
+        (folder / name).mkdir()
+    (folder / "munge" / "key").write_bytes(os.urandom(128))
+    for number in range(20):
+        subprocess.run(["mknod", folder / f"gpu{number}", "c", "1", "3"], check=True)
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(5)]
+    ports = [server.getsockname()[1] for server in servers]
+    del servers
+    line = "NodeName={} NodeAddr=127.0.0.1 Port={} CPUs=99 Gres=gpu:20\n"
+    nodes = "".join(map(line.format, MACHINES, ports))
+    host, version = socket.gethostname(), 1 if Path("/sys/fs/cgroup/cpuset").exists() else 2
+    hosts = "".join(f"127.0.0.{i} node{i - 1}\n" for i in range(1, 5))
+    gpus = f"NodeName=node[0-3] Name=gpu AutoDetect=off File={folder}/gpu[0-19]\n"
+    (folder / "slurm.conf").write_text(CONF.format(**locals()))
+    (folder / "gres.conf").write_text(gpus)
+    (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\n")
+    (folder / "hosts").write_text(Path("/etc/hosts").read_text() + hosts)
 
-    def __init__(self, folder):
-        self.folder = folder = Path(folder).resolve()  # Slurm looks for relative paths elsewhere
-        for name in "munge", "state", "spool-node0", "spool-node1":
-            (folder / name).mkdir(parents=True)
-        (folder / "munge").chmod(0o755)
-        key = folder / "munge" / "key"
-        key.write_bytes(os.urandom(128))
-        key.chmod(0o400)
-        for number in range(20):
-            subprocess.run(["mknod", folder / f"gpu{number}", "c", "1", "3"], check=True)
-        with ExitStack() as stack:
-            servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-            ports = [stack.enter_context(server).getsockname()[1] for server in servers]
-        host = socket.gethostname().split(".")[0]
-        conf = CONF.format(folder=folder, host=host, ports=ports)
-        version = 1 if Path("/sys/fs/cgroup/cpuset").exists() else 2
-        hosts = Path("/etc/hosts").read_text() + "127.0.0.1 node0\n127.0.0.2 node1\n"
-        gres = f"AutoDetect=off\nNodeName=node[0-1] Name=gpu File={folder}/gpu[0-19]\n"
-        texts = {"slurm": conf, "gres": gres, "cgroup": f"CgroupPlugin=cgroup/v{version}\n"}
-        for name, text in texts.items():
-            (folder / f"{name}.conf").write_text(text)
-        (folder / "hosts").write_text(hosts)
-        os.environ.update(SLURM_CONF=f"{folder}/slurm.conf")
-        os.environ["PATH"] += ":/usr/sbin"
-        self.daemons = {}
-        munge = ["munged", "-F", "-S", folder / "munge" / "socket", f"--key-file={key}", "--force"]
-        files = [f"--{name}-file={folder}/munge/{name}" for name in ("pid", "log", "seed")]
-        self.start("munged", *munge, *files)
-        wait_until((folder / "munge" / "socket").exists, "munged")
-        self.start("slurmctld", "slurmctld", "-D")
-        self.start_machine("node0")
-        self.start_machine("node1")
-        wait_until(lambda: command("sinfo", "-h", "-o", "%t %D") == "idle 2", "two idle nodes")
 
-    def start(self, name, *words):
-        with open(self.folder / f"{name}.out", "ab") as log:
-            streams = {"stdout": log, "stderr": log, "start_new_session": True}
-            self.daemons[name] = subprocess.Popen(words, **streams)
+def start(folder, name, *words):
+    log, env = open(folder / f"{name}.out", "ab"), dict(os.environ)
+    env.pop("TEST_FOLDER", None)  # or it ends with the test that starts it
+    return subprocess.Popen(words, stdout=log, stderr=log, env=env, start_new_session=True)
 
-    def start_machine(self, name):
-        own = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
-        script = MACHINE.format(name, self.folder)
-        self.start(name, *own, "sh", "-c", script, "sh", "slurmd", "-D", "-N", name)
 
-    def take_away(self, name):
-        """SIGKILL for all of a machine's processes, in the same moment."""
-        self.daemons[name].kill()
-        self.daemons[name].wait()
+def start_machine(folder, name):
+    """A machine has its own name and process numbers. Killing what is returned takes it away."""
+    own = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    script = f"hostname {name}; mount --bind {folder}/hosts /etc/hosts; slurmd -D -N {name}; exit"
+    return start(folder, name, *own, "sh", "-c", script)
 
 
 @contextmanager
 def cluster(folder):
-    before = dict(os.environ)
-    made = Cluster.__new__(Cluster)
+    """Yields its machines, {name: process}. SLURM_CONF points Slurm's commands at it."""
+    folder = Path(folder).resolve()  # Slurm's daemons look for relative paths elsewhere
+    write_files(folder)
+    before, daemons, machines = dict(os.environ), [], {}
+    os.environ.update(SLURM_CONF=f"{folder}/slurm.conf", PATH=before["PATH"] + ":/usr/sbin")
+    munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
+    munge = ["munged", "-F", "--force", "-S", folder / "munge" / "socket", *munge]
     try:
-        made.__init__(folder)
-        yield made
+        daemons.append(start(folder, "munged", *munge))
+        wait_until((folder / "munge" / "socket").exists, "munged")
+        daemons.append(start(folder, "slurmctld", "slurmctld", "-D"))
+        machines.update({name: start_machine(folder, name) for name in MACHINES})
+        ready = "sinfo -h -o '%t %D' 2> /dev/null | grep -qx 'idle 4'"
+        wait_until(lambda: os.system(ready) == 0, "the machines")
+        yield machines
     finally:
-        for process in reversed(getattr(made, "daemons", {}).values()):
+        for process in [*machines.values(), *reversed(daemons)]:
             process.kill()
             process.wait()
         os.environ.clear()
@@ -131,26 +109,19 @@ def cluster(folder):
 
 
 def command(*words):
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True)
-    if done.returncode:
-        raise subprocess.CalledProcessError(done.returncode, words, done.stdout, done.stderr)
-    return done.stdout.strip()
+    words = list(map(str, words))
+    return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def wait_until(condition, what, limit=120):
     end = time.monotonic() + limit
-    while True:
-        with suppress(subprocess.CalledProcessError):
-            if condition():
-                return
+    while not condition():
         if time.monotonic() > end:
             raise TimeoutError(f"waited {limit} s for {what}")
         time.sleep(0.2)
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place, cluster(place):
-        print(f"export SLURM_CONF={os.environ['SLURM_CONF']}")
-        with suppress(KeyboardInterrupt):
-            while True:
-                time.sleep(3600)
+    with tempfile.TemporaryDirectory() as place, cluster(place), suppress(KeyboardInterrupt):
+        print(f"export SLURM_CONF={os.environ['SLURM_CONF']}", flush=True)
+        time.sleep(1e9)

@@ -61,3 +61,9 @@ def data(tmp_path_factory):
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image[: 36 + i % 4]).save(folder / f"{i:05}.png")
     return root
+
+
+@pytest.fixture
+def fashion(data):
+    """The flags for its small Fashion-MNIST: 40 steps of 16 an epoch."""
+    return ["--dataset", "fashion-mnist", "--data-dir", data]

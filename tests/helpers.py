@@ -28,7 +28,7 @@ def script(name):
 
 def edited(name, old, new):
     """The path of a copy of the script, with `new` in the place of `old`."""
-    text, path = Path(script(name)).read_text(), Path(f"edited_{name}.py")
+    text, path = Path(script(name)).read_text(), Path(f"edited_{name}.py").resolve()
     assert text.count(old) == 1, old
     path.write_text(text.replace(old, new))
     return path
@@ -83,7 +83,7 @@ forks.set_forkserver_preload(["torch", "torchvision", "torch.distributed"])
 
 
 class Warm:
-    """A script of one process, in a fork of a process that has imported torch."""
+    """A script in a fork of a process that has imported torch."""
 
     def __init__(self, path, flags, log):
         self.log = Path(log).resolve()
@@ -103,7 +103,7 @@ def start(name, *flags, processes=1, path=None):
     jobs = []
     for i, words in enumerate(commands(name, processes, path)):
         log = f"{name}-{time.monotonic_ns()}-{i}.log"
-        if name in ("ddp_spawn", "ddp_torchrun"):
+        if name == "ddp_torchrun":
             jobs.append(Cold([*words, *flags], log))
         else:
             jobs.append(Warm(words[1], [*words[2:], *flags], log))

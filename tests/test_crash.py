@@ -11,77 +11,43 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import (
-    DDP,
-    LIMIT,
-    SCRIPTS,
-    TORCHRUN,
-    Cold,
-    all_ended,
-    edited,
-    finish,
-    free_port,
-    kill,
-    kill_all,
-    marked,
-    metrics,
-    run,
-    same,
-    same_run,
-    script,
-    start,
-    wait_for,
-    weights,
-)
+from helpers import *
 
 COUNTS = {name: 2 if name in DDP else 1 for name in SCRIPTS}
-TRAIN = ["--dataset", "fashion-mnist", "--epochs", 12, "--batch-size", 16, "--augment", "--resume"]
-TRAIN += ["--lr-schedule", "cosine", "--log-every", 1, "--checkpoint-every", 7]
+TRAIN = "--epochs 12 --batch-size 16 --augment --lr-schedule cosine --resume --log-every 1".split()
+TRAIN += ["--checkpoint-every", 7]
 LONG = ["--dataset", "synthetic", "--epochs", 100000, "--log-every", 1]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS[1:]]
 
 
-@pytest.mark.parametrize(
-    "name", [SCRIPTS[0], *(pytest.param(n, marks=pytest.mark.slow) for n in SCRIPTS[1:])]
-)
-def test_killed_at_random(data, name):
+@pytest.mark.parametrize("name", ["single", *SLOW])
+def test_killed_at_random(fashion, name):
     """All processes by SIGKILL, three times, once while a checkpoint is being written."""
-    flags, count = [*TRAIN, "--data-dir", data], COUNTS[name]
-    run(name, *flags, "--output", "whole", processes=count)
-    writing, reached = Path("out/last.pt.tmp"), 0
-    for i in range(3):
-        jobs = start(name, *flags, "--output", "out", processes=count)
+    flags, count, reached = [*fashion, *TRAIN, "--output"], COUNTS[name], 0
+    run(name, *flags, "whole", processes=count)
+    for i in range(5 if name == "single" else 3):
+        jobs = start(name, *flags, "out", processes=count)
         wait_for(" step ", *jobs)
-        time.sleep(random.uniform(0, 0.4))
+        time.sleep(random.uniform(0, 0.3))
         end = time.monotonic() + LIMIT
-        while i == 1 and not writing.exists():
+        while i == 1 and not Path("out/last.pt.tmp").exists():
             assert time.monotonic() < end
+        if i >= 3:  # SIGTERM and Ctrl-C are the same case
+            kill(jobs[0].pid, (signal.SIGTERM, signal.SIGINT)[i - 3])
+            assert finish(jobs, 20)[0] not in ([0], ["still there"])
         kill_all(jobs)
-        text = jobs[0].log.read_text()
+        text, state = jobs[0].log.read_text(), weights("out", "last.pt")
         assert "finished" not in text and ("going on" in text) == (i > 0), text
-        state = weights("out", "last.pt")
-        assert reached <= state["epoch"] * 40 + state["step"]
+        assert reached <= state["epoch"] * 40 + state["step"] and not Path("out/model.pt").exists()
         reached = state["epoch"] * 40 + state["step"]
-        assert not Path("out/model.pt").exists()
-    run(name, *flags, "--output", "out", processes=count)
-    same_run("out", "whole", 12)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_other_signals_are_the_same_case(data, number):
-    flags = [*TRAIN, "--data-dir", data, "--output"]
-    run("single", *flags, "whole")
-    [job] = start("single", *flags, "out")
-    wait_for("epoch 2/12 step 3/", job)
-    kill(job.pid, number)
-    assert finish([job])[0] != [0]
-    run("single", *flags, "out")
+    run(name, *flags, "out", processes=count)
     same_run("out", "whole", 12)
 
 
 @pytest.mark.parametrize("name", ["single", pytest.param("ddp_torchrun", marks=pytest.mark.slow)])
-def test_killed_after_the_last_step_of_an_epoch(data, name):
+def test_killed_after_the_last_step_of_an_epoch(fashion, name):
     """Its checkpoint is written, the evaluation has not begun: 40 steps, a checkpoint every 8."""
-    flags = [*TRAIN[:3], 3, *TRAIN[4:-1], 8, "--data-dir", data, "--output"]
+    flags = [*fashion, *TRAIN, "--checkpoint-every", 8, "--epochs", 3, "--output"]
     run(name, *flags, "whole", processes=COUNTS[name])
     call = "            sums = evaluate("
     path = edited(name, call, "            os.kill(os.getpid(), 9)\n" + call)
@@ -92,9 +58,9 @@ def test_killed_after_the_last_step_of_an_epoch(data, name):
     same_run("out", "whole", 3)
 
 
-def test_a_new_run_takes_the_place_of_an_old_one(data):
+def test_a_new_run_takes_the_place_of_an_old_one(fashion):
     """From its start: killed before its first checkpoint, --resume goes on with the new one."""
-    flags = ["--dataset", "fashion-mnist", "--data-dir", data, "--output", "out", "--seed"]
+    flags = [*fashion, "--output", "out", "--seed"]
     run("single", *flags, 1, "--epochs", 1)
     old = weights("out")
     more = ["--epochs", 2000, "--log-every", 1, "--checkpoint-every", 10**6, "--batch-size", 1]
@@ -118,13 +84,13 @@ def ranks(job):
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_by_itself(data):
+def test_torchrun_restarts_by_itself(fashion):
     """A rank killed by SIGKILL: --max-restarts begins it again, and it ends bit-identical.
 
     Without the store's prefix about every other restart hangs until --timeout. KILLS=20 does more.
     """
     kills = int(os.environ.get("KILLS", 5))
-    flags = [*TRAIN, "--data-dir", data, "--timeout", 60, "--output"]
+    flags = [*fashion, *TRAIN, "--timeout", 60, "--output"]
     run("ddp_torchrun", *flags, "whole", processes=2)
     words = [*TORCHRUN, "--standalone", "--max-restarts", 3, "--nproc-per-node", 2]
     for done in range(0, kills, 3):

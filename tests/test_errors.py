@@ -21,11 +21,9 @@ def snapshot():
 
 
 @pytest.fixture
-def refused(data):
+def refused(fashion):
     """Checks that a command is refused in one line, and leaves an earlier run as it was."""
-    run(
-        "single", "--dataset", "fashion-mnist", "--data-dir", data, "--epochs", 1, "--output", "out"
-    )
+    run("single", *fashion, "--epochs", 1, "--output", "out")
     before = snapshot()
     assert {path.name for path in before} == {"last.pt", "metrics.csv", "model.pt"}
 
@@ -60,8 +58,8 @@ def test_data(refused, data):
         refused("single", *flags, says="): put the files into --data-dir")
 
 
-def test_resume(refused, data):
-    flags = ["--dataset", "fashion-mnist", "--data-dir", data, "--resume"]
+def test_resume(refused, fashion):
+    flags = [*fashion, "--resume"]
     refused("single", *flags, "--batch-size", 32, says="needs --batch-size 64 and --seed 76")
     refused("dp", *flags, "--seed", 1, says="needs --batch-size 64 and --seed 76")
     before = snapshot()
@@ -77,22 +75,18 @@ def test_place(refused, name):
         (["--world-size", 0], "--rank 0: 0 machines"),
         (TWO, "tcp://HOST:PORT"),
         (["--init-method", "file:///no_such/folder/file"], "file:///no_such"),
-        (
-            [*TWO, "--init-method", "tcp://HOST:1", "--batch-size", 63],
-            "multiple of the 2 processes",
-        ),
+        ([*TWO, "--init-method", "tcp://HOST:1", "--batch-size", 63], "multiple of the 2"),
         (["--sync-bn"], "--sync-bn works on GPUs only"),
     ]:
         refused(name, *TRAIN, *flags, says=says)
 
 
-def test_spawned_processes_add_no_traceback(refused, data):
+def test_spawned_processes_add_no_traceback(refused, fashion):
     """What only they find out, as the data is theirs, ends with status 2 and one line too."""
-    flags = ["--dataset", "fashion-mnist", "--data-dir", data]
     refused("ddp_spawn", "--batch-size", 63, says="multiple of the 2 processes", processes=2)
     refused("ddp_spawn", "--nproc-per-node", 0, says="multiple of the 0 processes")
     refused("ddp_spawn", "--dataset", "no_such", says="--dataset no_such", processes=2)
-    refused("ddp_spawn", *flags, "--resume", "--seed", 1, says="--seed 76", processes=2)
+    refused("ddp_spawn", *fashion, "--resume", "--seed", 1, says="--seed 76", processes=2)
 
 
 def test_torchrun():

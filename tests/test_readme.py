@@ -119,17 +119,6 @@ def test_links():
                 assert (page.parent / target).exists(), target
 
 
-def test_time_on_a_link():
-    """The table's figures are gradients and bytes / rate of the scripts' models."""
-    single = runpy.run_path(script("single"), run_name="script")
-    for row in re.findall(r"^\| `(\w+)` \|(.*) MB" + r" \|(.*) ms" * 4, README, re.M):
-        args = single["parser"].parse_args(["--model", row[0]])
-        weights = single["build_model"](args, torch.zeros(3, 32, 32), 10).parameters()
-        size = 4 * sum(weight.numel() for weight in weights)
-        wanted = [size / 1e6, *(size * 8 / rate / 1e6 for rate in (0.1, 1, 10, 100))]
-        assert [float(figure) for figure in row[1:]] == pytest.approx(wanted, rel=0.01)
-
-
 def example(name):
     """A copy of the script with the README's blocks in its first two rooms."""
     text = Path(script(name)).read_text()

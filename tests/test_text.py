@@ -55,16 +55,6 @@ def test_a_page(name):
     assert modules <= set(sys.stdlib_module_names) | {"torch", "torchvision", "numpy"}
 
 
-def test_same_flags():
-    """The flags of train_single.py are in all scripts, with the same words and defaults."""
-    first = [line for line in open(script("single")) if line.startswith("add(")]
-    assert len(first) == 20
-    for name in SCRIPTS:
-        text = Path(script(name)).read_text()
-        lacks = [line.split('"')[1] for line in first if line not in text]
-        assert lacks == (["--amp", "--compile"] if name == "dp" else [])
-
-
 def test_sizes():
     """What a reader or a copier has to get through stays small."""
     assert (ROOT / "requirements.txt").read_text().split() == ["torch", "torchvision", "numpy"]
