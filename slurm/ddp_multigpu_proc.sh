@@ -1,61 +1,33 @@
 #!/usr/bin/env bash
 # train_ddp_multigpu_proc.py on several machines: sbatch slurm/ddp_multigpu_proc.sh [flags]
 #SBATCH --job-name=ddp_multigpu_proc
-#SBATCH --gres=gpu:2             # EDIT: GPUs per machine; without any, delete the line
-#SBATCH --cpus-per-task=2        # EDIT: CPU cores per machine; more to decode image files
-#SBATCH --time=04:00:00          # EDIT: a training that takes longer is requeued and carries on
-##SBATCH --partition=gpu         # EDIT: name yours and delete one #, if your cluster wants it
-##SBATCH --mem=32G               # EDIT: the same
 #SBATCH --nodes=2                # EDIT: machines
+#SBATCH --gres=gpu:2             # EDIT: GPUs of a machine; without any, delete the line
+#SBATCH --cpus-per-task=8        # EDIT: CPU cores of a machine, about 4 a GPU
+#SBATCH --time=04:00:00          # EDIT: a longer training goes back into the queue and carries on
+##SBATCH --partition=gpu         # EDIT: name yours and delete one #, if your cluster wants it
+##SBATCH --mem=32G               # EDIT: the same; memory of a machine
 #SBATCH --ntasks-per-node=1
 #SBATCH --output=%x-%j.out
-#SBATCH --open-mode=append       # a requeued job goes on in the same log
-#SBATCH --requeue
-#SBATCH --signal=B:USR1@60       # warns 60 s before the time limit: ten steps and a save fit in
+#SBATCH --open-mode=append       # or a requeued job begins its log anew
+#SBATCH --requeue                # or a preemption or a lost machine ends the job for good
+#SBATCH --signal=B:USR1@60       # 60 s before the time limit; or the limit ends the job for good
 
 set -euo pipefail
-script=train_ddp_multigpu_proc.py # EDIT: its path, seen from the folder where sbatch is typed
-port=$((10000 + SLURM_JOB_ID % 20000)) # two jobs on one machine never meet
-command=(
-    "$script" --resume
-    --init-method "tcp://$(hostname):$port"       # this shell runs on the first machine
-    --world-size "$SLURM_NNODES" --rank NODEID "$@" # which becomes each machine's number
-)
+requeues=20 # EDIT: so many at most, or a limit too short for one checkpoint goes round for ever
+again() { ((${SLURM_RESTART_COUNT:-0} >= requeues)) || scontrol requeue "$SLURM_JOB_ID" || true; }
+trap again USR1 # Slurm then kills the job and starts it anew, with --resume
+python=(${CONTAINER:+apptainer exec --nv "$CONTAINER"} "${PYTHON:-python3}" -u)
+meet=tcp://$(hostname):$((10000 + SLURM_JOB_ID % 20000)) # this shell is on the first machine
 
-# ---- From here on nothing needs a touch ----------------------------------------------------------
-
-python=("${PYTHON:-python3}")
-if [[ -n ${CONTAINER:-} ]]; then
-    if ! tool=$(command -v apptainer || command -v singularity); then
-        echo "error: CONTAINER is set, but there is no apptainer: load its module" >&2
-        exit 2
-    fi
-    folders=$PWD
-    for word in data runs "${command[@]}"; do # the folders that arguments and links lead to
-        word=${word#--*=}
-        path=$(realpath -m -- "${word#file://}") || continue
-        until [[ -d $path ]]; do path=$(dirname "$path"); done
-        if [[ $path != / && ,$folders, != *,$path,* ]]; then folders+=,$path; fi
-    done
-    python=("$tool" exec --nv --bind "$folders" "$CONTAINER" "${python[@]}")
-fi
-export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:=1} # threads; the DDP scripts share them out
-
-warned="" ended=""
-trap 'warned=1' USR1 # the time limit is near
-trap 'ended=1' TERM  # Slurm ends the job, and if it was preempted it requeues it by itself
-# USR1 goes to all processes, and would kill one that does not catch it yet: hence ignored first.
+# In the background, or the shell would not hear the signal before srun ends.
 # shellcheck disable=SC2016 # each machine's own number
-srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-    bash -c 'trap "" USR1; exec "${@/#NODEID/$SLURM_NODEID}"' bash "${python[@]}" "${command[@]}" &
-while kill -0 $! 2> /dev/null; do
-    if [[ $warned ]]; then kill -USR1 $! || true; fi # until it is caught
-    sleep 2 || true
-done
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
+    bash -c 'exec "$@" --rank "$SLURM_NODEID"' bash \
+    "${python[@]}" train_ddp_multigpu_proc.py --resume \
+    --init-method "$meet" --world-size "$SLURM_NNODES" "$@" &
 status=0
-wait $! || status=$?
-if [[ $status == 75 && ! $ended || $status != 0 && $warned ]]; then # torchrun makes 75 a 1
-    echo "job $SLURM_JOB_ID has saved and goes back into the queue"
-    scontrol requeue "$SLURM_JOB_ID"
-fi
+wait $! || wait $! || status=$? # the signal ends the first wait
+# Slurm requeues a preempted job only if it is still there after the GraceTime of the partition.
+if ((status)) && scontrol show job "$SLURM_JOB_ID" | grep -q PreemptTime=2; then again; fi
 exit "$status"

@@ -1,72 +1,35 @@
 #!/usr/bin/env bash
 # Machine 1 of two jobs that find each other: sbatch slurm/node0.sh; sbatch slurm/node1.sh
 #SBATCH --job-name=node1
-#SBATCH --gres=gpu:2             # EDIT: GPUs; without any, delete the line
-#SBATCH --cpus-per-task=2        # EDIT: CPU cores for all processes; more to decode image files
-#SBATCH --time=04:00:00          # EDIT: a training that takes longer is requeued and carries on
-##SBATCH --partition=gpu         # EDIT: name yours and delete one #, if your cluster wants it
-##SBATCH --mem=32G               # EDIT: the same
 #SBATCH --nodelist=node1         # EDIT: this machine's name
-#SBATCH --nodes=1
-#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:2             # EDIT: GPUs; without any, delete the line
+#SBATCH --cpus-per-task=8        # EDIT: CPU cores, about 4 a GPU
+#SBATCH --time=04:00:00          # EDIT: a longer training goes back into the queue and carries on
+##SBATCH --partition=gpu         # EDIT: name yours and delete one #, if your cluster wants it
+##SBATCH --mem=32G               # EDIT: the same; memory of a machine
 #SBATCH --output=%x-%j.out
-#SBATCH --open-mode=append       # a requeued job goes on in the same log
-#SBATCH --requeue
-#SBATCH --signal=B:USR1@60       # warns 60 s before the time limit: ten steps and a save fit in
+#SBATCH --open-mode=append       # or a requeued job begins its log anew
+#SBATCH --requeue                # or a preemption or a lost machine ends the job for good
+#SBATCH --signal=B:USR1@60       # 60 s before the time limit; or the limit ends the job for good
 
 set -euo pipefail
-script=train_ddp_spawn.py # EDIT: its path, seen from the folder where sbatch is typed
-meet=${INIT_METHOD:-tcp://node0:23456} # EDIT: machine 0 and a free port, the same in both files
-if [[ ${1:-} == *.py ]]; then # sbatch slurm/node1.sh train_ddp_multigpu_proc.py [flags]
-    script=$1
-    shift
-fi
-command=("$script" --resume --init-method "$meet" --world-size 2 --rank 1)
-if grep -q nproc-per-node "$script"; then
-    command+=(--nproc-per-node "${SLURM_GPUS_ON_NODE:-1}")
-fi
-command+=("$@")
-
-if [[ $meet == file://* ]]; then # a file that no running job holds is an earlier run's
+requeues=20 # EDIT: so many at most, or a limit too short for one checkpoint goes round for ever
+meet=${INIT_METHOD:-tcp://node0:23456} # EDIT: machine 0 and a free port, alike in both files
+script=train_ddp_spawn.py
+if [[ ${1:-} == *.py ]]; then script=$1; shift; fi # sbatch slurm/node1.sh other_script.py [flags]
+if [[ $meet == file://* ]]; then # of both jobs the first removes the file that an earlier run left
     exec 9>> "${meet#file://}.lock"
     if flock --nonblock 9; then rm -f "${meet#file://}"; fi
     flock --shared 9
 fi
-
-# ---- From here on nothing needs a touch ----------------------------------------------------------
-
-python=("${PYTHON:-python3}")
-if [[ -n ${CONTAINER:-} ]]; then
-    if ! tool=$(command -v apptainer || command -v singularity); then
-        echo "error: CONTAINER is set, but there is no apptainer: load its module" >&2
-        exit 2
-    fi
-    folders=$PWD
-    for word in data runs "${command[@]}"; do # the folders that arguments and links lead to
-        word=${word#--*=}
-        path=$(realpath -m -- "${word#file://}") || continue
-        until [[ -d $path ]]; do path=$(dirname "$path"); done
-        if [[ $path != / && ,$folders, != *,$path,* ]]; then folders+=,$path; fi
-    done
-    python=("$tool" exec --nv --bind "$folders" "$CONTAINER" "${python[@]}")
-fi
-export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:=1} # threads; the DDP scripts share them out
-
-warned="" ended=""
-trap 'warned=1' USR1 # the time limit is near
-trap 'ended=1' TERM  # Slurm ends the job, and if it was preempted it requeues it by itself
-# USR1 goes to all processes, and would kill one that does not catch it yet: hence ignored first.
-# shellcheck disable=SC2016 # each machine's own number
-srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-    bash -c 'trap "" USR1; exec "${@/#NODEID/$SLURM_NODEID}"' bash "${python[@]}" "${command[@]}" &
-while kill -0 $! 2> /dev/null; do
-    if [[ $warned ]]; then kill -USR1 $! || true; fi # until it is caught
-    sleep 2 || true
-done
+again() { ((${SLURM_RESTART_COUNT:-0} >= requeues)) || scontrol requeue "$SLURM_JOB_ID" || true; }
+trap again USR1 # Slurm then kills the job and starts it anew, with --resume
+python=(${CONTAINER:+apptainer exec --nv "$CONTAINER"} "${PYTHON:-python3}" -u)
+echo "machine 1 waits for machine 0 at $meet"
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
+    "${python[@]}" "$script" --resume --init-method "$meet" --world-size 2 --rank 1 "$@" &
 status=0
-wait $! || status=$?
-if [[ $status == 75 && ! $ended || $status != 0 && $warned ]]; then # torchrun makes 75 a 1
-    echo "job $SLURM_JOB_ID has saved and goes back into the queue"
-    scontrol requeue "$SLURM_JOB_ID"
-fi
+wait $! || wait $! || status=$? # the signal ends the first wait
+if ((status == 0 || status == 2)); then exit "$status"; fi # 2 is a wrong flag
+if squeue --me -h -t PD,R -n node0 | grep -q .; then again; fi # the other machine will be back
 exit "$status"

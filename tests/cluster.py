@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MACHINES = ["node0", "node1", "node2", "node3"]
+HOSTS = "127.0.0.1 node0\n127.0.0.2 node1\n127.0.0.3 node2\n127.0.0.4 node3\n"
 # cred_expire is also how long a requeued job is held: 120 s, if nothing is said.
 CONF = """\
 ClusterName=test
@@ -22,7 +23,7 @@ SlurmctldPort={ports[4]}
 AuthInfo=socket={folder}/munge/socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldPidFile={folder}/pid
 SlurmdPidFile={folder}/%n.pid
 SlurmdTimeout=6
 SlurmdParameters=config_overrides
@@ -44,7 +45,7 @@ PartitionName=urgent Nodes=node[2-3] PriorityTier=2
 
 def missing():
     """Why there can be no cluster here, or an empty string."""
-    for name in "munged", "slurmctld", "slurmd", "sbatch", "unshare":
+    for name in "munged", "slurmctld", "slurmd":
         if not shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin"):
             return f"Slurm is not installed (no {name}): apt-get install slurm-wlm munge"
     return "" if os.getuid() == 0 else "a Slurm cluster can be started by root only"
@@ -58,16 +59,14 @@ def write_files(folder):
         subprocess.run(["mknod", folder / f"gpu{number}", "c", "1", "3"], check=True)
     servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(5)]
     ports = [server.getsockname()[1] for server in servers]
-    del servers
     line = "NodeName={} NodeAddr=127.0.0.1 Port={} CPUs=99 Gres=gpu:20\n"
     nodes = "".join(map(line.format, MACHINES, ports))
     host, version = socket.gethostname(), 1 if Path("/sys/fs/cgroup/cpuset").exists() else 2
-    hosts = "".join(f"127.0.0.{i} node{i - 1}\n" for i in range(1, 5))
     gpus = f"NodeName=node[0-3] Name=gpu AutoDetect=off File={folder}/gpu[0-19]\n"
     (folder / "slurm.conf").write_text(CONF.format(**locals()))
     (folder / "gres.conf").write_text(gpus)
     (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\n")
-    (folder / "hosts").write_text(Path("/etc/hosts").read_text() + hosts)
+    (folder / "hosts").write_text(Path("/etc/hosts").read_text() + HOSTS)
 
 
 def start(folder, name, *words):

@@ -61,11 +61,8 @@ class Cold:
         words = [str(word) for word in words]
         with open(self.log, "wb") as file:
             streams = {"stdout": file, "stderr": file, "stdin": subprocess.DEVNULL}
-            self.process = subprocess.Popen(words, start_new_session=True, **streams, **options)
-        self.pid = self.process.pid
-
-    def status(self):
-        return self.process.poll()
+            process = subprocess.Popen(words, start_new_session=True, **streams, **options)
+        self.pid, self.status = process.pid, process.poll
 
 
 def inside(path, flags, log, folder, environment):
@@ -90,12 +87,9 @@ class Warm:
         self.log.write_bytes(b"")
         flags = [str(flag) for flag in flags]
         place = os.getcwd(), dict(os.environ)  # those of the process that forks are older
-        self.process = forks.Process(target=inside, args=(path, flags, self.log, *place))
-        self.process.start()
-        self.pid = self.process.pid
-
-    def status(self):
-        return self.process.exitcode
+        process = forks.Process(target=inside, args=(path, flags, self.log, *place))
+        process.start()
+        self.pid, self.status = process.pid, lambda: process.exitcode
 
 
 def start(name, *flags, processes=1, path=None):

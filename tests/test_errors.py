@@ -12,7 +12,6 @@ from helpers import SCRIPTS, TORCHRUN, Cold, finish, run, script
 
 TRAIN = ["--dataset", "synthetic", "--epochs", 1]
 TWO = ["--world-size", 2]
-NETWORK = ["ddp_spawn", "ddp_multigpu_proc"]
 
 
 def snapshot():
@@ -67,7 +66,7 @@ def test_resume(refused, fashion):
     assert snapshot() == before
 
 
-@pytest.mark.parametrize("name", NETWORK)
+@pytest.mark.parametrize("name", ["ddp_spawn", "ddp_multigpu_proc"])
 def test_place(refused, name):
     for flags, says in [
         ([*TWO, "--rank", 2], "--rank 2"),

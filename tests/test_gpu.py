@@ -7,12 +7,6 @@ from helpers import DDP, SCRIPTS, edited, kill_all, metrics, run, same, start, w
 pytestmark = pytest.mark.gpu
 GPUS = torch.accelerator.device_count()
 JOB = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.01, "--output"]
-TWO = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-
-
-@pytest.fixture(autouse=True)
-def a_gpu():
-    assert GPUS > 0, "these tests need a GPU"
 
 
 def close(output, other, digits=1e-3):
@@ -68,7 +62,7 @@ def test_nothing_waits_between_progress_lines(more):
     run("single", *JOB, "out", "--augment", "--log-every", 50, *more, path=path)
 
 
-@TWO
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", SCRIPTS[1:])
 def test_two_gpus_agree_with_one(name):
     run("single", *JOB, "one")

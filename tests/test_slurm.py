@@ -6,6 +6,7 @@ left; each time that a run goes on takes one. So they last until they have been 
 the cores to the others. They have less data, and a stand-in for torchvision, whose import takes
 seconds and which they do not use."""
 
+import functools
 import os
 import re
 import shutil
@@ -61,9 +62,8 @@ def test_shellcheck():
 
 class Job:
     def __init__(self, name, *flags, folder=".", options=(), file=None):
-        output = f"--output={Path(folder).resolve()}/%x-%j.out"
-        words = ["sbatch", "--parsable", f"--chdir={folder}", output, *options, file or path(name)]
-        self.number = command(*words, *flags)
+        words = ["sbatch", "--parsable", f"--chdir={Path(folder).resolve()}", *options]
+        self.number = command(*words, file or path(name), *flags)
         self.file = Path(folder, f"{name}-{self.number}.out").resolve()
 
     def show(self, field):
@@ -122,12 +122,16 @@ def train(slurm, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(train):
-    """What the run comes to that nothing disturbs, on one process and on two."""
-    for name in "single", "ddp_spawn":
+    """The output of the run that nothing disturbs, on as many processes as `name` has here."""
+
+    @functools.cache
+    def run(name):
         Path(train.folder, f"quiet_{name}.slow").touch()
         words = [f"train_{name}.py", *FLAGS, *EXTRA.get(name, []), "--output", f"quiet_{name}"]
         subprocess.run([sys.executable, *map(str, words)], check=True, cwd=train.folder)
-    return lambda name: train.folder / f"quiet_{'single' if name in SCRIPTS[:2] else 'ddp_spawn'}"
+        return train.folder / f"quiet_{name}"
+
+    return lambda name: run("single" if name in SCRIPTS[:2] else "ddp_spawn")
 
 
 @pytest.fixture(scope="module")
@@ -154,14 +158,15 @@ def limited(train):
 @pytest.mark.slow
 def test_preempted_requeued_cancelled(limited, train, undisturbed):
     """A preemption kills at once, or leaves a GraceTime after a SIGTERM (partition patient)."""
-    partitions = {"ddp_spawn": "spare", "single": "patient", "ddp_torchrun": "patient"}
-    jobs = {n: train(n, f"taken_{n}", options=["-p", p]) for n, p in partitions.items()}
-    jobs["dp"], gone = train("dp", "again"), train("ddp_multigpu_proc", "gone")
+    jobs = {"dp": train("dp", "killed", options=SPARE), "single": train("single", "again")}
+    options = ["--partition=patient", "--nodes=1", "--gres=gpu:2"]
+    jobs["ddp_torchrun"] = train("ddp_torchrun", "patient", options=options)
+    gone = train("ddp_multigpu_proc", "gone", options=["--nodes=1"])
     for job in [*jobs.values(), gone]:
         job.wait_for("epoch 1/9 step 2")
     whole = ["--partition=urgent", "--nodes=2", "--gres=gpu:20", "--output=/dev/null"]
     command("sbatch", *whole, "--wrap=sleep 1")
-    command("scontrol", "requeue", jobs["dp"].number)
+    command("scontrol", "requeue", jobs["single"].number)
     command("scancel", gone.number)
     for name, job in jobs.items():
         job.ended(restarts=1)
@@ -172,23 +177,21 @@ def test_preempted_requeued_cancelled(limited, train, undisturbed):
 @pytest.mark.slow
 def test_a_rank_and_a_machine_that_die(limited, slurm, train, undisturbed):
     rank, lost = (train("ddp_torchrun", name, options=SPARE) for name in ("rank", "lost"))
-    rank.wait_for("epoch 1/9 step 4")
+    for job in rank, lost:
+        job.wait_for("epoch 1/9 step 4")
     commands = command("pgrep", "-af", "torchrun.py .*--output rank").splitlines()
     ranks = [line for line in commands if "distributed.run" not in line]
     assert len(ranks) == 2
     kill(int(ranks[1].split()[0]))
     rank.ended(restarts=0)
-    assert "going on from" in rank.log()  # torchrun has started both anew
     same_run(rank.output, undisturbed("ddp_torchrun"), EPOCHS)
 
-    lost.wait_for("epoch 1/9 step 4")
     folder, machines = slurm
     machines["node3"].kill()
     machines["node3"].wait()
     wait_until(lambda: lost.show("Restarts") == "1", "Slurm, which gives node3 up")
     machines["node3"] = start_machine(folder, "node3")
     lost.ended(restarts=1)
-    assert "going on from" in lost.log()
     same_run(lost.output, undisturbed("ddp_torchrun"), EPOCHS)
 
 
@@ -241,14 +244,13 @@ def test_failures_end_the_job(limited, work):
     stand_ins(f"if {last}:\n    raise KeyError('mine')\ntime.sleep(999)\n")
     for name, job in [(name, Job(name)) for name in SCRIPTS]:
         job.ended("FAILED", restarts=0)
-        where = r"node(\d): task \1" if name in SCRIPTS[3:] else "node0: task 0"
+        where = r"node(\d): task \1" if name in SCRIPTS[3:] else r"node\d: task 0"
         assert re.search(f"srun: error: {where}: Exited with exit code 1", job.log()), job.log()
         assert "Traceback" in job.log()  # of which Slurm may cut off the end
 
 
 @pytest.mark.slow
 def test_the_time_limits(limited, undisturbed):
-    """Two of them, at least, in each file."""
     for name, jobs in limited.items():
         for job in jobs:
             job.ended()
