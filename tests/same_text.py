@@ -1,9 +1,7 @@
-"""Functions, classes and constants of one name have one text in all five scripts.
+"""Functions and constants of one name have one text in all five scripts; `main` may differ.
 
 python tests/same_text.py          # says where they differ, status 1 if anywhere
 python tests/same_text.py --fix    # copies the text of the first script that has it into the others
-
-`main`, and what has no name (imports, flags, the last lines), may differ.
 """
 
 import ast

@@ -34,14 +34,11 @@ def close(output, other, digits=1e-4):
         assert abs(a[key] - b[key]) <= digits * abs(b[key]), (output, key, a[key], b[key])
 
 
-FOUR = [(name, count) for name in DDP for count in (1, 4)]
-
-
 @pytest.mark.parametrize(
     "pairs, flags",
     [
         ([("dp", 1), *((name, 2) for name in DDP)], ["--augment", "--model", "net"]),
-        pytest.param(FOUR, ["--augment"], marks=pytest.mark.slow),
+        pytest.param([(n, c) for n in DDP for c in (1, 4)], ["--augment"], marks=pytest.mark.slow),
         pytest.param([("ddp_spawn", 2), ("dp", 1)], ["--model", "mlp"], marks=pytest.mark.slow),
     ],
     ids=["two", "one-and-four", "mlp"],
@@ -181,7 +178,6 @@ def test_ddp_flags(fashion):
     close("bf16", "plain", 1e-3)
     if shutil.which("g++"):  # which torch.compile needs on a CPU
         run("ddp_torchrun", *flags, "compiled", "--compile", processes=2)
-        assert weights("compiled").keys() == weights("plain").keys()
         close("compiled", "plain", 1e-3)
     run("single", *flags, "cosine", "--lr-schedule", "cosine")
     assert weights("cosine", "last.pt")["optimizer"]["param_groups"][0]["lr"] < 1e-9
@@ -215,12 +211,11 @@ def test_torchvision_sets(parts, data, fashion, monkeypatch):
     sets = {"cifar10": ("data", 50, images, labels)}
     sets["fashion-mnist"] = (data, 640, *pictures(843, 1, 28))
     for name, (folder, count, images, labels) in sets.items():
-        _, *both, classes = load(parts, "--dataset", name, "--data-dir", folder)
+        _, *both, _ = load(parts, "--dataset", name, "--data-dir", folder)
         expected = torch.from_numpy(images).permute(0, 3, 1, 2)
         for part, dataset in zip((slice(count), slice(count, None)), both):
             assert torch.equal(dataset.tensors[0], expected[part])
             assert np.array_equal(dataset.tensors[1], labels[part])
-        assert classes == 10
 
 
 def test_folder(parts, data):
@@ -236,20 +231,18 @@ def test_folder(parts, data):
 
 def test_prepare(parts):
     """uint8 is normalised, floats are left as they are; a TensorDataset's subclass is asked."""
-    args = parts["parser"].parse_args([])
+    args, cpu = parts["parser"].parse_args(["--workers", "0"]), torch.device("cpu")
     images, labels = torch.randint(256, (9, 3, 8, 8), dtype=torch.uint8), torch.arange(9)
-    out, _ = parts["prepare"](args, (images, labels), torch.device("cpu"))
-    assert torch.equal(out, (images.float() - 127.5) / 64)
+    expected = (images.float() - 127.5) / 64
+    assert torch.equal(parts["prepare"](args, (images, labels), cpu)[0], expected)
     floats = torch.rand(9, 5)
-    assert torch.equal(parts["prepare"](args, (floats, labels), torch.device("cpu"))[0], floats)
+    assert torch.equal(parts["prepare"](args, (floats, labels), cpu)[0], floats)
 
     class Negative(torch.utils.data.TensorDataset):
         def __getitem__(self, index):
             return -self.tensors[0][index], self.tensors[1][index]
 
-    args = parts["parser"].parse_args(["--workers", "0"])
-    device = torch.device("cpu")
-    [batch] = parts["load_batches"](args, Negative(floats, labels), range(9), 9, device)
+    [batch] = parts["load_batches"](args, Negative(floats, labels), range(9), 9, cpu)
     assert torch.equal(batch[0], -floats)
 
 
