@@ -108,8 +108,7 @@ def cluster(folder):
 
 
 def command(*words):
-    words = list(map(str, words))
-    return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    return subprocess.check_output(list(map(str, words)), text=True).strip()
 
 
 def wait_until(condition, what, limit=120):

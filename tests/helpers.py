@@ -41,7 +41,7 @@ def free_port():
 
 def commands(name, processes=1, path=None):
     """The command lines, one a machine, that start `name` with so many processes in all."""
-    path = str(path or script(name))
+    path = str(Path(path or script(name)).resolve())
     if name == "ddp_torchrun":
         return [[*TORCHRUN, "--standalone", "--nproc-per-node", processes, path]]
     if name == "ddp_spawn":
