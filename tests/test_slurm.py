@@ -82,9 +82,8 @@ def slurm(tmp_path_factory):
     if missing() or torch.accelerator.is_available():
         pytest.skip(missing() or "its pretended GPUs would be mixed up with the real ones")
     folder = tmp_path_factory.mktemp("slurm")
-    with cluster(folder) as machines, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHON", sys.executable)
-        patch.setenv("OMP_NUM_THREADS", "1")
+    with cluster(folder) as machines:  # which puts the environment back at its end
+        os.environ.update(PYTHON=sys.executable, OMP_NUM_THREADS="1")
         yield folder, machines
 
 
@@ -140,6 +139,7 @@ def limited(train):
     jobs["pair1"] = [start("node0", "pair1", minutes=20), late]
     other = "pair0", "train_ddp_multigpu_proc.py"
     with pytest.MonkeyPatch.context() as patch:
+        Path(f"{late.output}.meet").write_text("what an earlier run left")
         patch.setenv("INIT_METHOD", f"file://{late.output}.meet")
         jobs["pair0"] = [start("node0", *other)]
         jobs["pair0"][0].wait_for("machine 0 waits for machine 1 at file://")
