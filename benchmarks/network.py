@@ -3,9 +3,9 @@
 sudo "$(which python)" benchmarks/network.py --rounds 5
 
 The hosts are network namespaces with half of the cores each, the link is a veth pair, shaped by tc
-(both directions). Each runs one process of train_ddp_spawn.py over Gloo, on noise. Times are means
-over a run's epochs but the first, medians over the rounds, of which each begins with another kind
-of run; ratios are those within a round (and the smallest and largest):
+(both directions). Each runs one process of train_ddp_spawn.py over Gloo. Times are means over a
+run's epochs but the first, medians over the rounds, of which each begins with another kind of run;
+ratios are those within a round (and the smallest and largest):
 
 - compute: both hosts train alone at the same time, each with its half of the batch, no network
 - bytes / rate: what the gradients take on the link, each byte once in each direction
@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import os
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -32,17 +31,6 @@ JOBS = {  # model, its gradients, global batch, steps of an epoch at 1 Gbit/s an
     "net-1024": ("net", 62_006, 1024, 24, 24),
     "resnet18": ("resnet18", 11_181_642, 128, 8, 4),
 }
-
-
-def write_noise(folder, count):
-    """`count` training and 64 test images, 32 x 32, in the format of Fashion-MNIST."""
-    raw = folder / "FashionMNIST" / "raw"
-    raw.mkdir(parents=True)
-    for name, size in (("train", count), ("t10k", 64)):
-        images = struct.pack(">IIII", 0x803, size, 32, 32) + os.urandom(size * 32 * 32)
-        labels = struct.pack(">II", 0x801, size) + bytes(number % 10 for number in range(size))
-        (raw / f"{name}-images-idx3-ubyte").write_bytes(images)
-        (raw / f"{name}-labels-idx1-ubyte").write_bytes(labels)
 
 
 def call(words):
@@ -91,14 +79,14 @@ def run(hosts, words):
 def measure(hosts, job, steps, folder, number):
     """Seconds a step of each kind of run, on the link as it is."""
     model, _, batch, *_ = JOBS[job]
-    data, output = folder / f"{job}-{steps}", ["--output", folder / "outHOST"]
-    if not data.exists():
-        write_noise(data, steps * batch)
-    flags = ["--dataset", "fashion-mnist", "--data-dir", data, "--model", model, "--epochs", 3]
-    flags += ["--repeat", 3]  # the model is that for images with three channels
-    single = [HERE.parent / "train_single.py", *flags, *output]
-    ddp = [HERE.parent / "train_ddp_spawn.py", *flags, *output, "--timeout", 120]
-    ddp += ["--world-size", 2, "--rank", "HOST", "--init-method", "tcp://10.77.0.1:23456"]
+    for name in "train_single.py", "train_ddp_spawn.py":  # copies with as many images as needed
+        text = (HERE.parent / name).read_text().replace("10_000", f"{steps * batch}")
+        (folder / name).write_text(text.replace("2_000", "64"))
+    flags = ["--dataset", "synthetic", "--model", model, "--epochs", 3]
+    flags += ["--output", folder / "outHOST"]
+    single = [folder / "train_single.py", *flags]
+    ddp = [folder / "train_ddp_spawn.py", *flags, "--timeout", 120, "--world-size", 2]
+    ddp += ["--rank", "HOST", "--init-method", "tcp://10.77.0.1:23456"]
     kinds = [
         ("compute", hosts, single, batch // 2),
         ("plain", hosts, ddp, batch),

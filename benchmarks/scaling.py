@@ -1,8 +1,7 @@
 """Predict how DistributedDataParallel scales: will more machines help, before they are booked?
 
-python benchmarks/scaling.py --model resnet18 --rate 100                     # measures a step here
 python benchmarks/scaling.py --model resnet18 --rate 10 --step 0.012 --latency 2e-5
-python benchmarks/scaling.py --check network.csv                             # against network.py
+python benchmarks/scaling.py --check network.csv    # against network.py's measurements
 
 It measures a step of one machine here (unless --step gives yours), the size of each gradient and
 the moment of the backward pass at which it is there. DDP sends a bucket as soon as the gradients in
@@ -10,7 +9,6 @@ it are there, one after the other, while the backward pass goes on. A ring all-r
 over n machines takes 2 (n - 1) latency + 2 (n - 1) / n B / rate (Patarasuk and Yuan, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations", 2009). The optimizer steps when the
 last bucket is there. Efficiency is the step on one machine over that on n with the same batch each.
-Not in it: machines that are slower than others, a shared switch.
 """
 
 import argparse
@@ -20,10 +18,8 @@ import time
 from pathlib import Path
 
 import torch
-from common import resident
-
-from train_single import loss_function
-from train_single import parser as scripts
+from matplotlib import pyplot
+from yardsticks import scripts
 
 MACHINES = [2**power for power in range(1, 11)]
 
@@ -34,9 +30,13 @@ def profile(model, batch_size, steps=20):
     Returns its seconds (median), and for each gradient in the order in which they come its bytes
     and the fraction of the step's time after which it is there.
     """
-    args = scripts.parse_args(["--model", model, "--dataset", "synthetic"])
+    args = scripts.parser.parse_args(["--model", model, "--dataset", "synthetic"])
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    model, optimizer, images, labels, _ = resident(args, batch_size, device)
+    train_set, _, classes = scripts.load_data(args)
+    batch = [tensor[:batch_size] for tensor in train_set.tensors]
+    images, labels = scripts.prepare(args, batch, device)
+    model = scripts.build_model(args, images[0], classes).to(device)
+    optimizer, _ = scripts.build_optimizer(args, model, steps=1)
     came = {}  # {parameter: when its gradient was there, in this step}
 
     def now():
@@ -46,7 +46,7 @@ def profile(model, batch_size, steps=20):
 
     def step():
         begin = now()
-        loss_function(model(images), labels).backward()
+        scripts.loss_function(model(images), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds = now() - begin
@@ -83,10 +83,7 @@ def predict(step, buckets, machines, rate, latency):
 
 
 def check(path):
-    """Print network.py's measurements beside predictions, which each job's fastest link calibrates.
-
-    That link says what to communicate costs the hosts themselves, latency too.
-    """
+    """Measured beside predicted; each job's fastest link tells what the hosts themselves cost."""
     print("| job | Gbit/s | measured, ms | predicted, ms | error |\n|---|---|---|---|---|")
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # what a host had
     with open(path) as file:
@@ -102,6 +99,22 @@ def check(path):
         print(f"| {job} | {row['rate']} | {1e3 * measured:.1f} | {1e3 * step:.1f} | {error} |")
 
 
+def plot(path):
+    """Draw the efficiency over the machines, a line for each rate of the link."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    for axis, (model, batch_size) in zip(axes, (("net", 64), ("resnet18", 128))):
+        step, gradients = profile(model, batch_size)
+        groups = buckets(gradients)
+        for rate, latency in ((0.1, 1e-4), (1, 1e-4), (10, 5e-5), (100, 1e-5)):
+            line = [step / predict(step, groups, n, rate * 1e9 / 8, latency) for n in MACHINES]
+            axis.plot(MACHINES, line, marker=".", label=f"{rate:g} Gbit/s")
+        axis.set(title=f"{model}, {batch_size} images in {1e3 * step:.1f} ms", ylim=(0, 1.05))
+        axis.set(xlabel="machines, the same batch on each", ylabel="efficiency")
+        axis.set_xscale("log", base=2)
+    axes[0].legend()
+    figure.savefig(path, bbox_inches="tight")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -111,9 +124,12 @@ if __name__ == "__main__":
     add("--latency", type=float, default=5e-5, help="of a message, in seconds")
     add("--step", type=float, help="seconds of a step on one machine; else it is measured here")
     add("--check", type=Path, help="a CSV file of network.py's")
+    add("--plot", type=Path, help="draw `net` and `resnet18` into this file")
     args = parser.parse_args()
     if args.check:
         check(args.check)
+    elif args.plot:
+        plot(args.plot)
     else:
         measured, gradients = profile(args.model, args.batch_size)
         step, groups = args.step or measured, buckets(gradients)

@@ -1,9 +1,4 @@
-"""Seconds from the command to the first step of `net`, over those of `import torch, torchvision`.
-
-python benchmarks/start.py --rounds 5 --processes 1 2
-
-Medians (and the smallest and largest) of the differences within a round.
-"""
+"""Seconds from command to the first step of `net`, over those of `import torch, torchvision`."""
 
 import argparse
 import subprocess

@@ -1,15 +1,13 @@
 """How many images a second: the five scripts beside what one would otherwise take.
 
 python benchmarks/throughput.py --rounds 5                          # all of it: some hours
-python benchmarks/throughput.py --jobs net --only single copied limit
-python benchmarks/throughput.py --baseline OTHER/FOLDER --only single ddp_torchrun
 python benchmarks/throughput.py --jobs resnet18 -- --amp --compile  # flags for scripts and limit
 
 A round runs each contestant once, in turn; each round begins with another one. A figure is the mean
 over a run's epochs but the first, the training alone, by the run's own clock. Tables have medians
-over the rounds (and the smallest and largest), ratios are those within a round: to the peers with
-their better number of workers, limit.py, decode.py (job `folder`), and the same script in the
-folder --baseline. Several processes share the cores evenly; on GPUs, each has one.
+over the rounds (and the smallest and largest), ratios are those within a round: to yardsticks.py,
+with the better number of loader workers, and to the same script in the folder --baseline. Several
+processes share the cores evenly; on GPUs, each has one.
 """
 
 import argparse
@@ -22,31 +20,28 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image
 
 HERE = Path(__file__).resolve().parent
+YARDSTICKS = HERE / "yardsticks.py"
 GPU = torch.accelerator.is_available()
 SCRIPTS = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc"]  # train_NAME.py
 PEERS = ["copied", "accelerate", "lightning"]
 JOBS = {  # flags, epochs
-    "net": ("--dataset synthetic --model net --batch-size 64", 11),
+    "net": ("--dataset synthetic --model net --batch-size 64", 6),
     "resnet18": ("--dataset synthetic --model resnet18 --batch-size 128", 3),
     "folder": ("--dataset {folder} --model net --batch-size 64", 4),
 }
 
 
 def write_folder(folder, count):
-    """`count` JPEG files for training, 64 for the test; 500 x 375, smooth, with some grain."""
-    random = np.random.default_rng(0)
+    """`count` JPEG files for training, 64 for the test, 500 x 375 and 50 kB each."""
     for number in range(count + 64):
         part = Path(folder, "train" if number < count else "test", str(number % 10))
         part.mkdir(parents=True, exist_ok=True)
-        image = Image.fromarray(random.integers(256, size=(12, 16, 3), dtype=np.uint8))
-        image = np.asarray(image.resize((500, 375), Image.Resampling.BICUBIC), dtype=np.int16)
-        image = image + random.integers(-8, 9, size=image.shape, dtype=np.int16)
-        Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(part / f"{number}.jpg")
+        image = Image.effect_noise((166, 125), 60).resize((500, 375)).convert("RGB")
+        image.save(part / f"{number}.jpg")
 
 
 def names(processes):
@@ -64,8 +59,7 @@ def commands(path, processes, folder):
         place = ["--init-method", f"file://{folder}/store", "--world-size", processes]
         place += ["--timeout", 120, "--rank"]
         return [[sys.executable, path, *place, rank] for rank in range(processes)]
-    ours = path.parent == HERE and path.name != "decode.py"
-    if path.name == "train_ddp_torchrun.py" or (ours and processes > 1):
+    if path.name == "train_ddp_torchrun.py" or (path == YARDSTICKS and processes > 1):
         return [[*torchrun, processes, path]]
     return [[sys.executable, path]]
 
@@ -105,17 +99,16 @@ def read_metrics(output):
 
 def contestants(args, job, processes):
     """(name, file, flags of its own) of all that take part."""
-    found = [("limit", HERE / "limit.py", args.flags)]
+    found = [("limit", YARDSTICKS, ["limit", *args.flags])]
     for name in names(processes):
         found.append((name, HERE.parent / f"train_{name}.py", args.flags))
         if args.baseline:
             found.append((f"baseline {name}", args.baseline / f"train_{name}.py", args.flags))
     if job == "folder":
-        return [*found, ("decode", HERE / "decode.py", [])]
+        return [*found, ("decode", YARDSTICKS, ["decode"])]
     for name in PEERS:
         for workers in args.workers:
-            own = [name, "--workers", workers]
-            found.append((f"{name} {workers} workers", HERE / "peers.py", own))
+            found.append((f"{name} {workers} workers", YARDSTICKS, [name, "--workers", workers]))
     return found
 
 
@@ -191,7 +184,8 @@ def main():
                 for number in range(args.rounds):
                     first = number * len(order) // args.rounds
                     for name, path, own in order[first:] + order[:first]:
-                        rate, memory = train(path, processes, [*flags, *own])
+                        count = 1 if name == "decode" else processes  # it uses all cores
+                        rate, memory = train(path, count, [*own, *flags])
                         row = {"job": job, "processes": processes, "round": number}
                         row |= {"contestant": name, "images_per_second": rate}
                         rows.append(row | {"device_mib": memory})

@@ -1,0 +1,109 @@
+"""How often a torchrun job hangs after --max-restarts began it again: a fault in torch.
+
+sudo "$(which python)" benchmarks/restarts.py --rounds 20
+
+Two ranks, on one of network.py's two hosts or on both, meet over Gloo and add numbers, until one
+gets SIGKILL and torchrun starts both again. It is a hang if they have not met again within 20
+seconds, or if torchrun gave up; the next kill then strikes a new job. `variable`: with
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. `prefix`: instead of a bare init_process_group(), one with a
+PrefixStore for each attempt, as train_ddp_torchrun.py has it on one machine.
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from network import two_hosts
+from throughput import markdown, title
+
+PLACES = {  # what torchrun is told on host i
+    "one machine": "--standalone --nproc-per-node 2",
+    "two machines, c10d": "--nnodes 2 --rdzv-id job --rdzv-backend c10d"
+    " --rdzv-endpoint 10.77.0.1:23456 --rdzv-conf is_host={first} --local-addr 10.77.0.{ip}",
+    "two machines, static": "--nnodes 2 --node-rank {i} --master-addr 10.77.0.1",
+}
+
+
+def rank(prefix):
+    """What torchrun starts."""
+    options = {}
+    if prefix:
+        store, options["rank"], options["world_size"] = next(dist.rendezvous("env://"))
+        options["store"] = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    dist.init_process_group("gloo", **options)
+    print(f"\nmet {os.getpid()}", flush=True)
+    while True:
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.05)
+
+
+def start(hosts, place, variable, prefix, log):
+    """Start torchrun on each machine."""
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": variable}
+    started = []
+    for i, host in enumerate(hosts):
+        words = ["ip", "netns", "exec", host, "env", f"GLOO_SOCKET_IFNAME=v{i}"]
+        words += [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1000"]
+        words += PLACES[place].format(i=i, ip=i + 1, first=i == 0).split()
+        words += [__file__, "--rank", prefix]
+        started.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
+    return started
+
+
+def met(log, count, jobs):
+    """The ranks that have met, once they are so many; none if that takes too long."""
+    end, found = time.monotonic() + 20, []
+    while len(found) < count:
+        if time.monotonic() > end or any(job.poll() is not None for job in jobs):
+            return []
+        time.sleep(0.05)
+        with open(log.name) as file:
+            found = [int(line.split()[1]) for line in file if line.startswith("met ")]
+    return found
+
+
+def measure(hosts, kills, *kind):
+    """How many of so many kills hang."""
+    done = hangs = 0
+    while done < kills:
+        log = tempfile.NamedTemporaryFile()
+        jobs = start(hosts, *kind, log)
+        found = met(log, 2, jobs)
+        assert found, open(log.name).read()  # before any kill
+        while found and done < kills:
+            time.sleep(random.random())
+            os.kill(random.choice(found[-2:]), signal.SIGKILL)
+            found = met(log, len(found) + 2, jobs)
+            done += 1
+            hangs += not found
+        for job in jobs:
+            job.terminate()
+        for job in jobs:
+            job.wait()
+    return hangs
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20, help="kills of each kind")
+    parser.add_argument("--rank", choices=("bare", "prefix"), help="be one that torchrun starts")
+    args = parser.parse_args()
+    if args.rank:
+        rank(args.rank == "prefix")
+    print(title(args))
+    print(markdown(["", "bare", "variable", "prefix", "both"]), "|---" * 5 + "|", sep="\n")
+    with two_hosts() as hosts:
+        for place in PLACES:
+            machines = hosts[:1] if place == "one machine" else hosts
+            cells = [place]
+            for prefix in "bare", "prefix":
+                for variable in "0", "1":
+                    cells.append(f"{measure(machines, args.rounds, place, variable, prefix)}")
+            print(markdown(cells), flush=True)

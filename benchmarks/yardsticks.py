@@ -1,0 +1,175 @@
+"""What throughput.py compares the scripts with, started as they are, with train_single.py's flags.
+
+`copied` is the loop that everyone copies from the tutorials; `accelerate` and `lightning` are these
+libraries as in their first examples, without logger, checkpoints and progress bar; `limit` repeats
+the scripts' step on one batch on the device; `decode` is Pillow alone, a process on each core.
+"""
+
+import os
+import sys
+import time
+from multiprocessing import Pool
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision import datasets, transforms
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import train_single as scripts  # noqa: E402
+
+
+class Clock:
+    """Writes metrics.csv for the training part of each epoch, on rank 0, as the scripts do."""
+
+    def __init__(self, args, images):
+        self.path, self.images = args.output / "metrics.csv", images
+        self.lines = ["seconds,images_per_second,peak_memory_mib"]
+
+    def start(self):
+        self.begin = time.perf_counter()
+
+    def stop(self):
+        peak = 0
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+            peak = torch.accelerator.max_memory_allocated() / 2**20
+        seconds = time.perf_counter() - self.begin
+        self.lines.append(f"{seconds},{self.images / seconds},{peak}")
+        if os.environ.get("RANK", "0") == "0":
+            self.path.write_text("\n".join(self.lines))
+
+
+class CIFAR10(datasets.CIFAR10):
+    """torchvision's, with the scripts' synthetic images in place of downloaded ones."""
+
+    def __init__(self, images, labels):
+        self.data, self.targets = images.permute(0, 2, 3, 1).contiguous().numpy(), labels.tolist()
+        normalize = transforms.Normalize((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+        self.transform = transforms.Compose([transforms.ToTensor(), normalize])
+        self.target_transform = None
+
+
+def copied(args, train_set, net, batch_size, clock):
+    train_set, sampler = CIFAR10(*train_set.tensors), None
+    net.to(device)
+    if world_size > 1:
+        dist.init_process_group()
+        sampler = DistributedSampler(train_set)
+        net = nn.parallel.DistributedDataParallel(net)
+    options = {"shuffle": sampler is None, "sampler": sampler, "num_workers": args.workers}
+    trainloader = DataLoader(train_set, batch_size, **options)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
+    for epoch in range(args.epochs):
+        if sampler:
+            sampler.set_epoch(epoch)
+        clock.start()
+        running_loss = 0.0
+        for inputs, labels in trainloader:
+            inputs, labels = inputs.to(device), labels.to(device)
+            optimizer.zero_grad()
+            loss = criterion(net(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            running_loss += loss.item()
+        clock.stop()
+
+
+def accelerate(args, train_set, net, batch_size, clock):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=device.type == "cpu")
+    options = {"shuffle": True, "num_workers": args.workers}
+    loader = DataLoader(CIFAR10(*train_set.tensors), batch_size, **options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    net.train()
+    for _ in range(args.epochs):
+        clock.start()
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+        clock.stop()
+
+
+def lightning(args, train_set, net, batch_size, clock):
+    from lightning import LightningModule, Trainer
+
+    class Classifier(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+            self.on_train_epoch_start, self.on_train_epoch_end = clock.start, clock.stop
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return nn.functional.cross_entropy(self.net(x), y)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=args.lr, momentum=0.9)
+
+    off = "logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"
+    options = dict.fromkeys(off, False) | {"max_epochs": args.epochs}
+    options["strategy"] = "ddp" if world_size > 1 else "auto"
+    trainer = Trainer(devices=world_size, **options)
+    options = {"shuffle": True, "num_workers": args.workers}
+    trainer.fit(Classifier(), DataLoader(CIFAR10(*train_set.tensors), batch_size, **options))
+
+
+def limit(args, train_set, net, batch_size, clock):
+    net.to(device)
+    optimizer, _ = scripts.build_optimizer(args, net, steps=1)
+    batches = scripts.load_batches(args, train_set, range(batch_size), batch_size, device)
+    images, labels = scripts.prepare(args, next(batches), device)
+    if args.compile:
+        net.compile()
+    if world_size > 1:
+        dist.init_process_group()
+        net = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
+    for _ in range(args.epochs):
+        clock.start()
+        for _ in range(0, len(train_set), args.batch_size):
+            optimizer.zero_grad()
+            with autocast:
+                loss = scripts.loss_function(net(images), labels)
+            loss.backward()
+            optimizer.step()
+        clock.stop()
+
+
+def decode_one(path):
+    image = Image.open(path).convert("RGB")
+    return image.resize((args.image_size, args.image_size), Image.Resampling.BILINEAR).tobytes()
+
+
+def decode(args, train_set, net, batch_size, clock):
+    with Pool(os.cpu_count()) as pool:
+        for _ in range(args.epochs):
+            clock.start()
+            pool.map(decode_one, [path for path, _ in train_set.samples], chunksize=8)
+            clock.stop()
+
+
+if __name__ == "__main__":
+    loops = {loop.__name__: loop for loop in (copied, accelerate, lightning, limit, decode)}
+    scripts.parser.add_argument("loop", choices=loops)
+    args = scripts.parser.parse_args()
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
+        torch.accelerator.set_device_index(device.index)
+    train_set, _, classes = scripts.load_data(args)
+    torch.manual_seed(args.seed)
+    net = scripts.build_model(args, train_set[0][0], classes)
+    clock = Clock(args, len(train_set))
+    loops[args.loop](args, train_set, net, args.batch_size // world_size, clock)
+    if dist.is_initialized():
+        dist.destroy_process_group()
