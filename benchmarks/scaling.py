@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 
 import torch
-from matplotlib import pyplot
 from yardsticks import scripts
 
 MACHINES = [2**power for power in range(1, 11)]
@@ -101,6 +100,7 @@ def check(path):
 
 def plot(path):
     """Draw the efficiency over the machines, a line for each rate of the link."""
+    from matplotlib import pyplot  # nothing else needs it
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True)
     for axis, (model, batch_size) in zip(axes, (("net", 64), ("resnet18", 128))):
         step, gradients = profile(model, batch_size)

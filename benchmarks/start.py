@@ -25,7 +25,7 @@ if __name__ == "__main__":
     parser.add_argument("--processes", nargs="+", type=int, default=[1])
     args = parser.parse_args()
     print(title(args), flush=True)
-    flags, pipe = ["--dataset", "synthetic", "--epochs", 1, "--log-every", 1], subprocess.PIPE
+    flags, pipe = "--dataset synthetic --epochs 1 --log-every 1".split(), subprocess.PIPE
     imports = [sys.executable, "-c", "import torch, torchvision; print(' step 1/', flush=True)"]
     found = {}
     for _ in range(args.rounds):
