@@ -101,16 +101,16 @@ def check(path):
 def plot(path):
     """Draw the efficiency over the machines, a line for each rate of the link."""
     from matplotlib import pyplot  # nothing else needs it
+
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True)
     for axis, (model, batch_size) in zip(axes, (("net", 64), ("resnet18", 128))):
         step, gradients = profile(model, batch_size)
         groups = buckets(gradients)
         for rate, latency in ((0.1, 1e-4), (1, 1e-4), (10, 5e-5), (100, 1e-5)):
             line = [step / predict(step, groups, n, rate * 1e9 / 8, latency) for n in MACHINES]
-            axis.plot(MACHINES, line, marker=".", label=f"{rate:g} Gbit/s")
+            axis.semilogx(MACHINES, line, base=2, marker=".", label=f"{rate:g} Gbit/s")
         axis.set(title=f"{model}, {batch_size} images in {1e3 * step:.1f} ms", ylim=(0, 1.05))
         axis.set(xlabel="machines, the same batch on each", ylabel="efficiency")
-        axis.set_xscale("log", base=2)
     axes[0].legend()
     figure.savefig(path, bbox_inches="tight")
 
