@@ -71,6 +71,7 @@ def inside(path, flags, log, folder, environment):
     os.environ.update(environment)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background has none
     sys.argv = [path, *flags]
     runpy.run_path(path, run_name="__main__")
 
