@@ -14,6 +14,7 @@
 #SBATCH --signal=B:USR1@60       # 60 s before the time limit; or the limit ends the job for good
 
 set -euo pipefail
+script=train_ddp_multigpu_proc.py # EDIT: your copy of it
 requeues=20 # EDIT: so many at most, or a limit too short for one checkpoint goes round for ever
 again() { ((${SLURM_RESTART_COUNT:-0} >= requeues)) || scontrol requeue "$SLURM_JOB_ID" || true; }
 trap again USR1 # Slurm then kills the job and starts it anew, with --resume
@@ -24,7 +25,7 @@ meet=tcp://$(hostname):$((10000 + SLURM_JOB_ID % 20000)) # this shell is on the 
 # shellcheck disable=SC2016 # each machine's own number
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     bash -c 'exec "$@" --rank "$SLURM_NODEID"' bash \
-    "${python[@]}" train_ddp_multigpu_proc.py --resume \
+    "${python[@]}" "$script" --resume \
     --init-method "$meet" --world-size "$SLURM_NNODES" "$@" &
 status=0
 wait $! || wait $! || status=$? # the signal ends the first wait

@@ -14,6 +14,7 @@
 #SBATCH --signal=B:USR1@60       # 60 s before the time limit; or the limit ends the job for good
 
 set -euo pipefail
+script=train_ddp_torchrun.py # EDIT: your copy of it
 requeues=20 # EDIT: so many at most, or a limit too short for one checkpoint goes round for ever
 again() { ((${SLURM_RESTART_COUNT:-0} >= requeues)) || scontrol requeue "$SLURM_JOB_ID" || true; }
 trap again USR1 # Slurm then kills the job and starts it anew, with --resume
@@ -27,7 +28,7 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" --max-restarts 3 \
     --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
     --rdzv-endpoint "$(hostname):$((10000 + SLURM_JOB_ID % 20000))" \
-    train_ddp_torchrun.py --resume "$@" & # this shell, and so hostname, is on the first machine
+    "$script" --resume "$@" & # this shell, and so hostname, is on the first machine
 status=0
 wait $! || wait $! || status=$? # the signal ends the first wait
 # Slurm requeues a preempted job only if it is still there after the GraceTime of the partition.

@@ -15,7 +15,7 @@
 set -euo pipefail
 requeues=20 # EDIT: so many at most, or a limit too short for one checkpoint goes round for ever
 meet=${INIT_METHOD:-tcp://node0:23456} # EDIT: machine 0 and a free port, alike in both files
-script=train_ddp_spawn.py
+script=train_ddp_spawn.py # EDIT: your copy of it
 if [[ ${1:-} == *.py ]]; then script=$1; shift; fi # sbatch slurm/node1.sh other_script.py [flags]
 if [[ $meet == file://* ]]; then # of both jobs the first removes the file that an earlier run left
     exec 9>> "${meet#file://}.lock"

@@ -12,6 +12,7 @@
 #SBATCH --signal=B:USR1@60       # 60 s before the time limit; or the limit ends the job for good
 
 set -euo pipefail
+script=train_single.py # EDIT: your copy of it
 requeues=20 # EDIT: so many at most, or a limit too short for one checkpoint goes round for ever
 again() { ((${SLURM_RESTART_COUNT:-0} >= requeues)) || scontrol requeue "$SLURM_JOB_ID" || true; }
 trap again USR1 # Slurm then kills the job and starts it anew, with --resume
@@ -19,7 +20,7 @@ python=(${CONTAINER:+apptainer exec --nv "$CONTAINER"} "${PYTHON:-python3}" -u)
 
 # In the background, or the shell would not hear the signal before srun ends.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-    "${python[@]}" train_single.py --resume "$@" &
+    "${python[@]}" "$script" --resume "$@" &
 status=0
 wait $! || wait $! || status=$? # the signal ends the first wait
 # Slurm requeues a preempted job only if it is still there after the GraceTime of the partition.
