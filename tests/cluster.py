@@ -33,6 +33,7 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 ReturnToService=2
 KillWait=5
+MinJobAge=3600
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu

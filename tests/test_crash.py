@@ -25,13 +25,16 @@ def test_killed_at_random(fashion, name):
     """All processes by SIGKILL, three times, once while a checkpoint is being written."""
     flags, count, reached = [*fashion, *TRAIN, "--output"], COUNTS[name], 0
     run(name, *flags, "whole", processes=count)
+    dies = "        os.kill(os.getpid(), 9)\n"  # within the writing of last.pt
     for i in range(5 if name == "single" else 3):
-        jobs = start(name, *flags, "out", processes=count)
+        path = edited(name, "        file.flush()\n", dies) if i == 1 else None
+        jobs = start(name, *flags, "out", processes=count, path=path)
         wait_for(" step ", *jobs)
         time.sleep(random.uniform(0, 0.1))  # some 30 of the 480 steps
         end = time.monotonic() + LIMIT
         while i == 1 and not Path("out/last.pt.tmp").exists():
             assert time.monotonic() < end
+            time.sleep(0.01)
         if i >= 3:  # SIGTERM and Ctrl-C are the same case
             kill(jobs[0].pid, (signal.SIGTERM, signal.SIGINT)[i - 3])
             assert finish(jobs, 20)[0] not in ([0], ["still there"])
