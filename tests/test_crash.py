@@ -5,8 +5,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -125,62 +123,3 @@ def test_a_killed_peer_ends_the_job(name):
     statuses, text = finish(jobs, 30)
     assert not {0, "still there"} & set(statuses), text
     assert all_ended(), text
-
-
-@pytest.fixture
-def hosts():
-    """Two network namespaces joined by a cable: hosts n0 at 10.77.0.1 and n1 at 10.77.0.2."""
-    if os.getuid() or not shutil.which("ip"):
-        pytest.skip("two hosts on one machine need root and iproute2")
-    names = [f"n{i}-{os.getpid()}" for i in (0, 1)]
-
-    def ip(words):
-        subprocess.run(["ip", *words.split()], check=True)
-
-    try:
-        for name in names:
-            ip(f"netns add {name}")
-        ip(f"link add v0 netns {names[0]} type veth peer name v1 netns {names[1]}")
-        for i, name in enumerate(names):
-            ip(f"-n {name} addr add 10.77.0.{i + 1}/24 dev v{i}")
-            ip(f"-n {name} link set v{i} up")
-            ip(f"-n {name} link set lo up")
-        yield names, lambda state: ip(f"-n {names[1]} link set v1 {state}")
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name])
-
-
-def on_host(names, i, name, *flags):
-    """Start host i's command of a job on both, with --timeout 5."""
-    inside = ["ip", "netns", "exec", names[i], "env", f"GLOO_SOCKET_IFNAME=v{i}"]
-    if name == "ddp_torchrun":
-        words = [*TORCHRUN, "--nnodes", 2, "--node-rank", i, "--master-addr", "10.77.0.1"]
-        words += ["--master-port", 23456, "--rdzv-conf", "timeout=5", script(name)]
-    else:
-        words = [sys.executable, script(name), "--world-size", 2, "--rank", i]
-        words += ["--init-method", "tcp://10.77.0.1:23456"]
-    return Cold([*inside, *words, "--timeout", 5, *flags, "--output", "out"], f"{name}-{i}.log")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DDP)
-def test_the_network(hosts, name):
-    """A host that never comes, then a cable that is cut: each process ends within --timeout and
-    some seconds, not with 0; and --resume goes on."""
-    names, cable = hosts
-    statuses, text = finish([on_host(names, int(name == "ddp_spawn"), name, *LONG)], 90)
-    assert statuses[0] not in (0, "still there") and not Path("out").exists(), text
-    flags = [*LONG, "--checkpoint-every", 5, "--resume"]
-    jobs = [on_host(names, i, name, *flags) for i in (0, 1)]
-    wait_for("epoch 1/100000 step 20/", jobs[0])
-    cable("down")
-    begin = time.monotonic()
-    statuses, text = finish(jobs, 60)
-    assert not {0, "still there"} & set(statuses), text
-    assert time.monotonic() - begin < 5 + 25 and all_ended(), text
-    cable("up")
-    epochs = weights("out", "last.pt")["epoch"] + 1
-    jobs = [on_host(names, i, name, *flags, "--epochs", epochs) for i in (0, 1)]
-    assert finish(jobs)[0] == [0, 0], finish(jobs)
-    assert len(metrics("out")) == epochs
