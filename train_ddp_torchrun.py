@@ -184,8 +184,7 @@ def main(args):
     if args.epochs == 0:  # a check of the set-up
         dist.destroy_process_group()
         return
-    # Rank 0 downloads first, then one process of each other machine; the rest find the files.
-    for my_turn in rank == 0, rank > 0 and local_rank == 0, local_rank > 0:
+    for my_turn in rank == 0, rank > 0 and local_rank == 0, local_rank > 0:  # one downloads first
         if my_turn:
             train_set, test_set, classes = load_data(args)
         dist.barrier()

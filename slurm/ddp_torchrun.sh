@@ -21,7 +21,6 @@ trap again USR1 # Slurm then kills the job and starts it anew, with --resume
 python=(${CONTAINER:+apptainer exec --nv "$CONTAINER"} "${PYTHON:-python3}" -u)
 # Or torchrun's restarts find the addresses of dead processes, and wait for them.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-
 # In the background, or the shell would not hear the signal before srun ends.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     "${python[@]}" -m torch.distributed.run \
