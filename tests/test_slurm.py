@@ -27,7 +27,7 @@ FLAGS = ["--dataset", "synthetic", "--epochs", EPOCHS, "--checkpoint-every", 1, 
 # other leaves it waiting for the whole of --timeout.
 EXTRA = {"ddp_spawn": ["--nproc-per-node", 2]} | dict.fromkeys(PAIR, ["--timeout", 30])
 OPTIONS = {"ddp_torchrun": ["--gres=gpu:1"]}
-SLOW = 'time.sleep(os.path.getsize(f"{args.output}.slow") > 0)'
+SLOW = 'time.sleep(2 * (os.path.getsize(f"{args.output}.slow") > 0))'
 LESS = 'slow = Path(f"{args.output}.slow"); slow.write_text(slow.read_text()[1:])'
 CHANGES = {"images, labels = (tensor.to(": f"{SLOW}; ", 'print(f"going on from': f"{LESS}; "}
 TORCHVISION = "class datasets:\n    CIFAR10 = FashionMNIST = None\nmodels = transforms = None\n"
@@ -127,10 +127,10 @@ def undisturbed(train):
 
 @pytest.fixture(scope="module")
 def limited(train):
-    """Jobs of two minutes, of which the warning takes one; they go on beside the other tests.
+    """Jobs of three minutes, of which the warning takes one; they go on beside the other tests.
     Of one pair only machine 1 has a limit, and comes first; of the other, machine 0."""
 
-    def start(*words, minutes=2):
+    def start(*words, minutes=3):
         return train(*words, options=[f"--time={minutes}"], times=2)
 
     jobs = {name: [start(name, name)] for name in SCRIPTS}
