@@ -3,9 +3,8 @@
 sudo "$(which python)" benchmarks/network.py --rounds 5
 
 The hosts are network namespaces with half of the cores each, the link is a veth pair, shaped by tc
-(both directions). Each runs one process of train_ddp_spawn.py over Gloo. Times are means over a
-run's epochs but the first, medians over the rounds, of which each begins with another kind of run;
-ratios are those within a round (and the smallest and largest):
+(both directions). Each runs one process of train_ddp_spawn.py over Gloo. Times are medians over the
+rounds, ratios those within a round (and the smallest and largest), as in throughput.py:
 
 - compute: both hosts train alone at the same time, each with its half of the batch, no network
 - bytes / rate: what the gradients take on the link, each byte once in each direction
@@ -56,10 +55,11 @@ def two_hosts():
 
 
 def shape(hosts, rate):
-    """Let `rate` Gbit/s through the link, each way, and not much more after a pause."""
-    burst = max(70_000, round(rate * 1e9 / 8 * 1e-4))  # bytes: no less than the kernel hands over
+    """Let `rate` Gbit/s through the link, each way, and hardly more after a pause."""
+    burst = max(16_000, round(rate * 1e9 / 8 * 1e-4))  # bytes; the kernel must not hand over more
+    limits = f"rate {rate}gbit burst {burst} latency 50ms"
     for i, host in enumerate(hosts):
-        limits = f"rate {rate}gbit burst {burst} latency 50ms"
+        call(f"ip -n {host} link set v{i} gso_max_size {min(burst, 65536)}")
         call(f"tc -n {host} qdisc replace dev v{i} root tbf {limits}")
 
 
@@ -82,8 +82,7 @@ def measure(hosts, job, steps, folder, number):
     for name in "train_single.py", "train_ddp_spawn.py":  # copies with as many images as needed
         text = (HERE.parent / name).read_text().replace("10_000", f"{steps * batch}")
         (folder / name).write_text(text.replace("2_000", "64"))
-    flags = ["--dataset", "synthetic", "--model", model, "--epochs", 3]
-    flags += ["--output", folder / "outHOST"]
+    flags = f"--dataset synthetic --epochs 3 --model {model} --output {folder}/outHOST".split()
     single = [folder / "train_single.py", *flags]
     ddp = [folder / "train_ddp_spawn.py", *flags, "--timeout", 120, "--world-size", 2]
     ddp += ["--rank", "HOST", "--init-method", "tcp://10.77.0.1:23456"]

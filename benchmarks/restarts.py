@@ -5,8 +5,7 @@ sudo "$(which python)" benchmarks/restarts.py --rounds 20
 Two ranks, on one of network.py's two hosts or on both, meet over Gloo and add numbers, until one
 gets SIGKILL and torchrun starts both again. It is a hang if they have not met again within 20
 seconds, or if torchrun gave up; the next kill then strikes a new job. `variable`: with
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. `prefix`: instead of a bare init_process_group(), one with a
-PrefixStore for each attempt, as train_ddp_torchrun.py has it on one machine.
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. `prefix`: with train_ddp_torchrun.py's PrefixStore.
 """
 
 import argparse

@@ -1,14 +1,13 @@
 """Predict how DistributedDataParallel scales: will more machines help, before they are booked?
 
 python benchmarks/scaling.py --model resnet18 --rate 10 --step 0.012 --latency 2e-5
-python benchmarks/scaling.py --check network.csv    # against network.py's measurements
 
-It measures a step of one machine here (unless --step gives yours), the size of each gradient and
-the moment of the backward pass at which it is there. DDP sends a bucket as soon as the gradients in
-it are there, one after the other, while the backward pass goes on. A ring all-reduce of B bytes
-over n machines takes 2 (n - 1) latency + 2 (n - 1) / n B / rate (Patarasuk and Yuan, "Bandwidth
-optimal all-reduce algorithms for clusters of workstations", 2009). The optimizer steps when the
-last bucket is there. Efficiency is the step on one machine over that on n with the same batch each.
+It measures a step of one machine here, the size of each gradient and the moment of the backward
+pass at which it is there. DDP sends a bucket as soon as the gradients in it are there, one after
+the other, while the backward pass goes on. A ring all-reduce of B bytes over n machines takes
+2 (n - 1) latency + 2 (n - 1) / n B / rate (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations", 2009). Efficiency is the step on one machine over that on
+n machines with the same batch each.
 """
 
 import argparse
@@ -87,13 +86,14 @@ def check(path):
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # what a host had
     with open(path) as file:
         rows = sorted(csv.DictReader(file), key=lambda row: -float(row["rate"]))
-    found, host = {}, {}
+    found, alone = {}, {}
     for row in rows:
         job, rate, measured = row["job"], float(row["rate"]) * 1e9 / 8, float(row["plain"])
-        if job not in host:
+        if job not in found:
             found[job] = buckets(profile(job.split("-")[0], int(row["batch"]) // 2)[1])
-            host[job] = measured - predict(float(row["compute"]), found[job], 2, rate, 0)
-        step = predict(float(row["compute"]) + host[job], found[job], 2, rate, 0)
+            compute = statistics.median(float(r["compute"]) for r in rows if r["job"] == job)
+            alone[job] = compute + measured - predict(compute, found[job], 2, rate, 0)
+        step = predict(alone[job], found[job], 2, rate, 0)
         error = f"{step / measured - 1:+.0%}"
         print(f"| {job} | {row['rate']} | {1e3 * measured:.1f} | {1e3 * step:.1f} | {error} |")
 

@@ -1,4 +1,4 @@
-"""Seconds from command to the first step of `net`, over those of `import torch, torchvision`."""
+"""Seconds from command to the first step of `net`, beside those of the imports."""
 
 import argparse
 import subprocess
@@ -25,18 +25,21 @@ if __name__ == "__main__":
     parser.add_argument("--processes", nargs="+", type=int, default=[1])
     args = parser.parse_args()
     print(title(args), flush=True)
-    flags, pipe = "--dataset synthetic --epochs 1 --log-every 1".split(), subprocess.PIPE
+    flags = "--dataset synthetic --epochs 1 --log-every 1".split()
+    options = {"stdout": subprocess.PIPE, "text": True}
     imports = [sys.executable, "-c", "import torch, torchvision; print(' step 1/', flush=True)"]
-    found = {}
+    least = []
+    found = {("imports", ""): least}
     for _ in range(args.rounds):
         begin = time.perf_counter()
-        least = first_step(begin, [subprocess.Popen(imports, stdout=pipe, text=True)])
+        least.append(first_step(begin, [subprocess.Popen(imports, **options)]))
         for processes in args.processes:
             for name in names(processes):
+                path, begin = HERE.parent / f"train_{name}.py", time.perf_counter()
                 with tempfile.TemporaryDirectory() as output:
-                    path, begin = HERE.parent / f"train_{name}.py", time.perf_counter()
-                    started = start(path, processes, flags, output, stdout=pipe, text=True)
-                    seconds = first_step(begin, started) - least
-                found.setdefault((path.name, str(processes)), []).append(seconds)
-    for key, seconds in found.items():
-        print(markdown([*key, spread(seconds, 2)]))
+                    started = start(path, processes, flags, output, **options)
+                    found.setdefault((name, processes), []).append(first_step(begin, started))
+    print("| script | processes | seconds | over the imports |\n|---|---|---|---|")
+    for (name, processes), seconds in found.items():
+        more = [a - b for a, b in zip(seconds, least)]
+        print(markdown([name, str(processes), spread(seconds, 2), spread(more, 2)]))

@@ -3,11 +3,10 @@
 python benchmarks/throughput.py --rounds 5                          # all of it: some hours
 python benchmarks/throughput.py --jobs resnet18 -- --amp --compile  # flags for scripts and limit
 
-A round runs each contestant once, in turn; each round begins with another one. A figure is the mean
-over a run's epochs but the first, the training alone, by the run's own clock. Tables have medians
-over the rounds (and the smallest and largest), ratios are those within a round: to yardsticks.py,
-with the better number of loader workers, and to the same script in the folder --baseline. Several
-processes share the cores evenly; on GPUs, each has one.
+A round runs each contestant once, beginning with another one than the last round. A figure is the
+mean over a run's epochs but the first, of the training alone. Tables have medians over the rounds
+(and the smallest and largest), ratios are those within a round: to yardsticks.py, with the better
+number of loader workers, and to the same script in --baseline. Several processes share the cores.
 """
 
 import argparse
