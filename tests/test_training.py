@@ -44,7 +44,7 @@ def close(output, other, digits=1e-4):
     ids=["two", "one-and-four", "mlp"],
 )
 def test_same_losses(pairs, flags):
-    flags = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.003, *flags, "--output"]
+    flags = ["--dataset", "synthetic", "--epochs", 1, "--batch-size", 256, *flags, "--output"]
     run("single", *flags, "single")
     for name, count in pairs:
         run(name, *flags, f"{name}-{count}", processes=count)
