@@ -5,8 +5,7 @@
 """Train an image classifier with DDP: one process per machine, which drives all its GPUs.
 
 python train_ddp_multigpu_proc.py    # one machine; on two:
-python train_ddp_multigpu_proc.py --init-method tcp://HOST:23456 --world-size 2 --rank 0
-python train_ddp_multigpu_proc.py --init-method tcp://HOST:23456 --world-size 2 --rank 1
+python train_ddp_multigpu_proc.py --init-method tcp://HOST:23456 --world-size 2 --rank 0  # or 1
 """
 
 import argparse
@@ -14,7 +13,9 @@ import math
 import os
 import socket
 import time
+from contextlib import nullcontext
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -51,7 +52,7 @@ def build_model(args, image, classes):
     if args.model == "resnet18":
         model = models.resnet18(num_classes=classes)
         model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
-        return model
+        return model.to(memory_format=torch.channels_last)  # as tensor cores want it
     if args.model == "mlp":
         hidden = nn.Linear(channels * side * side, 512)
         return nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Linear(512, classes))
@@ -59,7 +60,12 @@ def build_model(args, image, classes):
 
 
 def loss_function(outputs, labels):
-    return F.cross_entropy(outputs, labels)  # the mean over the batch
+    return F.cross_entropy(outputs, labels)  # the mean over the labels
+
+
+def count_right(outputs, labels):
+    """How many labels the model gets right, and of how many: tensor or int."""
+    return (outputs.argmax(1) == labels).sum(), labels.numel()
 
 
 def build_optimizer(args, model, steps):
@@ -68,13 +74,17 @@ def build_optimizer(args, model, steps):
         optimizer = torch.optim.Adam(model.parameters(), args.lr, fused=True)
     else:
         optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, fused=True)
-    if args.lr_schedule == "cosine":
-        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1)  # unchanged
+
+    def factor(step):  # of the learning rate: up in a line, then constant or down a cosine to 0
+        warmup = min(1, (step + 1) / (args.warmup_steps + 1))
+        cosine = (1 + math.cos(math.pi * step / steps)) / 2
+        return warmup * (cosine if args.lr_schedule == "cosine" else 1)
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 # ---- The data: put yours here. Called below: load_data, prepare and augment ----------------------
-# A sample is an input, a uint8 image (C, H, W) or float32 of any shape, and an int label.
+# A sample is an input, here a uint8 image (C, H, W), and a label, here an int.
 TORCHVISION = {"cifar10": datasets.CIFAR10, "fashion-mnist": datasets.FashionMNIST}  # 10 classes
 
 
@@ -108,17 +118,18 @@ def load_torchvision(args, train):
 
 def synthetic(count, seed):
     """`count` images (3, 32, 32) of ten coarse patterns with noise added."""
-    patterns = torch.rand(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    patterns = (F.interpolate(patterns, 32) * 120).byte()
+    patterns = F.interpolate(
+        torch.rand(10, 3, 4, 4, generator=torch.Generator().manual_seed(0)), 32
+    )
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=generator)
     noise = torch.randint(136, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    return TensorDataset(patterns[labels] + noise, labels)
+    return TensorDataset((patterns[labels] * 120).byte() + noise, labels)
 
 
 def prepare(args, batch, device):
     """A batch on the device; uint8 images become floats of mean 0 and variance 1, roughly."""
-    images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
+    images, labels = (tensor.to(device, non_blocking=args.device != "mps") for tensor in batch)
     if images.dtype == torch.uint8:
         images = images.float().sub_(127.5).div_(64)
     if args.repeat > 1:
@@ -126,139 +137,182 @@ def prepare(args, batch, device):
     return images, labels
 
 
-def augment(args, images, run_step, rank=0, world_size=1):
+def augment(args, images, run_step, rank=0, world_size=1, part=0):
     """Flip half of the images (N, C, H, W) and shift each by up to 4 pixels."""
-    generator = torch.Generator().manual_seed(args.seed + run_step)  # alike in all processes,
-    draws = torch.rand(args.batch_size, 3, generator=generator)[rank::world_size]  # a part for each
-    draws = draws[: len(images)].to(images.device, non_blocking=True)
-    theta = torch.eye(2, 3, device=images.device).repeat(len(images), 1, 1)
-    theta[:, 0, 0] = torch.where(draws[:, 0] < 0.5, -1, 1)
-    theta[:, :, 2] = ((draws[:, 1:] * 9).floor() - 4) * 2 / images.shape[-1]
-    grid = F.affine_grid(theta, images.shape, align_corners=False)
+    generator = torch.Generator().manual_seed(args.seed + run_step)  # alike in all processes:
+    draws = torch.rand(args.batch_size, 3, generator=generator)[rank::world_size]  # each its share
+    draws = draws.split(len(images))[part]  # of --accumulate
+    maps = torch.eye(2, 3).repeat(len(images), 1, 1)
+    maps[:, 0, 0] = torch.where(draws[:, 0] < 0.5, -1.0, 1.0)
+    maps[:, :, 2] = ((draws[:, 1:] * 9).floor() - 4) * 2 / images.shape[-1]
+    maps = maps.to(images.device, non_blocking=args.device != "mps")
+    grid = F.affine_grid(maps, images.shape, align_corners=False)
     return F.grid_sample(images, grid, "nearest", align_corners=False)
 
 
-# ---- Training: nothing to change here, except what evaluate counts -------------------------------
-def load_batches(args, dataset, indices, batch_size, device):
-    """Yield the samples at `indices` in batches. A TensorDataset is kept on the device."""
-    if type(dataset) is TensorDataset:  # a subclass may do more than indexing
-        dataset.tensors = [tensor.to(device) for tensor in dataset.tensors]  # copies only once
-        indices = torch.tensor(indices, device=device)
-        for start in range(0, len(indices), batch_size):
-            chosen = indices[start : start + batch_size]
-            yield [tensor.index_select(0, chosen) for tensor in dataset.tensors]
-    else:
-        options = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
-        yield from DataLoader(dataset, batch_size, sampler=indices, **options)
+# ---- Training: nothing to change here ------------------------------------------------------------
+class TensorLoader:
+    """What a DataLoader does, for tensors that lie on the device: a batch is one indexing."""
+
+    def __init__(self, tensors, order, batch_size):
+        self.tensors, self.order, self.batch_size = tensors, order, batch_size
+
+    def __iter__(self):
+        order = torch.tensor(list(self.order), device=self.tensors[0].device)
+        for indices in order.split(self.batch_size):
+            yield [tensor.index_select(0, indices) for tensor in self.tensors]
+
+
+def make_loader(args, dataset, order, batch_size, device):
+    """Gives the samples whose numbers are in `order` when it is iterated, a part at a time."""
+    batch_size = batch_size // args.accumulate
+    if type(dataset) is TensorDataset:  # not a subclass, which may do more than indexing
+        return TensorLoader([tensor.to(device) for tensor in dataset.tensors], order, batch_size)
+    options = {"persistent_workers": args.workers > 0, "pin_memory": device.type == "cuda"}
+    return DataLoader(dataset, batch_size, sampler=order, num_workers=args.workers, **options)
 
 
 @torch.no_grad()
-def evaluate(args, model, dataset, indices, batch_size, device):
-    """Over the samples at `indices`: the sum of the losses and the right answers, as a tensor."""
+def evaluate(args, model, loader, device):
+    """Over the loader's batches: the sum of the losses, the right labels, all labels."""
     model.eval()
-    sums = torch.zeros(2, device=device)
-    for batch in load_batches(args, dataset, indices, batch_size, device):
-        images, labels = prepare(args, batch, device)
-        outputs = model(images)
-        sums[0] += loss_function(outputs, labels) * len(labels)
-        sums[1] += (outputs.argmax(1) == labels).sum()
+    sums = torch.zeros(3, device=device)
+    for batch in loader:
+        inputs, labels = prepare(args, batch, device)
+        outputs = model(inputs)
+        right, count = count_right(outputs, labels)
+        sums[0] += loss_function(outputs, labels) * count
+        sums[1] += right
+        sums[2] += count
     model.train()
     return sums
+
+
+def set_seed(seed, device):
+    """So that a resumed run drops the same units. (torch.manual_seed takes 0.2 ms, each step.)"""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def main(args):
     rank, world_size = args.rank, args.world_size
     device = init_distributed(args, rank, world_size, 0, args.init_method)
+    gpus = 1 if args.device == "cpu" else torch.accelerator.device_count()
     if args.epochs == 0:  # a check of the set-up
         dist.destroy_process_group()
         return
-    for my_turn in rank == 0, rank > 0:  # if they share a disk, rank 0 downloads for all
-        if my_turn:
+    torch.set_float32_matmul_precision("high")  # TF32, where a GPU has it
+    torch.backends.cudnn.benchmark = True  # all batches have the same shape
+    turn = 0 if rank == 0 else 1
+    for i in range(2):  # if they share a disk, rank 0 downloads for all
+        if i == turn:
+            state = load_checkpoint(args)
             train_set, test_set, classes = load_data(args)
         dist.barrier()
+    epoch_steps = len(train_set) // args.batch_size  # what is left over trains in another epoch
+    if rank == 0 and epoch_steps == 0:
+        parser.error(f"--batch-size: the training set has only {len(train_set)} samples")
+    found = [None] * world_size
+    dist.all_gather_object(found, (state["epoch"], state["step"]))
+    if found.count(found[0]) < world_size:
+        parser.exit(1, "not all see the same last.pt: put --output on a disk that all share\n")
+    batch_size = args.batch_size // world_size
+    sampler = DistributedSampler(train_set, seed=args.seed)
+    order = []  # of the samples that this process trains on in an epoch
+    train_loader = make_loader(args, train_set, order, batch_size, device)
+    share = range(rank, len(test_set), world_size)  # DistributedSampler repeats some
+    test_loader = make_loader(args, test_set, share, batch_size, device)
     torch.manual_seed(args.seed)
     model = build_model(args, train_set[0][0], classes).to(device)
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.compile:
-        model.compile()
-    parallel = nn.DataParallel(model)  # DDP alone would use the first GPU only, and say nothing
+        model.compile(dynamic=False)
+    # DDP alone would use the first GPU only, and say nothing.
+    parallel = model if gpus == 1 else nn.DataParallel(model)
     ddp = nn.parallel.DistributedDataParallel(parallel, gradient_as_bucket_view=True)
     if args.compress_gradients:
         ddp.register_comm_hook(None, bf16_compress_hook)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
-    batch_size = args.batch_size // world_size
-    sampler = DistributedSampler(train_set, seed=args.seed)
-    epoch_steps = math.ceil(len(sampler) / batch_size)
     optimizer, scheduler = build_optimizer(args, model, args.epochs * epoch_steps)
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    checkpoint = [load_checkpoint(args) if rank == 0 else None]
-    dist.broadcast_object_list(checkpoint)
-    state = checkpoint[0]
     if "model" in state:
-        for name, part in parts.items():
-            part.load_state_dict(state.pop(name))
+        model.load_state_dict(state.pop("model"))
+        optimizer.load_state_dict(state.pop("optimizer"))
+        scheduler.load_state_dict(state.pop("scheduler"))
+        if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) and scheduler.last_epoch > 0:
+            scheduler.last_epoch -= 1
+            scheduler.step()  # the same rate again, or that of more --epochs
     if rank == 0:
-        args.output.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(args, state, parts)  # at once: --resume must not go on from an earlier run
-
+        print(f"into {args.output}, from epoch {state['epoch'] + 1}, step {state['step'] + 1} on")
+        save_checkpoint(args, state, model, optimizer, scheduler)  # no disk, no rights: fail now
+    with autocast:
+        evaluate(args, parallel, islice(test_loader, 2), device)  # a mistake in it shows now
+    torch.manual_seed(args.seed + rank)  # or DataLoader's workers draw alike on all ranks
     loss_sum = torch.zeros((), device=device)  # of the steps that state["loss_sum"] lacks
     for epoch in range(state["epoch"], args.epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(args.seed + (epoch * epoch_steps + state["step"]) * world_size + rank)
-        indices = list(sampler)[state["step"] * batch_size :]  # what a resumed epoch has left
-        batches = load_batches(args, train_set, indices, batch_size, device)
-        start = time.perf_counter() - state["seconds"]
-        for step, batch in enumerate(batches, state["step"] + 1):
+        shuffled = list(sampler)
+        order[:] = shuffled[state["step"] * batch_size : epoch_steps * batch_size]
+        start, saved = time.perf_counter() - state["seconds"], state["seconds"]
+        for i, batch in enumerate(train_loader, state["step"] * args.accumulate):
+            step, part = i // args.accumulate + 1, i % args.accumulate
             run_step = epoch * epoch_steps + step
-            torch.manual_seed(args.seed + run_step * world_size + rank)  # own dropout masks
-            images, labels = prepare(args, batch, device)
+            run_part = run_step * args.accumulate + part
+            set_seed(args.seed + (run_part * world_size + rank) * gpus, device)
+            for i in range(1, gpus):  # or all replicas would drop the same units
+                with torch.accelerator.device_index(i):
+                    set_seed(args.seed + (run_part * world_size + rank) * gpus + i, device)
+            inputs, labels = prepare(args, batch, device)
             if args.augment:
-                images = augment(args, images, run_step, rank, world_size)
-            optimizer.zero_grad()
-            micro_batches = list(zip(images.chunk(args.accumulate), labels.chunk(args.accumulate)))
-            for i, (x, y) in enumerate(micro_batches, 1):
-                ddp.require_backward_grad_sync = i == len(micro_batches)  # all-reduce at the last
+                inputs = augment(args, inputs, run_step, rank, world_size, part)
+            with nullcontext() if part + 1 == args.accumulate else ddp.no_sync():
                 with autocast:
-                    loss = loss_function(ddp(x), y)
-                (loss * (len(y) / len(labels))).backward()
-                loss_sum += loss.detach() * len(y)
+                    loss = loss_function(ddp(inputs), labels) / args.accumulate
+                loss.backward()  # after the last part all processes have the mean gradient
+            loss_sum += loss.detach()
+            if part + 1 < args.accumulate:
+                continue  # the next part adds its gradient
+            if args.clip_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)
             optimizer.step()
+            optimizer.zero_grad()
             scheduler.step()
 
-            log, save = step % args.log_every == 0, step % args.checkpoint_every == 0
-            if log or save or step == epoch_steps:
-                dist.all_reduce(loss_sum)
-                state["loss_sum"] += loss_sum.item()  # nothing else waits for the device
-                loss_sum.zero_()
-                state.update(epoch=epoch, step=step, seconds=time.perf_counter() - start)
-            if log and rank == 0:
-                seen, seconds = min(step * args.batch_size, sampler.total_size), state["seconds"]
-                left = (args.epochs * epoch_steps - run_step) * seconds / step / 60
-                place = f"epoch {epoch + 1}/{args.epochs} step {step}/{epoch_steps}"
-                speed = f"loss {state['loss_sum'] / seen:.4f} {seen / seconds:.0f} images/s"
-                print(f"{place} {speed} {left:.1f} min left", flush=True)
-            if save and rank == 0:
-                save_checkpoint(args, state, parts)
+            if step % args.log_every and step < epoch_steps:
+                continue  # nothing above waits for the device
+            dist.all_reduce(loss_sum)
+            state["loss_sum"] += loss_sum.item() / world_size
+            loss_sum.zero_()
+            state.update(epoch=epoch, step=step, seconds=time.perf_counter() - start)
+            if rank > 0:
+                continue
+            speed = step * args.batch_size / state["seconds"]
+            left = (args.epochs * epoch_steps - run_step) * args.batch_size / speed / 60
+            place = f"epoch {epoch + 1}/{args.epochs} step {step}/{epoch_steps}"
+            rates = f"loss {state['loss_sum'] / step:.4f} {speed:.0f} images/s {left:.1f} min left"
+            print(place, rates, flush=True)
+            if state["seconds"] - saved >= args.checkpoint_minutes * 60:
+                save_checkpoint(args, state, model, optimizer, scheduler)
+                saved = state["seconds"]
 
-        for buffer in model.buffers():  # batch norm's: after a step each process has its own
+        for buffer in model.buffers():  # batch norm's: each process has its own until here
             dist.broadcast(buffer, 0)
         with autocast:
-            share = range(rank, len(test_set), world_size)  # DistributedSampler: some twice
-            sums = evaluate(args, parallel, test_set, share, batch_size, device)
+            sums = evaluate(args, parallel, test_loader, device)
         dist.all_reduce(sums)
-        test_loss, accuracy = (total / len(test_set) for total in sums.tolist())
-        train_loss, seconds = state["loss_sum"] / sampler.total_size, state["seconds"]
+        test_loss, accuracy = (total / sums[2].item() for total in sums[:2].tolist())
         peak = 0 if device.type in ("cpu", "mps") else torch.accelerator.max_memory_allocated()
-        speed = sampler.total_size / seconds
+        train_loss, seconds = state["loss_sum"] / epoch_steps, state["seconds"]
+        speed = epoch_steps * args.batch_size / seconds
         row = [epoch + 1, train_loss, test_loss, accuracy, seconds, speed, peak / 2**20]
         state["metrics"] += ",".join(map(str, row)) + "\n"
         state.update(epoch=epoch + 1, step=0, loss_sum=0.0, seconds=0.0)
-        losses = f"train loss {train_loss:.4f} test loss {test_loss:.4f}"
         if rank > 0:
             continue
+        losses = f"train loss {train_loss:.4f} test loss {test_loss:.4f}"
         print(f"epoch {epoch + 1}: {losses} accuracy {accuracy:.4f} {seconds:.1f} s", flush=True)
-        save_checkpoint(args, state, parts)
+        save_checkpoint(args, state, model, optimizer, scheduler)
     dist.destroy_process_group()
     if rank > 0:
         return
@@ -276,10 +330,12 @@ def save_whole(content, path):
     os.replace(f"{path}.tmp", path)
 
 
-def save_checkpoint(args, state, parts):
+def save_checkpoint(args, state, model, optimizer, scheduler):
     """A run that is killed between the two files writes metrics.csv again after --resume."""
+    args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "model.pt").unlink(missing_ok=True)  # only a finished run has one
     (args.output / "metrics.csv").write_text(state["metrics"])
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     save_whole(state | {k: v.state_dict() for k, v in parts.items()}, args.output / "last.pt")
 
 
@@ -288,27 +344,27 @@ def load_checkpoint(args):
     path, flags = args.output / "last.pt", {"batch_size": args.batch_size, "seed": args.seed}
     columns = "epoch,train_loss,test_loss,test_accuracy,seconds,images_per_second,peak_memory_mib\n"
     if not args.resume or not path.exists():
-        print(f"a new run into {args.output}")
         return flags | {"epoch": 0, "step": 0, "loss_sum": 0.0, "seconds": 0.0, "metrics": columns}
     state = torch.load(path, map_location="cpu", weights_only=True)
     if flags != {name: state[name] for name in flags}:  # it would repeat or leave out samples
         parser.error(f"{path} needs --batch-size {state['batch_size']} and --seed {state['seed']}")
-    print(f"going on from {path}: epoch {state['epoch'] + 1}, after step {state['step']}")
     return state
 
 
 # ---- The process group: nothing to change here ---------------------------------------------------
-def init_distributed(args, rank, world_size, local_rank, init_method=None, store=None):
+def init_distributed(args, rank, world_size, local_rank, init_method="env://"):
     """Meet the other processes; rank 0 prints who is where. Returns this process's device."""
     device, gpu = torch.device("cpu"), None
-    if torch.accelerator.is_available():
-        device = gpu = torch.device(torch.accelerator.current_accelerator().type, local_rank)
-        torch.accelerator.set_device_index(local_rank)
+    if args.device != "cpu":
+        device = gpu = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(local_rank)  # or all processes fill GPU 0
+    name = f"{device}, {torch.cuda.get_device_name()}" if args.device == "cuda" else device
     backend = dist.get_default_backend_for_device(device)
     timeout = timedelta(seconds=args.timeout)
-    dist.init_process_group(backend, init_method, timeout, world_size, rank, store, device_id=gpu)
+    where = {"init_method": init_method, "rank": rank, "world_size": world_size}
+    dist.init_process_group(backend, timeout=timeout, device_id=gpu, **where)
     places = [None] * world_size
-    dist.all_gather_object(places, f"rank {rank}: host {socket.gethostname()}, device {device}")
+    dist.all_gather_object(places, f"rank {rank}: host {socket.gethostname()}, device {name}")
     if rank == 0:
         print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, backend {backend}")
         print(*places, sep="\n", flush=True)
@@ -316,59 +372,72 @@ def init_distributed(args, rank, world_size, local_rank, init_method=None, store
 
 
 # ---- The command line: a flag of yours goes here, and is args.NAME above -------------------------
-about, formatter = __doc__.splitlines()[0], argparse.ArgumentDefaultsHelpFormatter
-usage = "%(prog)s [flags]; --help lists them"
-parser = argparse.ArgumentParser(usage=usage, description=about, formatter_class=formatter)
-add = parser.add_argument
-# Those down to --lr-schedule belong to your model and data, the others to the training.
+def at_least(least, kind=int):
+    def number(text):
+        if kind(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return kind(text)
+
+    return number
+
+
+formatter = argparse.ArgumentDefaultsHelpFormatter
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=formatter)
+parser.usage = "%(prog)s [flags]; --help lists them"
+accelerator = torch.accelerator.current_accelerator(check_available=True)
+devices = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
+devices = [name for name in devices if name != "mps"]  # DDP has no backend for it
+add = parser.add_argument  # those down to --augment belong to your model and data
 add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic, or a folder")
 add("--data-dir", default="data", help="where torchvision's data sets live")
-add("--image-size", type=int, default=32, help="side to which a folder's images are resized")
-add("--repeat", type=int, default=1, help="copies of the channels: a heavier input")
+add("--image-size", type=at_least(1), default=32, help="side that a folder's images get")
+add("--repeat", type=at_least(1), default=1, help="copies of the channels: a heavier input")
 add("--model", choices=("net", "resnet18", "mlp"), default="net", help="the network")
 add("--optimizer", choices=("sgd", "adam"), default="sgd", help="sgd has momentum 0.9")
-add("--lr", type=float, default=0.001, help="learning rate")
+add("--lr", type=at_least(0, float), default=0.001, help="learning rate")
 add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="of the rate")
+add("--warmup-steps", type=at_least(0), default=0, help="steps in which the rate rises to --lr")
 add("--augment", action="store_true", help="random flip and shift by up to 4 pixels")
-add("--workers", type=int, default=min(4, os.cpu_count()), help="DataLoader's, in each process")
-add("--epochs", type=int, default=10, help="0: only say who is where")
-add("--batch-size", type=int, default=64, help="samples of a step, over all devices")
-add("--accumulate", type=int, default=1, help="parts of a batch, one by one: less memory")
-add("--amp", action="store_true", help="bfloat16 autocast")
+add("--workers", type=at_least(0), default=min(4, os.cpu_count()), help="DataLoader's, per process")
+add("--clip-norm", type=at_least(0, float), default=0, help="largest norm of the gradient; 0: any")
+add("--epochs", type=at_least(0), default=10, help="0: only say who is where")
+add("--batch-size", type=at_least(1), default=64, help="samples of a step, over all devices")
+add("--accumulate", type=at_least(1), default=1, help="parts of a batch, one by one: less memory")
+add("--amp", action="store_true", help="bfloat16 autocast: fast from Ampere on")
 add("--compile", action="store_true", help="torch.compile")
+add("--device", choices=devices, default=devices[0], help="what torch finds on this machine")
 add("--seed", type=int, default=76, help="of weights, order and random numbers")
 add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder to write to")
 add("--resume", action="store_true", help="go on from last.pt in --output, if it is there")
-add("--checkpoint-every", type=int, default=1000, help="steps between checkpoints")
-add("--log-every", type=int, default=100, help="steps between progress lines")
+add("--overwrite", action="store_true", help="begin anew, even if --output has a last.pt")
+add("--checkpoint-minutes", type=at_least(0, float), default=5, help="between two checkpoints")
+add("--log-every", type=at_least(1), default=100, help="steps between progress lines")
 add("--sync-bn", action="store_true", help="batch norm over all processes' samples")
 add("--compress-gradients", action="store_true", help="all-reduce in bfloat16")
-add("--timeout", type=int, default=1800, help="seconds to wait for the other processes")
+add("--timeout", type=at_least(1), default=1800, help="seconds to wait for the other processes")
 add("--init-method", default="", help="where to meet: tcp://HOST:PORT, file:///NEW_FILE or env://")
-add("--rank", type=int, default=0, help="number of this machine")
-add("--world-size", type=int, default=1, help="number of machines")
+add("--rank", type=at_least(0), default=0, help="number of this machine")
+add("--world-size", type=at_least(1), default=1, help="number of machines")
 
 if __name__ == "__main__":
     args = parser.parse_args()
-    for name in "epochs", "workers", "seed", "lr":
-        if getattr(args, name, 0) < 0:
-            parser.error(f"--{name} has to be at least 0")
-    for name in "image_size", "repeat", "batch_size", "accumulate", "checkpoint_every", "log_every":
-        if getattr(args, name, 1) < 1:
-            parser.error(f"--{name.replace('_', '-')} has to be at least 1")
-    if not 0 <= args.rank < args.world_size:
+    if args.rank >= args.world_size:
         parser.error(f"--rank {args.rank}: {args.world_size} machines have ranks from 0 on")
     if args.world_size > 1 and not args.init_method:
         parser.error("several machines need --init-method tcp://HOST:PORT or file:///NEW_FILE")
     if args.init_method.startswith("file:") and not Path(args.init_method[7:]).parent.is_dir():
         parser.error(f"--init-method {args.init_method}: its folder is not there")
-    if args.batch_size % args.world_size:
-        parser.error(f"--batch-size has to be a multiple of the {args.world_size} processes")
-    if args.sync_bn and not torch.accelerator.is_available():
+    if args.batch_size % (args.world_size * args.accumulate):
+        parser.error("--batch-size has to be a multiple of the processes times --accumulate")
+    if args.sync_bn and args.device == "cpu":
         parser.error("--sync-bn works on GPUs only")
-    if torch.accelerator.device_count() > 1 and (args.amp or args.compile or args.sync_bn):
+    several = args.device != "cpu" and torch.accelerator.device_count() > 1
+    if several and (args.amp or args.compile or args.sync_bn):
         parser.error("--amp, --compile and --sync-bn do not work with several GPUs in one process")
-    if not args.init_method:
-        args.init_method = "tcp://127.0.0.1:0"  # any free port
-    print(f"waiting for {args.world_size} processes", flush=True)
+    if args.epochs and not (args.resume or args.overwrite) and (args.output / "last.pt").exists():
+        parser.error(f"{args.output} has a run: --resume goes on with it, --overwrite begins anew")
+    if args.resume and args.epochs and (args.output / "model.pt").exists():
+        if load_checkpoint(args)["epoch"] >= args.epochs:  # or it waits for the other machines
+            parser.exit(message=f"{args.output} has a finished run\n")
+    args.init_method = args.init_method or "tcp://127.0.0.1:0"  # any free port
     main(args)
