@@ -244,11 +244,11 @@ def main(args):
         if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) and scheduler.last_epoch > 0:
             scheduler.last_epoch -= 1
             scheduler.step()  # the same rate again, or that of more --epochs
+    with autocast:
+        evaluate(args, model, islice(test_loader, 2), device)  # a mistake in it shows now
     if rank == 0:
         print(f"into {args.output}, from epoch {state['epoch'] + 1}, step {state['step'] + 1} on")
         save_checkpoint(args, state, model, optimizer, scheduler)  # no disk, no rights: fail now
-    with autocast:
-        evaluate(args, model, islice(test_loader, 2), device)  # a mistake in it shows now
     torch.manual_seed(args.seed + rank)  # or DataLoader's workers draw alike on all ranks
     loss_sum = torch.zeros((), device=device)  # of the steps that state["loss_sum"] lacks
     for epoch in range(state["epoch"], args.epochs):
