@@ -416,12 +416,12 @@ add("--sync-bn", action="store_true", help="batch norm over all processes' sampl
 add("--compress-gradients", action="store_true", help="all-reduce in bfloat16")
 add("--timeout", type=at_least(1), default=1800, help="seconds to wait for the other processes")
 add("--init-method", default="", help="where to meet: tcp://HOST:PORT, file:///NEW_FILE or env://")
-add("--rank", type=at_least(0), default=0, help="number of this machine")
-add("--world-size", type=at_least(1), default=1, help="number of machines")
+add("--rank", type=int, default=0, help="number of this machine")
+add("--world-size", type=int, default=1, help="number of machines")
 
 if __name__ == "__main__":
     args = parser.parse_args()
-    if args.rank >= args.world_size:
+    if not 0 <= args.rank < args.world_size:
         parser.error(f"--rank {args.rank}: {args.world_size} machines have ranks from 0 on")
     if args.world_size > 1 and not args.init_method:
         parser.error("several machines need --init-method tcp://HOST:PORT or file:///NEW_FILE")
@@ -431,8 +431,7 @@ if __name__ == "__main__":
         parser.error("--batch-size has to be a multiple of the processes times --accumulate")
     if args.sync_bn and args.device == "cpu":
         parser.error("--sync-bn works on GPUs only")
-    several = args.device != "cpu" and torch.accelerator.device_count() > 1
-    if several and (args.amp or args.compile or args.sync_bn):
+    if torch.accelerator.device_count() > 1 and (args.amp or args.compile or args.sync_bn):
         parser.error("--amp, --compile and --sync-bn do not work with several GPUs in one process")
     if args.epochs and not (args.resume or args.overwrite) and (args.output / "last.pt").exists():
         parser.error(f"{args.output} has a run: --resume goes on with it, --overwrite begins anew")

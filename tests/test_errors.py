@@ -27,7 +27,7 @@ def refused(fashion):
     assert {path.name for path in before} == {"last.pt", "metrics.csv", "model.pt"}
 
     def check(name, *flags, says, **options):
-        text = run(name, *flags, "--output", "out", status=2, **options)
+        text = run(name, *flags, "--output", "out", "--overwrite", status=2, **options)
         errors = [line for line in text.splitlines() if "error: " in line]
         assert len(errors) == 1 and says in errors[0] and "Traceback" not in text, text
         assert snapshot() == before
@@ -37,7 +37,8 @@ def refused(fashion):
 
 def test_flags(refused, data):
     wrong = "--batch-size 0", "--batch-size many", "--epochs -1", "--lr -0.1", "--workers -1"
-    wrong += "--accumulate 0", "--image-size 0", "--log-every 0", "--checkpoint-every 0"
+    wrong += "--accumulate 0", "--image-size 0", "--log-every 0", "--checkpoint-minutes -1"
+    wrong += "--clip-norm -1", "--warmup-steps -1", "--device cuda", "--device no_such"
     for flags in map(str.split, [*wrong, "--model vgg", "--no-such-flag"]):
         refused("single", *TRAIN, *flags, says=flags[0])
     for flag in "--amp", "--compile":
@@ -74,7 +75,7 @@ def test_place(refused, name):
         (["--world-size", 0], "--rank 0: 0 machines"),
         (TWO, "tcp://HOST:PORT"),
         (["--init-method", "file:///no_such/folder/file"], "file:///no_such"),
-        ([*TWO, "--init-method", "tcp://HOST:1", "--batch-size", 63], "multiple of the 2"),
+        ([*TWO, "--init-method", "tcp://HOST:1", "--batch-size", 63], "multiple of the processes"),
         (["--sync-bn"], "--sync-bn works on GPUs only"),
     ]:
         refused(name, *TRAIN, *flags, says=says)
@@ -82,8 +83,8 @@ def test_place(refused, name):
 
 def test_spawned_processes_add_no_traceback(refused, fashion):
     """What only they find out, as the data is theirs, ends with status 2 and one line too."""
-    refused("ddp_spawn", "--batch-size", 63, says="multiple of the 2 processes", processes=2)
-    refused("ddp_spawn", "--nproc-per-node", 0, says="multiple of the 0 processes")
+    refused("ddp_spawn", "--batch-size", 63, says="multiple of the processes", processes=2)
+    refused("ddp_spawn", "--batch-size", 10**4, *fashion, says="has only 640 samples", processes=2)
     refused("ddp_spawn", "--dataset", "no_such", says="--dataset no_such", processes=2)
     refused("ddp_spawn", *fashion, "--resume", "--seed", 1, says="--seed 76", processes=2)
 
@@ -93,7 +94,9 @@ def test_torchrun():
     assert statuses == [2] and "start it with: torchrun --standalone" in text
     words = [*TORCHRUN, "--standalone", "--nproc-per-node", 2, script("ddp_torchrun"), *TRAIN]
     statuses, text = finish([Cold([*words, "--batch-size", 63], "log")])
-    assert statuses == [1] and "error: --batch-size has to be a multiple of the 2" in text
+    assert statuses == [1] and "error: --batch-size has to be a multiple of the proc" in text
+    statuses, text = finish([Cold([*TORCHRUN, "--max-restarts", 1, *words[3:]], "log")])
+    assert statuses == [1] and "needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
     assert not Path("runs").exists()
 
 

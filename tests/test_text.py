@@ -42,9 +42,9 @@ def test_a_page(name):
     banners = BANNERS + ["The process group"] * (name in DDP) + ["The command line"]
     found = re.findall(r"^# ---- (.*?)-*$", text, re.M)
     assert [a[: len(b)] for a, b in zip(found, banners, strict=True)] == banners
-    assert len(text.splitlines()) <= (310 if name == "single" else 395)
+    assert len(text.splitlines()) <= (370 if name == "single" else 445)
     done = subprocess.run(["diff", script("single"), script(name)], capture_output=True, text=True)
-    assert len(re.findall(r"^[<>]", done.stdout, re.M)) <= 125
+    assert len(re.findall(r"^[<>]", done.stdout, re.M)) <= 135
     assert re.findall(GONE, text) == []
     modules = set()
     for node in ast.walk(ast.parse(text)):
@@ -57,7 +57,7 @@ def test_a_page(name):
 
 def test_sizes():
     """What a reader or a copier has to get through stays small."""
-    assert (ROOT / "requirements.txt").read_text().split() == ["torch", "torchvision", "numpy"]
-    for pattern, limit in ("tests/*.py", 1600), ("benchmarks/*.py", 800), ("README.md", 350):
+    assert (ROOT / "requirements.txt").read_text().split() == ["torch>=2.9", "torchvision", "numpy"]
+    for pattern, limit in ("tests/**/*.py", 1750), ("benchmarks/*.py", 850), ("README.md", 370):
         count = sum(len(path.read_text().splitlines()) for path in ROOT.glob(pattern))
         assert count <= limit, (pattern, count)
