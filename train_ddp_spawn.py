@@ -160,8 +160,8 @@ class TensorLoader:
 
     def __iter__(self):
         order = torch.tensor(list(self.order), device=self.tensors[0].device)
-        for indices in order.split(self.batch_size):
-            yield [tensor.index_select(0, indices) for tensor in self.tensors]
+        for start in range(0, len(order), self.batch_size):
+            yield [t.index_select(0, order[start : start + self.batch_size]) for t in self.tensors]
 
 
 def make_loader(args, dataset, order, batch_size, device):

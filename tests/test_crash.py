@@ -103,7 +103,10 @@ def test_torchrun_restarts_by_itself(fashion, monkeypatch):
         job = Cold([*words, script("ddp_torchrun"), *flags, "out"], "run.log")
         for attempt in range(1, min(3, kills - done) + 1):
             end, parts = time.monotonic() + 55, []
-            while len(parts) <= attempt or f" step {random.randrange(4, 41, 4)}/" not in parts[attempt]:
+            while (
+                len(parts) <= attempt
+                or f" step {random.randrange(4, 41, 4)}/" not in parts[attempt]
+            ):
                 assert job.status() is None and time.monotonic() < end, job.log.read_text()
                 time.sleep(0.01)
                 parts = re.split("from epoch", job.log.read_text())
