@@ -1,5 +1,6 @@
 """One training run in five scripts: the same losses, exact evaluation, the flags, the data."""
 
+import math
 import pickle
 import re
 import runpy
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from conftest import pictures
 from helpers import *
+from torch.utils.data import DistributedSampler, TensorDataset
 from torchvision import datasets
 from torchvision.transforms import functional
 
@@ -44,7 +46,8 @@ def close(output, other, digits=1e-4):
     ids=["two", "one-and-four", "mlp"],
 )
 def test_same_losses(pairs, flags):
-    flags = ["--dataset", "synthetic", "--epochs", 1, "--batch-size", 256, *flags, "--output"]
+    flags = ["--dataset", "synthetic", "--epochs", 1, "--batch-size", 256, "--lr", 0.01, *flags]
+    flags += ["--output"]
     run("single", *flags, "single")
     for name, count in pairs:
         run(name, *flags, f"{name}-{count}", processes=count)
@@ -67,14 +70,50 @@ def test_two_machines(fashion):
 
 
 def test_accumulate(fashion):
-    """N parts on one process are the run of one part, and of N / 2 parts on two."""
-    flags = [*fashion, "--epochs", 2, "--batch-size", 60]
+    """N parts on one process are the run of one part, and of N / 2 parts on two; the norm of the
+    whole gradient is clipped once a step; no evaluation has more samples at once than training."""
+    flags = [*fashion, "--epochs", 2, "--batch-size", 60, "--augment", "--lr", 0.1]
+    flags += ["--clip-norm", 0.01]
+    look = "        x = F.max_pool2d(F.relu(self.conv1(x)), 2)\n"
+    tell = '        print("forward", self.training, len(x), flush=True)\n'
     run("single", *flags, "--output", "one")
-    run("single", *flags, "--output", "four", "--accumulate", 4)
-    run("ddp_spawn", *flags, "--output", "two", "--accumulate", 2, processes=2)
-    for output in "four", "two":
-        close(output, "one", 1e-5)
-        assert not same(weights(output), weights("one"))  # sums in another order
+    run("single", *flags, "--output", "any", "--clip-norm", 0)
+    assert not same(weights("any"), weights("one"))
+    for name, parts, processes in ("single", 4, 1), ("dp", 4, 1), ("ddp_spawn", 2, 2):
+        path = edited(name, look, tell + look)
+        more = ["--output", name, "--accumulate", parts]
+        text = run(name, *flags, *more, processes=processes, path=path)
+        close(name, "one", 1e-5)
+        assert not same(weights(name), weights("one"))  # sums in another order
+        assert set(re.findall(r"forward True (\d+)", text)) == {"15"}
+        assert max(map(int, re.findall(r"forward False (\d+)", text))) == 15
+
+
+def test_order():
+    """DistributedSampler deals what torch.randperm gives; no sample is in two steps' batches."""
+    for count, batch, processes in (130, 64, 2), (203, 12, 4), (640, 15, 3):
+        steps, parts = count // batch, []
+        whole = torch.randperm(count, generator=torch.Generator().manual_seed(76 + 5)).tolist()
+        for rank in range(processes):
+            sampler = DistributedSampler(range(count), processes, rank, seed=76)
+            sampler.set_epoch(5)
+            parts.append(list(sampler)[: steps * (batch // processes)])
+        assert [i for row in zip(*parts) for i in row] == whole[: steps * batch]
+
+
+def test_a_longer_run(fashion):
+    """--resume with more --epochs follows the longer curve, at each step; warm-up included."""
+    step = "            optimizer.step()\n"
+    tell = '            print("rate", run_step, optimizer.param_groups[0]["lr"])\n'
+    path, text = edited("single", step, tell + step), ""
+    flags = [*fashion, "--output", "out", "--lr-schedule", "cosine", "--warmup-steps", 15]
+    for epochs in 1, 4:
+        text += run("single", *flags, "--epochs", epochs, "--resume", path=path)
+    rates = {int(step): float(rate) for step, rate in re.findall(r"rate (\d+) (\S+)", text)}
+    for step in range(1, 41):  # ten steps an epoch
+        cosine = (1 + math.cos(math.pi * (step - 1) / (10 if step <= 10 else 40))) / 2
+        assert rates[step] == pytest.approx(0.001 * min(1, step / 16) * cosine)
+    assert weights("out", "last.pt")["optimizer"]["param_groups"][0]["lr"] < 1e-9
 
 
 TELL = """    for name, tensor in ddp.state_dict().items():
@@ -92,11 +131,15 @@ TELL = """    for name, tensor in ddp.state_dict().items():
 @pytest.mark.parametrize("name", [*DDP[:2], pytest.param(DDP[2], marks=pytest.mark.slow)])
 def test_exact_evaluation(fashion, parts, name):
     """203 test images on 2 processes, recomputed; all ranks end with the same parameters, batch
-    norm's statistics are rank 0's, and each rank draws numbers of its own."""
+    norm's statistics are rank 0's, and each rank draws numbers of its own. 130 images to train on
+    are two whole batches of 64, though two would be left."""
     path = edited(name, "    dist.destroy_process_group()\n    if rank > 0:\n", TELL)
-    flags = [*fashion, "--model", "resnet18"]
-    flags += ["--epochs", 1, "--batch-size", 128]
-    run(name, *flags, "--output", "out", processes=2, path=path)
+    rank_0 = "    epoch_steps = len(train_set)"
+    cut = "    train_set = TensorDataset(*(t[:130] for t in train_set.tensors))\n"
+    path.write_text(path.read_text().replace(rank_0, cut + rank_0))
+    flags = [*fashion, "--model", "resnet18", "--epochs", 1, "--accumulate", 2]
+    text = run(name, *flags, "--output", "out", processes=2, path=path)
+    assert "epoch 1/1 step 2/2 " in text
     args, _, test_set, classes = load(parts, *flags)
     model = parts["build_model"](args, test_set[0][0], classes)
     model.load_state_dict(weights("out"))
@@ -120,15 +163,16 @@ def test_more_processes_than_test_images(data):
 def test_a_checkpoint_goes_on_anywhere(fashion):
     """After an epoch and a part of one, on another script and number of processes."""
     flags = [*fashion, "--augment", "--batch-size", 16]
-    flags += ["--lr-schedule", "cosine", "--epochs", 3, "--checkpoint-every", 25, "--output"]
+    flags += ["--lr-schedule", "cosine", "--epochs", 3, "--checkpoint-minutes", 0]
+    flags += ["--log-every", 25, "--output"]
     run("single", *flags, "whole")
-    save = "                save_checkpoint(args, state, parts)\n"
+    save = '                saved = state["seconds"]\n'
     path = edited("single", save, f"{save}                assert run_step < 60\n")
     run("single", *flags, "start", path=path, status=1)
     for name, count in ("dp", 1), ("ddp_spawn", 2), ("ddp_torchrun", 4), ("ddp_multigpu_proc", 1):
         shutil.copytree("start", name)
         text = run(name, *flags, name, "--resume", processes=count)
-        assert "going on from " in text and "epoch 2, after step 25" in text
+        assert f"into {name}, from epoch 2, step 26 on" in text
         close(name, "whole")
     shutil.copytree("start", "single")
     shutil.copy("ddp_spawn/last.pt", "single/last.pt")  # of a run that is over
@@ -143,7 +187,10 @@ def test_flags_have_effect(fashion):
     assert len(re.findall(pattern, text)) == 2
     lines = text.splitlines()
     assert re.match(r"torch \S+, CUDA \S+, backend none$", lines[0])
-    assert re.match(r"rank 0: host \S+, device cpu$", lines[1]) and "a new run" in lines[2]
+    assert re.match(r"rank 0: host \S+, device cpu$", lines[1])
+    assert lines[2] == "into plain, from epoch 1, step 1 on"
+    run("single", *flags, "often", "--log-every", 3, "--checkpoint-minutes", 0)
+    assert same(weights("often"), weights("plain"))  # what is said and saved changes nothing
     more = ["--augment"], ["--amp"], ["--optimizer", "adam"], ["--lr", 0.01], ["--seed", 1]
     for i, flag in enumerate([*more, ["--lr-schedule", "cosine"]]):
         run("single", *flags, f"out{i}", *flag)
@@ -165,7 +212,7 @@ def test_amp_covers_training_and_evaluation(fashion):
     )
     flags = [*fashion, "--epochs", 1]
     run("single", *flags, "--amp", path=path)
-    assert "no autocast" in run("single", *flags, path=path, status=1)
+    assert "no autocast" in run("single", *flags, "--overwrite", path=path, status=1)
 
 
 @pytest.mark.slow
@@ -227,6 +274,16 @@ def test_folder(parts, data):
         more = ["--workers", workers, "--batch-size", 8, "--epochs", 2, "--output", workers]
         run("single", *flags, "--augment", *more)
     assert same(weights("0"), weights("2"))
+    # Two batches of one image are evaluated before the first step, and then all three.
+    more = ["--workers", 2, "--batch-size", 1, "--epochs", 1, "--lr", 0, "--output", "three"]
+    run("single", *flags, *more)
+    args, _, test_set, classes = load(parts, *flags)
+    torch.manual_seed(args.seed)
+    model = parts["build_model"](args, test_set[0][0], classes)
+    losses = [
+        F.cross_entropy(model((x[None] - 127.5) / 64), torch.tensor([y])) for x, y in test_set
+    ]
+    assert metrics("three")[0]["test_loss"] == pytest.approx(sum(losses).item() / 3, rel=1e-5)
 
 
 def test_prepare(parts):
@@ -238,12 +295,15 @@ def test_prepare(parts):
     floats = torch.rand(9, 5)
     assert torch.equal(parts["prepare"](args, (floats, labels), cpu)[0], floats)
 
-    class Negative(torch.utils.data.TensorDataset):
+    class Negative(TensorDataset):
         def __getitem__(self, index):
             return -self.tensors[0][index], self.tensors[1][index]
 
-    [batch] = parts["load_batches"](args, Negative(floats, labels), range(9), 9, cpu)
+    [batch] = parts["make_loader"](args, Negative(floats, labels), range(9), 9, cpu)
     assert torch.equal(batch[0], -floats)
+    loader = parts["make_loader"](args, TensorDataset(floats, labels), [8, 1, 4], 2, cpu)
+    assert [batch[1].tolist() for batch in loader] == [[8, 1], [4]]
+    assert list(parts["make_loader"](args, TensorDataset(floats, labels), [], 2, cpu)) == []
 
 
 def test_augment(parts):
