@@ -72,6 +72,10 @@ def inside(path, flags, log, folder, environment):
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background has none
+    if environment.get("EMULATED_CARDS"):
+        import emulated_accelerator  # it changes torch for the rest of this process
+
+        emulated_accelerator.install(int(environment["EMULATED_CARDS"]))
     sys.argv = [path, *flags]
     runpy.run_path(path, run_name="__main__")
 

@@ -1,0 +1,252 @@
+"""A make-believe accelerator `emu` in pure Python, which the training scripts take for a GPU.
+
+A tensor "on" a card wraps a CPU tensor and computes for real. An operation that mixes devices or
+cards raises. Each card draws random numbers of its own. The file EMULATED_REPORT/PID says in order
+what a process did: what waited for a card or was copied to it, steps, seeds, files, cards in use.
+What torch has in C++ for GPUs alone has a stand-in: the four copies of nn.DataParallel, and DDP,
+here the mean of each gradient over Gloo. Not emulated: streams, kernels, NCCL, memory, speed,
+torch.compile, --sync-bn, --compress-gradients; autocast leaves all in float32.
+
+install() changes torch for the rest of the process and stands on experimental parts of torch.
+"""
+
+import os
+import sys
+import threading
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import comm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+aten, Tag = torch.ops.aten, torch.Tag
+generators = []  # one a card
+one_at_a_time = threading.Lock()  # for drawing: DataParallel's replicas are threads
+place = threading.local()  # place.card is the card that this thread has chosen, as in CUDA
+
+
+def current_card():
+    return getattr(place, "card", 0)
+
+
+def tell(what):
+    """A line of the report: the function of the script that we are in, and what it does."""
+    if "EMULATED_REPORT" not in os.environ:
+        return
+    frame = sys._getframe()
+    while frame and "train_" not in os.path.basename(frame.f_code.co_filename):
+        frame = frame.f_back
+    where = f"{frame.f_code.co_name}:{frame.f_lineno}" if frame else "elsewhere:0"
+    with open(os.path.join(os.environ["EMULATED_REPORT"], str(os.getpid())), "a") as file:
+        file.write(f"{where} {what}\n")
+
+
+class Emulated(torch.Tensor):
+    """A tensor on a card. torch's C++ takes it for one on card 0: `card` says the truth."""
+
+    seen = set()  # the cards in use
+
+    @staticmethod
+    def __new__(cls, inner, card):
+        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), dtype=inner.dtype, device=torch.device("emu", 0), **layout
+        )
+        self.inner, self.card = inner, card
+        if card not in cls.seen:
+            cls.seen.add(card)
+            tell(f"uses card {card}")
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return compute(function, args, kwargs or {})
+
+    @property
+    def device(self):
+        return torch.device("emu", self.card)
+
+    def get_device(self):
+        return self.card
+
+    def tolist(self):
+        tell("waits: tolist")
+        return self.inner.tolist()
+
+
+class Mode(TorchDispatchMode):
+    """For what makes a tensor on a card out of none, as torch.zeros(2, device=device)."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return compute(function, args, kwargs or {})
+
+
+def real(value):
+    return value.inner if isinstance(value, Emulated) else value
+
+
+def compute(function, args, kwargs):
+    """Do an operation on the CPU tensors behind those of a card."""
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    cards = {tensor.card for tensor in tensors if isinstance(tensor, Emulated)}
+    name = function.__name__.split(".")[0]
+    in_place = name.endswith("_") and not name.startswith("__")
+    card, target = min(cards, default=current_card()), torch.device("emu" if cards else "cpu")
+    if kwargs.get("device") is not None:
+        target = torch.device(kwargs["device"])
+        kwargs = kwargs | {"device": "cpu", "pin_memory": None}
+    if name in ("copy_", "_to_copy"):
+        target = args[0].device if in_place else target
+        free = kwargs.get("non_blocking") or args[2:] == (True,)
+        if cards and target.type == "cpu":
+            tell("waits: copy to the CPU")
+        elif target.type == "emu" and not isinstance(args[in_place], Emulated):
+            tell("copies" if free else "copies and waits")
+    elif cards:
+        check(function, name, in_place, tensors, cards)
+    inner_args, inner_kwargs = tree_map(real, (args, kwargs))
+    if target.type == "emu" and Tag.nondeterministic_seeded in function.tags:
+        out = draw(generators[card], lambda: function(*inner_args, **inner_kwargs))
+    else:
+        out = function(*inner_args, **inner_kwargs)
+    if out is None or target.type == "cpu":
+        return out
+    if in_place:
+        return args[0]
+    if target.index is not None and out.numel() > 1:
+        card = target.index  # the script's word; for scalars C++ asks for card 0
+    return tree_map(lambda v: Emulated(v, card) if isinstance(v, torch.Tensor) else v, out)
+
+
+def check(function, name, in_place, tensors, cards):
+    """What a GPU refuses, and what makes the process wait for it."""
+    cpu = [t for t in tensors if not isinstance(t, Emulated) and t.dim() > 0]  # scalars may be
+    into_cpu = in_place and not isinstance(tensors[0], Emulated)
+    if len(cards) > 1 or cpu or into_cpu:
+        raise RuntimeError(f"{function} mixes devices: cards {cards} and {len(cpu)} CPU tensors")
+    if name.startswith("_fused_"):
+        tell("step")
+    by_mask = name != "index" or tensors[1].dtype == torch.bool
+    size_unknown = Tag.dynamic_output_shape in function.tags and by_mask
+    if size_unknown or Tag.data_dependent_output in function.tags:
+        tell(f"waits: {name}")
+
+
+def draw(generator, operation):
+    """Random numbers of a card: the CPU's generator stands in for its own, and then goes on."""
+    with one_at_a_time:
+        before = torch.default_generator.get_state()
+        torch.default_generator.set_state(generator.get_state())
+        out = operation()
+        generator.set_state(torch.default_generator.get_state())
+        torch.default_generator.set_state(before)
+    return out
+
+
+def manual_seed(seed):
+    tell(f"seed {seed} of card {current_card()}")
+    generators[current_card()].manual_seed(seed)
+
+
+@contextmanager
+def device_index(card):
+    before, place.card = current_card(), card
+    yield
+    place.card = before
+
+
+# nn.DataParallel's copies between cards.
+def scatter(tensor, devices, chunk_sizes=None, dim=0, streams=None, *, out=None):
+    parts = real(tensor).chunk(len(devices), dim)
+    return tuple(Emulated(part.clone(), card) for part, card in zip(parts, devices))
+
+
+def broadcast_coalesced(tensors, devices, buffer_size=0):
+    def copy(tensor, card):  # batch norm's statistics of the first replica stay
+        return Emulated(tensor.inner if card == tensor.card else tensor.inner.clone(), card)
+
+    return [[copy(tensor, card) for tensor in tensors] for card in devices]
+
+
+def reduce_add_coalesced(inputs, destination=None, buffer_size=0):
+    return tuple(Emulated(sum(map(real, each)), destination) for each in zip(*inputs))
+
+
+def gather(tensors, dim=0, destination=None, *, out=None):
+    return Emulated(torch.cat([real(t) for t in tensors], dim), destination or 0)
+
+
+class DistributedDataParallel(nn.Module):
+    """Each gradient becomes the mean over the processes as soon as backward() has it."""
+
+    def __init__(self, module, gradient_as_bucket_view=False):
+        super().__init__()
+        self.module, self.sync, self.expect = module, True, False
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self.reduce)
+
+    def reduce(self, parameter):
+        if self.expect:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+    def forward(self, *inputs):
+        self.expect = self.sync  # a forward pass past this wrapper is not reduced, as with torch's
+        return self.module(*inputs)
+
+    @contextmanager
+    def no_sync(self):
+        self.sync = False
+        yield
+        self.sync = True
+
+
+def install(cards):
+    """Make torch believe in an accelerator with so many cards."""
+    _setup_privateuseone_for_python_backend("emu")
+    generators.extend(torch.Generator() for _ in range(cards))
+    install.autocast = torch.library.Library("_", "IMPL")  # undone when nothing holds it
+    install.autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    torch.emu.get_amp_supported_dtype = lambda: [torch.bfloat16]
+    torch.emu.manual_seed = manual_seed
+    torch.emu.device_count = torch.accelerator.device_count = lambda: cards
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device("emu")
+    torch.accelerator.set_device_index = lambda card: setattr(place, "card", card)
+    torch.accelerator.device_index = device_index
+    torch.accelerator.max_memory_allocated = lambda *device: 0
+    for function in scatter, broadcast_coalesced, reduce_add_coalesced, gather:
+        setattr(comm, function.__name__, function)
+    nn.parallel.DistributedDataParallel = DistributedDataParallel
+
+    tensor, save, load = torch.tensor, torch.save, torch.load
+    init, default = dist.init_process_group, dist.get_default_backend_for_device
+
+    def emulated_tensor(data, *, device=None, **options):
+        made = tensor(data, **options)
+        return made if device is None else made.to(device)
+
+    def emulated_save(content, file, **options):
+        kinds = {v.device.type for v in tree_leaves(content) if isinstance(v, torch.Tensor)}
+        tell(f"waits: save {os.path.basename(file.name)} from {' '.join(sorted(kinds))}")
+        save(tree_map(real, content), file, **options)
+
+    def emulated_load(file, map_location=None, **options):
+        tell(f"load to {map_location}")
+        return load(file, map_location, **options)
+
+    def on_the_values(collective):
+        return lambda tensor, *more, **options: collective(real(tensor), *more, **options)
+
+    torch.tensor, torch.save, torch.load = emulated_tensor, emulated_save, emulated_load
+    dist.init_process_group = lambda *names, device_id=None, **options: init(*names, **options)
+    dist.get_default_backend_for_device = lambda device: (
+        "gloo" if torch.device(device).type == "emu" else default(device)
+    )
+    for name in "all_reduce", "broadcast":
+        setattr(dist, name, on_the_values(getattr(dist, name)))
+    Mode().__enter__()
