@@ -45,9 +45,8 @@ def close(output, other, digits=1e-4):
     ],
     ids=["two", "one-and-four", "mlp"],
 )
-def test_same_losses(pairs, flags):
-    flags = ["--dataset", "synthetic", "--epochs", 1, "--batch-size", 256, "--lr", 0.01, *flags]
-    flags += ["--output"]
+def test_same_losses(pairs, flags, fashion):
+    flags = [*fashion, "--epochs", 3, "--lr", 0.02, *flags, "--output"]
     run("single", *flags, "single")
     for name, count in pairs:
         run(name, *flags, f"{name}-{count}", processes=count)
@@ -57,10 +56,11 @@ def test_same_losses(pairs, flags):
 
 
 @pytest.mark.slow
-def test_two_machines(fashion):
-    """Two machines with two processes each, the second one first, do what one process does."""
-    flags = [*fashion, "--epochs", 1, "--batch-size", 32]
-    flags += ["--augment", "--output"]
+def test_two_machines(data):
+    """Two machines with two processes each, the second one first, do what one process does; one
+    process has none of the three test images."""
+    flags = ["--dataset", data / "pictures", "--epochs", 2, "--batch-size", 32, "--augment"]
+    flags += ["--workers", 0, "--output"]
     run("single", *flags, "single")
     place = ["--world-size", 2, "--nproc-per-node", 2, "--init-method", f"file://{Path.cwd()}/meet"]
     words = [sys.executable, script("ddp_spawn"), *place, *flags, "two", "--rank"]
@@ -152,14 +152,6 @@ def test_exact_evaluation(fashion, parts, name):
 
 
 @pytest.mark.slow
-def test_more_processes_than_test_images(data):
-    flags = ["--dataset", data / "pictures", "--batch-size", 32, "--epochs", 1, "--output"]
-    run("single", *flags, "one")
-    run("ddp_torchrun", *flags, "four", processes=4)
-    close("four", "one")
-
-
-@pytest.mark.slow
 def test_a_checkpoint_goes_on_anywhere(fashion):
     """After an epoch and a part of one, on another script and number of processes."""
     flags = [*fashion, "--augment", "--batch-size", 16]
@@ -217,7 +209,7 @@ def test_amp_covers_training_and_evaluation(fashion):
 
 @pytest.mark.slow
 def test_ddp_flags(fashion):
-    """--compress-gradients and --compile change little; cosine ends at 0."""
+    """--compress-gradients and --compile change little."""
     flags = [*fashion, "--epochs", 1, "--output"]
     run("ddp_torchrun", *flags, "plain", processes=2)
     run("ddp_torchrun", *flags, "bf16", "--compress-gradients", processes=2)
@@ -226,8 +218,6 @@ def test_ddp_flags(fashion):
     if shutil.which("g++"):  # which torch.compile needs on a CPU
         run("ddp_torchrun", *flags, "compiled", "--compile", processes=2)
         close("compiled", "plain", 1e-3)
-    run("single", *flags, "cosine", "--lr-schedule", "cosine")
-    assert weights("cosine", "last.pt")["optimizer"]["param_groups"][0]["lr"] < 1e-9
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
