@@ -3,15 +3,16 @@
 sudo "$(which python)" benchmarks/network.py --rounds 5
 
 The hosts are network namespaces with half of the cores each, the link is a veth pair, shaped by tc
-(both directions). Each runs one process of train_ddp_spawn.py over Gloo. Times are medians over the
-rounds, ratios those within a round (and the smallest and largest), as in throughput.py:
+(both directions). Each runs one process of train_ddp_spawn.py over Gloo. `net-1024` is net with a
+batch of 1024 over both, `example` the model of README.md. Figures are medians over the rounds,
+ratios those within a round (and the smallest and largest):
 
+- one host: the global batch on one host, with its half of the cores; two hosts: half of it on each
+- accumulate: --accumulate 4 with 4 times the batch: the same bytes for 4 times the images
 - compute: both hosts train alone at the same time, each with its half of the batch, no network
 - bytes / rate: what the gradients take on the link, each byte once in each direction
 - x bound: a step over the larger of the two; nothing beats it without sending fewer bytes
 - x bf16: a step over one with --compress-gradients
-- accumulate: --accumulate 4 with 4 times the batch: the same bytes for 4 times the images
-- one host: the global batch on one host, with its half of the cores
 """
 
 import argparse
@@ -23,12 +24,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from throughput import HERE, markdown, read_metrics, spread, title, write_csv
+import torch
+from throughput import copy_scripts, example, markdown, read_metrics, spread, title, write_csv
 
-JOBS = {  # model, its gradients, global batch, steps of an epoch at 1 Gbit/s and more, and at less
-    "net": ("net", 62_006, 64, 200, 80),
-    "net-1024": ("net", 62_006, 1024, 24, 24),
-    "resnet18": ("resnet18", 11_181_642, 128, 8, 4),
+JOBS = {  # flags, global batch, steps of an epoch
+    "net": ("--dataset synthetic --model net", 64, 160),
+    "net-1024": ("--dataset synthetic --model net", 1024, 24),
+    "resnet18": ("--dataset synthetic --model resnet18", 128, 8),
+    "example": ("", 64, 0),  # the data of README.md
 }
 
 
@@ -76,28 +79,26 @@ def run(hosts, words):
         sys.exit(f"{words} failed")
 
 
-def measure(hosts, job, steps, folder, number):
-    """Seconds a step of each kind of run, on the link as it is."""
-    model, _, batch, *_ = JOBS[job]
-    for name in "train_single.py", "train_ddp_spawn.py":  # copies with as many images as needed
-        text = (HERE.parent / name).read_text().replace("10_000", f"{steps * batch}")
-        (folder / name).write_text(text.replace("2_000", "64"))
-    flags = f"--dataset synthetic --epochs 3 --model {model} --output {folder}/outHOST".split()
+def measure(args, hosts, job, folder, number):
+    """Seconds a step of each kind of run: {kind: seconds}, {(kind, rate): seconds}; MB sent."""
+    flags, batch, _ = JOBS[job]
+    flags = [*flags.split(), "--epochs", 3, "--overwrite", "--output", f"{folder}/outHOST"]
     single = [folder / "train_single.py", *flags]
     ddp = [folder / "train_ddp_spawn.py", *flags, "--timeout", 120, "--world-size", 2]
     ddp += ["--rank", "HOST", "--init-method", "tcp://10.77.0.1:23456"]
-    kinds = [
-        ("compute", hosts, single, batch // 2),
-        ("plain", hosts, ddp, batch),
-        ("bf16", hosts, [*ddp, "--compress-gradients"], batch),
-        ("accumulate", hosts, [*ddp, "--accumulate", 4], 4 * batch),
-        ("alone", hosts[:1], single, batch),
-    ]
-    found, first = {}, number % len(kinds)
-    for kind, where, words, size in kinds[first:] + kinds[:first]:
+    runs = [(("compute", 0), hosts, single, batch // 2), (("alone", 0), hosts[:1], single, batch)]
+    for rate in args.rates:
+        runs.append((("plain", rate), hosts, ddp, batch))
+        runs.append((("accumulate", rate), hosts, [*ddp, "--accumulate", 4], 4 * batch))
+        if not args.no_bf16:
+            runs.append((("bf16", rate), hosts, [*ddp, "--compress-gradients"], batch))
+    found, first = {}, number % len(runs)
+    for kind, where, words, size in runs[first:] + runs[:first]:
+        shape(hosts, kind[1] or 100)
         run(where, [*words, "--batch-size", size])
         found[kind] = size / read_metrics(folder / "out0")[0]
-    return found
+    weights = torch.load(folder / "out0" / "model.pt", weights_only=True)
+    return found, sum(w.nbytes for w in weights.values())
 
 
 def main():
@@ -106,27 +107,34 @@ def main():
     add("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
     add("--rates", nargs="+", type=float, default=[100, 10, 1, 0.1], help="Gbit/s; 100: as if none")
     add("--rounds", type=int, default=3)
+    add("--steps", type=int, help="of an epoch, instead of the job's own number")
+    add("--no-bf16", action="store_true", help="leave --compress-gradients out")
     add("--csv", type=Path, default=Path("network.csv"))
     args = parser.parse_args()
     print(title(args))
-    heads = ["job", "Gbit/s", "compute, ms", "bytes / rate, ms", "a step, ms", "x bound", "x bf16"]
-    heads += ["images/s", "accumulate, images/s", "one host, images/s"]
+    heads = ["job", "Gbit/s", "one host, images/s", "two hosts", "x one host", "accumulate"]
+    heads += ["x one host", "compute, ms", "bytes / rate, ms", "a step, ms", "x bound", "x bf16"]
     print(markdown(heads), "|---" * len(heads) + "|", sep="\n", flush=True)
     rows = []
     with two_hosts() as hosts, tempfile.TemporaryDirectory() as folder:
         for job in args.jobs:
-            _, gradients, batch, fast, slow = JOBS[job]
+            _, batch, steps = JOBS[job]
+            rooms = example() if job == "example" else ""
+            copy_scripts(Path(folder), (args.steps or steps) * batch, rooms)
+            runs = [measure(args, hosts, job, Path(folder), n) for n in range(args.rounds)]
             for rate in args.rates:
-                shape(hosts, rate)
-                steps, wire = fast if rate >= 1 else slow, 4 * gradients * 8 / (rate * 1e9)
-                runs = [measure(hosts, job, steps, Path(folder), n) for n in range(args.rounds)]
-                row = {kind: statistics.median(run[kind] for run in runs) for kind in runs[0]}
-                bound = [run["plain"] / max(run["compute"], wire) for run in runs]
-                faster = [run["plain"] / run["bf16"] for run in runs]
-                speeds = batch / row["plain"], 4 * batch / row["accumulate"], batch / row["alone"]
+                wire = runs[0][1] * 8 / (rate * 1e9)
+                each = [{k: s for (k, r), s in run.items() if r in (0, rate)} for run, _ in runs]
+                row = {kind: statistics.median(run[kind] for run in each) for kind in each[0]}
+                speeds = batch / row["alone"], batch / row["plain"], 4 * batch / row["accumulate"]
+                one, two, four = (f"{speed:.0f}" for speed in speeds)
+                wins = spread([run["alone"] / run["plain"] for run in each], 2)
+                more = spread([4 * run["alone"] / run["accumulate"] for run in each], 2)
                 times = [f"{1e3 * seconds:.1f}" for seconds in (row["compute"], wire, row["plain"])]
-                cells = [job, f"{rate:g}", *times, spread(bound, 2), spread(faster, 2)]
-                print(markdown([*cells, *(f"{speed:.0f}" for speed in speeds)]), flush=True)
+                bound = [run["plain"] / max(run["compute"], wire) for run in each]
+                faster = [run["plain"] / run["bf16"] for run in each if "bf16" in run]
+                cells = [job, f"{rate:g}", one, two, wins, four, more, *times, spread(bound, 2)]
+                print(markdown([*cells, spread(faster, 2) if faster else ""]), flush=True)
                 rows.append({"job": job, "batch": batch, "rate": rate} | row)
                 write_csv(args.csv, rows)
 

@@ -5,7 +5,7 @@ sudo "$(which python)" benchmarks/restarts.py --rounds 20
 Two ranks, on one of network.py's two hosts or on both, meet over Gloo and add numbers, until one
 gets SIGKILL and torchrun starts both again. It is a hang if they have not met again within 20
 seconds, or if torchrun gave up; the next kill then strikes a new job. `variable`: with
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. `prefix`: with train_ddp_torchrun.py's PrefixStore.
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which train_ddp_torchrun.py refuses to start.
 """
 
 import argparse
@@ -30,20 +30,16 @@ PLACES = {  # what torchrun is told on host i
 }
 
 
-def rank(prefix):
+def rank():
     """What torchrun starts."""
-    options = {}
-    if prefix:
-        store, options["rank"], options["world_size"] = next(dist.rendezvous("env://"))
-        options["store"] = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    dist.init_process_group("gloo", **options)
+    dist.init_process_group("gloo")
     print(f"\nmet {os.getpid()}", flush=True)
     while True:
         dist.all_reduce(torch.ones(1))
         time.sleep(0.05)
 
 
-def start(hosts, place, variable, prefix, log):
+def start(hosts, place, variable, log):
     """Start torchrun on each machine."""
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": variable}
     started = []
@@ -51,7 +47,7 @@ def start(hosts, place, variable, prefix, log):
         words = ["ip", "netns", "exec", host, "env", f"GLOO_SOCKET_IFNAME=v{i}"]
         words += [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1000"]
         words += PLACES[place].format(i=i, ip=i + 1, first=i == 0).split()
-        words += [__file__, "--rank", prefix]
+        words += [__file__, "--rank"]
         started.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
     return started
 
@@ -92,17 +88,14 @@ def measure(hosts, kills, *kind):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20, help="kills of each kind")
-    parser.add_argument("--rank", choices=("bare", "prefix"), help="be one that torchrun starts")
+    parser.add_argument("--rank", action="store_true", help="be one that torchrun starts")
     args = parser.parse_args()
     if args.rank:
-        rank(args.rank == "prefix")
+        rank()
     print(title(args))
-    print(markdown(["", "bare", "variable", "prefix", "both"]), "|---" * 5 + "|", sep="\n")
+    print(markdown(["", "bare", "variable"]), "|---" * 3 + "|", sep="\n")
     with two_hosts() as hosts:
         for place in PLACES:
             machines = hosts[:1] if place == "one machine" else hosts
-            cells = [place]
-            for prefix in "bare", "prefix":
-                for variable in "0", "1":
-                    cells.append(f"{measure(machines, args.rounds, place, variable, prefix)}")
-            print(markdown(cells), flush=True)
+            cells = [f"{measure(machines, args.rounds, place, variable)}" for variable in "01"]
+            print(markdown([place, *cells]), flush=True)

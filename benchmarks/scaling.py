@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from throughput import example
 from yardsticks import scripts
 
 MACHINES = [2**power for power in range(1, 11)]
@@ -28,12 +29,14 @@ def profile(model, batch_size, steps=20):
     Returns its seconds (median), and for each gradient in the order in which they come its bytes
     and the fraction of the step's time after which it is there.
     """
-    args = scripts.parser.parse_args(["--model", model, "--dataset", "synthetic"])
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    args = scripts.parser.parse_args(["--dataset", "synthetic"])
+    args.model, device = model, torch.device(args.device)
+    if model == "example":
+        exec(example(), vars(scripts))  # README.md's model and data in place of the script's
     train_set, _, classes = scripts.load_data(args)
-    batch = [tensor[:batch_size] for tensor in train_set.tensors]
-    images, labels = scripts.prepare(args, batch, device)
-    model = scripts.build_model(args, images[0], classes).to(device)
+    loader = scripts.make_loader(args, train_set, range(batch_size), batch_size, device)
+    inputs, labels = scripts.prepare(args, next(iter(loader)), device)
+    model = scripts.build_model(args, train_set[0][0], classes).to(device)
     optimizer, _ = scripts.build_optimizer(args, model, steps=1)
     came = {}  # {parameter: when its gradient was there, in this step}
 
@@ -44,7 +47,7 @@ def profile(model, batch_size, steps=20):
 
     def step():
         begin = now()
-        scripts.loss_function(model(images), labels).backward()
+        scripts.loss_function(model(inputs), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds = now() - begin
@@ -118,7 +121,7 @@ def plot(path):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", choices=("net", "resnet18"), default="resnet18")
+    add("--model", choices=("net", "resnet18", "example"), default="resnet18")
     add("--batch-size", type=int, default=128, help="images a step on each machine")
     add("--rate", type=float, default=10, help="of the link, in Gbit/s")
     add("--latency", type=float, default=5e-5, help="of a message, in seconds")

@@ -26,18 +26,19 @@ if __name__ == "__main__":
     args = parser.parse_args()
     print(title(args), flush=True)
     flags = "--dataset synthetic --epochs 1 --log-every 1".split()
-    options = {"stdout": subprocess.PIPE, "text": True}
     imports = [sys.executable, "-c", "import torch, torchvision; print(' step 1/', flush=True)"]
     least = []
     found = {("imports", ""): least}
     for _ in range(args.rounds):
         begin = time.perf_counter()
-        least.append(first_step(begin, [subprocess.Popen(imports, **options)]))
+        least.append(
+            first_step(begin, [subprocess.Popen(imports, stdout=subprocess.PIPE, text=True)])
+        )
         for processes in args.processes:
             for name in names(processes):
                 path, begin = HERE.parent / f"train_{name}.py", time.perf_counter()
                 with tempfile.TemporaryDirectory() as output:
-                    started = start(path, processes, flags, output, **options)
+                    started = start(path, processes, flags, output)
                     found.setdefault((name, processes), []).append(first_step(begin, started))
     print("| script | processes | seconds | over the imports |\n|---|---|---|---|")
     for (name, processes), seconds in found.items():

@@ -4,43 +4,60 @@ python benchmarks/throughput.py --rounds 5                          # all of it:
 python benchmarks/throughput.py --jobs resnet18 -- --amp --compile  # flags for scripts and limit
 
 A round runs each contestant once, beginning with another one than the last round. A figure is the
-mean over a run's epochs but the first, of the training alone. Tables have medians over the rounds
-(and the smallest and largest), ratios are those within a round: to yardsticks.py, with the better
-number of loader workers, and to the same script in --baseline. Several processes share the cores.
+mean over a run's epochs but the first, of the training alone; for a folder of files it is all of
+the run, with evaluation, from the first line on. Tables have medians over the rounds (and the
+smallest and largest), ratios are those within a round: to yardsticks.py, with the better number of
+loader workers, and to the same script in --baseline. Several processes share the cores.
 """
 
 import argparse
 import csv
 import datetime
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 from PIL import Image
 
 HERE = Path(__file__).resolve().parent
-YARDSTICKS = HERE / "yardsticks.py"
 GPU = torch.accelerator.is_available()
 SCRIPTS = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc"]  # train_NAME.py
 PEERS = ["copied", "accelerate", "lightning"]
 JOBS = {  # flags, epochs
     "net": ("--dataset synthetic --model net --batch-size 64", 6),
     "resnet18": ("--dataset synthetic --model resnet18 --batch-size 128", 3),
-    "folder": ("--dataset {folder} --model net --batch-size 64", 4),
+    "folder": ("--dataset {folder} --model net --batch-size 64", 3),
+    "example": ("--batch-size 64", 3),
 }
 
 
 def write_folder(folder, count):
-    """`count` JPEG files for training, 64 for the test, 500 x 375 and 50 kB each."""
-    for number in range(count + 64):
+    """`count` JPEG files for training and a fifth for the test, 500 x 375 and 50 kB each."""
+    for number in range(count + count // 5):
         part = Path(folder, "train" if number < count else "test", str(number % 10))
         part.mkdir(parents=True, exist_ok=True)
         image = Image.effect_noise((166, 125), 60).resize((500, 375)).convert("RGB")
         image.save(part / f"{number}.jpg")
+
+
+def example():
+    """What README.md has a user write into the first two rooms of a script."""
+    text = (HERE.parent / "README.md").read_text()
+    return "\n\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)[:2])
+
+
+def copy_scripts(folder, images=10_000, rooms="", source=HERE.parent):
+    """Copies with so many synthetic images, and with other definitions for the first two rooms."""
+    folder.mkdir(exist_ok=True)
+    for path in source.glob("train_*.py"):
+        text = path.read_text().replace("10_000", f"{images}").replace("2_000", f"{images // 5}")
+        (folder / path.name).write_text(text.replace("# ---- Training", rooms + "\n\n# ----", 1))
 
 
 def names(processes):
@@ -58,34 +75,41 @@ def commands(path, processes, folder):
         place = ["--init-method", f"file://{folder}/store", "--world-size", processes]
         place += ["--timeout", 120, "--rank"]
         return [[sys.executable, path, *place, rank] for rank in range(processes)]
-    if path.name == "train_ddp_torchrun.py" or (path == YARDSTICKS and processes > 1):
+    if path.name == "train_ddp_torchrun.py" or (path.name == "yardsticks.py" and processes > 1):
         return [[*torchrun, processes, path]]
     return [[sys.executable, path]]
 
 
-def start(path, processes, flags, output, **options):
+def start(path, processes, flags, output):
     """Start a file with so many GPUs, or with an even share of the cores for each process."""
-    environment = dict(os.environ)
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     if GPU:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(processes)))
     elif processes > 1:
         environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // processes))
-        environment["SLURM_CPUS_PER_TASK"] = environment["OMP_NUM_THREADS"]  # an old baseline's
-    started = []
+    streams, started = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}, []
     for line in commands(path, processes, output):
         words = [str(word) for word in [*line, *flags, "--output", output]]
-        started.append(subprocess.Popen(words, env=environment, **options))
+        started.append(subprocess.Popen(words, env=environment, **streams))
     return started
 
 
-def train(path, processes, flags):
-    """Run a file to its end. Returns its images a second, and MiB of the device."""
-    with tempfile.TemporaryDirectory() as output, open(Path(output, "log"), "w+") as log:
-        started = start(path, processes, flags, output, stdout=log, stderr=log)
+def train(path, processes, flags, images=0):
+    """Run a file to its end. Returns its images a second, and MiB of the device.
+
+    If so many `images` go through the whole run, all of its time counts.
+    """
+    with tempfile.TemporaryDirectory() as output:
+        lines, moments = [], []
+        started = start(path, processes, flags, output)
+        for line in started[0].stdout:
+            lines.append(line)
+            if line.startswith(("rank 0:", "epoch")):
+                moments.append(time.perf_counter())
         if any([process.wait() for process in started]):
-            log.seek(0)
-            sys.exit(f"{path} {flags} failed:\n{log.read()}")
-        return read_metrics(output)
+            sys.exit(f"{path} {flags} failed:\n{''.join(lines)}")
+        rate, memory = read_metrics(output)
+    return images / (moments[-1] - moments[0]) if images else rate, memory
 
 
 def read_metrics(output):
@@ -96,19 +120,21 @@ def read_metrics(output):
     return statistics.harmonic_mean(rates), float(rows[-1]["peak_memory_mib"])
 
 
-def contestants(args, job, processes):
+def contestants(args, job, processes, folder):
     """(name, file, flags of its own) of all that take part."""
-    found = [("limit", YARDSTICKS, ["limit", *args.flags])]
+    yardsticks = folder / "scripts" / "yardsticks.py"
+    found = [] if job == "folder" else [("limit", yardsticks, ["limit", *args.flags])]
     for name in names(processes):
-        found.append((name, HERE.parent / f"train_{name}.py", args.flags))
+        found.append((name, folder / "scripts" / f"train_{name}.py", args.flags))
         if args.baseline:
-            found.append((f"baseline {name}", args.baseline / f"train_{name}.py", args.flags))
+            path = folder / "baseline" / f"train_{name}.py"
+            found.append((f"baseline {name}", path, args.flags))
     if job == "folder":
-        return [*found, ("decode", YARDSTICKS, ["decode"])]
-    for name in PEERS:
+        found.append(("decode", yardsticks, ["decode"]))
+    for name in PEERS if job in ("net", "resnet18") else []:
         for workers in args.workers:
-            found.append((f"{name} {workers} workers", YARDSTICKS, [name, "--workers", workers]))
-    return found
+            found.append((f"{name} {workers} workers", yardsticks, [name, "--workers", workers]))
+    return [one for one in found if not args.only or set(args.only) & set(one[0].split())]
 
 
 def spread(values, digits):
@@ -162,6 +188,7 @@ def main():
     add("--processes", nargs="+", type=int, default=counts)
     add("--rounds", type=int, default=3)
     add("--epochs", type=int, help="of a run, instead of the job's own number; at least 2")
+    add("--images", type=int, default=10_000, help="of an epoch; a quarter as many files")
     add("--workers", nargs="+", type=int, default=[0, 2], help="of the peers' loaders")
     add("--only", nargs="+", choices=[*SCRIPTS, *PEERS, "decode", "limit"])
     add("--baseline", type=Path, help="a folder with other scripts of the same names")
@@ -169,22 +196,30 @@ def main():
     add("flags", nargs="*", help="after --: flags for the scripts and the limit")
     args = parser.parse_args()
     print(title(args), flush=True)
-    rows = []
+    rows, files = [], args.images // 4
     with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
         if "folder" in args.jobs:
-            write_folder(folder, 2560)
+            write_folder(folder / "files", files)
         for job in args.jobs:
+            rooms = example() if job == "example" else ""
+            copy_scripts(folder / "scripts", args.images, rooms)
+            (folder / "scripts" / "yardsticks.py").write_text((HERE / "yardsticks.py").read_text())
+            if args.baseline:
+                copy_scripts(folder / "baseline", args.images, rooms, args.baseline)
             flags, epochs = JOBS[job]
-            flags = [*flags.format(folder=folder).split(), "--epochs", args.epochs or epochs]
+            epochs = args.epochs or epochs
+            flags = flags.format(folder=folder / "files").split()
+            images = (files + files // 5) * epochs if job == "folder" else 0
             for processes in args.processes:
-                order, before = contestants(args, job, processes), len(rows)
-                if args.only:
-                    order = [one for one in order if set(args.only) & set(one[0].split())]
+                order, before = contestants(args, job, processes, folder), len(rows)
                 for number in range(args.rounds):
                     first = number * len(order) // args.rounds
                     for name, path, own in order[first:] + order[:first]:
                         count = 1 if name == "decode" else processes  # it uses all cores
-                        rate, memory = train(path, count, [*own, *flags])
+                        most = min(epochs, 6) if name.split()[0] in PEERS else epochs
+                        own = [*own, *flags, "--epochs", most]
+                        rate, memory = train(path, count, own, images)
                         row = {"job": job, "processes": processes, "round": number}
                         row |= {"contestant": name, "images_per_second": rate}
                         rows.append(row | {"device_mib": memory})

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchvision import datasets, transforms
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # or a copy that lies beside this one
 import train_single as scripts  # noqa: E402
 
 
@@ -34,13 +34,14 @@ class Clock:
 
     def stop(self):
         peak = 0
-        if torch.accelerator.is_available():
+        if device.type != "cpu":
             torch.accelerator.synchronize()
             peak = torch.accelerator.max_memory_allocated() / 2**20
         seconds = time.perf_counter() - self.begin
         self.lines.append(f"{seconds},{self.images / seconds},{peak}")
         if os.environ.get("RANK", "0") == "0":
             self.path.write_text("\n".join(self.lines))
+            print("epoch", flush=True)
 
 
 class CIFAR10(datasets.CIFAR10):
@@ -123,22 +124,26 @@ def lightning(args, train_set, net, batch_size, clock):
 
 
 def limit(args, train_set, net, batch_size, clock):
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
     net.to(device)
     optimizer, _ = scripts.build_optimizer(args, net, steps=1)
-    batches = scripts.load_batches(args, train_set, range(batch_size), batch_size, device)
-    images, labels = scripts.prepare(args, next(batches), device)
+    loader = scripts.make_loader(args, train_set, range(batch_size), batch_size, device)
+    inputs, labels = scripts.prepare(args, next(iter(loader)), device)
     if args.compile:
-        net.compile()
+        net.compile(dynamic=False)
     if world_size > 1:
         dist.init_process_group()
         net = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
+    steps = len(train_set) // args.batch_size
+    clock.images = steps * args.batch_size
     for _ in range(args.epochs):
         clock.start()
-        for _ in range(0, len(train_set), args.batch_size):
+        for _ in range(steps):
             optimizer.zero_grad()
             with autocast:
-                loss = scripts.loss_function(net(images), labels)
+                loss = scripts.loss_function(net(inputs), labels)
             loss.backward()
             optimizer.step()
         clock.stop()
@@ -150,10 +155,12 @@ def decode_one(path):
 
 
 def decode(args, train_set, net, batch_size, clock):
+    print("rank 0:", flush=True)
+    paths = [path for path, _ in train_set.samples + test_set.samples]
     with Pool(os.cpu_count()) as pool:
         for _ in range(args.epochs):
             clock.start()
-            pool.map(decode_one, [path for path, _ in train_set.samples], chunksize=8)
+            pool.map(decode_one, paths, chunksize=8)
             clock.stop()
 
 
@@ -162,11 +169,11 @@ if __name__ == "__main__":
     scripts.parser.add_argument("loop", choices=loops)
     args = scripts.parser.parse_args()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = torch.device(args.device)
     if device.type != "cpu":
-        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device.index)
-    train_set, _, classes = scripts.load_data(args)
+    train_set, test_set, classes = scripts.load_data(args)
     torch.manual_seed(args.seed)
     net = scripts.build_model(args, train_set[0][0], classes)
     clock = Clock(args, len(train_set))

@@ -1,0 +1,119 @@
+"""Microseconds that a step of the scripts costs over the bare step, in all and by line.
+
+python benchmarks/overhead.py --rounds 5
+
+The model is one linear layer, the batch one image, the thread one: such a step is mostly Python.
+Each round times a copy of the script that has this model, and its training loop here: whole,
+without one line after the other, and bare, which leaves zero_grad, forward, loss, backward and step
+on one batch. A line costs what the loop takes less without it.
+"""
+
+import argparse
+import os
+import re
+import statistics
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from throughput import GPU, HERE, copy_scripts, markdown, spread, title, train  # noqa: E402
+from yardsticks import scripts  # noqa: E402
+
+MODEL = """def build_model(args, image, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 10))"""
+LINES = {  # of the loop: what finds them, and what stands there instead
+    "`for i, batch in enumerate(train_loader, ...)`": (r"for i, batch in .*", "for i in range(N):"),
+    "`step, part`, `run_step`, `run_part`": (r"step, part = .*\n.*\n.*", "pass"),
+    "`set_seed(...)`": (r"set_seed\(.*", "pass"),
+    "`prepare(args, batch, device)`": (r"inputs, labels = prepare.*", "pass"),
+    "three `if` without effect": (r"(?<=  )if (args|part).*\n.*", "pass"),
+    "`with nullcontext() ...`": (r"with nullcontext.*", "if True:"),
+    "`with autocast`": (r"with autocast:", "if True:"),
+    "`ddp(inputs)` and not `model(inputs)`": (r"\bddp\(", "model("),
+    "`/ args.accumulate`": (r" / args.accumulate\n", r"\n"),
+    "`loss_sum += loss.detach()`": (r"loss_sum \+= .*", "pass"),
+    "`scheduler.step()`": (r"scheduler.step\(\)", "pass"),
+}
+CHANGED = "loss_sum", "batch", "inputs", "labels", "part", "run_part"  # by the loop
+
+
+def names_in_the_loop(N):
+    """What the loop over an epoch of N steps uses, in both scripts."""
+    args = scripts.parser.parse_args("--dataset synthetic --batch-size 1".split())
+    device, state, autocast = (
+        torch.device(args.device),
+        {"step": 0},
+        torch.autocast("cpu", None, False),
+    )
+    train_set, _, classes = scripts.load_data(args)
+    model = scripts.build_model(args, None, classes).to(device)
+    optimizer, scheduler = scripts.build_optimizer(args, model, steps=10**9)
+    ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    order = torch.randperm(len(train_set)).tolist()[:N]
+    train_loader = scripts.make_loader(args, train_set, order, 1, device)
+    batch = next(iter(train_loader))
+    inputs, labels = scripts.prepare(args, batch, device)
+    part = run_part = epoch = rank = 0
+    world_size, epoch_steps, loss_sum = 1, N, torch.zeros((), device=device)
+    return vars(scripts) | locals()
+
+
+def loops(name, names):
+    """The script's loop over an epoch as functions, by what is left out."""
+    body = re.search(
+        r"( {8}for i, batch .*?scheduler\.step\(\)\n)", Path(HERE.parent / name).read_text(), re.S
+    )[1]
+    texts = {"": body, "bare": body}
+    for line, edit in LINES.items():
+        if re.search(edit[0], body):
+            texts[line], texts["bare"] = re.sub(*edit, body), re.sub(*edit, texts["bare"])
+    for line, text in texts.items():
+        code = "from contextlib import nullcontext\n"
+        code += f"def loop({', '.join(CHANGED)}):\n{textwrap.indent(textwrap.dedent(text), '    ')}"
+        exec(code, own := dict(names))
+        texts[line] = own["loop"]
+    return texts
+
+
+def microseconds(loop, names, turns=8):
+    """A step's, the median of some turns."""
+    found = []
+    for _ in range(turns):
+        begin = time.perf_counter()
+        loop(*(names[name] for name in CHANGED))
+        found.append((time.perf_counter() - begin) / names["N"] * 1e6)
+    return statistics.median(found)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10_000, help="of an epoch of the script")
+    args = parser.parse_args()
+    print(title(args))
+    torch.set_num_threads(1)
+    exec(MODEL, vars(scripts))
+    dist.init_process_group("nccl" if GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    names = names_in_the_loop(min(500, args.steps))
+    flags = f"--dataset synthetic --batch-size 1 --log-every {args.steps} --epochs 3".split()
+    for name in "train_single.py", "train_ddp_torchrun.py":
+        codes, found = loops(name, names), {"the bare step": [], "**over it, in all**": []}
+        for number in range(args.rounds + 1):
+            took = {line: microseconds(loop, names) for line, loop in codes.items()}
+            if number == 0:
+                continue  # the first time is slower
+            with tempfile.TemporaryDirectory() as folder:
+                copy_scripts(Path(folder), args.steps, MODEL)
+                rate, _ = train(Path(folder, name), 1, flags)
+            whole, bare = took.pop(""), took.pop("bare")
+            found["the bare step"].append(bare)
+            found["**over it, in all**"].append(1e6 / rate - bare)
+            for line, without in took.items():
+                found.setdefault(line, []).append(whole - without)
+        print(f"| {name} | microseconds a step |\n|---|---|")
+        print(*(markdown([line, spread(found[line], 1)]) for line in found), sep="\n", end="\n\n")
