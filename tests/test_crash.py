@@ -131,3 +131,17 @@ def test_a_killed_peer_ends_the_job(name):
     statuses, text = finish(jobs, 30)
     assert not {0, "still there"} & set(statuses), text
     assert all_ended(), text
+
+
+@pytest.mark.slow
+def test_memory_of_a_resumed_run(fashion):
+    """Each process reads last.pt by itself: that takes one checkpoint's memory and no more."""
+    end = "    dist.destroy_process_group()\n    if rank > 0:\n"
+    peak = 'Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]'
+    path, peaks = edited("ddp_spawn", end, f'    print("peak", {peak}, flush=True)\n{end}'), []
+    flags = [*fashion, "--model", "mlp", "--repeat", 32, "--optimizer", "adam", "--output", "out"]
+    for more in ["--epochs", 1], ["--epochs", 2, "--resume"]:
+        text = run("ddp_spawn", *flags, *more, processes=2, path=path)
+        peaks.append(max(map(int, re.findall(r"peak (\d+)", text))) * 1024)
+    size = Path("out/last.pt").stat().st_size
+    assert size > 10**8 and peaks[1] - peaks[0] < 1.1 * size, (peaks, size)
