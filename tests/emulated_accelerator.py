@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,41 +25,38 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 aten, Tag = torch.ops.aten, torch.Tag
-generators = []  # one a card
+generators, seen = [], set()  # a generator for each card; the cards in use
 one_at_a_time = threading.Lock()  # for drawing: DataParallel's replicas are threads
-place = threading.local()  # place.card is the card that this thread has chosen, as in CUDA
 
 
-def current_card():
-    return getattr(place, "card", 0)
+class Chosen(threading.local):
+    card = 0  # until the thread chooses another, as in CUDA
+
+
+chosen = Chosen()
 
 
 def tell(what):
     """A line of the report: the function of the script that we are in, and what it does."""
-    if "EMULATED_REPORT" not in os.environ:
-        return
     frame = sys._getframe()
-    while frame and "train_" not in os.path.basename(frame.f_code.co_filename):
+    while frame and not Path(frame.f_code.co_filename).name.startswith(("train_", "edited_")):
         frame = frame.f_back
     where = f"{frame.f_code.co_name}:{frame.f_lineno}" if frame else "elsewhere:0"
-    with open(os.path.join(os.environ["EMULATED_REPORT"], str(os.getpid())), "a") as file:
+    with open(Path(os.environ["EMULATED_REPORT"], str(os.getpid())), "a") as file:
         file.write(f"{where} {what}\n")
 
 
 class Emulated(torch.Tensor):
     """A tensor on a card. torch's C++ takes it for one on card 0: `card` says the truth."""
 
-    seen = set()  # the cards in use
-
     @staticmethod
     def __new__(cls, inner, card):
         layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, inner.size(), dtype=inner.dtype, device=torch.device("emu", 0), **layout
-        )
+        layout |= {"dtype": inner.dtype, "device": torch.device("emu", 0)}
+        self = torch.Tensor._make_wrapper_subclass(cls, inner.size(), **layout)
         self.inner, self.card = inner, card
-        if card not in cls.seen:
-            cls.seen.add(card)
+        if card not in seen:
+            seen.add(card)
             tell(f"uses card {card}")
         return self
 
@@ -95,7 +93,7 @@ def compute(function, args, kwargs):
     cards = {tensor.card for tensor in tensors if isinstance(tensor, Emulated)}
     name = function.__name__.split(".")[0]
     in_place = name.endswith("_") and not name.startswith("__")
-    card, target = min(cards, default=current_card()), torch.device("emu" if cards else "cpu")
+    card, target = min(cards, default=chosen.card), torch.device("emu" if cards else "cpu")
     if kwargs.get("device") is not None:
         target = torch.device(kwargs["device"])
         kwargs = kwargs | {"device": "cpu", "pin_memory": None}
@@ -148,15 +146,15 @@ def draw(generator, operation):
 
 
 def manual_seed(seed):
-    tell(f"seed {seed} of card {current_card()}")
-    generators[current_card()].manual_seed(seed)
+    tell(f"seed {seed} of card {chosen.card}")
+    generators[chosen.card].manual_seed(seed)
 
 
 @contextmanager
 def device_index(card):
-    before, place.card = current_card(), card
+    before, chosen.card = chosen.card, card
     yield
-    place.card = before
+    chosen.card = before
 
 
 # nn.DataParallel's copies between cards.
@@ -166,10 +164,10 @@ def scatter(tensor, devices, chunk_sizes=None, dim=0, streams=None, *, out=None)
 
 
 def broadcast_coalesced(tensors, devices, buffer_size=0):
-    def copy(tensor, card):  # batch norm's statistics of the first replica stay
-        return Emulated(tensor.inner if card == tensor.card else tensor.inner.clone(), card)
+    def on(card, t):
+        return t if card == t.card else Emulated(t.inner.clone(), card)
 
-    return [[copy(tensor, card) for tensor in tensors] for card in devices]
+    return [[on(card, tensor) for tensor in tensors] for card in devices]
 
 
 def reduce_add_coalesced(inputs, destination=None, buffer_size=0):
@@ -213,10 +211,8 @@ def install(cards):
     install.autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     torch.emu.get_amp_supported_dtype = lambda: [torch.bfloat16]
     torch.emu.manual_seed = manual_seed
-    torch.emu.device_count = torch.accelerator.device_count = lambda: cards
-    torch.accelerator.is_available = lambda: True
-    torch.accelerator.current_accelerator = lambda check_available=False: torch.device("emu")
-    torch.accelerator.set_device_index = lambda card: setattr(place, "card", card)
+    torch.emu.device_count = lambda: cards
+    torch.accelerator.set_device_index = lambda card: setattr(chosen, "card", card)
     torch.accelerator.device_index = device_index
     torch.accelerator.max_memory_allocated = lambda *device: 0
     for function in scatter, broadcast_coalesced, reduce_add_coalesced, gather:
@@ -224,7 +220,7 @@ def install(cards):
     nn.parallel.DistributedDataParallel = DistributedDataParallel
 
     tensor, save, load = torch.tensor, torch.save, torch.load
-    init, default = dist.init_process_group, dist.get_default_backend_for_device
+    init, all_reduce, broadcast = dist.init_process_group, dist.all_reduce, dist.broadcast
 
     def emulated_tensor(data, *, device=None, **options):
         made = tensor(data, **options)
@@ -232,21 +228,16 @@ def install(cards):
 
     def emulated_save(content, file, **options):
         kinds = {v.device.type for v in tree_leaves(content) if isinstance(v, torch.Tensor)}
-        tell(f"waits: save {os.path.basename(file.name)} from {' '.join(sorted(kinds))}")
+        tell(f"waits: save {Path(file.name).name} from {' '.join(sorted(kinds))}")
         save(tree_map(real, content), file, **options)
 
     def emulated_load(file, map_location=None, **options):
         tell(f"load to {map_location}")
         return load(file, map_location, **options)
 
-    def on_the_values(collective):
-        return lambda tensor, *more, **options: collective(real(tensor), *more, **options)
-
     torch.tensor, torch.save, torch.load = emulated_tensor, emulated_save, emulated_load
     dist.init_process_group = lambda *names, device_id=None, **options: init(*names, **options)
-    dist.get_default_backend_for_device = lambda device: (
-        "gloo" if torch.device(device).type == "emu" else default(device)
-    )
-    for name in "all_reduce", "broadcast":
-        setattr(dist, name, on_the_values(getattr(dist, name)))
+    dist.Backend.default_device_backend_map["emu"] = "gloo"
+    dist.all_reduce = lambda tensor: all_reduce(real(tensor))
+    dist.broadcast = lambda tensor, source: broadcast(real(tensor), source)
     Mode().__enter__()

@@ -12,27 +12,30 @@ pytest.importorskip(
     "emulated_accelerator", reason="this torch lacks what it needs", exc_type=ImportError
 )
 STEPS = 10  # an epoch of Fashion-MNIST
+SPAWN = "torch.multiprocessing.spawn(main, (world_size, args), args.nproc_per_node"
+FORK = SPAWN.replace(".spawn(", ".start_processes(") + ', start_method="fork"'
 FLAGS = "--augment --accumulate 2 --clip-norm 1 --lr 0.02 --log-every 4 --resume".split()
 
 
 @pytest.fixture
 def launch(monkeypatch):
-    """Start a script on so many cards, `alone` without torchrun, which takes seconds to start."""
+    """Start a script on so many cards, `alone` with nothing but forks: without torchrun, or by
+    spawn without a new Python, which take seconds to start."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "emulated"))
 
     def launch(name, output, *flags, cards=2, processes=1, alone=False, path=None):
-        report, local_rank = Path(f"{output}-report").resolve(), str(processes - 1)
+        report = Path(f"{output}-report").resolve()
         report.mkdir()
-        environment = {"EMULATED_CARDS": str(cards), "EMULATED_REPORT": str(report)}
-        if alone and name == "ddp_torchrun":
-            environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": local_rank}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            environment |= {"TORCHELASTIC_RUN_ID": "test"}
+        environment = {"EMULATED_CARDS": cards, "EMULATED_REPORT": report, "RANK": 0}
+        environment |= {"WORLD_SIZE": 1, "LOCAL_RANK": processes - 1, "MASTER_ADDR": "127.0.0.1"}
+        environment |= {"MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "test"}
         for key, value in environment.items():
-            monkeypatch.setenv(key, value)
+            monkeypatch.setenv(key, str(value))
         flags = [*flags, "--output", output]
         if alone and name == "ddp_torchrun":
             return [Warm(script(name), flags, f"{output}.log")]
+        if alone and name == "ddp_spawn":
+            path = edited(name, SPAWN, FORK)
         return start(name, *flags, processes=processes, path=path)
 
     return launch
