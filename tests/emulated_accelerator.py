@@ -5,16 +5,16 @@ cards raises. Each card draws random numbers of its own. The file EMULATED_REPOR
 what a process did: what waited for a card or was copied to it, steps, seeds, files, cards in use.
 What torch has in C++ for GPUs alone has a stand-in: the four copies of nn.DataParallel, and DDP,
 here the mean of each gradient over Gloo. Not emulated: streams, kernels, NCCL, memory, speed,
-torch.compile, --sync-bn, --compress-gradients; autocast leaves all in float32.
-
-install() changes torch for the rest of the process and stands on experimental parts of torch.
+torch.compile, --sync-bn, --compress-gradients; autocast leaves all in float32. install() changes
+torch, with experimental parts of it, for the rest of the process.
 """
 
 import os
 import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
+from contextvars import ContextVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,26 +24,90 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-aten, Tag = torch.ops.aten, torch.Tag
 generators, seen = [], set()  # a generator for each card; the cards in use
 one_at_a_time = threading.Lock()  # for drawing: DataParallel's replicas are threads
-
-
-class Chosen(threading.local):
-    card = 0  # until the thread chooses another, as in CUDA
-
-
-chosen = Chosen()
+chosen = ContextVar("card", default=0)  # a thread begins with card 0, as in CUDA
 
 
 def tell(what):
     """A line of the report: the function of the script that we are in, and what it does."""
-    frame = sys._getframe()
-    while frame and not Path(frame.f_code.co_filename).name.startswith(("train_", "edited_")):
+    frame, names = sys._getframe(), ("train_", "edited_")
+    while frame and not os.path.basename(frame.f_code.co_filename).startswith(names):
         frame = frame.f_back
     where = f"{frame.f_code.co_name}:{frame.f_lineno}" if frame else "elsewhere:0"
-    with open(Path(os.environ["EMULATED_REPORT"], str(os.getpid())), "a") as file:
+    with open(f"{os.environ['EMULATED_REPORT']}/{os.getpid()}", "a") as file:
         file.write(f"{where} {what}\n")
+
+
+def real(value):
+    return value.inner if isinstance(value, Emulated) else value
+
+
+def compute(_, function, types, args=(), kwargs=None):
+    """torch calls this for each operation: do it on the CPU tensors behind those of a card."""
+    kwargs = kwargs or {}
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    cards = {tensor.card for tensor in tensors if isinstance(tensor, Emulated)}
+    name = function.__name__.split(".")[0]
+    in_place = name.endswith("_") and not name.startswith("__")
+    card, target = min(cards, default=chosen.get()), torch.device("emu" if cards else "cpu")
+    if kwargs.get("device") is not None:
+        target = torch.device(kwargs["device"])
+        kwargs = kwargs | {"device": "cpu", "pin_memory": None}
+    if name in ("copy_", "_to_copy"):
+        target = args[0].device if in_place else target
+        free = kwargs.get("non_blocking") or args[2:] == (True,)
+        if cards and target.type == "cpu":
+            tell("waits: copy to the CPU")
+        elif target.type == "emu" and not isinstance(args[in_place], Emulated):
+            tell("copies" if free else "copies and waits")
+    elif cards:
+        check(function, name, in_place, tensors, cards)
+    inner_args, inner_kwargs = tree_map(real, (args, kwargs))
+    if target.type == "emu" and torch.Tag.nondeterministic_seeded in function.tags:
+        out = draw(generators[card], lambda: function(*inner_args, **inner_kwargs))
+    else:
+        out = function(*inner_args, **inner_kwargs)
+    if out is None or target.type == "cpu":
+        return out
+    if in_place:
+        return args[0]
+    if target.index is not None and out.numel() > 1:
+        card = target.index  # the script's word; for scalars C++ asks for card 0
+    return tree_map(lambda v: Emulated(v, card) if isinstance(v, torch.Tensor) else v, out)
+
+
+def check(function, name, in_place, tensors, cards):
+    """What a GPU refuses, and what makes the process wait for it."""
+    cpu = [t for t in tensors if not isinstance(t, Emulated) and t.dim() > 0]  # scalars may be
+    if len(cards) > 1 or cpu or in_place and not isinstance(tensors[0], Emulated):
+        raise RuntimeError(f"{function} mixes devices: cards {cards} and {len(cpu)} CPU tensors")
+    if name.startswith("_fused_"):
+        tell("step")
+    waits = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    if waits & set(function.tags) and (name != "index" or tensors[1].dtype == torch.bool):
+        tell(f"waits: {name}")
+
+
+def draw(generator, operation):
+    """Random numbers of a card: the CPU's generator stands in for its own."""
+    with one_at_a_time, torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(generator.get_state())
+        out = operation()
+        generator.set_state(torch.get_rng_state())
+    return out
+
+
+def manual_seed(seed):
+    tell(f"seed {seed} of card {chosen.get()}")
+    generators[chosen.get()].manual_seed(seed)
+
+
+@contextmanager
+def device_index(card):
+    token = chosen.set(card)
+    yield
+    chosen.reset(token)
 
 
 class Emulated(torch.Tensor):
@@ -60,9 +124,7 @@ class Emulated(torch.Tensor):
             tell(f"uses card {card}")
         return self
 
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        return compute(function, args, kwargs or {})
+    __torch_dispatch__ = classmethod(compute)
 
     @property
     def device(self):
@@ -76,85 +138,8 @@ class Emulated(torch.Tensor):
         return self.inner.tolist()
 
 
-class Mode(TorchDispatchMode):
-    """For what makes a tensor on a card out of none, as torch.zeros(2, device=device)."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return compute(function, args, kwargs or {})
-
-
-def real(value):
-    return value.inner if isinstance(value, Emulated) else value
-
-
-def compute(function, args, kwargs):
-    """Do an operation on the CPU tensors behind those of a card."""
-    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-    cards = {tensor.card for tensor in tensors if isinstance(tensor, Emulated)}
-    name = function.__name__.split(".")[0]
-    in_place = name.endswith("_") and not name.startswith("__")
-    card, target = min(cards, default=chosen.card), torch.device("emu" if cards else "cpu")
-    if kwargs.get("device") is not None:
-        target = torch.device(kwargs["device"])
-        kwargs = kwargs | {"device": "cpu", "pin_memory": None}
-    if name in ("copy_", "_to_copy"):
-        target = args[0].device if in_place else target
-        free = kwargs.get("non_blocking") or args[2:] == (True,)
-        if cards and target.type == "cpu":
-            tell("waits: copy to the CPU")
-        elif target.type == "emu" and not isinstance(args[in_place], Emulated):
-            tell("copies" if free else "copies and waits")
-    elif cards:
-        check(function, name, in_place, tensors, cards)
-    inner_args, inner_kwargs = tree_map(real, (args, kwargs))
-    if target.type == "emu" and Tag.nondeterministic_seeded in function.tags:
-        out = draw(generators[card], lambda: function(*inner_args, **inner_kwargs))
-    else:
-        out = function(*inner_args, **inner_kwargs)
-    if out is None or target.type == "cpu":
-        return out
-    if in_place:
-        return args[0]
-    if target.index is not None and out.numel() > 1:
-        card = target.index  # the script's word; for scalars C++ asks for card 0
-    return tree_map(lambda v: Emulated(v, card) if isinstance(v, torch.Tensor) else v, out)
-
-
-def check(function, name, in_place, tensors, cards):
-    """What a GPU refuses, and what makes the process wait for it."""
-    cpu = [t for t in tensors if not isinstance(t, Emulated) and t.dim() > 0]  # scalars may be
-    into_cpu = in_place and not isinstance(tensors[0], Emulated)
-    if len(cards) > 1 or cpu or into_cpu:
-        raise RuntimeError(f"{function} mixes devices: cards {cards} and {len(cpu)} CPU tensors")
-    if name.startswith("_fused_"):
-        tell("step")
-    by_mask = name != "index" or tensors[1].dtype == torch.bool
-    size_unknown = Tag.dynamic_output_shape in function.tags and by_mask
-    if size_unknown or Tag.data_dependent_output in function.tags:
-        tell(f"waits: {name}")
-
-
-def draw(generator, operation):
-    """Random numbers of a card: the CPU's generator stands in for its own, and then goes on."""
-    with one_at_a_time:
-        before = torch.default_generator.get_state()
-        torch.default_generator.set_state(generator.get_state())
-        out = operation()
-        generator.set_state(torch.default_generator.get_state())
-        torch.default_generator.set_state(before)
-    return out
-
-
-def manual_seed(seed):
-    tell(f"seed {seed} of card {chosen.card}")
-    generators[chosen.card].manual_seed(seed)
-
-
-@contextmanager
-def device_index(card):
-    before, chosen.card = chosen.card, card
-    yield
-    chosen.card = before
+class Mode(TorchDispatchMode):  # for what makes a tensor on a card out of none, as torch.zeros
+    __torch_dispatch__ = compute
 
 
 # nn.DataParallel's copies between cards.
@@ -164,10 +149,10 @@ def scatter(tensor, devices, chunk_sizes=None, dim=0, streams=None, *, out=None)
 
 
 def broadcast_coalesced(tensors, devices, buffer_size=0):
-    def on(card, t):
-        return t if card == t.card else Emulated(t.inner.clone(), card)
-
-    return [[on(card, tensor) for tensor in tensors] for card in devices]
+    return [
+        [t if t.card == card else Emulated(t.inner.clone(), card) for t in tensors]
+        for card in devices
+    ]
 
 
 def reduce_add_coalesced(inputs, destination=None, buffer_size=0):
@@ -196,11 +181,8 @@ class DistributedDataParallel(nn.Module):
         self.expect = self.sync  # a forward pass past this wrapper is not reduced, as with torch's
         return self.module(*inputs)
 
-    @contextmanager
     def no_sync(self):
-        self.sync = False
-        yield
-        self.sync = True
+        return patch.object(self, "sync", False)
 
 
 def install(cards):
@@ -212,7 +194,7 @@ def install(cards):
     torch.emu.get_amp_supported_dtype = lambda: [torch.bfloat16]
     torch.emu.manual_seed = manual_seed
     torch.emu.device_count = lambda: cards
-    torch.accelerator.set_device_index = lambda card: setattr(chosen, "card", card)
+    torch.accelerator.set_device_index = chosen.set
     torch.accelerator.device_index = device_index
     torch.accelerator.max_memory_allocated = lambda *device: 0
     for function in scatter, broadcast_coalesced, reduce_add_coalesced, gather:
@@ -223,12 +205,11 @@ def install(cards):
     init, all_reduce, broadcast = dist.init_process_group, dist.all_reduce, dist.broadcast
 
     def emulated_tensor(data, *, device=None, **options):
-        made = tensor(data, **options)
-        return made if device is None else made.to(device)
+        return tensor(data, **options).to(device or "cpu")
 
     def emulated_save(content, file, **options):
         kinds = {v.device.type for v in tree_leaves(content) if isinstance(v, torch.Tensor)}
-        tell(f"waits: save {Path(file.name).name} from {' '.join(sorted(kinds))}")
+        tell(f"waits: save {os.path.basename(file.name)} from {' '.join(sorted(kinds))}")
         save(tree_map(real, content), file, **options)
 
     def emulated_load(file, map_location=None, **options):
