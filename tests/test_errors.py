@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import SCRIPTS, TORCHRUN, Cold, finish, run, script
 
 TRAIN = ["--dataset", "synthetic", "--epochs", 1]
@@ -98,16 +97,6 @@ def test_torchrun():
     statuses, text = finish([Cold([*TORCHRUN, "--max-restarts", 1, *words[3:]], "log")])
     assert statuses == [1] and "needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
     assert not Path("runs").exists()
-
-
-def test_several_gpus_in_one_process(monkeypatch, capsys):
-    """What DataParallel can't do is refused; the number of GPUs is pretended."""
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    for flag in "--amp", "--compile":
-        monkeypatch.setattr("sys.argv", ["x", flag])
-        with pytest.raises(SystemExit):
-            runpy.run_path(script("ddp_multigpu_proc"), run_name="__main__")
-        assert "several GPUs in one process" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
