@@ -1,16 +1,12 @@
-"""A real Slurm cluster of four machines on this one, each with pretended cores and GPUs.
-
-`python tests/cluster.py` brings it up to try things on, and takes it down on Ctrl-C.
-Needs root and Debian's packages slurm-wlm and munge; everything it writes is in one folder.
-"""
+"""A real Slurm cluster of four machines on this one, each with pretended cores and GPUs. Needs root
+and Debian's packages slurm-wlm and munge. Everything that it writes is in one folder."""
 
 import os
 import shutil
 import socket
 import subprocess
-import tempfile
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 MACHINES = ["node0", "node1", "node2", "node3"]
@@ -46,10 +42,9 @@ PartitionName=urgent Nodes=node[2-3] PriorityTier=2
 
 def missing():
     """Why there can be no cluster here, or an empty string."""
-    for name in "munged", "slurmctld", "slurmd":
-        if not shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin"):
-            return f"Slurm is not installed (no {name}): apt-get install slurm-wlm munge"
-    return "" if os.getuid() == 0 else "a Slurm cluster can be started by root only"
+    path, names = os.environ["PATH"] + ":/usr/sbin", ["munged", "slurmctld", "slurmd"]
+    installed = all(shutil.which(name, path=path) for name in names) and os.getuid() == 0
+    return "" if installed else "a Slurm cluster needs root: apt-get install slurm-wlm munge"
 
 
 def write_files(folder):
@@ -118,9 +113,3 @@ def wait_until(condition, what, limit=120):
         if time.monotonic() > end:
             raise TimeoutError(f"waited {limit} s for {what}")
         time.sleep(0.2)
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place, cluster(place), suppress(KeyboardInterrupt):
-        print(f"export SLURM_CONF={os.environ['SLURM_CONF']}", flush=True)
-        time.sleep(1e9)
