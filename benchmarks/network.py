@@ -17,6 +17,7 @@ ratios those within a round (and the smallest and largest):
 
 import argparse
 import contextlib
+import csv
 import os
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from throughput import copy_scripts, example, markdown, read_metrics, spread, title, write_csv
+from throughput import copy_scripts, example, markdown, read_metrics, spread, title
 
 JOBS = {  # flags, global batch, steps of an epoch
     "net": ("--dataset synthetic --model net", 64, 160),
@@ -136,7 +137,10 @@ def main():
                 cells = [job, f"{rate:g}", one, two, wins, four, more, *times, spread(bound, 2)]
                 print(markdown([*cells, spread(faster, 2) if faster else ""]), flush=True)
                 rows.append({"job": job, "batch": batch, "rate": rate} | row)
-                write_csv(args.csv, rows)
+                with open(args.csv, "w") as file:
+                    writer = csv.DictWriter(file, rows[0])
+                    writer.writeheader()
+                    writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -45,11 +45,8 @@ CHANGED = "loss_sum", "batch", "inputs", "labels", "part", "run_part"  # by the 
 def names_in_the_loop(N):
     """What the loop over an epoch of N steps uses, in both scripts."""
     args = scripts.parser.parse_args("--dataset synthetic --batch-size 1".split())
-    device, state, autocast = (
-        torch.device(args.device),
-        {"step": 0},
-        torch.autocast("cpu", None, False),
-    )
+    device, state = torch.device(args.device), {"step": 0}
+    autocast = torch.autocast(device.type, enabled=False)
     train_set, _, classes = scripts.load_data(args)
     model = scripts.build_model(args, None, classes).to(device)
     optimizer, scheduler = scripts.build_optimizer(args, model, steps=10**9)
@@ -65,9 +62,8 @@ def names_in_the_loop(N):
 
 def loops(name, names):
     """The script's loop over an epoch as functions, by what is left out."""
-    body = re.search(
-        r"( {8}for i, batch .*?scheduler\.step\(\)\n)", Path(HERE.parent / name).read_text(), re.S
-    )[1]
+    text = (HERE.parent / name).read_text()
+    body = re.search(r"( {8}for i, batch .*?scheduler\.step\(\)\n)", text, re.S)[1]
     texts = {"": body, "bare": body}
     for line, edit in LINES.items():
         if re.search(edit[0], body):
@@ -103,13 +99,13 @@ if __name__ == "__main__":
     flags = f"--dataset synthetic --batch-size 1 --log-every {args.steps} --epochs 3".split()
     for name in "train_single.py", "train_ddp_torchrun.py":
         codes, found = loops(name, names), {"the bare step": [], "**over it, in all**": []}
-        for number in range(args.rounds + 1):
-            took = {line: microseconds(loop, names) for line, loop in codes.items()}
-            if number == 0:
-                continue  # the first time is slower
+        for loop in codes.values():
+            microseconds(loop, names, turns=1)  # the first time is slower
+        for _ in range(args.rounds):
             with tempfile.TemporaryDirectory() as folder:
                 copy_scripts(Path(folder), args.steps, MODEL)
-                rate, _ = train(Path(folder, name), 1, flags)
+                rate, *_ = train(Path(folder, name), 1, flags)
+            took = {line: microseconds(loop, names) for line, loop in codes.items()}
             whole, bare = took.pop(""), took.pop("bare")
             found["the bare step"].append(bare)
             found["**over it, in all**"].append(1e6 / rate - bare)

@@ -80,36 +80,32 @@ def commands(path, processes, folder):
     return [[sys.executable, path]]
 
 
-def start(path, processes, flags, output):
-    """Start a file with so many GPUs, or with an even share of the cores for each process."""
+def train(path, processes, flags, images=0):
+    """Run a file to its end, with so many GPUs or an even share of the cores for each process.
+
+    Returns its images a second, MiB of the device, and the seconds until it trains. If so many
+    `images` go through the whole run, all of its time counts.
+    """
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     if GPU:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(processes)))
     elif processes > 1:
         environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // processes))
-    streams, started = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}, []
-    for line in commands(path, processes, output):
-        words = [str(word) for word in [*line, *flags, "--output", output]]
-        started.append(subprocess.Popen(words, env=environment, **streams))
-    return started
-
-
-def train(path, processes, flags, images=0):
-    """Run a file to its end. Returns its images a second, and MiB of the device.
-
-    If so many `images` go through the whole run, all of its time counts.
-    """
+    options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    begin, started, lines, moments = time.perf_counter(), [], [], []
     with tempfile.TemporaryDirectory() as output:
-        lines, moments = [], []
-        started = start(path, processes, flags, output)
+        for line in commands(path, processes, output):
+            words = [str(word) for word in [*line, *flags, "--output", output]]
+            started.append(subprocess.Popen(words, text=True, **options))
         for line in started[0].stdout:
             lines.append(line)
-            if line.startswith(("rank 0:", "epoch")):
+            if line.startswith(("rank 0:", "into", "a new run into", "epoch")):
                 moments.append(time.perf_counter())
         if any([process.wait() for process in started]):
             sys.exit(f"{path} {flags} failed:\n{''.join(lines)}")
         rate, memory = read_metrics(output)
-    return images / (moments[-1] - moments[0]) if images else rate, memory
+    rate = images / (moments[-1] - moments[0]) if images else rate
+    return rate, memory, moments[1] - begin
 
 
 def read_metrics(output):
@@ -131,7 +127,7 @@ def contestants(args, job, processes, folder):
             found.append((f"baseline {name}", path, args.flags))
     if job == "folder":
         found.append(("decode", yardsticks, ["decode"]))
-    for name in PEERS if job in ("net", "resnet18") else []:
+    for name in PEERS if job in ("net", "resnet18") and processes == 1 else []:
         for workers in args.workers:
             found.append((f"{name} {workers} workers", yardsticks, [name, "--workers", workers]))
     return [one for one in found if not args.only or set(args.only) & set(one[0].split())]
@@ -146,23 +142,22 @@ def markdown(cells):
     return f"| {' | '.join(cells)} |"
 
 
-def table(rows):
-    """The rows of one job and number of processes, as Markdown."""
-    rates, memory, best = {}, {}, {}
-    for row in rows:
-        rates.setdefault(row["contestant"], []).append(row["images_per_second"])
-        memory.setdefault(row["contestant"], []).append(row["device_mib"])
+def table(found):
+    """{contestant: a (images/s, MiB, start) a round} as Markdown."""
+    rates = {name: [rate for rate, *_ in runs] for name, runs in found.items()}
+    best = {}
     for name in sorted(rates, key=lambda name: statistics.median(rates[name])):
         best[name.split()[0]] = name
     yardsticks = [name for name in (*PEERS, "limit", "decode", "baseline") if name in best]
-    heads = ["", "images/s", *(f"x {name}" for name in yardsticks), "device MiB"]
+    heads = ["", "images/s", *(f"x {name}" for name in yardsticks), "MiB", "trains after, s"]
     lines = [markdown(heads), "|---" * len(heads) + "|"]
     for name, values in rates.items():
         cells = [name, spread(values, 0)]
         for yard in yardsticks:
             others = rates.get(f"baseline {name}" if yard == "baseline" else best[yard])
             cells.append(spread([a / b for a, b in zip(values, others)], 2) if others else "")
-        lines.append(markdown([*cells, f"{max(memory[name]):.0f}"]))
+        _, memory, start = zip(*found[name])
+        lines.append(markdown([*cells, f"{max(memory):.0f}", f"{statistics.median(start):.1f}"]))
     return "\n".join(lines)
 
 
@@ -171,13 +166,6 @@ def title(args):
     gpu = f"{torch.accelerator.device_count()} x {torch.cuda.get_device_name()}, " if GPU else ""
     machine = f"{gpu}{os.cpu_count()} cores, torch {torch.__version__}, {datetime.date.today()}"
     return f"{machine}, {args.rounds} rounds, `{' '.join(sys.argv)}`\n"
-
-
-def write_csv(path, rows):
-    with open(path, "w") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def main():
@@ -192,11 +180,10 @@ def main():
     add("--workers", nargs="+", type=int, default=[0, 2], help="of the peers' loaders")
     add("--only", nargs="+", choices=[*SCRIPTS, *PEERS, "decode", "limit"])
     add("--baseline", type=Path, help="a folder with other scripts of the same names")
-    add("--csv", type=Path, default=Path("throughput.csv"), help="gets a row a run")
     add("flags", nargs="*", help="after --: flags for the scripts and the limit")
     args = parser.parse_args()
     print(title(args), flush=True)
-    rows, files = [], args.images // 4
+    files = args.images // 4
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         if "folder" in args.jobs:
@@ -212,20 +199,17 @@ def main():
             flags = flags.format(folder=folder / "files").split()
             images = (files + files // 5) * epochs if job == "folder" else 0
             for processes in args.processes:
-                order, before = contestants(args, job, processes, folder), len(rows)
+                order, found = contestants(args, job, processes, folder), {}
                 for number in range(args.rounds):
                     first = number * len(order) // args.rounds
                     for name, path, own in order[first:] + order[:first]:
                         count = 1 if name == "decode" else processes  # it uses all cores
                         most = min(epochs, 6) if name.split()[0] in PEERS else epochs
-                        own = [*own, *flags, "--epochs", most]
-                        rate, memory = train(path, count, own, images)
-                        row = {"job": job, "processes": processes, "round": number}
-                        row |= {"contestant": name, "images_per_second": rate}
-                        rows.append(row | {"device_mib": memory})
-                        print(rows[-1], file=sys.stderr, flush=True)
-                        write_csv(args.csv, rows)
-                print(f"`{job}`, {processes} process(es)\n\n{table(rows[before:])}\n", flush=True)
+                        own = [*flags, *own, "--epochs", most]
+                        found.setdefault(name, []).append(train(path, count, own, images))
+                        print(name, *found[name][-1], file=sys.stderr, flush=True)
+                found = {name: found[name] for name, *_ in order}
+                print(f"`{job}`, {processes} process(es)\n\n{table(found)}\n", flush=True)
 
 
 if __name__ == "__main__":

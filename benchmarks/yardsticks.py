@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # or a copy that lies beside this one
@@ -54,20 +54,13 @@ class CIFAR10(datasets.CIFAR10):
         self.target_transform = None
 
 
-def copied(args, train_set, net, batch_size, clock):
-    train_set, sampler = CIFAR10(*train_set.tensors), None
+def copied(args, train_set, net, clock):
     net.to(device)
-    if world_size > 1:
-        dist.init_process_group()
-        sampler = DistributedSampler(train_set)
-        net = nn.parallel.DistributedDataParallel(net)
-    options = {"shuffle": sampler is None, "sampler": sampler, "num_workers": args.workers}
-    trainloader = DataLoader(train_set, batch_size, **options)
+    options = {"shuffle": True, "num_workers": args.workers}
+    trainloader = DataLoader(CIFAR10(*train_set.tensors), args.batch_size, **options)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
-    for epoch in range(args.epochs):
-        if sampler:
-            sampler.set_epoch(epoch)
+    for _ in range(args.epochs):
         clock.start()
         running_loss = 0.0
         for inputs, labels in trainloader:
@@ -80,12 +73,12 @@ def copied(args, train_set, net, batch_size, clock):
         clock.stop()
 
 
-def accelerate(args, train_set, net, batch_size, clock):
+def accelerate(args, train_set, net, clock):
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=device.type == "cpu")
     options = {"shuffle": True, "num_workers": args.workers}
-    loader = DataLoader(CIFAR10(*train_set.tensors), batch_size, **options)
+    loader = DataLoader(CIFAR10(*train_set.tensors), args.batch_size, **options)
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
     net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     net.train()
@@ -99,7 +92,7 @@ def accelerate(args, train_set, net, batch_size, clock):
         clock.stop()
 
 
-def lightning(args, train_set, net, batch_size, clock):
+def lightning(args, train_set, net, clock):
     from lightning import LightningModule, Trainer
 
     class Classifier(LightningModule):
@@ -117,13 +110,13 @@ def lightning(args, train_set, net, batch_size, clock):
 
     off = "logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"
     options = dict.fromkeys(off, False) | {"max_epochs": args.epochs}
-    options["strategy"] = "ddp" if world_size > 1 else "auto"
-    trainer = Trainer(devices=world_size, **options)
+    trainer = Trainer(devices=1, **options)
     options = {"shuffle": True, "num_workers": args.workers}
-    trainer.fit(Classifier(), DataLoader(CIFAR10(*train_set.tensors), batch_size, **options))
+    trainer.fit(Classifier(), DataLoader(CIFAR10(*train_set.tensors), args.batch_size, **options))
 
 
-def limit(args, train_set, net, batch_size, clock):
+def limit(args, train_set, net, clock):
+    batch_size = args.batch_size // world_size
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
     net.to(device)
@@ -154,8 +147,7 @@ def decode_one(path):
     return image.resize((args.image_size, args.image_size), Image.Resampling.BILINEAR).tobytes()
 
 
-def decode(args, train_set, net, batch_size, clock):
-    print("rank 0:", flush=True)
+def decode(args, train_set, net, clock):
     paths = [path for path, _ in train_set.samples + test_set.samples]
     with Pool(os.cpu_count()) as pool:
         for _ in range(args.epochs):
@@ -173,10 +165,11 @@ if __name__ == "__main__":
     if device.type != "cpu":
         device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device.index)
+    print("rank 0:\ninto", flush=True)  # as the scripts do, before they load data
     train_set, test_set, classes = scripts.load_data(args)
     torch.manual_seed(args.seed)
     net = scripts.build_model(args, train_set[0][0], classes)
     clock = Clock(args, len(train_set))
-    loops[args.loop](args, train_set, net, args.batch_size // world_size, clock)
+    loops[args.loop](args, train_set, net, clock)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# All figures of a GPU, in parts of less than ten minutes; each leaves a table in $OUT (gpu/).
+#
+#   bash benchmarks/gpu.sh              # all parts, one after the other
+#   bash benchmarks/gpu.sh net amp      # these parts
+#   TINY=1 bash benchmarks/gpu.sh       # on a CPU with tiny sizes: does every command run?
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python}
+OUT=$(mkdir -p "${OUT:-gpu}" && realpath "${OUT:-gpu}")
+SCRATCH=$(mktemp -d)
+trap 'rm -rf "$SCRATCH"' EXIT
+ROUNDS=3 IMAGES=10000 LARGE=51200 MODEL=resnet18 LONG=50 SHORT=5 TESTS=(-m gpu)
+if [[ ${TINY:-} ]]; then
+    ROUNDS=1 IMAGES=256 LARGE=1024 MODEL=mlp LONG=2 SHORT=2 TESTS=(-m gpu --collect-only)
+fi
+
+throughput() { # NAME JOB IMAGES EPOCHS WORDS...: the table NAME.md
+    "$PYTHON" benchmarks/throughput.py --processes 1 --rounds "$ROUNDS" \
+        --workers 0 --jobs "$2" --images "$3" --epochs "$4" "${@:5}" > "$OUT/$1.md"
+}
+
+edited() { # FOLDER OLD NEW: copies of the scripts with NEW in the place of OLD
+    mkdir -p "$SCRATCH/$1"
+    for script in train_*.py; do
+        sed "s/$2/$3/" "$script" > "$SCRATCH/$1/$script"
+        cmp -s "$script" "$SCRATCH/$1/$script" && { echo "$script: no $2" >&2; exit 1; }
+    done
+    echo "$SCRATCH/$1"
+}
+
+run_tests() { "$PYTHON" -m pytest -q "${TESTS[@]}" 2>&1 | tee "$OUT/tests.md"; }
+run_net() { throughput net net "$IMAGES" "$LONG"; }
+run_compile() {
+    throughput compile net "$IMAGES" "$LONG" --only limit single ddp_torchrun -- --compile
+}
+run_amp() { # with channels_last beside without
+    plain=$(edited plain "\.to(memory_format=torch.channels_last)" "")
+    for batch in 128 512; do
+        throughput "amp-$batch" resnet18 "$LARGE" "$SHORT" --only limit single ddp_torchrun \
+            --baseline "$plain" -- --model "$MODEL" --batch-size "$batch" --amp
+    done
+}
+run_tf32() { # beside full precision
+    full=$(edited full 'matmul_precision("high")' 'matmul_precision("highest")')
+    for batch in 128 512; do
+        throughput "tf32-$batch" resnet18 "$LARGE" "$SHORT" --only limit single \
+            --baseline "$full" -- --model "$MODEL" --batch-size "$batch"
+    done
+}
+run_example() { throughput example example "$IMAGES" "$SHORT" --only limit single ddp_torchrun; }
+run_overhead() {
+    "$PYTHON" benchmarks/overhead.py --rounds "$ROUNDS" --steps "$IMAGES" > "$OUT/overhead.md"
+}
+
+run_kill() { # SIGKILL in an epoch, and --resume: are the weights those of an undisturbed run?
+    printf '| flags | went on | largest difference of a weight |\n|---|---|---|\n' > "$OUT/kill.md"
+    for flags in "" "--augment" "--compile" "--model $MODEL --amp"; do
+        read -ra words <<< "train_single.py --dataset synthetic --epochs 4 --log-every 20 $flags"
+        words+=(--checkpoint-minutes 0 --resume --output)
+        rm -rf "$SCRATCH/whole" "$SCRATCH/killed"
+        "$PYTHON" "${words[@]}" "$SCRATCH/whole" > "$SCRATCH/log"
+        "$PYTHON" "${words[@]}" "$SCRATCH/killed" > "$SCRATCH/log" &
+        pid=$!
+        until grep -q "epoch 2/4 step 60/" "$SCRATCH/log"; do sleep 0.01; done
+        kill -9 "$pid"
+        wait "$pid" || true
+        "$PYTHON" "${words[@]}" "$SCRATCH/killed" > "$SCRATCH/log"
+        from=$(grep -o "from epoch.*" "$SCRATCH/log")
+        "$PYTHON" - "$flags" "$from" "$SCRATCH"/{whole,killed}/model.pt >> "$OUT/kill.md" << 'END'
+import sys, torch
+a, b = (torch.load(path) for path in sys.argv[3:])
+largest = max((a[key].double() - b[key].double()).abs().max().item() for key in a)
+print(f"| {sys.argv[1]} | {sys.argv[2]} | {largest:.1e} |")
+END
+    done
+}
+
+if [[ $# = 0 ]]; then # a part that fails does not keep the others from running
+    for part in tests net compile amp tf32 example overhead kill; do
+        bash benchmarks/gpu.sh "$part" || echo "$part: failed" | tee -a "$OUT/seconds.txt"
+    done
+fi
+for part; do
+    SECONDS=0
+    "run_$part"
+    echo "$part: $SECONDS s" | tee -a "$OUT/seconds.txt"
+done
