@@ -73,6 +73,8 @@ def check(output, cards, parts, epochs=1):
         allowed = {"main", "make_loader", "__iter__", "save_whole"} | comprehensions
         assert set(re.findall(r"^(\S+):\d+ .*waits", text, re.M)) <= allowed
         assert set(re.findall(r"load to (\w+)", text)) <= {"cpu"}
+        seeded = re.findall(r" of card (\d)", text)
+        assert set(seeded) == set(re.findall(r"uses card (\d)", text))
     text = "".join(reports)
     assert set(re.findall(r"save (\S+).tmp from (\w+)", text)) == {
         ("last.pt", "emu"),
