@@ -1,4 +1,4 @@
-"""A host that never comes, and a cable that is cut: nothing waits for ever."""
+"""Two hosts: one that never comes, one that goes and comes back, and a cable that is cut."""
 
 import os
 import shutil
@@ -7,45 +7,120 @@ import time
 from pathlib import Path
 
 import pytest
+from cluster import command, wait_until
 from helpers import *
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from network import call, two_hosts  # noqa: E402
+from network import two_hosts  # noqa: E402
 
 pytestmark = pytest.mark.slow
-LONG = ["--dataset", "synthetic", "--epochs", 100000, "--log-every", 1]
+LONG = ["--dataset", "synthetic", "--epochs", 100000, "--log-every", 1, "--checkpoint-minutes", 0]
+FOLDERS = [("none", "out"), ("out", "none"), ("older", "out")]
 
 
-def on_host(names, i, name, *flags):
-    """Start host i's command of a job on both, with --timeout 5."""
-    inside = ["ip", "netns", "exec", names[i], "env", f"GLOO_SOCKET_IFNAME=v{i}"]
-    if name == "ddp_torchrun":
-        words = [*TORCHRUN, "--nnodes", 2, "--node-rank", i, "--master-addr", "10.77.0.1"]
-        words += ["--master-port", 23456, "--rdzv-conf", "timeout=5", script(name)]
-    else:
-        words = [sys.executable, script(name), "--world-size", 2, "--rank", i]
-        words += ["--init-method", "tcp://10.77.0.1:23456"]
-    return Cold([*inside, *words, "--timeout", 5, *flags, "--output", "out"], f"{name}-{i}.log")
-
-
-@pytest.mark.parametrize("name", DDP)
-@pytest.mark.skipif(os.getuid() or not shutil.which("ip"), reason="it needs root and iproute2")
-def test_the_network(name):
-    """A host that never comes, then a cable that is cut: each process ends within --timeout and
-    some seconds, not with 0; and --resume goes on."""
+@pytest.fixture
+def hosts():
+    if os.getuid() or not shutil.which("ip"):
+        pytest.skip("it needs root and iproute2")
     with two_hosts() as names:
-        statuses, text = finish([on_host(names, int(name == "ddp_spawn"), name, *LONG)], 90)
-        assert statuses[0] not in (0, "still there") and not Path("out").exists(), text
-        flags = [*LONG, "--checkpoint-every", 5, "--resume"]
-        jobs = [on_host(names, i, name, *flags) for i in (0, 1)]
-        wait_for("epoch 1/100000 step 20/", jobs[0])
-        call(f"ip -n {names[1]} link set v1 down")
-        begin = time.monotonic()
-        statuses, text = finish(jobs, 60)
-        assert not {0, "still there"} & set(statuses), text
-        assert time.monotonic() - begin < 5 + 25 and all_ended(), text
-        call(f"ip -n {names[1]} link set v1 up")
-        epochs = weights("out", "last.pt")["epoch"] + 1
-        jobs = [on_host(names, i, name, *flags, "--epochs", epochs) for i in (0, 1)]
-        assert finish(jobs)[0] == [0, 0], finish(jobs)
-        assert len(metrics("out")) == epochs
+        yield names
+
+
+def on_host(hosts, i, words, *flags):
+    words = f"ip netns exec {hosts[i]} env GLOO_SOCKET_IFNAME=v{i} {words}".split()
+    return Cold([*words, *flags], f"{time.monotonic_ns()}-{i}.log")
+
+
+def static(name, i):
+    """The command of host i of two."""
+    if name != "ddp_torchrun":
+        place = f"--world-size 2 --rank {i} --init-method tcp://10.77.0.1:23456 --timeout 8"
+        return f"{sys.executable} {script(name)} {place}"
+    place = f"--nnodes 2 --node-rank {i} --master-addr 10.77.0.1 --master-port 23456"
+    return f"{' '.join(TORCHRUN)} {place} --rdzv-conf timeout=8 {script(name)} --timeout 8"
+
+
+def elastic(i, meet, path, restarts):
+    """The command of host i of one or two, which meet on host `meet`."""
+    place = f"--local-addr 10.77.0.{i + 1} --rdzv-endpoint 10.77.0.{meet + 1}:23456 --rdzv-id 1"
+    place += f" --rdzv-backend c10d --nnodes 1:2 --max-restarts {restarts} --rdzv-conf"
+    place += f" is_host={int(i == meet)},last_call_timeout=4,keep_alive_interval=1"
+    return f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {' '.join(TORCHRUN)} {place} {path} --timeout 30"
+
+
+@pytest.mark.parametrize("name, folders", list(zip(DDP, FOLDERS, strict=True)))
+def test_the_network(hosts, name, folders):
+    """A host that never comes, a cable that is cut, two hosts with other folders, --resume
+    forgotten: each process ends, soon after --timeout at the latest, and not with 0."""
+
+    def jobs(*flags, outputs=("out", "out")):
+        flags = [*LONG, *flags, "--output"]
+        return [on_host(hosts, i, static(name, i), *flags, outputs[i]) for i in (0, 1)]
+
+    early = int(name == "ddp_spawn")
+    statuses, text = finish([on_host(hosts, early, static(name, early), *LONG)], 90)
+    assert statuses[0] not in (0, "still there") and not Path("runs").exists(), text
+    started = jobs()
+    wait_for("epoch 1/100000 step 20/", started[0])
+    command(*f"ip -n {hosts[1]} link set v1 down".split())
+    begin = time.monotonic()
+    statuses, text = finish(started, 60)
+    assert not {0, "still there"} & set(statuses), text
+    assert time.monotonic() - begin < 8 + 25 and all_ended(), text
+    command(*f"ip -n {hosts[1]} link set v1 up".split())
+    shutil.copytree("out", "older")
+    flags = ["--resume", "--epochs", weights("out", "last.pt")["epoch"] + 1]
+    assert "epoch 1, step 1 on" not in run("single", *LONG, *flags, "--output", "out")
+    content = {path: path.read_bytes() for path in Path().glob("*/*")}
+    statuses, text = finish(jobs("--resume", outputs=folders))
+    assert statuses == [1, 1] and "see the same last.pt: put --output on a disk that" in text, text
+    statuses, text = finish(jobs())
+    assert set(statuses) == {1 if name == "ddp_torchrun" else 2}, text
+    assert text.count("out has a run: --resume goes on with it, --overwrite begins anew") == 2, text
+    assert content == {path: path.read_bytes() for path in Path().glob("*/*")}
+
+
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_host_that_goes_and_comes_back(hosts, fashion, lost):
+    """They meet on the other one. Rank 0 is on the host with the lower address, host 0."""
+    flags = [*fashion, "--epochs", 6, "--batch-size", 16, "--lr", 1e-4, "--log-every", 2]
+    flags += ["--checkpoint-minutes", 0, "--resume", "--output"]
+    run("single", *flags, "whole")
+    slow = 'time.sleep(0.5 * os.path.exists("slow")); loss.backward()'
+    path = edited("ddp_torchrun", "loss.backward()", slow)
+    Path("slow").touch()
+    jobs = [on_host(hosts, i, elastic(i, 1 - lost, path, 3), *flags, "out") for i in (0, 1)]
+    wait_for(" step 4/", jobs[0])
+    for pid in command("ip", "netns", "pids", hosts[lost]).split():
+        kill(int(pid))
+    for begun in 2, 3:
+        wait_until(
+            lambda: sum(job.log.read_text().count("into out") for job in jobs) == begun, begun
+        )
+        if begun == 2:
+            jobs.append(on_host(hosts, lost, elastic(lost, 1 - lost, path, 3), *flags, "out"))
+    Path("slow").unlink()
+    statuses, text = finish(jobs)
+    assert sorted(statuses) == [-9, 0, 0], text
+    assert text.count("rank 1: host") == 2 and text.count("from epoch 1, step 1 on") == 1, text
+    for row, other in zip(metrics("out"), metrics("whole"), strict=True):
+        assert all(
+            abs(row[key] - other[key]) < 1e-4 for key in ("epoch", "train_loss", "test_loss")
+        )
+
+
+def test_a_batch_that_two_hosts_do_not_divide(hosts):
+    words = [elastic(i, 0, script("ddp_torchrun"), 0) for i in (0, 1)]
+    jobs = [on_host(hosts, 0, words[0], *LONG, "--batch-size", 15)]
+    wait_for(" step ", *jobs)
+    jobs.append(on_host(hosts, 1, words[1], *LONG, "--batch-size", 15))
+    statuses, text = finish(jobs)
+    assert statuses == [1, 1] and "has to be a multiple of the processes" in text, text
+
+
+def test_torchrun_killed():
+    """Its ranks end at the next progress line, or they would write beside the resumed run."""
+    [job] = start("ddp_torchrun", *LONG, processes=2)
+    wait_for(" step 20/", job)
+    kill(job.pid)
+    assert all_ended() and "torchrun has been killed" in job.log.read_text()
