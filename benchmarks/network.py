@@ -26,13 +26,13 @@ import tempfile
 from pathlib import Path
 
 import torch
-from throughput import copy_scripts, example, markdown, read_metrics, spread, title
+from throughput import copy_scripts, example, markdown, read_metrics, spread, title, write_text
 
 JOBS = {  # flags, global batch, steps of an epoch
     "net": ("--dataset synthetic --model net", 64, 160),
     "net-1024": ("--dataset synthetic --model net", 1024, 24),
     "resnet18": ("--dataset synthetic --model resnet18", 128, 8),
-    "example": ("", 64, 0),  # the data of README.md
+    "example": ("--dataset {folder}/text", 64, 8),
 }
 
 
@@ -83,7 +83,14 @@ def run(hosts, words):
 def measure(args, hosts, job, folder, number):
     """Seconds a step of each kind of run: {kind: seconds}, {(kind, rate): seconds}; MB sent."""
     flags, batch, _ = JOBS[job]
-    flags = [*flags.split(), "--epochs", 3, "--overwrite", "--output", f"{folder}/outHOST"]
+    flags = [
+        *flags.format(folder=folder).split(),
+        "--epochs",
+        3,
+        "--overwrite",
+        "--output",
+        f"{folder}/outHOST",
+    ]
     single = [folder / "train_single.py", *flags]
     ddp = [folder / "train_ddp_spawn.py", *flags, "--timeout", 120, "--world-size", 2]
     ddp += ["--rank", "HOST", "--init-method", "tcp://10.77.0.1:23456"]
@@ -121,7 +128,10 @@ def main():
         for job in args.jobs:
             _, batch, steps = JOBS[job]
             rooms = example() if job == "example" else ""
-            copy_scripts(Path(folder), (args.steps or steps) * batch, rooms)
+            samples = (args.steps or steps) * batch
+            copy_scripts(Path(folder), samples, rooms)
+            if job == "example":
+                write_text(Path(folder, "text"), samples)
             runs = [measure(args, hosts, job, Path(folder), n) for n in range(args.rounds)]
             for rate in args.rates:
                 wire = runs[0][1] * 8 / (rate * 1e9)

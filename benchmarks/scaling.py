@@ -29,10 +29,11 @@ def profile(model, batch_size, steps=20):
     Returns its seconds (median), and for each gradient in the order in which they come its bytes
     and the fraction of the step's time after which it is there.
     """
-    args = scripts.parser.parse_args(["--dataset", "synthetic"])
-    args.model, device = model, torch.device(args.device)
     if model == "example":
         exec(example(), vars(scripts))  # README.md's model and data in place of the script's
+    data = ["--dataset", Path(__file__).parent if model == "example" else "synthetic"]
+    args = scripts.parser.parse_args(map(str, data))
+    args.model, device = model, torch.device(args.device)
     train_set, _, classes = scripts.load_data(args)
     loader = scripts.make_loader(args, train_set, range(batch_size), batch_size, device)
     inputs, labels = scripts.prepare(args, next(iter(loader)), device)

@@ -13,7 +13,9 @@ loader workers, and to the same script in --baseline. Several processes share th
 import argparse
 import csv
 import datetime
+import math
 import os
+import random
 import re
 import statistics
 import subprocess
@@ -32,8 +34,8 @@ PEERS = ["copied", "accelerate", "lightning"]
 JOBS = {  # flags, epochs
     "net": ("--dataset synthetic --model net --batch-size 64", 6),
     "resnet18": ("--dataset synthetic --model resnet18 --batch-size 128", 3),
-    "folder": ("--dataset {folder} --model net --batch-size 64", 3),
-    "example": ("--batch-size 64", 3),
+    "folder": ("--dataset {folder}/files --model net --batch-size 64", 3),
+    "example": ("--dataset {folder}/text --batch-size 64", 3),
 }
 
 
@@ -47,17 +49,25 @@ def write_folder(folder, count):
 
 
 def example():
-    """What README.md has a user write into the first two rooms of a script."""
+    """What README.md has a user write into the rooms of a script."""
     text = (HERE.parent / "README.md").read_text()
-    return "\n\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)[:2])
+    return "\n\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
+
+
+def write_text(folder, count):
+    """A text with so many training samples for README.md's example, and a tenth for its test."""
+    folder.mkdir()
+    size = 64 * math.ceil(count * 10 / 9) + 1
+    (folder / "text.txt").write_bytes(bytes(random.choices(b"abcdefgh \n", k=size)))
 
 
 def copy_scripts(folder, images=10_000, rooms="", source=HERE.parent):
-    """Copies with so many synthetic images, and with other definitions for the first two rooms."""
+    """Copies with so many synthetic images, and with these definitions in place of their own."""
     folder.mkdir(exist_ok=True)
+    main = 'if __name__ == "__main__":'
     for path in source.glob("train_*.py"):
         text = path.read_text().replace("10_000", f"{images}").replace("2_000", f"{images // 5}")
-        (folder / path.name).write_text(text.replace("# ---- Training", rooms + "\n\n# ----", 1))
+        (folder / path.name).write_text(text.replace(main, f"{rooms}\n\n{main}"))
 
 
 def names(processes):
@@ -188,6 +198,7 @@ def main():
         folder = Path(folder)
         if "folder" in args.jobs:
             write_folder(folder / "files", files)
+        write_text(folder / "text", args.images)
         for job in args.jobs:
             rooms = example() if job == "example" else ""
             copy_scripts(folder / "scripts", args.images, rooms)
@@ -196,7 +207,7 @@ def main():
                 copy_scripts(folder / "baseline", args.images, rooms, args.baseline)
             flags, epochs = JOBS[job]
             epochs = args.epochs or epochs
-            flags = flags.format(folder=folder / "files").split()
+            flags = flags.format(folder=folder).split()
             images = (files + files // 5) * epochs if job == "folder" else 0
             for processes in args.processes:
                 order, found = contestants(args, job, processes, folder), {}
