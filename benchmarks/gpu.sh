@@ -59,7 +59,8 @@ run_kill() { # SIGKILL in an epoch, and --resume: are the weights those of an un
         read -ra words <<< "train_single.py --dataset synthetic --epochs 4 --log-every 20 $flags"
         words+=(--checkpoint-minutes 0 --resume --output)
         rm -rf "$SCRATCH/whole" "$SCRATCH/killed"
-        "$PYTHON" "${words[@]}" "$SCRATCH/whole" > "$SCRATCH/log"
+        "$PYTHON" "${words[@]}" "$SCRATCH/whole" > /dev/null
+        : > "$SCRATCH/log"
         "$PYTHON" "${words[@]}" "$SCRATCH/killed" > "$SCRATCH/log" &
         pid=$!
         until grep -q "epoch 2/4 step 60/" "$SCRATCH/log"; do sleep 0.01; done

@@ -121,7 +121,8 @@ def main():
     args = parser.parse_args()
     print(title(args))
     heads = ["job", "Gbit/s", "one host, images/s", "two hosts", "x one host", "accumulate"]
-    heads += ["x one host", "compute, ms", "bytes / rate, ms", "a step, ms", "x bound", "x bf16"]
+    heads += ["x one host", "compute, ms", "bytes / rate, ms", "a step, ms", "x bound"]
+    heads += [] if args.no_bf16 else ["x bf16"]
     print(markdown(heads), "|---" * len(heads) + "|", sep="\n", flush=True)
     rows = []
     with two_hosts() as hosts, tempfile.TemporaryDirectory() as folder:
@@ -137,16 +138,17 @@ def main():
                 wire = runs[0][1] * 8 / (rate * 1e9)
                 each = [{k: s for (k, r), s in run.items() if r in (0, rate)} for run, _ in runs]
                 row = {kind: statistics.median(run[kind] for run in each) for kind in each[0]}
-                speeds = batch / row["alone"], batch / row["plain"], 4 * batch / row["accumulate"]
-                one, two, four = (f"{speed:.0f}" for speed in speeds)
-                wins = spread([run["alone"] / run["plain"] for run in each], 2)
-                more = spread([4 * run["alone"] / run["accumulate"] for run in each], 2)
-                times = [f"{1e3 * seconds:.1f}" for seconds in (row["compute"], wire, row["plain"])]
-                bound = [run["plain"] / max(run["compute"], wire) for run in each]
-                faster = [run["plain"] / run["bf16"] for run in each if "bf16" in run]
-                cells = [job, f"{rate:g}", one, two, wins, four, more, *times, spread(bound, 2)]
-                print(markdown([*cells, spread(faster, 2) if faster else ""]), flush=True)
-                rows.append({"job": job, "batch": batch, "rate": rate} | row)
+                row |= {"job": job, "batch": batch, "rate": rate}
+                cells = [job, f"{rate:g}", f"{batch / row['alone']:.0f}"]
+                for kind, images in ("plain", batch), ("accumulate", 4 * batch):
+                    wins = [images / batch * run["alone"] / run[kind] for run in each]
+                    cells += [f"{images / row[kind]:.0f}", spread(wins, 2)]
+                cells += [f"{1e3 * time:.1f}" for time in (row["compute"], wire, row["plain"])]
+                cells.append(spread([r["plain"] / max(r["compute"], wire) for r in each], 2))
+                if not args.no_bf16:
+                    cells.append(spread([run["plain"] / run["bf16"] for run in each], 2))
+                print(markdown(cells), flush=True)
+                rows.append(row)
                 with open(args.csv, "w") as file:
                     writer = csv.DictWriter(file, rows[0])
                     writer.writeheader()

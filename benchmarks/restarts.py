@@ -16,9 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from network import two_hosts
 from throughput import markdown, title
 
@@ -28,26 +27,24 @@ PLACES = {  # what torchrun is told on host i
     " --rdzv-endpoint 10.77.0.1:23456 --rdzv-conf is_host={first} --local-addr 10.77.0.{ip}",
     "two machines, static": "--nnodes 2 --node-rank {i} --master-addr 10.77.0.1",
 }
-
-
-def rank():
-    """What torchrun starts."""
-    dist.init_process_group("gloo")
-    print(f"\nmet {os.getpid()}", flush=True)
-    while True:
-        dist.all_reduce(torch.ones(1))
-        time.sleep(0.05)
+RANK = """import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+print(f"\\nmet {os.getpid()}", flush=True)
+while True:
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.05)
+"""
 
 
 def start(hosts, place, variable, log):
     """Start torchrun on each machine."""
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": variable}
-    started = []
+    environment, started = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": variable}, []
+    Path(f"{log.name}.py").write_text(RANK)
     for i, host in enumerate(hosts):
-        words = ["ip", "netns", "exec", host, "env", f"GLOO_SOCKET_IFNAME=v{i}"]
-        words += [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1000"]
+        words = ["ip", "netns", "exec", host, "env", f"GLOO_SOCKET_IFNAME=v{i}", sys.executable]
+        words += ["-m", "torch.distributed.run", "--max-restarts", "1000"]
         words += PLACES[place].format(i=i, ip=i + 1, first=i == 0).split()
-        words += [__file__, "--rank"]
+        words.append(f"{log.name}.py")
         started.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
     return started
 
@@ -59,41 +56,37 @@ def met(log, count, jobs):
         if time.monotonic() > end or any(job.poll() is not None for job in jobs):
             return []
         time.sleep(0.05)
-        with open(log.name) as file:
-            found = [int(line.split()[1]) for line in file if line.startswith("met ")]
+        lines = Path(log.name).read_text().splitlines()
+        found = [int(line.split()[1]) for line in lines if line.startswith("met ")]
     return found
 
 
-def measure(hosts, kills, *kind):
+def measure(hosts, kills, place, variable):
     """How many of so many kills hang."""
     done = hangs = 0
     while done < kills:
-        log = tempfile.NamedTemporaryFile()
-        jobs = start(hosts, *kind, log)
-        found = met(log, 2, jobs)
-        assert found, open(log.name).read()  # before any kill
-        while found and done < kills:
-            time.sleep(random.random())
-            os.kill(random.choice(found[-2:]), signal.SIGKILL)
-            found = met(log, len(found) + 2, jobs)
-            done += 1
-            hangs += not found
-        for job in jobs:
-            job.terminate()
-        for job in jobs:
-            job.wait()
+        with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w") as log:
+            jobs = start(hosts, place, variable, log)
+            found = met(log, 2, jobs)
+            assert found, Path(log.name).read_text()  # before any kill
+            while found and done < kills:
+                time.sleep(random.random())
+                os.kill(random.choice(found[-2:]), signal.SIGKILL)
+                found = met(log, len(found) + 2, jobs)
+                done += 1
+                hangs += not found
+            for job in jobs:
+                job.terminate()
+            for job in jobs:
+                job.wait()
     return hangs
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20, help="kills of each kind")
-    parser.add_argument("--rank", action="store_true", help="be one that torchrun starts")
     args = parser.parse_args()
-    if args.rank:
-        rank()
-    print(title(args))
-    print(markdown(["", "bare", "variable"]), "|---" * 3 + "|", sep="\n")
+    print(title(args), "| | bare | variable |\n|---|---|---|", sep="\n")
     with two_hosts() as hosts:
         for place in PLACES:
             machines = hosts[:1] if place == "one machine" else hosts
