@@ -51,7 +51,8 @@ def write_folder(folder, count):
 def example():
     """What README.md has a user write into the rooms of a script."""
     text = (HERE.parent / "README.md").read_text()
-    return "\n\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
+    model, data, *_ = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    return f"{model}\n\n{data}\n\n{re.search(r'`(add.*?)`', text)[1]}\n"
 
 
 def write_text(folder, count):
