@@ -36,23 +36,19 @@ def close(output, other, digits=1e-4):
         assert abs(a[key] - b[key]) <= digits * abs(b[key]), (output, key, a[key], b[key])
 
 
-@pytest.mark.parametrize(
-    "pairs, flags",
-    [
-        ([("dp", 1), *((name, 2) for name in DDP)], ["--augment", "--model", "net"]),
-        pytest.param([(n, c) for n in DDP for c in (1, 4)], ["--augment"], marks=pytest.mark.slow),
-        pytest.param([("ddp_spawn", 2), ("dp", 1)], ["--model", "mlp"], marks=pytest.mark.slow),
-    ],
-    ids=["two", "one-and-four", "mlp"],
-)
-def test_same_losses(pairs, flags, fashion):
-    flags = [*fashion, "--epochs", 3, "--lr", 0.02, *flags, "--output"]
+TWO = [("dp", 1), *((name, 2) for name in DDP)]
+MORE = [*((name, count) for name in DDP for count in (1, 4))]
+
+
+@pytest.mark.parametrize("pairs", [TWO, pytest.param(MORE, marks=pytest.mark.slow)])
+def test_same_losses(pairs, fashion):
+    flags = [*fashion, "--epochs", 3, "--lr", 0.02, "--augment", "--output"]
     run("single", *flags, "single")
     for name, count in pairs:
         run(name, *flags, f"{name}-{count}", processes=count)
         close(f"{name}-{count}", "single")
-    if ("ddp_spawn", 2) in pairs and ("ddp_torchrun", 2) in pairs:
-        assert same(weights("ddp_spawn-2"), weights("ddp_torchrun-2"))
+    count = pairs[-1][1]
+    assert same(weights(f"ddp_spawn-{count}"), weights(f"ddp_torchrun-{count}"))
 
 
 @pytest.mark.slow
@@ -264,24 +260,23 @@ def test_folder(parts, data):
     assert metrics("three")[0]["test_loss"] == pytest.approx(sum(losses).item() / 3, rel=1e-5)
 
 
-def test_prepare(parts):
+def test_batches(parts):
     """uint8 is normalised, floats are left as they are; a TensorDataset's subclass is asked."""
     args, cpu = parts["parser"].parse_args(["--workers", "0"]), torch.device("cpu")
     images, labels = torch.randint(256, (9, 3, 8, 8), dtype=torch.uint8), torch.arange(9)
-    expected = (images.float() - 127.5) / 64
-    assert torch.equal(parts["prepare"](args, (images, labels), cpu)[0], expected)
-    floats = torch.rand(9, 5)
-    assert torch.equal(parts["prepare"](args, (floats, labels), cpu)[0], floats)
+    prepared = parts["prepare"](args, (images, labels), cpu)[0]
+    assert torch.equal(prepared, (images.float() - 127.5) / 64)
+    assert torch.equal(parts["prepare"](args, (prepared, labels), cpu)[0], prepared)
 
     class Negative(TensorDataset):
         def __getitem__(self, index):
-            return -self.tensors[0][index], self.tensors[1][index]
+            return [-tensor[index] for tensor in self.tensors]
 
-    [batch] = parts["make_loader"](args, Negative(floats, labels), range(9), 9, cpu)
-    assert torch.equal(batch[0], -floats)
-    loader = parts["make_loader"](args, TensorDataset(floats, labels), [8, 1, 4], 2, cpu)
-    assert [batch[1].tolist() for batch in loader] == [[8, 1], [4]]
-    assert list(parts["make_loader"](args, TensorDataset(floats, labels), [], 2, cpu)) == []
+    for kind, sign, order in (TensorDataset, 1, [8, 1, 4]), (Negative, -1, [8, 1, 4]):
+        loader = parts["make_loader"](args, kind(prepared, labels), order, 2, cpu)
+        assert [batch[1].tolist() for batch in loader] == [[8 * sign, 1 * sign], [4 * sign]]
+        order.clear()
+        assert list(loader) == []
 
 
 def test_augment(parts):
@@ -293,7 +288,6 @@ def test_augment(parts):
         padded = [functional.pad(x, [4] * 4) for x in (image, functional.hflip(image))]
         places = [(x, i, j) for x in padded for i in range(9) for j in range(9)]
         found = [torch.equal(functional.crop(*place, 32, 32), result) for place in places]
-        assert sum(found) == 1
         flips += found.index(True) >= 81
     assert 30 < flips < 70
     for rank in range(4):  # a process does its part of that
