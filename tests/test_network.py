@@ -93,20 +93,20 @@ def test_a_host_that_goes_and_comes_back(hosts, fashion, lost):
     wait_for(" step 4/", jobs[0])
     for pid in command("ip", "netns", "pids", hosts[lost]).split():
         kill(int(pid))
-    for begun in 2, 3:
-        wait_until(
-            lambda: sum(job.log.read_text().count("into out") for job in jobs) == begun, begun
-        )
-        if begun == 2:
-            jobs.append(on_host(hosts, lost, elastic(lost, 1 - lost, path, 3), *flags, "out"))
+
+    def begun():
+        return sum(job.log.read_text().count("into out") for job in jobs)
+
+    wait_until(lambda: begun() == 2, "one host", LIMIT)
+    jobs.append(on_host(hosts, lost, elastic(lost, 1 - lost, path, 3), *flags, "out"))
+    wait_until(lambda: begun() == 3, "two hosts", LIMIT)
     Path("slow").unlink()
     statuses, text = finish(jobs)
     assert sorted(statuses) == [-9, 0, 0], text
     assert text.count("rank 1: host") == 2 and text.count("from epoch 1, step 1 on") == 1, text
     for row, other in zip(metrics("out"), metrics("whole"), strict=True):
-        assert all(
-            abs(row[key] - other[key]) < 1e-4 for key in ("epoch", "train_loss", "test_loss")
-        )
+        for key in "epoch", "train_loss", "test_loss":
+            assert abs(row[key] - other[key]) < 1e-4
 
 
 def test_a_batch_that_two_hosts_do_not_divide(hosts):

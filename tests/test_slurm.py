@@ -3,10 +3,8 @@ instead of 120. Most jobs train with copies of the scripts that sleep at every s
 OUTPUT.slow has a byte left, and each start takes one: they last until they have been disturbed, and
 leave the cores to others. Less data and a stand-in for torchvision make them start sooner."""
 
-import functools
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,7 +15,7 @@ from cluster import cluster, command, missing, start_machine, wait_until
 from helpers import ROOT, SCRIPTS, kill, same_run, script
 
 PAIR = ["node0", "node1"]
-FILES = SCRIPTS + PAIR
+FILES = {name: ROOT / "slurm" / f"{name}.sh" for name in SCRIPTS + PAIR}
 EPOCHS, STEP = 5, "epoch 1/5 step 1"  # the files' --resume wins over --overwrite
 FLAGS = ["--dataset", "synthetic", "--epochs", EPOCHS, "--checkpoint-minutes", 0, "--log-every", 1]
 FLAGS += ["--overwrite", "--output"]
@@ -26,17 +24,21 @@ FLAGS += ["--overwrite", "--output"]
 EXTRA = {"ddp_spawn": ["--nproc-per-node", 2]} | dict.fromkeys(PAIR, ["--timeout", 30])
 SLOW = 'time.sleep(4 * (os.path.getsize(f"{args.output}.slow") > 0)); '
 LESS = 'slow = Path(f"{args.output}.slow"); slow.write_text(slow.read_text()[1:]); '
-CHANGES = {"loss.backward()": SLOW, 'print(f"into ': LESS}
+CHANGES = {"loss.backward()": SLOW + "loss.backward()", 'print(f"into ': LESS + 'print(f"into '}
+CHANGES |= {"(10_000, seed": "(640, seed", "(2_000, seed": "(203, seed"}
+STAND_IN = """\
+import os, sys, time
+print("arguments", sys.argv[1:])
+if "fail" in sys.argv and int(os.environ["SLURM_PROCID"]) + 1 == int(os.environ["SLURM_NTASKS"]):
+    raise KeyError("mine")
+time.sleep(999)
+"""
 TORCHVISION = "class datasets:\n    CIFAR10 = FashionMNIST = None\nmodels = transforms = None\n"
-
-
-def path(name):
-    return ROOT / "slurm" / f"{name}.sh"
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_lines_to_edit(name):
-    text = path(name).read_text()
+    text = FILES[name].read_text()
     assert len(text.splitlines()) <= 35 and max(map(len, text.splitlines())) <= 100
     edit = re.findall(r"^#?#?(?:SBATCH --)?([\w-]+)=.*# EDIT: \w", text, re.MULTILINE)
     own = dict.fromkeys(PAIR, {"nodelist", "meet"}) | dict.fromkeys(SCRIPTS[3:], {"nodes"})
@@ -47,8 +49,8 @@ def test_the_lines_to_edit(name):
 class Job:
     def __init__(self, name, *flags, folder=".", options=(), file=None):
         words = ["sbatch", "--parsable", f"--chdir={Path(folder).resolve()}", *options]
-        self.number = command(*words, file or path(name), *flags)
-        self.file = Path(folder, f"{name}-{self.number}.out").resolve()
+        self.number = command(*words, file or FILES[name], *flags)
+        self.name, self.file = name, Path(folder, f"{name}-{self.number}.out").resolve()
 
     def show(self, field):
         return re.search(rf"\b{field}=(\S*)", command("scontrol", "show", "job", self.number))[1]
@@ -67,34 +69,27 @@ class Job:
         wait_until(self.over, self.file, 300)
         assert self.show("JobState") == state and int(self.show("Restarts")) in restarts, self.log()
 
-    def went_on(self, quiet, restarts=(1,)):
-        """It has restarted, from a checkpoint, and ended as the run that nothing disturbs."""
+    def went_on(self, restarts=(1,)):
+        """It has restarted, not always from the beginning, and ended as an undisturbed run."""
         self.ended(restarts=restarts)
-        assert self.log().count("into ") > self.log().count("from epoch 1, step 1 on"), self.log()
+        assert self.log().count("from epoch 1, step 1 on") <= int(self.show("Restarts")), self.log()
+        quiet = self.output.parent / ("quiet1" if self.name in SCRIPTS[:2] else "quiet2")
+        wait_until((quiet / "model.pt").exists, quiet)
         same_run(self.output, quiet, EPOCHS)
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
+def train(tmp_path_factory):
+    """A function that submits a training whose first `times` starts are slow."""
     if missing() or torch.accelerator.is_available():
         pytest.skip(missing() or "its pretended GPUs would be mixed up with the real ones")
-    folder = tmp_path_factory.mktemp("slurm")
-    with cluster(folder) as machines:  # which puts the environment back at its end
-        os.environ.update(PYTHON=sys.executable, OMP_NUM_THREADS="1")
-        yield folder, machines
-
-
-@pytest.fixture(scope="module")
-def train(slurm, tmp_path_factory):
-    """A function that submits a training whose first `times` starts are slow."""
     folder = tmp_path_factory.mktemp("train")
     (folder / "torchvision.py").write_text(TORCHVISION)
     for name in SCRIPTS:
         text = Path(script(name)).read_text()
-        for line, before in CHANGES.items():
-            assert text.count(line) == 1
-            text = text.replace(line, before + line)
-        text = text.replace("(10_000, seed", "(640, seed").replace("(2_000, seed", "(203, seed")
+        for old, new in CHANGES.items():
+            assert text.count(old) == 1
+            text = text.replace(old, new)
         (folder / f"train_{name}.py").write_text(text)
 
     def train(name, output, *first, options=(), times=1):
@@ -105,22 +100,10 @@ def train(slurm, tmp_path_factory):
         job.output = folder / output
         return job
 
-    train.folder = folder
-    return train
-
-
-@pytest.fixture(scope="module")
-def undisturbed(train):
-    """The output of the run that nothing disturbs, on as many processes as `name` has here."""
-
-    @functools.cache
-    def run(name):
-        Path(train.folder, f"quiet_{name}.slow").touch()
-        words = [f"train_{name}.py", *EXTRA.get(name, []), *FLAGS, f"quiet_{name}"]
-        subprocess.run([sys.executable, *map(str, words)], check=True, cwd=train.folder)
-        return train.folder / f"quiet_{name}"
-
-    return lambda name: run("single" if name in SCRIPTS[:2] else "ddp_spawn")
+    train.cluster = tmp_path_factory.mktemp("slurm")
+    with cluster(train.cluster) as train.machines:  # it puts the environment back at its end
+        os.environ.update(PYTHON=sys.executable, OMP_NUM_THREADS="1")
+        yield train
 
 
 @pytest.fixture(scope="module")
@@ -131,85 +114,72 @@ def limited(train):
     def start(*words, minutes=2):
         return train(*words, options=[f"--time={minutes}"], times=2)
 
-    jobs = {name: [start(name, name)] for name in SCRIPTS}
+    train("single", "quiet1", times=0)
+    train("ddp_spawn", "quiet2", times=0)
+    jobs = [start(name, name) for name in SCRIPTS]
     late = start("node1", "pair1")
     late.wait_for("machine 1 waits for machine 0 at tcp://node0:23456")
-    jobs["pair1"] = [start("node0", "pair1", minutes=20), late]
-    other = "pair0", "train_ddp_multigpu_proc.py"
+    jobs += [start("node0", "pair1", minutes=20), late]
     with pytest.MonkeyPatch.context() as patch:
         Path(f"{late.output}.meet").write_text("what an earlier run left")
         patch.setenv("INIT_METHOD", f"file://{late.output}.meet")
-        jobs["pair0"] = [start("node0", *other)]
-        jobs["pair0"][0].wait_for("machine 0 waits for machine 1 at file://")
-        jobs["pair0"].append(start("node1", *other, minutes=20))
+        jobs.append(start("node0", "pair0", "train_ddp_multigpu_proc.py"))
+        jobs[-1].wait_for("machine 0 waits for machine 1 at file://")
+        jobs.append(start("node1", "pair0", "train_ddp_multigpu_proc.py", minutes=20))
     return jobs
 
 
-def stand_ins(text):
-    for name in SCRIPTS:
-        Path(f"train_{name}.py").write_text("import os, sys, time\n" + text)
-
-
 @pytest.mark.slow
-def test_command_lines_and_the_cap(limited, work, monkeypatch):
+def test_command_lines_the_cap_and_failures(limited, work, monkeypatch):
     """Arguments, cores, and what apptainer is told: a stand-in, which starts the rest. With a cap
-    of 1, or where requeueing is forbidden, a warned job goes on to its limit."""
-    stand_ins("print('arguments', sys.argv[1:])\ntime.sleep(999)\n")
+    of 1, or where requeueing is forbidden, a warned job goes on to its limit. If the last task has
+    a mistake in it, the others end too, and the log names task and host."""
+    for name in SCRIPTS:
+        Path(f"train_{name}.py").write_text(STAND_IN)
     Path("apptainer").write_text('#!/bin/sh\necho "apptainer $*"\nshift 3\nexec "$@"\n')
     Path("apptainer").chmod(0o755)
     monkeypatch.setenv("PATH", f"{work}:{os.environ['PATH']}")
     monkeypatch.setenv("CONTAINER", "my image.sif")
-    jobs = {"no": Job("single", options=["--no-requeue"])}
-    for name in FILES:
-        Path(f"{name}.sh").write_text(path(name).read_text().replace("requeues=20", "requeues=1"))
-        jobs[name] = Job(name, "--lr", "a b", options=["--nodes=1"], file=f"{name}.sh")
-    for name, job in list(jobs.items())[1:]:
+    jobs = [Job("single", options=["--no-requeue"])]
+    for name, file in FILES.items():
+        Path(f"{name}.sh").write_text(file.read_text().replace("requeues=20", "requeues=1"))
+        jobs.append(Job(name, "--lr", "a b", options=["--nodes=1"], file=f"{name}.sh"))
+    for job in jobs[1:]:
         job.wait_for("arguments")
-        cores = 4 if name == "single" else 8
+        cores = 4 if job.name == "single" else 8
         assert command("pgrep", "-f", f"^srun --cpus-per-task={cores} .*--lr a b")
         assert f"apptainer exec --nv my image.sif {sys.executable} -u " in job.log()
         assert re.search(r"\['--resume', (.*, )?'--lr', 'a b'(, '--rank', '\d')?\]", job.log())
         command("scancel", "--signal=USR1", "--batch", job.number)
-    for name, job in jobs.items():
-        job.wait_for("apptainer exec", 1 if name == "no" else 2)
+    for job in jobs:
+        job.wait_for("apptainer exec", 1 if job is jobs[0] else 2)
         command("scancel", "--signal=USR1", "--batch", job.number)
     time.sleep(8)
-    for name, job in jobs.items():
-        assert (job.show("JobState"), job.show("Restarts")) == ("RUNNING", "01"[name != "no"])
+    for i, job in enumerate(jobs):
+        assert job.show("JobState") == "RUNNING" and job.show("Restarts") == str(min(1, i))
         command("scancel", job.number)
-
-
-@pytest.mark.slow
-def test_failures_end_the_job(limited, work):
-    """The last task has a mistake in it: the others end too, and the log names task and host."""
-    last = "int(os.environ['SLURM_PROCID']) + 1 == int(os.environ['SLURM_NTASKS'])"
-    stand_ins(f"if {last}:\n    raise KeyError('mine')\ntime.sleep(999)\n")
-    for name, job in [(name, Job(name)) for name in SCRIPTS]:
+    for job in [Job(name, "fail") for name in SCRIPTS]:
         job.ended("FAILED")
-        where = r"node(\d): task \1" if name in SCRIPTS[3:] else r"node\d: task 0"
+        where = r"node(\d): task \1" if job.name in SCRIPTS[3:] else r"node\d: task 0"
         assert re.search(f"srun: error: {where}: Exited with exit code 1", job.log()), job.log()
         assert "Traceback" in job.log()  # of which Slurm may cut off the end
 
 
 @pytest.mark.slow
-def test_preempted_requeued_cancelled(limited, train, undisturbed):
+def test_preempted_and_requeued(limited, train):
     """A preemption kills at once, or leaves a GraceTime after a SIGTERM (partition patient)."""
-    jobs = {"dp": train("dp", "killed", options=["-p", "spare"])}
-    jobs["ddp_spawn"] = train("ddp_spawn", "patient", options=["-p", "patient"])
-    jobs["single"] = train("single", "again")
-    gone = train("ddp_multigpu_proc", "gone", options=["--nodes=1"])
-    for job in [*jobs.values(), gone]:
+    jobs = [train("dp", "killed", options=["-p", "spare"]), train("single", "again")]
+    jobs.append(train("ddp_spawn", "patient", options=["-p", "patient"]))
+    for job in jobs:
         job.wait_for(STEP)
     command(*"sbatch -p urgent --nodes=2 --gres=gpu:20 --output=/dev/null --wrap=hostname".split())
-    command("scontrol", "requeue", jobs["single"].number)
-    command("scancel", gone.number)
-    for name, job in jobs.items():
-        job.went_on(undisturbed(name))
-    gone.ended("CANCELLED")
+    command("scontrol", "requeue", jobs[1].number)
+    for job in jobs:
+        job.went_on()
 
 
 @pytest.mark.slow
-def test_a_rank_and_a_machine_that_die(limited, slurm, train, undisturbed):
+def test_a_rank_and_a_machine_that_die(limited, train):
     """torchrun starts all ranks anew when one dies, and Slurm the job when a machine does."""
     job = train("ddp_torchrun", "died", options=["-p", "spare"], times=2)
     job.wait_for(STEP)
@@ -219,21 +189,19 @@ def test_a_rank_and_a_machine_that_die(limited, slurm, train, undisturbed):
     kill(int(ranks[1].split()[0]))
     job.wait_for("into ", 2)
     assert job.show("Restarts") == "0"
-    folder, machines = slurm
-    machines["node3"].kill()
+    train.machines["node3"].kill()
     wait_until(lambda: job.show("Restarts") == "1", "Slurm, which gives node3 up")
-    machines["node3"] = start_machine(folder, "node3")
-    job.went_on(undisturbed("ddp_torchrun"))
+    train.machines["node3"] = start_machine(train.cluster, "node3")
+    job.went_on()
 
 
 @pytest.mark.slow
-def test_the_time_limits_and_the_end_of_a_pair(limited, train, undisturbed):
+def test_the_time_limits_and_the_end_of_a_pair(limited, train):
     """A job that comes back alone, as its limit struck when the run ended, sees that it did. A
     wrong flag ends both jobs of a pair and torchrun's, and a `scancel` of one ends the other."""
-    for name, jobs in limited.items():
-        jobs[0].went_on(undisturbed(name), restarts=range(2, 9))
-        jobs[-1].ended(restarts=range(2, 9))
-    model = train.folder / "pair1" / "model.pt"
+    for job in limited:
+        job.went_on(restarts=range(2, 9))
+    model = limited[-1].output.parent / "pair1" / "model.pt"
     written = model.stat()
     for job in [train(name, "pair1") for name in PAIR]:
         job.ended()
