@@ -2,7 +2,7 @@
 # All figures of a GPU, in parts of less than ten minutes; each leaves a table in $OUT (gpu/).
 #
 #   bash benchmarks/gpu.sh              # all parts, one after the other
-#   bash benchmarks/gpu.sh net amp      # these parts
+#   bash benchmarks/gpu.sh net amp512   # these parts
 #   TINY=1 bash benchmarks/gpu.sh       # on a CPU with tiny sizes: does every command run?
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,42 +11,48 @@ OUT=$(mkdir -p "${OUT:-gpu}" && realpath "${OUT:-gpu}")
 SCRATCH=$(mktemp -d)
 trap 'rm -rf "$SCRATCH"' EXIT
 ROUNDS=3 IMAGES=10000 LARGE=51200 MODEL=resnet18 LONG=50 SHORT=5 TESTS=(-m gpu)
+PEERS=(copied accelerate lightning)
 if [[ ${TINY:-} ]]; then
     ROUNDS=1 IMAGES=256 LARGE=1024 MODEL=mlp LONG=2 SHORT=2 TESTS=(-m gpu --collect-only)
 fi
 
 throughput() { # NAME JOB IMAGES EPOCHS WORDS...: the table NAME.md
     "$PYTHON" benchmarks/throughput.py --processes 1 --rounds "$ROUNDS" \
-        --workers 0 --jobs "$2" --images "$3" --epochs "$4" "${@:5}" > "$OUT/$1.md"
+        --workers 0 4 --jobs "$2" --images "$3" --epochs "$4" "${@:5}" > "$OUT/$1.md"
 }
 
-edited() { # FOLDER OLD NEW: copies of the scripts with NEW in the place of OLD
-    mkdir -p "$SCRATCH/$1"
+edited() { # OLD NEW: a folder of the scripts with NEW in the place of OLD
     for script in train_*.py; do
-        sed "s/$2/$3/" "$script" > "$SCRATCH/$1/$script"
-        cmp -s "$script" "$SCRATCH/$1/$script" && { echo "$script: no $2" >&2; exit 1; }
+        sed "s/$1/$2/" "$script" > "$SCRATCH/$script"
+        cmp -s "$script" "$SCRATCH/$script" && { echo "$script: no $1" >&2; exit 1; }
     done
-    echo "$SCRATCH/$1"
+    echo "$SCRATCH"
 }
 
 run_tests() { "$PYTHON" -m pytest -q "${TESTS[@]}" 2>&1 | tee "$OUT/tests.md"; }
-run_net() { throughput net net "$IMAGES" "$LONG"; }
+run_net() {
+    throughput net net "$IMAGES" "$LONG" --only limit single ddp_torchrun "${PEERS[@]}"
+}
+run_resnet18() {
+    throughput resnet18 resnet18 "$IMAGES" "$SHORT" --only limit single "${PEERS[@]}" -- \
+        --model "$MODEL"
+}
 run_compile() {
     throughput compile net "$IMAGES" "$LONG" --only limit single ddp_torchrun -- --compile
 }
-run_amp() { # with channels_last beside without
-    plain=$(edited plain "\.to(memory_format=torch.channels_last)" "")
-    for batch in 128 512; do
-        throughput "amp-$batch" resnet18 "$LARGE" "$SHORT" --only limit single ddp_torchrun \
-            --baseline "$plain" -- --model "$MODEL" --batch-size "$batch" --amp
-    done
+run_amp128() { amp 128; }
+run_amp512() { amp 512; }
+amp() { # with channels_last beside without
+    plain=$(edited "\.to(memory_format=torch.channels_last)" "")
+    throughput "amp$1" resnet18 "$LARGE" "$SHORT" --only limit single ddp_torchrun \
+        --baseline "$plain" -- --model "$MODEL" --batch-size "$1" --amp
 }
-run_tf32() { # beside full precision
-    full=$(edited full 'matmul_precision("high")' 'matmul_precision("highest")')
-    for batch in 128 512; do
-        throughput "tf32-$batch" resnet18 "$LARGE" "$SHORT" --only limit single \
-            --baseline "$full" -- --model "$MODEL" --batch-size "$batch"
-    done
+run_tf32at128() { tf32 128; }
+run_tf32at512() { tf32 512; }
+tf32() { # beside full precision
+    full=$(edited 'matmul_precision("high")' 'matmul_precision("highest")')
+    throughput "tf32at$1" resnet18 "$LARGE" "$SHORT" --only limit single \
+        --baseline "$full" -- --model "$MODEL" --batch-size "$1"
 }
 run_example() { throughput example example "$IMAGES" "$SHORT" --only limit single ddp_torchrun; }
 run_overhead() {
@@ -78,7 +84,8 @@ END
 }
 
 if [[ $# = 0 ]]; then # a part that fails does not keep the others from running
-    for part in tests net compile amp tf32 example overhead kill; do
+    for part in tests net resnet18 compile amp128 amp512 tf32at128 tf32at512 \
+        example overhead kill; do
         bash benchmarks/gpu.sh "$part" || echo "$part: failed" | tee -a "$OUT/seconds.txt"
     done
 fi

@@ -115,7 +115,6 @@ def main():
     add("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
     add("--rates", nargs="+", type=float, default=[100, 10, 1, 0.1], help="Gbit/s; 100: as if none")
     add("--rounds", type=int, default=3)
-    add("--steps", type=int, help="of an epoch, instead of the job's own number")
     add("--no-bf16", action="store_true", help="leave --compress-gradients out")
     add("--csv", type=Path, default=Path("network.csv"))
     args = parser.parse_args()
@@ -129,7 +128,7 @@ def main():
         for job in args.jobs:
             _, batch, steps = JOBS[job]
             rooms = example() if job == "example" else ""
-            samples = (args.steps or steps) * batch
+            samples = steps * batch
             copy_scripts(Path(folder), samples, rooms)
             if job == "example":
                 write_text(Path(folder, "text"), samples)

@@ -17,12 +17,10 @@ import textwrap
 import time
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from throughput import GPU, HERE, copy_scripts, markdown, spread, title, train  # noqa: E402
-from yardsticks import scripts  # noqa: E402
+import torch
+import torch.distributed as dist
+from throughput import GPU, HERE, copy_scripts, markdown, spread, title, train
+from yardsticks import scripts
 
 MODEL = """def build_model(args, image, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(3072, 10))"""
@@ -93,6 +91,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     print(title(args))
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the scripts
     exec(MODEL, vars(scripts))
     dist.init_process_group("nccl" if GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     names = names_in_the_loop(min(500, args.steps))

@@ -83,8 +83,7 @@ def commands(path, processes, folder):
     if path.name == "train_ddp_spawn.py":
         return [[sys.executable, path, "--nproc-per-node", processes]]
     if path.name == "train_ddp_multigpu_proc.py" and processes > 1 and not GPU:
-        place = ["--init-method", f"file://{folder}/store", "--world-size", processes]
-        place += ["--timeout", 120, "--rank"]
+        place = ["--init-method", f"file://{folder}/store", "--world-size", processes, "--rank"]
         return [[sys.executable, path, *place, rank] for rank in range(processes)]
     if path.name == "train_ddp_torchrun.py" or (path.name == "yardsticks.py" and processes > 1):
         return [[*torchrun, processes, path]]

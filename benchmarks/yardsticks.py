@@ -44,20 +44,19 @@ class Clock:
             print("epoch", flush=True)
 
 
-class CIFAR10(datasets.CIFAR10):
-    """torchvision's, with the scripts' synthetic images in place of downloaded ones."""
-
-    def __init__(self, images, labels):
-        self.data, self.targets = images.permute(0, 2, 3, 1).contiguous().numpy(), labels.tolist()
-        normalize = transforms.Normalize((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-        self.transform = transforms.Compose([transforms.ToTensor(), normalize])
-        self.target_transform = None
+def each_sample(args, train_set):
+    """The loader of most tutorials, for the scripts' synthetic images."""
+    normalize = transforms.Normalize((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    dataset = object.__new__(datasets.CIFAR10)  # nothing is downloaded
+    dataset.data = train_set.tensors[0].permute(0, 2, 3, 1).contiguous().numpy()
+    dataset.targets, dataset.target_transform = train_set.tensors[1].tolist(), None
+    dataset.transform = transforms.Compose([transforms.ToTensor(), normalize])
+    return DataLoader(dataset, args.batch_size, shuffle=True, num_workers=args.workers)
 
 
 def copied(args, train_set, net, clock):
     net.to(device)
-    options = {"shuffle": True, "num_workers": args.workers}
-    trainloader = DataLoader(CIFAR10(*train_set.tensors), args.batch_size, **options)
+    trainloader = each_sample(args, train_set)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
     for _ in range(args.epochs):
@@ -77,10 +76,8 @@ def accelerate(args, train_set, net, clock):
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=device.type == "cpu")
-    options = {"shuffle": True, "num_workers": args.workers}
-    loader = DataLoader(CIFAR10(*train_set.tensors), args.batch_size, **options)
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
-    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, each_sample(args, train_set))
     net.train()
     for _ in range(args.epochs):
         clock.start()
@@ -111,8 +108,7 @@ def lightning(args, train_set, net, clock):
     off = "logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"
     options = dict.fromkeys(off, False) | {"max_epochs": args.epochs}
     trainer = Trainer(devices=1, **options)
-    options = {"shuffle": True, "num_workers": args.workers}
-    trainer.fit(Classifier(), DataLoader(CIFAR10(*train_set.tensors), args.batch_size, **options))
+    trainer.fit(Classifier(), each_sample(args, train_set))
 
 
 def limit(args, train_set, net, clock):
