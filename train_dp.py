@@ -237,9 +237,9 @@ def main(args):
             run_step = epoch * epoch_steps + step
             run_part = run_step * args.accumulate + part
             set_seed(args.seed + run_part * gpus, device)
-            for i in range(1, gpus):  # or all replicas would drop the same units
-                with torch.accelerator.device_index(i):
-                    set_seed(args.seed + run_part * gpus + i, device)
+            for card in range(1, gpus):  # or all replicas would drop the same units
+                with torch.accelerator.device_index(card):
+                    set_seed(args.seed + run_part * gpus + card, device)
             inputs, labels = prepare(args, batch, device)
             if args.augment:
                 inputs = augment(args, inputs, run_step, part=part)
