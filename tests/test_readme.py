@@ -16,10 +16,9 @@ PROSE = re.sub(r"^```.*?^```\n", "\n", README + BENCHMARKS, flags=re.M | re.S)
 PROGRAM = r"([A-Z_]+=\S+ )*(sudo|pip|cp|python3?|torchrun|sbatch|source|squeue|scancel|tail|ss|ip"
 PROGRAM += r"|nc|nvidia-smi|py-spy|docker|ruff) [^=]"
 PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
-CODES = re.findall(r"`([^`]+)`", PROSE)
-INLINE = [code for code in CODES if re.match(PROGRAM, code)]
+INLINE = [code for code in re.findall(r"`([^`]+)`", PROSE) if re.match(PROGRAM, code)]
 LINES = [line for block in BLOCKS for line in block.splitlines()]
-[FLAG] = [code for code in CODES if code.startswith("add(")]
+FLAG = re.search(r"`(add\(.+\))`", README)[1]
 FLAGS = re.search(r"my_training\.py --dataset tests (--.*)", README)[1].split()
 FLAGS = ["--dataset", "texts", "--epochs", 2, "--batch-size", 16, "--log-every", 1, *FLAGS]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS[1:]]
@@ -28,8 +27,7 @@ ELSEWHERE = {  # commands that are not run by test_commands, and why
     r"^cp |my_training.py": "test_example",
     r"\bsbatch ": "test_sbatch; on a real Slurm: tests/test_slurm.py",
     r"^(squeue|scancel|tail|source|nvidia-smi|ss|ip|nc|pip|py-spy|docker) ": "changes a machine",
-    r"benchmarks/": "tests/test_benchmarks.py, with fewer images",
-    r"-m pytest|^ruff |same_text": "these are the tests, or edit the files",
+    r"benchmarks/|-m pytest|^ruff |same_text": "tests/test_benchmarks.py; the tests themselves",
 }
 INSTEAD = [  # what is run instead of a part of a command, and why
     (r"^python3 -m venv .*/bin/python ", "python ", "an environment takes 5 GB"),
