@@ -5,8 +5,7 @@ cards raises. Each card draws random numbers of its own. The file EMULATED_REPOR
 what a process did: what waited for a card or was copied to it, steps, seeds, files, cards in use.
 What torch has in C++ for GPUs alone has a stand-in: the four copies of nn.DataParallel, and DDP,
 here the mean of each gradient over Gloo. Not emulated: streams, kernels, NCCL, memory, speed,
-torch.compile, --sync-bn, --compress-gradients; autocast leaves all in float32. install() changes
-torch, with experimental parts of it, for the rest of the process.
+torch.compile, --sync-bn, --compress-gradients; autocast leaves all in float32.
 """
 
 import os
@@ -113,7 +112,6 @@ def device_index(card):
 class Emulated(torch.Tensor):
     """A tensor on a card. torch's C++ takes it for one on card 0: `card` says the truth."""
 
-    @staticmethod
     def __new__(cls, inner, card):
         layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
         layout |= {"dtype": inner.dtype, "device": torch.device("emu", 0)}
@@ -149,10 +147,8 @@ def scatter(tensor, devices, chunk_sizes=None, dim=0, streams=None, *, out=None)
 
 
 def broadcast_coalesced(tensors, devices, buffer_size=0):
-    return [
-        [t if t.card == card else Emulated(t.inner.clone(), card) for t in tensors]
-        for card in devices
-    ]
+    others = [[Emulated(t.inner.clone(), card) for t in tensors] for card in devices[1:]]
+    return [tensors, *others]
 
 
 def reduce_add_coalesced(inputs, destination=None, buffer_size=0):
@@ -186,7 +182,7 @@ class DistributedDataParallel(nn.Module):
 
 
 def install(cards):
-    """Make torch believe in an accelerator with so many cards."""
+    """Make torch believe in an accelerator with so many cards, until the process ends."""
     _setup_privateuseone_for_python_backend("emu")
     generators.extend(torch.Generator() for _ in range(cards))
     install.autocast = torch.library.Library("_", "IMPL")  # undone when nothing holds it

@@ -21,14 +21,6 @@ def test_prediction():
     assert scaling.predict(1, [(800, 0.5), (200, 0.9)], 2, 1000, 0) == pytest.approx(1.6)
 
 
-def test_buckets_are_those_of_ddp():
-    """resnet18: every gradient in one bucket, the last layers' first, 25 MiB or little more."""
-    found = scaling.buckets(scaling.profile("resnet18", batch_size=2, steps=2)[1])
-    assert sum(size for size, _ in found) == 4 * 11_181_642
-    assert [ready for _, ready in found] == sorted(ready for _, ready in found)
-    assert 2**20 <= found[0][0] < 25 * 2**20 and len(found) == 3
-
-
 @pytest.mark.parametrize(
     "job, processes, only", [("net", 2, "limit ddp_torchrun"), ("folder", 1, "dp decode")]
 )

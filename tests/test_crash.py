@@ -118,22 +118,6 @@ def test_torchrun_restarts_by_itself(fashion, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DDP)
-def test_a_killed_peer_ends_the_job(name):
-    jobs = start(name, *LONG, "--output", "out", "--timeout", 5, processes=2)
-    wait_for("step 20/", *jobs)
-    pids = ranks(jobs[0]) if name == "ddp_torchrun" else [jobs[-1].pid]
-    if name == "ddp_spawn":
-        pids = [
-            pid for pid in marked() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-    kill(pids[-1])
-    statuses, text = finish(jobs, 30)
-    assert not {0, "still there"} & set(statuses), text
-    assert all_ended(), text
-
-
-@pytest.mark.slow
 def test_memory_of_a_resumed_run(fashion):
     """Each process reads last.pt by itself: that takes one checkpoint's memory and no more."""
     end = "    dist.destroy_process_group()\n    if rank > 0:\n"

@@ -1,13 +1,11 @@
 """Daily mistakes: one line that says what to do, status 2, and nothing written or overwritten."""
 
-import re
-import runpy
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import SCRIPTS, TORCHRUN, Cold, finish, run, script
+from helpers import TORCHRUN, Cold, finish, run, script
 
 TRAIN = ["--dataset", "synthetic", "--epochs", 1]
 TWO = ["--world-size", 2]
@@ -97,13 +95,3 @@ def test_torchrun():
     statuses, text = finish([Cold([*TORCHRUN, "--max-restarts", 1, *words[3:]], "log")])
     assert statuses == [1] and "needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
     assert not Path("runs").exists()
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_help(name, monkeypatch):
-    """Every flag is there, with its default, in 80 columns."""
-    monkeypatch.setenv("COLUMNS", "80")
-    text = runpy.run_path(script(name), run_name="script")["parser"].format_help()
-    flags = re.findall(r'^add\("(--[\w-]+)".*help="', Path(script(name)).read_text(), re.M)
-    assert set(re.findall(r"^  (--[\w-]+)", text, re.M)) == set(flags)
-    assert text.count("(default:") == len(flags) and max(map(len, text.splitlines())) <= 80

@@ -109,15 +109,6 @@ def test_a_host_that_goes_and_comes_back(hosts, fashion, lost):
             assert abs(row[key] - other[key]) < 1e-4
 
 
-def test_a_batch_that_two_hosts_do_not_divide(hosts):
-    words = [elastic(i, 0, script("ddp_torchrun"), 0) for i in (0, 1)]
-    jobs = [on_host(hosts, 0, words[0], *LONG, "--batch-size", 15)]
-    wait_for(" step ", *jobs)
-    jobs.append(on_host(hosts, 1, words[1], *LONG, "--batch-size", 15))
-    statuses, text = finish(jobs)
-    assert statuses == [1, 1] and "has to be a multiple of the processes" in text, text
-
-
 def test_torchrun_killed():
     """Its ranks end at the next progress line, or they would write beside the resumed run."""
     [job] = start("ddp_torchrun", *LONG, processes=2)

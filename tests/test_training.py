@@ -5,7 +5,6 @@ import pickle
 import re
 import runpy
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -49,20 +48,6 @@ def test_same_losses(pairs, fashion):
         close(f"{name}-{count}", "single")
     count = pairs[-1][1]
     assert same(weights(f"ddp_spawn-{count}"), weights(f"ddp_torchrun-{count}"))
-
-
-@pytest.mark.slow
-def test_two_machines(data):
-    """Two machines with two processes each, the second one first, do what one process does; one
-    process has none of the three test images."""
-    flags = ["--dataset", data / "pictures", "--epochs", 2, "--batch-size", 32, "--augment"]
-    flags += ["--workers", 0, "--output"]
-    run("single", *flags, "single")
-    place = ["--world-size", 2, "--nproc-per-node", 2, "--init-method", f"file://{Path.cwd()}/meet"]
-    words = [sys.executable, script("ddp_spawn"), *place, *flags, "two", "--rank"]
-    statuses, text = finish([Cold([*words, rank], f"{rank}.log") for rank in (1, 0)])
-    assert statuses == [0, 0], text
-    close("two", "single")
 
 
 def test_accumulate(fashion):
