@@ -74,14 +74,14 @@ def loops(name, names):
     return texts
 
 
-def microseconds(loop, names, turns=8):
-    """A step's, the median of some turns."""
-    found = []
-    for _ in range(turns):
+def microseconds(codes, names, turns):
+    """Of a step of each loop: the median of some short turns, in which all of them run."""
+    found = {line: [] for line in codes}
+    for line, loop in list(codes.items()) * turns:
         begin = time.perf_counter()
         loop(*(names[name] for name in CHANGED))
-        found.append((time.perf_counter() - begin) / names["N"] * 1e6)
-    return statistics.median(found)
+        found[line].append((time.perf_counter() - begin) / names["N"] * 1e6)
+    return {line: statistics.median(values) for line, values in found.items()}
 
 
 if __name__ == "__main__":
@@ -94,17 +94,16 @@ if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"  # for the scripts
     exec(MODEL, vars(scripts))
     dist.init_process_group("nccl" if GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    names = names_in_the_loop(min(500, args.steps))
+    names = names_in_the_loop(min(200, args.steps))
     flags = f"--dataset synthetic --batch-size 1 --log-every {args.steps} --epochs 3".split()
     for name in "train_single.py", "train_ddp_torchrun.py":
         codes, found = loops(name, names), {"the bare step": [], "**over it, in all**": []}
-        for loop in codes.values():
-            microseconds(loop, names, turns=1)  # the first time is slower
+        microseconds(codes, names, turns=1)  # the first time is slower
         for _ in range(args.rounds):
             with tempfile.TemporaryDirectory() as folder:
                 copy_scripts(Path(folder), args.steps, MODEL)
                 rate, *_ = train(Path(folder, name), 1, flags)
-            took = {line: microseconds(loop, names) for line, loop in codes.items()}
+            took = microseconds(codes, names, turns=20)
             whole, bare = took.pop(""), took.pop("bare")
             found["the bare step"].append(bare)
             found["**over it, in all**"].append(1e6 / rate - bare)

@@ -67,18 +67,19 @@ def measure(hosts, kills, place, variable):
     while done < kills:
         with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w") as log:
             jobs = start(hosts, place, variable, log)
-            found = met(log, 2, jobs)
-            assert found, Path(log.name).read_text()  # before any kill
-            while found and done < kills:
-                time.sleep(random.random())
-                os.kill(random.choice(found[-2:]), signal.SIGKILL)
-                found = met(log, len(found) + 2, jobs)
-                done += 1
-                hangs += not found
-            for job in jobs:
-                job.terminate()
-            for job in jobs:
-                job.wait()
+            try:
+                found = met(log, 2, jobs)
+                assert found, Path(log.name).read_text()  # before any kill
+                while found and done < kills:
+                    time.sleep(random.random())
+                    os.kill(random.choice(found[-2:]), signal.SIGKILL)
+                    found = met(log, len(found) + 2, jobs)
+                    done += 1
+                    hangs += not found
+            finally:
+                for job in jobs:
+                    job.terminate()
+                    job.wait()
     return hangs
 
 
