@@ -3,16 +3,14 @@
 sudo "$(which python)" benchmarks/network.py --rounds 5
 
 The hosts are network namespaces with half of the cores each, the link is a veth pair, shaped by tc
-(both directions). Each runs one process of train_ddp_spawn.py over Gloo. `net-1024` is net with a
-batch of 1024 over both, `example` the model of README.md. Figures are medians over the rounds,
-ratios those within a round (and the smallest and largest):
+in both directions. Each runs one process of train_ddp_spawn.py over Gloo. `example` is the model of
+README.md. Figures are medians over the rounds, ratios those within a round:
 
 - one host: the global batch on one host, with its half of the cores; two hosts: half of it on each
 - accumulate: --accumulate 4 with 4 times the batch: the same bytes for 4 times the images
 - compute: both hosts train alone at the same time, each with its half of the batch, no network
 - bytes / rate: what the gradients take on the link, each byte once in each direction
-- x bound: a step over the larger of the two; nothing beats it without sending fewer bytes
-- x bf16: a step over one with --compress-gradients
+- x bound: a step over the larger of the two; x bf16: over one with --compress-gradients
 """
 
 import argparse
@@ -32,7 +30,7 @@ JOBS = {  # flags, global batch, steps of an epoch
     "net": ("--dataset synthetic --model net", 64, 160),
     "net-1024": ("--dataset synthetic --model net", 1024, 24),
     "resnet18": ("--dataset synthetic --model resnet18", 128, 8),
-    "example": ("--dataset {folder}/text", 64, 8),
+    "example": ("--dataset {folder}/text", 64, 0),  # write_text says how many steps
 }
 
 
@@ -81,7 +79,7 @@ def run(hosts, words):
 
 
 def measure(args, hosts, job, folder, number):
-    """Seconds a step of each kind of run: {kind: seconds}, {(kind, rate): seconds}; MB sent."""
+    """{(kind of run, Gbit/s): seconds a step}, and the bytes that are sent."""
     flags, batch, _ = JOBS[job]
     flags = [
         *flags.format(folder=folder).split(),
@@ -116,22 +114,17 @@ def main():
     add("--rates", nargs="+", type=float, default=[100, 10, 1, 0.1], help="Gbit/s; 100: as if none")
     add("--rounds", type=int, default=3)
     add("--no-bf16", action="store_true", help="leave --compress-gradients out")
-    add("--csv", type=Path, default=Path("network.csv"))
     args = parser.parse_args()
     print(title(args))
     heads = ["job", "Gbit/s", "one host, images/s", "two hosts", "x one host", "accumulate"]
-    heads += ["x one host", "compute, ms", "bytes / rate, ms", "a step, ms", "x bound"]
-    heads += [] if args.no_bf16 else ["x bf16"]
+    heads += ["x one host", "compute, ms", "bytes / rate, ms", "a step, ms", "x bound", "x bf16"]
     print(markdown(heads), "|---" * len(heads) + "|", sep="\n", flush=True)
     rows = []
     with two_hosts() as hosts, tempfile.TemporaryDirectory() as folder:
+        write_text(Path(folder, "text"), 512)
         for job in args.jobs:
             _, batch, steps = JOBS[job]
-            rooms = example() if job == "example" else ""
-            samples = steps * batch
-            copy_scripts(Path(folder), samples, rooms)
-            if job == "example":
-                write_text(Path(folder, "text"), samples)
+            copy_scripts(Path(folder), steps * batch, example() if job == "example" else "")
             runs = [measure(args, hosts, job, Path(folder), n) for n in range(args.rounds)]
             for rate in args.rates:
                 wire = runs[0][1] * 8 / (rate * 1e9)
@@ -144,14 +137,13 @@ def main():
                     cells += [f"{images / row[kind]:.0f}", spread(wins, 2)]
                 cells += [f"{1e3 * time:.1f}" for time in (row["compute"], wire, row["plain"])]
                 cells.append(spread([r["plain"] / max(r["compute"], wire) for r in each], 2))
-                if not args.no_bf16:
-                    cells.append(spread([run["plain"] / run["bf16"] for run in each], 2))
-                print(markdown(cells), flush=True)
+                faster = [run["plain"] / run["bf16"] for run in each if "bf16" in run]
+                print(markdown([*cells, spread(faster, 2) if faster else ""]), flush=True)
                 rows.append(row)
-                with open(args.csv, "w") as file:
-                    writer = csv.DictWriter(file, rows[0])
-                    writer.writeheader()
-                    writer.writerows(rows)
+    with open("network.csv", "w") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ def profile(model, batch_size, steps=20):
     """
     if model == "example":
         exec(example(), vars(scripts))  # README.md's model and data in place of the script's
-    data = ["--dataset", Path(__file__).parent if model == "example" else "synthetic"]
-    args = scripts.parser.parse_args(map(str, data))
+    data = str(Path(__file__).parent) if model == "example" else "synthetic"
+    args = scripts.parser.parse_args(["--dataset", data])
     args.model, device = model, torch.device(args.device)
     train_set, _, classes = scripts.load_data(args)
     loader = scripts.make_loader(args, train_set, range(batch_size), batch_size, device)
@@ -98,8 +98,8 @@ def check(path):
             compute = statistics.median(float(r["compute"]) for r in rows if r["job"] == job)
             alone[job] = compute + measured - predict(compute, found[job], 2, rate, 0)
         step = predict(alone[job], found[job], 2, rate, 0)
-        error = f"{step / measured - 1:+.0%}"
-        print(f"| {job} | {row['rate']} | {1e3 * measured:.1f} | {1e3 * step:.1f} | {error} |")
+        cells = f"{1e3 * measured:.1f} | {1e3 * step:.1f} | {step / measured - 1:+.0%}"
+        print(f"| {job} | {row['rate']} | {cells} |")
 
 
 def plot(path):

@@ -3,17 +3,15 @@
 python benchmarks/throughput.py --rounds 5                          # all of it: some hours
 python benchmarks/throughput.py --jobs resnet18 -- --amp --compile  # flags for scripts and limit
 
-A round runs each contestant once, beginning with another one than the last round. A figure is the
-mean over a run's epochs but the first, of the training alone; for a folder of files it is all of
-the run, with evaluation, from the first line on. Tables have medians over the rounds (and the
-smallest and largest), ratios are those within a round: to yardsticks.py, with the better number of
-loader workers, and to the same script in --baseline. Several processes share the cores.
+A round runs each contestant once, beginning with another one. A figure is the mean over all epochs
+but the first, of the training alone; for a folder of files it is all of the run, with evaluation.
+Tables have medians over the rounds (and the smallest and largest). Ratios are those within a round:
+to yardsticks.py, with the better number of loader workers, and to the same script in --baseline.
 """
 
 import argparse
 import csv
 import datetime
-import math
 import os
 import random
 import re
@@ -58,8 +56,7 @@ def example():
 def write_text(folder, count):
     """A text with so many training samples for README.md's example, and a tenth for its test."""
     folder.mkdir()
-    size = 64 * math.ceil(count * 10 / 9) + 1
-    (folder / "text.txt").write_bytes(bytes(random.choices(b"abcdefgh \n", k=size)))
+    (folder / "text.txt").write_bytes(bytes(random.choices(b"abcdefgh \n", k=72 * count)))
 
 
 def copy_scripts(folder, images=10_000, rooms="", source=HERE.parent):
@@ -114,8 +111,7 @@ def train(path, processes, flags, images=0):
         if any([process.wait() for process in started]):
             sys.exit(f"{path} {flags} failed:\n{''.join(lines)}")
         rate, memory = read_metrics(output)
-    rate = images / (moments[-1] - moments[0]) if images else rate
-    return rate, memory, moments[1] - begin
+    return images / (moments[-1] - moments[0]) if images else rate, memory, moments[1] - begin
 
 
 def read_metrics(output):
@@ -219,7 +215,6 @@ def main():
                         own = [*flags, *own, "--epochs", most]
                         found.setdefault(name, []).append(train(path, count, own, images))
                         print(name, *found[name][-1], file=sys.stderr, flush=True)
-                found = {name: found[name] for name, *_ in order}
                 print(f"`{job}`, {processes} process(es)\n\n{table(found)}\n", flush=True)
 
 

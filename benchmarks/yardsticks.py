@@ -159,8 +159,7 @@ if __name__ == "__main__":
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device(args.device)
     if device.type != "cpu":
-        device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)))
-        torch.accelerator.set_device_index(device.index)
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
     print("rank 0:\ninto", flush=True)  # as the scripts do, before they load data
     train_set, test_set, classes = scripts.load_data(args)
     torch.manual_seed(args.seed)
