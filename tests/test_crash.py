@@ -15,7 +15,7 @@ COUNTS = {name: 2 if name in DDP else 1 for name in SCRIPTS}
 TRAIN = "--epochs 12 --batch-size 16 --augment --lr-schedule cosine --resume --log-every 4".split()
 TRAIN += ["--checkpoint-minutes", 0]  # a checkpoint every 4 steps
 LONG = ["--dataset", "synthetic", "--epochs", 100000, "--log-every", 1]
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS[1:]]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in DDP]
 
 
 @pytest.mark.parametrize("name", ["single", *SLOW])
@@ -95,7 +95,7 @@ def test_torchrun_restarts_by_itself(fashion, monkeypatch):
     Without the variable about every other restart hangs until --timeout. KILLS=20 does more.
     """
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    kills = int(os.environ.get("KILLS", 5))
+    kills = int(os.environ.get("KILLS", 3))
     flags = [*fashion, *TRAIN, "--timeout", 60, "--output"]
     run("ddp_torchrun", *flags, "whole", processes=2)
     words = [*TORCHRUN, "--standalone", "--max-restarts", 3, "--nproc-per-node", 2]

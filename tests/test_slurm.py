@@ -162,7 +162,6 @@ def test_command_lines_the_cap_and_failures(limited, work, monkeypatch):
         job.ended("FAILED")
         where = r"node(\d): task \1" if job.name in SCRIPTS[3:] else r"node\d: task 0"
         assert re.search(f"srun: error: {where}: Exited with exit code 1", job.log()), job.log()
-        assert "Traceback" in job.log()  # of which Slurm may cut off the end
 
 
 @pytest.mark.slow

@@ -185,7 +185,7 @@ def test_ddp_flags(fashion):
     assert not same(weights("plain"), weights("bf16"))
     close("bf16", "plain", 1e-3)
     if shutil.which("g++"):  # which torch.compile needs on a CPU
-        run("ddp_torchrun", *flags, "compiled", "--compile", processes=2)
+        run("single", *flags, "compiled", "--compile")
         close("compiled", "plain", 1e-3)
 
 
