@@ -214,7 +214,7 @@ def main(args):
             train_set, test_set, classes = load_data(args)
         dist.barrier()
     epoch_steps = len(train_set) // args.batch_size  # what is left over trains in another epoch
-    if rank == 0 and epoch_steps == 0:
+    if local_rank == 0 and epoch_steps == 0:
         parser.error(f"--batch-size: the training set has only {len(train_set)} samples")
     found = [None] * world_size
     dist.all_gather_object(found, (state["epoch"], state["step"]))
@@ -301,7 +301,7 @@ def main(args):
         with autocast:
             sums = evaluate(args, model, test_loader, device)
         dist.all_reduce(sums)
-        test_loss, accuracy = (total / sums[2].item() for total in sums[:2].tolist())
+        test_loss, accuracy = (total / max(1, sums[2].item()) for total in sums[:2].tolist())
         peak = 0 if device.type in ("cpu", "mps") else torch.accelerator.max_memory_allocated()
         train_loss, seconds = state["loss_sum"] / epoch_steps, state["seconds"]
         speed = epoch_steps * args.batch_size / seconds

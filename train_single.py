@@ -269,7 +269,7 @@ def main(args):
 
         with autocast:
             sums = evaluate(args, model, test_loader, device)
-        test_loss, accuracy = (total / sums[2].item() for total in sums[:2].tolist())
+        test_loss, accuracy = (total / max(1, sums[2].item()) for total in sums[:2].tolist())
         peak = 0 if device.type in ("cpu", "mps") else torch.accelerator.max_memory_allocated()
         train_loss, seconds = state["loss_sum"] / epoch_steps, state["seconds"]
         speed = epoch_steps * args.batch_size / seconds
