@@ -62,11 +62,11 @@ def build_model(args, image, classes):
 
 
 def loss_function(outputs, labels):
-    return F.cross_entropy(outputs, labels)  # the mean over the labels
+    return F.cross_entropy(outputs, labels)  # a mean over the labels: evaluate relies on it
 
 
 def count_right(outputs, labels):
-    """How many labels the model gets right, and of how many: tensor or int."""
+    """How many labels are right (in regression: near enough), and of how many: tensor or int."""
     return (outputs.argmax(1) == labels).sum(), labels.numel()
 
 
@@ -120,9 +120,8 @@ def load_torchvision(args, train):
 
 def synthetic(count, seed):
     """`count` images (3, 32, 32) of ten coarse patterns with noise added."""
-    patterns = F.interpolate(
-        torch.rand(10, 3, 4, 4, generator=torch.Generator().manual_seed(0)), 32
-    )
+    coarse = torch.rand(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    patterns = F.interpolate(coarse, 32)
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=generator)
     noise = torch.randint(136, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
@@ -170,7 +169,7 @@ def make_loader(args, dataset, order, batch_size, device):
     batch_size = batch_size // args.accumulate
     if type(dataset) is TensorDataset:  # not a subclass, which may do more than indexing
         return TensorLoader([tensor.to(device) for tensor in dataset.tensors], order, batch_size)
-    options = {"persistent_workers": args.workers > 0, "pin_memory": device.type == "cuda"}
+    options = {"persistent_workers": args.workers > 0, "pin_memory": device.type in ("cuda", "xpu")}
     return DataLoader(dataset, batch_size, sampler=order, num_workers=args.workers, **options)
 
 
@@ -178,7 +177,8 @@ def make_loader(args, dataset, order, batch_size, device):
 def evaluate(args, model, loader, device):
     """Over the loader's batches: the sum of the losses, the right labels, all labels."""
     model.eval()
-    sums = torch.zeros(3, device=device)
+    exact = torch.float64 if device.type in ("cpu", "cuda") else torch.float32  # not all have it
+    sums = torch.zeros(3, device=device, dtype=exact)  # float32 miscounts from 2**24 labels on
     for batch in loader:
         inputs, labels = prepare(args, batch, device)
         outputs = model(inputs)
@@ -218,13 +218,13 @@ def main(args):
         parser.error(f"--batch-size: the training set has only {len(train_set)} samples")
     found = [None] * world_size
     dist.all_gather_object(found, (state["epoch"], state["step"]))
-    if found.count(found[0]) < world_size:
-        parser.exit(1, "not all see the same last.pt: put --output on a disk that all share\n")
+    if len(set(found)) > 1:
+        raise SystemExit("not all see the same last.pt: put --output on a disk that all share")
     batch_size = args.batch_size // world_size
     sampler = DistributedSampler(train_set, seed=args.seed)
-    order = []  # of the samples that this process trains on in an epoch
+    order = []  # numbers of this process's samples; filled below, anew for each epoch
     train_loader = make_loader(args, train_set, order, batch_size, device)
-    share = range(rank, len(test_set), world_size)  # DistributedSampler repeats some
+    share = range(rank, len(test_set), world_size)  # DistributedSampler would count some twice
     test_loader = make_loader(args, test_set, share, batch_size, device)
     torch.manual_seed(args.seed)
     model = build_model(args, train_set[0][0], classes).to(device)
@@ -242,20 +242,21 @@ def main(args):
         optimizer.load_state_dict(state.pop("optimizer"))
         scheduler.load_state_dict(state.pop("scheduler"))
         if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) and scheduler.last_epoch > 0:
-            scheduler.last_epoch -= 1
-            scheduler.step()  # the same rate again, or that of more --epochs
+            scheduler.last_epoch -= 1  # so that step() computes the same rate again,
+            scheduler.step()  # or that of more --epochs
     with autocast:
         evaluate(args, model, islice(test_loader, 2), device)  # a mistake in it shows now
     if rank == 0:
         print(f"into {args.output}, from epoch {state['epoch'] + 1}, step {state['step'] + 1} on")
         save_checkpoint(args, state, model, optimizer, scheduler)  # no disk, no rights: fail now
-    torch.manual_seed(args.seed + rank)  # or DataLoader's workers draw alike on all ranks
-    loss_sum = torch.zeros((), device=device)  # of the steps that state["loss_sum"] lacks
+    torch.manual_seed(args.seed + scheduler.last_epoch * world_size + rank)  # of loader workers
+    loss_sum = torch.zeros((), device=device)  # of the steps since the last progress line
     for epoch in range(state["epoch"], args.epochs):
         sampler.set_epoch(epoch)
         shuffled = list(sampler)
         order[:] = shuffled[state["step"] * batch_size : epoch_steps * batch_size]
-        start, saved = time.perf_counter() - state["seconds"], state["seconds"]
+        start = time.perf_counter() - state["seconds"]
+        saved = state["seconds"]  # when the last checkpoint was written
         for i, batch in enumerate(train_loader, state["step"] * args.accumulate):
             step, part = i // args.accumulate + 1, i % args.accumulate
             run_step = epoch * epoch_steps + step
@@ -296,7 +297,7 @@ def main(args):
                 save_checkpoint(args, state, model, optimizer, scheduler)
                 saved = state["seconds"]
 
-        for buffer in model.buffers():  # batch norm's: each process has its own until here
+        for buffer in model.buffers():  # batch norm's: rank 0's count, as in each step
             dist.broadcast(buffer, 0)
         with autocast:
             sums = evaluate(args, model, test_loader, device)
@@ -360,9 +361,8 @@ def init_distributed(args, rank, world_size, local_rank, init_method="env://"):
         torch.accelerator.set_device_index(local_rank)  # or all processes fill GPU 0
     name = f"{device}, {torch.cuda.get_device_name()}" if args.device == "cuda" else device
     backend = dist.get_default_backend_for_device(device)
-    timeout = timedelta(seconds=args.timeout)
-    where = {"init_method": init_method, "rank": rank, "world_size": world_size}
-    dist.init_process_group(backend, timeout=timeout, device_id=gpu, **where)
+    group = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=args.timeout)}
+    dist.init_process_group(backend, init_method=init_method, device_id=gpu, **group)
     places = [None] * world_size
     dist.all_gather_object(places, f"rank {rank}: host {socket.gethostname()}, device {name}")
     if rank == 0:
@@ -394,7 +394,7 @@ add("--image-size", type=at_least(1), default=32, help="side that a folder's ima
 add("--repeat", type=at_least(1), default=1, help="copies of the channels: a heavier input")
 add("--model", choices=("net", "resnet18", "mlp"), default="net", help="the network")
 add("--optimizer", choices=("sgd", "adam"), default="sgd", help="sgd has momentum 0.9")
-add("--lr", type=at_least(0, float), default=0.001, help="learning rate")
+add("--lr", type=at_least(0, float), default=0.001, help="learning rate; --resume keeps its own")
 add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="of the rate")
 add("--warmup-steps", type=at_least(0), default=0, help="steps in which the rate rises to --lr")
 add("--augment", action="store_true", help="random flip and shift by up to 4 pixels")
@@ -403,9 +403,9 @@ add("--clip-norm", type=at_least(0, float), default=0, help="largest norm of the
 add("--epochs", type=at_least(0), default=10, help="0: only say who is where")
 add("--batch-size", type=at_least(1), default=64, help="samples of a step, over all devices")
 add("--accumulate", type=at_least(1), default=1, help="parts of a batch, one by one: less memory")
-add("--amp", action="store_true", help="bfloat16 autocast: fast from Ampere on")
+add("--amp", action="store_true", help="bfloat16 autocast, no GradScaler: fast from Ampere on")
 add("--compile", action="store_true", help="torch.compile")
-add("--device", choices=devices, default=devices[0], help="what torch finds on this machine")
+add("--device", choices=devices, default=devices[0], help="CUDA_VISIBLE_DEVICES chooses GPUs")
 add("--seed", type=int, default=76, help="of weights, order and random numbers")
 add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder to write to")
 add("--resume", action="store_true", help="go on from last.pt in --output, if it is there")
@@ -430,7 +430,8 @@ if __name__ == "__main__":
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     if restarts and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
         parser.error("--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: see README.md")
-    begin = args.epochs and not (args.resume or args.overwrite) and os.environ["LOCAL_RANK"] == "0"
-    if begin and (args.output / "last.pt").exists():  # one says it; torchrun ends the others
+    first = os.environ["LOCAL_RANK"] == "0"  # it says this; torchrun ends the others
+    begin = not (args.resume or args.overwrite)
+    if args.epochs and first and begin and (args.output / "last.pt").exists():
         parser.error(f"{args.output} has a run: --resume goes on with it, --overwrite begins anew")
     main(args)

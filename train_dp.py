@@ -57,11 +57,11 @@ def build_model(args, image, classes):
 
 
 def loss_function(outputs, labels):
-    return F.cross_entropy(outputs, labels)  # the mean over the labels
+    return F.cross_entropy(outputs, labels)  # a mean over the labels: evaluate relies on it
 
 
 def count_right(outputs, labels):
-    """How many labels the model gets right, and of how many: tensor or int."""
+    """How many labels are right (in regression: near enough), and of how many: tensor or int."""
     return (outputs.argmax(1) == labels).sum(), labels.numel()
 
 
@@ -115,9 +115,8 @@ def load_torchvision(args, train):
 
 def synthetic(count, seed):
     """`count` images (3, 32, 32) of ten coarse patterns with noise added."""
-    patterns = F.interpolate(
-        torch.rand(10, 3, 4, 4, generator=torch.Generator().manual_seed(0)), 32
-    )
+    coarse = torch.rand(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    patterns = F.interpolate(coarse, 32)
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=generator)
     noise = torch.randint(136, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
@@ -165,7 +164,7 @@ def make_loader(args, dataset, order, batch_size, device):
     batch_size = batch_size // args.accumulate
     if type(dataset) is TensorDataset:  # not a subclass, which may do more than indexing
         return TensorLoader([tensor.to(device) for tensor in dataset.tensors], order, batch_size)
-    options = {"persistent_workers": args.workers > 0, "pin_memory": device.type == "cuda"}
+    options = {"persistent_workers": args.workers > 0, "pin_memory": device.type in ("cuda", "xpu")}
     return DataLoader(dataset, batch_size, sampler=order, num_workers=args.workers, **options)
 
 
@@ -173,7 +172,8 @@ def make_loader(args, dataset, order, batch_size, device):
 def evaluate(args, model, loader, device):
     """Over the loader's batches: the sum of the losses, the right labels, all labels."""
     model.eval()
-    sums = torch.zeros(3, device=device)
+    exact = torch.float64 if device.type in ("cpu", "cuda") else torch.float32  # not all have it
+    sums = torch.zeros(3, device=device, dtype=exact)  # float32 miscounts from 2**24 labels on
     for batch in loader:
         inputs, labels = prepare(args, batch, device)
         outputs = model(inputs)
@@ -208,7 +208,7 @@ def main(args):
     if epoch_steps == 0:
         parser.error(f"--batch-size: the training set has only {len(train_set)} samples")
     batch_size = args.batch_size
-    order = []  # of the samples that this process trains on in an epoch
+    order = []  # numbers of this process's samples; filled below, anew for each epoch
     train_loader = make_loader(args, train_set, order, batch_size, device)
     share = range(len(test_set))
     test_loader = make_loader(args, test_set, share, batch_size, device)
@@ -221,17 +221,19 @@ def main(args):
         optimizer.load_state_dict(state.pop("optimizer"))
         scheduler.load_state_dict(state.pop("scheduler"))
         if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) and scheduler.last_epoch > 0:
-            scheduler.last_epoch -= 1
-            scheduler.step()  # the same rate again, or that of more --epochs
+            scheduler.last_epoch -= 1  # so that step() computes the same rate again,
+            scheduler.step()  # or that of more --epochs
     evaluate(args, parallel, islice(test_loader, 2), device)  # a mistake in it shows now
     print(f"into {args.output}, from epoch {state['epoch'] + 1}, step {state['step'] + 1} on")
     save_checkpoint(args, state, model, optimizer, scheduler)  # no disk, no rights: fail now
-    loss_sum = torch.zeros((), device=device)  # of the steps that state["loss_sum"] lacks
+    torch.manual_seed(args.seed + scheduler.last_epoch)  # of loader workers
+    loss_sum = torch.zeros((), device=device)  # of the steps since the last progress line
     for epoch in range(state["epoch"], args.epochs):
         generator = torch.Generator().manual_seed(args.seed + epoch)
         shuffled = torch.randperm(len(train_set), generator=generator).tolist()
         order[:] = shuffled[state["step"] * batch_size : epoch_steps * batch_size]
-        start, saved = time.perf_counter() - state["seconds"], state["seconds"]
+        start = time.perf_counter() - state["seconds"]
+        saved = state["seconds"]  # when the last checkpoint was written
         for i, batch in enumerate(train_loader, state["step"] * args.accumulate):
             step, part = i // args.accumulate + 1, i % args.accumulate
             run_step = epoch * epoch_steps + step
@@ -329,6 +331,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_
 parser.usage = "%(prog)s [flags]; --help lists them"
 accelerator = torch.accelerator.current_accelerator(check_available=True)
 devices = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
+devices = [name for name in devices if name != "xpu"]  # DataParallel has no scatter for it
 add = parser.add_argument  # those down to --augment belong to your model and data
 add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic, or a folder")
 add("--data-dir", default="data", help="where torchvision's data sets live")
@@ -336,7 +339,7 @@ add("--image-size", type=at_least(1), default=32, help="side that a folder's ima
 add("--repeat", type=at_least(1), default=1, help="copies of the channels: a heavier input")
 add("--model", choices=("net", "resnet18", "mlp"), default="net", help="the network")
 add("--optimizer", choices=("sgd", "adam"), default="sgd", help="sgd has momentum 0.9")
-add("--lr", type=at_least(0, float), default=0.001, help="learning rate")
+add("--lr", type=at_least(0, float), default=0.001, help="learning rate; --resume keeps its own")
 add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="of the rate")
 add("--warmup-steps", type=at_least(0), default=0, help="steps in which the rate rises to --lr")
 add("--augment", action="store_true", help="random flip and shift by up to 4 pixels")
@@ -345,7 +348,7 @@ add("--clip-norm", type=at_least(0, float), default=0, help="largest norm of the
 add("--epochs", type=at_least(0), default=10, help="0: only say who is where")
 add("--batch-size", type=at_least(1), default=64, help="samples of a step, over all devices")
 add("--accumulate", type=at_least(1), default=1, help="parts of a batch, one by one: less memory")
-add("--device", choices=devices, default=devices[0], help="what torch finds on this machine")
+add("--device", choices=devices, default=devices[0], help="CUDA_VISIBLE_DEVICES chooses GPUs")
 add("--seed", type=int, default=76, help="of weights, order and random numbers")
 add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder to write to")
 add("--resume", action="store_true", help="go on from last.pt in --output, if it is there")
