@@ -84,38 +84,49 @@ def predict(step, buckets, machines, rate, latency):
     return max(step, done + rest)
 
 
-def check(path):
-    """Measured beside predicted; each job's fastest link tells what the hosts themselves cost."""
-    print("| job | Gbit/s | measured, ms | predicted, ms | error |\n|---|---|---|---|---|")
+def hosts(path):
+    """For each job of network.py's CSV file: name, rows, buckets, and two times of a step: what a
+    host computes, and that with what DDP and Gloo cost it, which the fastest link's row tells."""
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # what a host had
     with open(path) as file:
         rows = sorted(csv.DictReader(file), key=lambda row: -float(row["rate"]))
-    found, alone = {}, {}
-    for row in rows:
-        job, rate, measured = row["job"], float(row["rate"]) * 1e9 / 8, float(row["plain"])
-        if job not in found:
-            found[job] = buckets(profile(job.split("-")[0], int(row["batch"]) // 2)[1])
-            compute = statistics.median(float(r["compute"]) for r in rows if r["job"] == job)
-            alone[job] = compute + measured - predict(compute, found[job], 2, rate, 0)
-        step = predict(alone[job], found[job], 2, rate, 0)
-        cells = f"{1e3 * measured:.1f} | {1e3 * step:.1f} | {step / measured - 1:+.0%}"
-        print(f"| {job} | {row['rate']} | {cells} |")
+    for job in dict.fromkeys(row["job"] for row in rows):
+        own = [row for row in rows if row["job"] == job]
+        groups = buckets(profile(job.split("-")[0], int(own[0]["batch"]) // 2)[1])
+        compute = statistics.median(float(row["compute"]) for row in own)
+        fastest = predict(compute, groups, 2, float(own[0]["rate"]) * 1e9 / 8, 0)
+        yield job, own, groups, compute, compute + float(own[0]["plain"]) - fastest
 
 
-def plot(path):
-    """Draw the efficiency over the machines, a line for each rate of the link."""
+def check(path):
+    """Measured beside predicted; the first row of a job is what the others are predicted from."""
+    print("| job | Gbit/s | measured, ms | predicted, ms | error |\n|---|---|---|---|---|")
+    for job, rows, groups, _, alone in hosts(path):
+        for row in rows:
+            measured = float(row["plain"])
+            step = predict(alone, groups, 2, float(row["rate"]) * 1e9 / 8, 0)
+            cells = f"{1e3 * measured:.1f} | {1e3 * step:.1f} | {step / measured - 1:+.0%}"
+            print(f"| {job} | {row['rate']} | {cells} |")
+
+
+def plot(path, measured):
+    """Draw the efficiency over the machines, a line for each rate of the link, and what network.py
+    has measured on two."""
     from matplotlib import pyplot  # nothing else needs it
 
+    jobs = [job for job in hosts(measured) if job[0] in ("net", "resnet18")]
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True)
-    for axis, (model, batch_size) in zip(axes, (("net", 64), ("resnet18", 128))):
-        step, gradients = profile(model, batch_size)
-        groups = buckets(gradients)
-        for rate, latency in ((0.1, 1e-4), (1, 1e-4), (10, 5e-5), (100, 1e-5)):
-            line = [step / predict(step, groups, n, rate * 1e9 / 8, latency) for n in MACHINES]
-            axis.semilogx(MACHINES, line, base=2, marker=".", label=f"{rate:g} Gbit/s")
-        axis.set(title=f"{model}, {batch_size} images in {1e3 * step:.1f} ms", ylim=(0, 1.05))
+    for axis, (name, rows, groups, compute, alone) in zip(axes, jobs, strict=True):
+        for row in rows:
+            rate = float(row["rate"])
+            steps = [predict(alone, groups, n, rate * 1e9 / 8, 5e-5) for n in MACHINES]
+            line = [compute / step for step in steps]
+            [drawn] = axis.semilogx(MACHINES, line, base=2, label=f"{rate:g} Gbit/s")
+            axis.plot(2, compute / float(row["plain"]), "o", color=drawn.get_color())
+        batch = int(rows[0]["batch"]) // 2
+        axis.set(title=f"{name}, {batch} images in {1e3 * compute:.0f} ms", ylim=(0, 1.05))
         axis.set(xlabel="machines, the same batch on each", ylabel="efficiency")
-    axes[0].legend()
+    axes[0].legend(title="dots: measured")
     figure.savefig(path, bbox_inches="tight")
 
 
@@ -128,12 +139,12 @@ if __name__ == "__main__":
     add("--latency", type=float, default=5e-5, help="of a message, in seconds")
     add("--step", type=float, help="seconds of a step on one machine; else it is measured here")
     add("--check", type=Path, help="a CSV file of network.py's")
-    add("--plot", type=Path, help="draw `net` and `resnet18` into this file")
+    add("--plot", type=Path, help="with --check: draw its `net` and `resnet18` into this file")
     args = parser.parse_args()
-    if args.check:
+    if args.check and args.plot:
+        plot(args.plot, args.check)
+    elif args.check:
         check(args.check)
-    elif args.plot:
-        plot(args.plot)
     else:
         measured, gradients = profile(args.model, args.batch_size)
         step, groups = args.step or measured, buckets(gradients)
