@@ -5,9 +5,10 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from contextlib import contextmanager
 from pathlib import Path
+
+from helpers import wait_until
 
 MACHINES = ["node0", "node1", "node2", "node3"]
 HOSTS = "127.0.0.1 node0\n127.0.0.2 node1\n127.0.0.3 node2\n127.0.0.4 node3\n"
@@ -89,11 +90,11 @@ def cluster(folder):
     munge = ["munged", "-F", "--force", "-S", folder / "munge" / "socket", *munge]
     try:
         daemons.append(start(folder, "munged", *munge))
-        wait_until((folder / "munge" / "socket").exists, "munged")
+        assert wait_until((folder / "munge" / "socket").exists), "munged"
         daemons.append(start(folder, "slurmctld", "slurmctld", "-D"))
         machines.update({name: start_machine(folder, name) for name in MACHINES})
         ready = "sinfo -h -o '%t %D' 2> /dev/null | grep -qx 'idle 4'"
-        wait_until(lambda: os.system(ready) == 0, "the machines")
+        assert wait_until(lambda: os.system(ready) == 0, pause=0.2), "the machines"
         yield machines
     finally:
         for process in [*machines.values(), *reversed(daemons)]:
@@ -101,15 +102,3 @@ def cluster(folder):
             process.wait()
         os.environ.clear()
         os.environ.update(before)
-
-
-def command(*words):
-    return subprocess.check_output(list(map(str, words)), text=True).strip()
-
-
-def wait_until(condition, what, limit=120):
-    end = time.monotonic() + limit
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"waited {limit} s for {what}")
-        time.sleep(0.2)

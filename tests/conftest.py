@@ -1,16 +1,11 @@
 import os
 import shutil
-import struct
 from multiprocessing import forkserver
 
 import numpy as np
 import pytest
 from helpers import kill, marked
 from PIL import Image
-
-
-def pytest_report_header():
-    return "slow tests: pytest -m slow, on a GPU: pytest -m gpu, all others: pytest"
 
 
 def pytest_collection_finish(session):
@@ -49,12 +44,10 @@ def data(tmp_path_factory):
     raw.mkdir(parents=True)
     images, labels = pictures(640 + 203, 1, 28)
     for name, part in ("train", slice(640)), ("t10k", slice(640, None)):
-        x, y = images[part], labels[part].astype(np.uint8)
-        head = struct.pack(">IIII", 0x803, len(x), 28, 28)
-        (raw / f"{name}-images-idx3-ubyte").write_bytes(head + x.tobytes())
-        (raw / f"{name}-labels-idx1-ubyte").write_bytes(
-            struct.pack(">II", 0x801, len(y)) + bytes(y)
-        )
+        for kind, array in ("images", images[part, ..., 0]), ("labels", labels[part]):
+            head = np.array([0x800 + array.ndim, *array.shape], ">i4").tobytes()
+            content = head + array.astype(np.uint8).tobytes()
+            (raw / f"{name}-{kind}-idx{array.ndim}-ubyte").write_bytes(content)
     for i, image in enumerate(pictures(96 + 3, 3, 40)[0]):
         folder = root / "pictures" / ("train" if i < 96 else "test") / "abc"[i % 3]
         folder.mkdir(parents=True, exist_ok=True)

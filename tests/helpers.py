@@ -13,11 +13,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc"]
 DDP = SCRIPTS[2:]
+COUNTS = {name: 2 if name in DDP else 1 for name in SCRIPTS}  # processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LIMIT = 200  # seconds after which something hangs, on the slowest machine
 
@@ -109,11 +111,26 @@ def start(name, *flags, processes=1, path=None):
     return jobs
 
 
+def wait_until(condition, limit=LIMIT, pause=0.02):
+    """Whether it comes true within so many seconds."""
+    end = time.monotonic() + limit
+    while not condition() and time.monotonic() < end:
+        time.sleep(pause)
+    return condition()
+
+
+def command(*words):
+    """What a command prints. It has to succeed."""
+    return subprocess.check_output(list(map(str, words)), text=True).strip()
+
+
+def ended(jobs):
+    return all(job.status() is not None for job in jobs)
+
+
 def finish(jobs, limit=LIMIT):
     """The exit statuses of all, and what they have printed."""
-    end = time.monotonic() + limit
-    while any(job.status() is None for job in jobs) and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_until(lambda: ended(jobs), limit)
     statuses = ["still there" if job.status() is None else job.status() for job in jobs]
     return statuses, "\n".join(job.log.read_text() for job in jobs)
 
@@ -127,11 +144,12 @@ def run(name, *flags, status=0, **options):
 
 def wait_for(text, *jobs):
     """Until `text` is in a log of these."""
-    end = time.monotonic() + LIMIT
-    while not any(text in job.log.read_text() for job in jobs):
-        ended = all(job.status() is not None for job in jobs)
-        assert not ended and time.monotonic() < end, (text, [job.log.read_text() for job in jobs])
-        time.sleep(0.01)
+
+    def logs():
+        return "".join(job.log.read_text() for job in jobs)
+
+    wait_until(lambda: text in logs() or ended(jobs))
+    assert text in logs(), (text, logs())
 
 
 def marked():
@@ -142,14 +160,6 @@ def marked():
             if mark in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
     return sorted(set(found) - {os.getpid()})
-
-
-def all_ended(limit=10):
-    """Whether no process of this test is left within so many seconds."""
-    end = time.monotonic() + limit
-    while marked() and time.monotonic() < end:
-        time.sleep(0.1)
-    return not marked()
 
 
 def kill(pid, number=signal.SIGKILL):
@@ -181,11 +191,15 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
+def close(output, other, digits=1e-4, keys=("train_loss", "test_loss", "test_accuracy")):
+    """Two runs have the same rows in metrics.csv, up to rounding."""
+    a, b = ([row[key] for row in metrics(folder) for key in keys] for folder in (output, other))
+    assert a == pytest.approx(b, rel=digits), (output, other)
+
+
 def same_run(output, other, epochs):
     """Two runs ended with the same weights and losses, and each epoch is there once."""
-    keys = "epoch", "train_loss", "test_loss", "test_accuracy"
-    rows, others = ([[row[key] for key in keys] for row in metrics(o)] for o in (output, other))
-    assert [row[0] for row in rows] == list(range(1, epochs + 1))
-    assert all(abs(a - b) <= 1e-6 for x, y in zip(rows, others, strict=True) for a, b in zip(x, y))
+    assert [row["epoch"] for row in metrics(output)] == list(range(1, epochs + 1))
+    close(output, other, 1e-6)
     assert same(weights(output), weights(other))
     assert sorted(os.listdir(output)) == ["last.pt", "metrics.csv", "model.pt"]

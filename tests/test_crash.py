@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,52 +10,44 @@ from pathlib import Path
 import pytest
 from helpers import *
 
-COUNTS = {name: 2 if name in DDP else 1 for name in SCRIPTS}
 TRAIN = "--epochs 12 --batch-size 16 --augment --lr-schedule cosine --resume --log-every 4".split()
-TRAIN += ["--checkpoint-minutes", 0]  # a checkpoint every 4 steps
-LONG = ["--dataset", "synthetic", "--epochs", 100000, "--log-every", 1]
+TRAIN += ["--checkpoint-minutes", 0]  # a checkpoint every 4 of an epoch's 40 steps
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in DDP]
+QUICK = {1: "single", 2: "ddp_multigpu_proc"}  # of the scripts with the same bits
+DIE = "os.kill(os.getpid(), 9)\n"
+PLACES = {  # of the second kill and the third: within the writing of last.pt, before evaluation
+    1: ("        file.flush()\n", f"        {DIE}"),
+    2: ("            sums = evaluate(", f"            {DIE}            sums = evaluate("),
+}
 
 
 @pytest.mark.parametrize("name", ["single", *SLOW])
 def test_killed_at_random(fashion, name):
-    """All processes by SIGKILL, three times, once while a checkpoint is being written."""
-    flags, count, reached = [*fashion, *TRAIN, "--output"], COUNTS[name], 0
-    run(name, *flags, "whole", processes=count)
-    dies = "        os.kill(os.getpid(), 9)\n"  # within the writing of last.pt
+    """All processes by SIGKILL, three times, twice of them at the worst places."""
+    flags, count, epoch, step = [*fashion, *TRAIN, "--output"], COUNTS[name], 0, 0
+    run(QUICK[count], *flags, "whole", processes=count)
     for i in range(5 if name == "single" else 3):
-        path = edited(name, "        file.flush()\n", dies) if i == 1 else None
+        path = edited(name, *PLACES[i]) if i in PLACES else None
         jobs = start(name, *flags, "out", processes=count, path=path)
-        wait_for("into out" if i == 1 else "/12 step ", *jobs)
-        time.sleep(random.uniform(0, 0.1))  # some 30 of the 480 steps
-        end = time.monotonic() + LIMIT
-        while i == 1 and not Path("out/last.pt.tmp").exists():
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        if path:
+            wait_until(lambda: ended(jobs))
+            assert Path("out/last.pt.tmp").exists() == (i == 1)
+        else:
+            wait_for("/12 step ", *jobs)
+            time.sleep(random.uniform(0, 0.1))  # some 30 of the 480 steps
         if i >= 3:  # SIGTERM and Ctrl-C are the same case
             kill(jobs[0].pid, (signal.SIGTERM, signal.SIGINT)[i - 3])
-            assert finish(jobs, 20)[0] not in ([0], ["still there"])
+            wait_until(lambda: ended(jobs), 20)
         kill_all(jobs)
         text, state = jobs[0].log.read_text(), weights("out", "last.pt")
-        assert "finished" not in text and (i > 0 or "from epoch 1, step 1 on" in text), text
-        assert reached <= state["epoch"] * 40 + state["step"] and not Path("out/model.pt").exists()
-        reached = state["epoch"] * 40 + state["step"]
+        assert f"from epoch {epoch + 1}, step {step + 1} on" in text and "finished" not in text
+        assert (epoch, step) <= (state["epoch"], state["step"]) and not Path(
+            "out/model.pt"
+        ).exists()
+        epoch, step = state["epoch"], state["step"]
+        assert i != 2 or step == 40 and len(metrics("out")) == epoch
     run(name, *flags, "out", processes=count)
     same_run("out", "whole", 12)
-
-
-@pytest.mark.parametrize("name", ["single", pytest.param("ddp_torchrun", marks=pytest.mark.slow)])
-def test_killed_after_the_last_step_of_an_epoch(fashion, name):
-    """Its checkpoint is written, the evaluation has not begun: an epoch has 40 steps."""
-    flags = [*fashion, *TRAIN, "--epochs", 3, "--output"]
-    run(name, *flags, "whole", processes=COUNTS[name])
-    call = "            sums = evaluate("
-    path = edited(name, call, "            os.kill(os.getpid(), 9)\n" + call)
-    jobs = start(name, *flags, "out", processes=COUNTS[name], path=path)
-    assert finish(jobs)[0] != [0]
-    assert weights("out", "last.pt")["step"] == 40 and len(metrics("out")) == 0
-    assert "from epoch 1, step 41 on" in run(name, *flags, "out", processes=COUNTS[name])
-    same_run("out", "whole", 3)
 
 
 def test_nothing_is_lost_by_a_forgotten_flag(fashion):
@@ -80,14 +71,6 @@ def test_nothing_is_lost_by_a_forgotten_flag(fashion):
     assert not Path("out/model.pt").exists() and weights("out", "last.pt")["seed"] == 1
 
 
-def ranks(job):
-    """The processes of torchrun's ranks."""
-    found = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    return [
-        pid for pid in map(int, found) if b"train_" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-
-
 @pytest.mark.slow
 def test_torchrun_restarts_by_itself(fashion, monkeypatch):
     """A rank killed by SIGKILL: --max-restarts begins it again, and it ends bit-identical.
@@ -96,25 +79,17 @@ def test_torchrun_restarts_by_itself(fashion, monkeypatch):
     """
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     kills = int(os.environ.get("KILLS", 3))
-    flags = [*fashion, *TRAIN, "--timeout", 60, "--output"]
-    run("ddp_torchrun", *flags, "whole", processes=2)
-    words = [*TORCHRUN, "--standalone", "--max-restarts", 3, "--nproc-per-node", 2]
-    for done in range(0, kills, 3):
-        job = Cold([*words, script("ddp_torchrun"), *flags, "out"], "run.log")
-        for attempt in range(1, min(3, kills - done) + 1):
-            end, parts = time.monotonic() + 55, []
-            while (
-                len(parts) <= attempt
-                or f" step {random.randrange(4, 41, 4)}/" not in parts[attempt]
-            ):
-                assert job.status() is None and time.monotonic() < end, job.log.read_text()
-                time.sleep(0.01)
-                parts = re.split("from epoch", job.log.read_text())
-            kill(random.choice(ranks(job)))
-        statuses, text = finish([job], 60)
-        assert statuses == [0], text
-        same_run("out", "whole", 12)
-        shutil.rmtree("out")
+    flags = [*fashion, *TRAIN, "--epochs", 4 * kills, "--output"]
+    run(QUICK[2], *flags, "whole", processes=2)
+    words = [*TORCHRUN, "--standalone", "--max-restarts", kills, "--nproc-per-node", 2]
+    job = Cold([*words, script("ddp_torchrun"), *flags, "out"], "run.log")
+    for attempt in range(1, kills + 1):
+        place = f" step {random.randrange(4, 41, 4)}/"
+        wait_until(lambda: place in "".join(job.log.read_text().split("from epoch")[attempt:]))
+        kill(int(random.choice(command("pgrep", "-P", job.pid, "-f", "train_").split())))
+    statuses, text = finish([job])
+    assert statuses == [0] and text.count("from epoch") == kills + 1, text
+    same_run("out", "whole", 4 * kills)
 
 
 @pytest.mark.slow
