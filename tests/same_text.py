@@ -15,18 +15,14 @@ MAY_DIFFER = {"main", "gpus", "devices"}
 
 
 def definitions(path):
-    """{name: (first line, last line, text)} of a script's top-level definitions, from line 0."""
-    text = path.read_text()
-    lines, found = text.splitlines(keepends=True), {}
+    """{name: text} of a script's top-level functions, classes and constants."""
+    text, found = path.read_text(), {}
     for node in ast.parse(text).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            name = node.name
-            first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)]) - 1
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name, first = node.targets[0].id, node.lineno - 1
-        else:
-            continue
-        found[name] = first, node.end_lineno, "".join(lines[first : node.end_lineno])
+            first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
+            found[node.name] = "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+        elif isinstance(node, ast.Assign):
+            found[ast.unparse(node.targets[0])] = ast.get_source_segment(text, node)
     return found
 
 
@@ -34,15 +30,13 @@ def compare(paths, fix=False):
     """The differences, each as "name: script"; with `fix` they are mended too."""
     original, differ = {}, []
     for path in paths:
-        lines = path.read_text().splitlines(keepends=True)
-        found = definitions(path)
-        for name, (first, last, text) in sorted(found.items(), key=lambda item: -item[1][0]):
-            if name in MAY_DIFFER or original.setdefault(name, text) == text:
-                continue
-            differ.append(f"{name}: {path.name}")
-            lines[first:last] = [original[name]]
+        text = path.read_text()
+        for name, own in definitions(path).items():
+            if name not in MAY_DIFFER and own != original.setdefault(name, own):
+                differ.append(f"{name}: {path.name}")
+                text = text.replace(own, original[name])
         if fix:
-            path.write_text("".join(lines))
+            path.write_text(text)
     return differ
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster import cluster, command, missing, start_machine, wait_until
-from helpers import ROOT, SCRIPTS, kill, same_run, script
+from cluster import cluster, missing, start_machine
+from helpers import ROOT, SCRIPTS, command, kill, same_run, script, wait_until
 
 PAIR = ["node0", "node1"]
 FILES = {name: ROOT / "slurm" / f"{name}.sh" for name in SCRIPTS + PAIR}
@@ -62,11 +62,11 @@ class Job:
         return self.show("JobState") not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
 
     def wait_for(self, text, times=1):
-        wait_until(lambda: self.log().count(text) >= times or self.over(), self.file, 300)
+        wait_until(lambda: self.log().count(text) >= times or self.over(), 300, 0.2)
         assert self.log().count(text) >= times, self.log()
 
     def ended(self, state="COMPLETED", restarts=(0,)):
-        wait_until(self.over, self.file, 300)
+        wait_until(self.over, 300, 0.2)
         assert self.show("JobState") == state and int(self.show("Restarts")) in restarts, self.log()
 
     def went_on(self, restarts=(1,)):
@@ -74,7 +74,7 @@ class Job:
         self.ended(restarts=restarts)
         assert self.log().count("from epoch 1, step 1 on") <= int(self.show("Restarts")), self.log()
         quiet = self.output.parent / ("quiet1" if self.name in SCRIPTS[:2] else "quiet2")
-        wait_until((quiet / "model.pt").exists, quiet)
+        wait_until((quiet / "model.pt").exists, pause=0.2)
         same_run(self.output, quiet, EPOCHS)
 
 
@@ -189,7 +189,7 @@ def test_a_rank_and_a_machine_that_die(limited, train):
     job.wait_for("into ", 2)
     assert job.show("Restarts") == "0"
     train.machines["node3"].kill()
-    wait_until(lambda: job.show("Restarts") == "1", "Slurm, which gives node3 up")
+    assert wait_until(lambda: job.show("Restarts") == "1", pause=0.2), "Slurm keeps node3"
     train.machines["node3"] = start_machine(train.cluster, "node3")
     job.went_on()
 

@@ -1,11 +1,11 @@
 """One training run in five scripts: the same losses, exact evaluation, the flags, the data."""
 
 import math
+import pickle
 import re
 import runpy
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from conftest import pictures
 from helpers import *
 from torch.utils.data import DistributedSampler, TensorDataset
+from torchvision import datasets
 from torchvision.transforms import functional
 
 
@@ -76,10 +77,12 @@ def test_order():
 
 
 def test_a_longer_run(fashion):
-    """--resume with more --epochs follows the longer curve, at each step; warm-up included."""
+    """--resume with more --epochs follows the longer curve, at each step; warm-up included. Loader
+    workers start with another seed."""
     step = "            optimizer.step()\n"
     tell = '            print("rate", run_step, optimizer.param_groups[0]["lr"])\n'
-    path, text = edited("single", step, tell + step), ""
+    begin, seed = "    for epoch in range(state", "    print(torch.initial_seed())\n"
+    path, text = edited("single", step, tell + step, begin, seed + begin), ""
     flags = [*fashion, "--output", "out", "--lr-schedule", "cosine", "--warmup-steps", 15]
     for epochs in 1, 4:
         text += run("single", *flags, "--epochs", epochs, "--resume", path=path)
@@ -88,6 +91,16 @@ def test_a_longer_run(fashion):
         cosine = (1 + math.cos(math.pi * (step - 1) / (10 if step <= 10 else 40))) / 2
         assert rates[step] == pytest.approx(0.001 * min(1, step / 16) * cosine)
     assert weights("out", "last.pt")["optimizer"]["param_groups"][0]["lr"] < 1e-9
+    assert "\n76\n" in text and "\n86\n" in text
+
+
+def test_many_labels(parts, monkeypatch):
+    """More of them than float32 can count."""
+    many = 2**24 + 1
+    monkeypatch.setitem(parts["evaluate"].__globals__, "count_right", lambda *_: (many, many))
+    args, batch = parts["parser"].parse_args([]), (torch.zeros(1, 3, 8, 8), torch.tensor([0]))
+    sums = parts["evaluate"](args, torch.nn.Flatten(), [batch, batch], torch.device("cpu"))
+    assert sums[1:].tolist() == [2 * many, 2 * many]
 
 
 TELL = """    for name, tensor in ddp.state_dict().items():
@@ -107,10 +120,10 @@ def test_exact_evaluation(fashion, parts, name):
     """203 test images on 2 processes, recomputed; all ranks end with the same parameters, batch
     norm's statistics are rank 0's, and each rank draws numbers of its own. 130 images to train on
     are two whole batches of 64, though two would be left."""
-    path = edited(name, "    dist.destroy_process_group()\n    if rank > 0:\n", TELL)
-    rank_0 = "    epoch_steps = len(train_set)"
+    steps = "    epoch_steps = len(train_set)"
     cut = "    train_set = TensorDataset(*(t[:130] for t in train_set.tensors))\n"
-    path.write_text(path.read_text().replace(rank_0, cut + rank_0))
+    end = "    dist.destroy_process_group()\n    if rank > 0:\n"
+    path = edited(name, end, TELL, steps, cut + steps)
     flags = [*fashion, "--model", "resnet18", "--epochs", 1, "--accumulate", 2]
     text = run(name, *flags, "--output", "out", processes=2, path=path)
     assert "epoch 1/1 step 2/2 " in text
@@ -191,17 +204,25 @@ def test_check_of_the_set_up(name):
     assert not Path("runs").exists()
 
 
-def test_torchvision_sets(parts, fashion, monkeypatch):
-    """Images of both shapes that torchvision gives become (N, C, H, W), with their labels."""
+def test_torchvision_sets(parts, data, monkeypatch):
+    """As they lie on the disk; CIFAR-10's checksums can't be those of the real files."""
     images, labels = pictures(60, 3, 32)
-    cifar10 = SimpleNamespace(data=images, targets=labels.tolist())
-    monkeypatch.setitem(parts["TORCHVISION"], "cifar10", lambda *place, download: cifar10)
-    images_28, labels_28 = pictures(640 + 203, 1, 28)
-    train = ["--dataset", "cifar10"], images, labels
-    for flags, images, labels in train, (fashion, images_28[:640], labels_28[:640]):
-        _, train_set, _, _ = load(parts, *flags)
-        assert np.array_equal(train_set.tensors[0], images.transpose(0, 3, 1, 2))
-        assert np.array_equal(train_set.tensors[1], labels)
+    folder = Path("cifar-10-batches-py")
+    folder.mkdir()
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    for i, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
+        part = slice(10 * i, 10 * i + 10)
+        rows = images[part].transpose(0, 3, 1, 2).reshape(10, -1)
+        (folder / name).write_bytes(pickle.dumps({"labels": labels[part].tolist(), "data": rows}))
+    monkeypatch.setattr(datasets.cifar, "check_integrity", lambda path, md5=None: True)
+    fashion = "fashion-mnist", data, 640, *pictures(843, 1, 28)
+    for name, folder, count, images, labels in ("cifar10", ".", 50, images, labels), fashion:
+        _, train_set, test_set, _ = load(parts, "--dataset", name, "--data-dir", folder)
+        assert len(train_set) == count
+        both = zip(train_set.tensors, test_set.tensors, strict=True)
+        found_images, found_labels = map(torch.cat, both)
+        assert np.array_equal(found_images, images.transpose(0, 3, 1, 2))
+        assert np.array_equal(found_labels, labels)
 
 
 def test_folder(parts, data):
@@ -236,9 +257,11 @@ def test_batches(parts):
         def __getitem__(self, index):
             return [-tensor[index] for tensor in self.tensors]
 
-    for kind, sign in (TensorDataset, 1), (Negative, -1):
-        loader = parts["make_loader"](args, kind(prepared, labels), [8, 1, 4], 2, cpu)
+    for kind, sign, order in (TensorDataset, 1, [8, 1, 4]), (Negative, -1, [8, 1, 4]):
+        loader = parts["make_loader"](args, kind(prepared, labels), order, 2, cpu)
         assert [batch[1].tolist() for batch in loader] == [[8 * sign, 1 * sign], [4 * sign]]
+        order.clear()
+        assert list(loader) == []
 
 
 def test_augment(parts):
