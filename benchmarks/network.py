@@ -27,9 +27,9 @@ import torch
 from throughput import copy_scripts, example, markdown, read_metrics, spread, title, write_text
 
 JOBS = {  # flags, global batch, steps of an epoch
-    "net": ("--dataset synthetic --model net", 64, 160),
-    "net-1024": ("--dataset synthetic --model net", 1024, 24),
-    "resnet18": ("--dataset synthetic --model resnet18", 128, 8),
+    "net": ("--dataset synthetic --model net", 64, 80),
+    "net-1024": ("--dataset synthetic --model net", 1024, 8),
+    "resnet18": ("--dataset synthetic --model resnet18", 128, 4),
     "example": ("--dataset {folder}/text", 64, 0),  # write_text says how many steps
 }
 
@@ -81,14 +81,8 @@ def run(hosts, words):
 def measure(args, hosts, job, folder, number):
     """{(kind of run, Gbit/s): seconds a step}, and the bytes that are sent."""
     flags, batch, _ = JOBS[job]
-    flags = [
-        *flags.format(folder=folder).split(),
-        "--epochs",
-        3,
-        "--overwrite",
-        "--output",
-        f"{folder}/outHOST",
-    ]
+    flags = flags.format(folder=folder).split()
+    flags += ["--epochs", 3, "--overwrite", "--output", f"{folder}/outHOST"]
     single = [folder / "train_single.py", *flags]
     ddp = [folder / "train_ddp_spawn.py", *flags, "--timeout", 120, "--world-size", 2]
     ddp += ["--rank", "HOST", "--init-method", "tcp://10.77.0.1:23456"]

@@ -97,7 +97,7 @@ def test_a_longer_run(fashion):
 def test_many_labels(parts, monkeypatch):
     """More of them than float32 can count."""
     many = 2**24 + 1
-    monkeypatch.setitem(parts["evaluate"].__globals__, "count_right", lambda *_: (many, many))
+    monkeypatch.setitem(parts["prepare"].__globals__, "count_right", lambda *_: (many, many))
     args, batch = parts["parser"].parse_args([]), (torch.zeros(1, 3, 8, 8), torch.tensor([0]))
     sums = parts["evaluate"](args, torch.nn.Flatten(), [batch, batch], torch.device("cpu"))
     assert sums[1:].tolist() == [2 * many, 2 * many]
@@ -166,9 +166,9 @@ def test_flags_have_effect(fashion):
     assert len(re.findall(pattern, text)) == 2
     run("single", *flags, "often", "--log-every", 3, "--checkpoint-minutes", 0)
     assert same(weights("often"), weights("plain"))  # what is said and saved changes nothing
-    for flag in "--augment", "--amp", "--optimizer=adam", "--lr=1", "--seed=1":
-        run("single", *flags, flag, flag)
-        assert not same(weights("plain"), weights(flag)), flag
+    for flag in "--augment", "--amp", "--optimizer=adam", "--lr=0.01", "--seed=1":
+        run("single", *flags, flag[2:], flag)
+        assert not same(weights("plain"), weights(flag[2:])), flag
     run("single", *flags, "repeat", "--repeat", 3)
     assert weights("repeat")["conv1.weight"].shape == (6, 3, 5, 5)
     head = "def loss_function(outputs, labels):\n"  # autocast covers evaluation, too
