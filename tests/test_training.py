@@ -173,7 +173,7 @@ def test_flags_have_effect(fashion):
     assert weights("repeat")["conv1.weight"].shape == (6, 3, 5, 5)
     head = "def loss_function(outputs, labels):\n"  # autocast covers evaluation, too
     path = edited("single", head, head + "    assert outputs.dtype == torch.bfloat16\n")
-    run("single", *flags, "amp", "--amp", path=path)
+    run("single", *flags, "covered", "--amp", path=path)
     rows = Path("plain/metrics.csv").read_text()
     columns = "epoch,train_loss,test_loss,test_accuracy,seconds,images_per_second,peak_memory_mib"
     assert weights("plain", "last.pt")["metrics"] == rows and rows.splitlines()[0] == columns
