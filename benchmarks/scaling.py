@@ -90,7 +90,8 @@ def hosts(path):
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # what a host had
     with open(path) as file:
         rows = sorted(csv.DictReader(file), key=lambda row: -float(row["rate"]))
-    for job in dict.fromkeys(row["job"] for row in rows):
+    # README.md's example comes last: its definitions replace the scripts' own.
+    for job in sorted({row["job"] for row in rows}, key=lambda job: (job == "example", job)):
         own = [row for row in rows if row["job"] == job]
         groups = buckets(profile(job.split("-")[0], int(own[0]["batch"]) // 2)[1])
         compute = statistics.median(float(row["compute"]) for row in own)
