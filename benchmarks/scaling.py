@@ -88,8 +88,8 @@ def hosts(path):
     """For each job of network.py's CSV file: name, rows, buckets, and two times of a step: what a
     host computes, and that with what DDP and Gloo cost it, which the fastest link's row tells."""
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # what a host had
-    with open(path) as file:
-        rows = sorted(csv.DictReader(file), key=lambda row: -float(row["rate"]))
+    rows = csv.DictReader(path.read_text().splitlines())
+    rows = sorted(rows, key=lambda row: -float(row["rate"]))
     # README.md's example comes last: its definitions replace the scripts' own.
     for job in sorted({row["job"] for row in rows}, key=lambda job: (job == "example", job)):
         own = [row for row in rows if row["job"] == job]
@@ -111,8 +111,7 @@ def check(path):
 
 
 def plot(path, measured):
-    """Draw the efficiency over the machines, a line for each rate of the link, and what network.py
-    has measured on two."""
+    """Draw the efficiency over the machines; dots are what network.py has measured on two."""
     from matplotlib import pyplot  # nothing else needs it
 
     jobs = [job for job in hosts(measured) if job[0] in ("net", "resnet18")]
@@ -120,8 +119,7 @@ def plot(path, measured):
     for axis, (name, rows, groups, compute, alone) in zip(axes, jobs, strict=True):
         for row in rows:
             rate = float(row["rate"])
-            steps = [predict(alone, groups, n, rate * 1e9 / 8, 5e-5) for n in MACHINES]
-            line = [compute / step for step in steps]
+            line = [compute / predict(alone, groups, n, rate * 1e9 / 8, 5e-5) for n in MACHINES]
             [drawn] = axis.semilogx(MACHINES, line, base=2, label=f"{rate:g} Gbit/s")
             axis.plot(2, compute / float(row["plain"]), "o", color=drawn.get_color())
         batch = int(rows[0]["batch"]) // 2
@@ -142,7 +140,9 @@ if __name__ == "__main__":
     add("--check", type=Path, help="a CSV file of network.py's")
     add("--plot", type=Path, help="with --check: draw its `net` and `resnet18` into this file")
     args = parser.parse_args()
-    if args.check and args.plot:
+    if args.plot and not args.check:
+        parser.error("--plot needs --check FILE, which network.py writes")
+    if args.plot:
         plot(args.plot, args.check)
     elif args.check:
         check(args.check)

@@ -123,10 +123,12 @@ def test_exact_evaluation(fashion, parts, name):
     steps = "    epoch_steps = len(train_set)"
     cut = "    train_set = TensorDataset(*(t[:130] for t in train_set.tensors))\n"
     end = "    dist.destroy_process_group()\n    if rank > 0:\n"
-    path = edited(name, end, TELL, steps, cut + steps)
+    begin, seed = "    for epoch in range(state", "    print(torch.initial_seed(), flush=True)\n"
+    path = edited(name, end, TELL, steps, cut + steps, begin, seed + begin)
     flags = [*fashion, "--model", "resnet18", "--epochs", 1, "--accumulate", 2]
     text = run(name, *flags, "--output", "out", processes=2, path=path)
     assert "epoch 1/1 step 2/2 " in text
+    assert {"76", "77"} <= set(text.split())  # the ranks' loader workers draw other numbers
     args, _, test_set, classes = load(parts, *flags)
     model = parts["build_model"](args, test_set[0][0], classes)
     model.load_state_dict(weights("out"))
