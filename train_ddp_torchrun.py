@@ -281,7 +281,7 @@ def main(args):
             if step % args.log_every and step < epoch_steps:
                 continue  # nothing above waits for the device
             if os.getppid() != parent:  # or this run and its resumed one would both write
-                raise SystemExit("torchrun has been killed")
+                raise SystemExit("torchrun has been killed: start it again with --resume")
             dist.all_reduce(loss_sum)
             state["loss_sum"] += loss_sum.item() / world_size
             loss_sum.zero_()
