@@ -26,7 +26,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchvision import datasets, models, transforms
+from torchvision import datasets, models
+from torchvision.transforms import v2
 
 
 # ---- The model: put yours here. Called below: build_model, loss_function, build_optimizer --------
@@ -99,8 +100,7 @@ def load_data(args):
     folder = Path(args.dataset)
     if not (folder / "train").is_dir() or not (folder / "test").is_dir():
         parser.error(f"--dataset {folder}: neither a known name nor a folder with train/ and test/")
-    resize = transforms.Resize((args.image_size, args.image_size))
-    transform = transforms.Compose([resize, transforms.PILToTensor()])
+    transform = v2.Compose([v2.PILToTensor(), v2.Resize((args.image_size, args.image_size))])
     train_set = datasets.ImageFolder(folder / "train", transform)
     test_set = datasets.ImageFolder(folder / "test", transform)
     if test_set.classes != train_set.classes:

@@ -27,8 +27,8 @@ import torch
 from throughput import copy_scripts, example, markdown, read_metrics, spread, title, write_text
 
 JOBS = {  # flags, global batch, steps of an epoch
-    "net": ("--dataset synthetic --model net", 64, 80),
-    "net-1024": ("--dataset synthetic --model net", 1024, 8),
+    "net": ("--dataset synthetic --model net", 64, 300),
+    "net-1024": ("--dataset synthetic --model net", 1024, 16),
     "resnet18": ("--dataset synthetic --model resnet18", 128, 4),
     "example": ("--dataset {folder}/text", 64, 0),  # write_text says how many steps
 }

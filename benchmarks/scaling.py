@@ -74,19 +74,21 @@ def buckets(gradients):
     return [*found, (total, ready)] if total else found
 
 
-def predict(step, buckets, machines, rate, latency):
-    """Seconds of a step on n machines. `step`, `latency`: seconds; `rate`: bytes a second."""
-    done = 0.0
+def predict(step, buckets, machines, rate, latency, cost=0.0):
+    """Seconds of a step on n machines. `step`, `latency`: seconds; `rate`: bytes a second; `cost`:
+    seconds in which the processor that computes handles a byte, as on a CPU (a GPU does not)."""
+    done, busy = 0.0, step
     for size, ready in buckets:
-        done = max(done, ready * step)
-        done += 2 * (machines - 1) * (latency + size / machines / rate)
+        sent = 2 * (machines - 1) * size / machines
+        done = max(done, ready * step) + 2 * (machines - 1) * latency + sent * (1 / rate + cost)
+        busy += sent * cost
     rest = (1 - buckets[-1][1]) * step  # the optimizer waits for the last bucket
-    return max(step, done + rest)
+    return max(busy, done + rest)
 
 
 def hosts(path):
-    """For each job of network.py's CSV file: name, rows, buckets, and two times of a step: what a
-    host computes, and that with what DDP and Gloo cost it, which the fastest link's row tells."""
+    """For each job of network.py's CSV file: name, rows, buckets, the seconds that a host computes
+    in a step, and those in which DDP and Gloo handle a byte, which the fastest link's row tells."""
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # what a host had
     rows = csv.DictReader(path.read_text().splitlines())
     rows = sorted(rows, key=lambda row: -float(row["rate"]))
@@ -96,16 +98,17 @@ def hosts(path):
         groups = buckets(profile(job.split("-")[0], int(own[0]["batch"]) // 2)[1])
         compute = statistics.median(float(row["compute"]) for row in own)
         fastest = predict(compute, groups, 2, float(own[0]["rate"]) * 1e9 / 8, 0)
-        yield job, own, groups, compute, compute + float(own[0]["plain"]) - fastest
+        sent = sum(size for size, _ in groups)
+        yield job, own, groups, compute, max(0, float(own[0]["plain"]) - fastest) / sent
 
 
 def check(path):
     """Measured beside predicted; the first row of a job is what the others are predicted from."""
     print("| job | Gbit/s | measured, ms | predicted, ms | error |\n|---|---|---|---|---|")
-    for job, rows, groups, _, alone in hosts(path):
+    for job, rows, groups, compute, cost in hosts(path):
         for row in rows:
             measured = float(row["plain"])
-            step = predict(alone, groups, 2, float(row["rate"]) * 1e9 / 8, 0)
+            step = predict(compute, groups, 2, float(row["rate"]) * 1e9 / 8, 0, cost)
             cells = f"{1e3 * measured:.1f} | {1e3 * step:.1f} | {step / measured - 1:+.0%}"
             print(f"| {job} | {row['rate']} | {cells} |")
 
@@ -116,10 +119,11 @@ def plot(path, measured):
 
     jobs = [job for job in hosts(measured) if job[0] in ("net", "resnet18")]
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True)
-    for axis, (name, rows, groups, compute, alone) in zip(axes, jobs, strict=True):
+    for axis, (name, rows, groups, compute, cost) in zip(axes, jobs, strict=True):
         for row in rows:
             rate = float(row["rate"])
-            line = [compute / predict(alone, groups, n, rate * 1e9 / 8, 5e-5) for n in MACHINES]
+            steps = [predict(compute, groups, n, rate * 1e9 / 8, 5e-5, cost) for n in MACHINES]
+            line = [compute / step for step in steps]
             [drawn] = axis.semilogx(MACHINES, line, base=2, label=f"{rate:g} Gbit/s")
             axis.plot(2, compute / float(row["plain"]), "o", color=drawn.get_color())
         batch = int(rows[0]["batch"]) // 2
