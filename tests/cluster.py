@@ -12,33 +12,7 @@ from helpers import wait_until
 
 MACHINES = ["node0", "node1", "node2", "node3"]
 HOSTS = "127.0.0.1 node0\n127.0.0.2 node1\n127.0.0.3 node2\n127.0.0.4 node3\n"
-# cred_expire is also how long a requeued job is held: 120 s, if nothing is said.
-CONF = """\
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[4]}
-AuthInfo=socket={folder}/munge/socket,cred_expire=5
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/pid
-SlurmdPidFile={folder}/%n.pid
-SlurmdTimeout=6
-SlurmdParameters=config_overrides
-ProctrackType=proctrack/linuxproc
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
-ReturnToService=2
-KillWait=5
-MinJobAge=3600
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-GresTypes=gpu
-{nodes}PartitionName=main Nodes=node[0-1] Default=YES
-PartitionName=spare Nodes=node[2-3] PriorityTier=1
-PartitionName=patient Nodes=node[2-3] PriorityTier=1 GraceTime=20
-PartitionName=urgent Nodes=node[2-3] PriorityTier=2
-"""
+CONF = Path(__file__).with_name("slurm.conf").read_text()
 
 
 def missing():

@@ -1,5 +1,4 @@
 import os
-import shutil
 from multiprocessing import forkserver
 
 import numpy as np
@@ -25,7 +24,6 @@ def work(request, tmp_path, monkeypatch):
     yield tmp_path
     for pid in marked():
         kill(pid)
-    shutil.rmtree(tmp_path, ignore_errors=True)
 
 
 def pictures(count, channels, side):

@@ -137,11 +137,15 @@ def finish(jobs, limit=LIMIT):
     return statuses, logs(jobs)
 
 
-def run(name, *flags, status=0, **options):
-    """Run a script to its end, which has to have this status. Returns what was printed."""
-    statuses, text = finish(start(name, *flags, **options))
-    assert set(statuses) == {status}, (name, flags, statuses, text)
+def done(jobs, status=0):
+    """What all have printed when they have ended, which has to be with this status."""
+    statuses, text = finish(jobs)
+    assert set(statuses) == {status}, (statuses, text)
     return text
+
+
+def run(name, *flags, status=0, **options):
+    return done(start(name, *flags, **options), status)
 
 
 def wait_for(text, *jobs):

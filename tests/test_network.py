@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import *
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from network import two_hosts  # noqa: E402
+from network import two_hosts
 
 pytestmark = pytest.mark.slow
 LONG = ["--dataset", "synthetic", "--epochs", 100000, "--log-every", 1, "--checkpoint-minutes", 0]
@@ -92,12 +90,9 @@ def test_a_host_that_goes_and_comes_back(hosts, fashion, lost):
     for pid in command("ip", "netns", "pids", hosts[lost]).split():
         kill(int(pid))
 
-    def begun():
-        return logs(jobs).count("into out")
-
-    assert wait_until(lambda: begun() == 2), "one host"
+    assert wait_until(lambda: logs(jobs).count("into out") == 2), "one host"
     jobs.append(on_host(hosts, lost, elastic(lost, 1 - lost, path, 3), *flags, "out"))
-    assert wait_until(lambda: begun() == 3), "two hosts"
+    assert wait_until(lambda: logs(jobs).count("into out") == 3), "two hosts"
     Path("slow").unlink()
     statuses, text = finish(jobs)
     assert sorted(statuses) == [-9, 0, 0], text

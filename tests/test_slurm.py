@@ -37,16 +37,6 @@ time.sleep(999)
 """
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_the_lines_to_edit(name):
-    text = FILES[name].read_text()
-    assert len(text.splitlines()) <= 35 and max(map(len, text.splitlines())) <= 100
-    edit = re.findall(r"^#?#?(?:SBATCH --)?([\w-]+)=.*# EDIT: \w", text, re.MULTILINE)
-    own = dict.fromkeys(PAIR, {"nodelist", "meet"}) | dict.fromkeys(SCRIPTS[3:], {"nodes"})
-    common = {"gres", "cpus-per-task", "time", "partition", "mem", "requeues", "script"}
-    assert set(edit) == common | own.get(name, set())
-
-
 class Job:
     def __init__(self, name, *flags, folder=".", options=(), file=None):
         words = ["sbatch", "--parsable", f"--chdir={Path(folder).resolve()}", *options]

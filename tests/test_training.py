@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from conftest import pictures
 from helpers import *
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import TensorDataset
 from torchvision import datasets
 from torchvision.transforms import functional
 
@@ -35,7 +35,8 @@ MORE = [*((name, count) for name in DDP for count in (1, 4))]
 
 @pytest.mark.parametrize("pairs", [TWO, pytest.param(MORE, marks=pytest.mark.slow)])
 def test_same_losses(pairs, fashion):
-    flags = [*fashion, "--epochs", 3, "--lr", 0.02, "--augment", "--output"]
+    """The same order too: what is left over after 10 steps are other images in each epoch."""
+    flags = [*fashion, "--epochs", 3, "--batch-size", 60, "--lr", 0.02, "--augment", "--output"]
     run("single", *flags, "single")
     for name, count in pairs:
         run(name, *flags, f"{name}-{count}", processes=count)
@@ -62,18 +63,6 @@ def test_accumulate(fashion):
         assert not same(weights(name), weights("one"))  # sums in another order
         assert set(re.findall(r"forward True (\d+)", text)) == {"15"}
         assert max(map(int, re.findall(r"forward False (\d+)", text))) == 15
-
-
-def test_order():
-    """DistributedSampler deals what torch.randperm gives; no sample is in two steps' batches."""
-    for count, batch, processes in (130, 64, 2), (203, 12, 4), (640, 15, 3):
-        steps, parts = count // batch, []
-        whole = torch.randperm(count, generator=torch.Generator().manual_seed(76 + 5)).tolist()
-        for rank in range(processes):
-            sampler = DistributedSampler(range(count), processes, rank, seed=76)
-            sampler.set_epoch(5)
-            parts.append(list(sampler)[: steps * (batch // processes)])
-        assert [i for row in zip(*parts) for i in row] == whole[: steps * batch]
 
 
 def test_a_longer_run(fashion):
@@ -140,27 +129,6 @@ def test_exact_evaluation(fashion, parts, name):
     assert row["test_loss"] == pytest.approx(F.cross_entropy(outputs, labels).item(), rel=1e-5)
 
 
-@pytest.mark.slow
-def test_a_checkpoint_goes_on_anywhere(fashion):
-    """After an epoch and a part of one, on another script and number of processes."""
-    flags = [*fashion, "--augment", "--batch-size", 16]
-    flags += ["--lr-schedule", "cosine", "--epochs", 3, "--checkpoint-minutes", 0]
-    flags += ["--log-every", 25, "--output"]
-    run("single", *flags, "whole")
-    save = '                saved = state["seconds"]\n'
-    path = edited("single", save, f"{save}                assert run_step < 60\n")
-    run("single", *flags, "start", path=path, status=1)
-    for name, count in ("dp", 1), ("ddp_spawn", 2), ("ddp_torchrun", 4), ("ddp_multigpu_proc", 1):
-        shutil.copytree("start", name)
-        text = run(name, *flags, name, "--resume", processes=count)
-        assert f"into {name}, from epoch 2, step 26 on" in text
-        close(name, "whole")
-    shutil.copytree("start", "single")
-    shutil.copy("ddp_spawn/last.pt", "single/last.pt")  # of a run that is over
-    run("single", *flags, "single", "--resume")
-    assert same(weights("single"), weights("ddp_spawn"))
-
-
 def test_flags_have_effect(fashion):
     flags = [*fashion, "--epochs", 1, "--output"]
     text = run("single", *flags, "plain", "--log-every", 5)
@@ -206,8 +174,8 @@ def test_check_of_the_set_up(name):
     assert not Path("runs").exists()
 
 
-def test_torchvision_sets(parts, data, monkeypatch):
-    """As they lie on the disk; CIFAR-10's checksums can't be those of the real files."""
+def test_cifar10(parts, monkeypatch):
+    """As it lies on the disk; its checksums can't be those of the real files."""
     images, labels = pictures(60, 3, 32)
     folder = Path("cifar-10-batches-py")
     folder.mkdir()
@@ -217,14 +185,11 @@ def test_torchvision_sets(parts, data, monkeypatch):
         rows = images[part].transpose(0, 3, 1, 2).reshape(10, -1)
         (folder / name).write_bytes(pickle.dumps({"labels": labels[part].tolist(), "data": rows}))
     monkeypatch.setattr(datasets.cifar, "check_integrity", lambda path, md5=None: True)
-    fashion = "fashion-mnist", data, 640, *pictures(843, 1, 28)
-    for name, folder, count, images, labels in ("cifar10", ".", 50, images, labels), fashion:
-        _, train_set, test_set, _ = load(parts, "--dataset", name, "--data-dir", folder)
-        assert len(train_set) == count
-        both = zip(train_set.tensors, test_set.tensors, strict=True)
-        found_images, found_labels = map(torch.cat, both)
-        assert np.array_equal(found_images, images.transpose(0, 3, 1, 2))
-        assert np.array_equal(found_labels, labels)
+    _, train_set, test_set, _ = load(parts, "--dataset", "cifar10", "--data-dir", ".")
+    assert (len(train_set), len(test_set)) == (50, 10)
+    found_images, found_labels = map(torch.cat, zip(train_set.tensors, test_set.tensors))
+    assert np.array_equal(found_images, images.transpose(0, 3, 1, 2))
+    assert np.array_equal(found_labels, labels)
 
 
 def test_folder(parts, data):
@@ -232,19 +197,11 @@ def test_folder(parts, data):
     _, train_set, _, classes = load(parts, *flags, "--image-size", 24)
     image = train_set[0][0]
     assert (image.shape, image.dtype, classes) == ((3, 24, 24), torch.uint8, 3)
-    for workers in 0, 2:
-        more = ["--workers", workers, "--batch-size", 8, "--epochs", 2, "--output", workers]
+    for workers in 0, 2:  # two of the three test images are evaluated before the first step
+        more = ["--workers", workers, "--batch-size", 1, "--epochs", 2, "--output", workers]
         run("single", *flags, "--augment", *more)
     assert same(weights("0"), weights("2"))
-    # Two batches of one image are evaluated before the first step, and then all three.
-    more = ["--workers", 2, "--batch-size", 1, "--epochs", 1, "--lr", 0, "--output", "three"]
-    run("single", *flags, *more)
-    args, _, test_set, classes = load(parts, *flags)
-    torch.manual_seed(args.seed)
-    model = parts["build_model"](args, test_set[0][0], classes)
-    images, labels = torch.utils.data.default_collate([*test_set])
-    loss = F.cross_entropy(model((images - 127.5) / 64), labels).item()
-    assert metrics("three")[0]["test_loss"] == pytest.approx(loss, rel=1e-5)
+    close("0", "2")
 
 
 def test_batches(parts):
@@ -262,8 +219,6 @@ def test_batches(parts):
     for kind, sign, order in (TensorDataset, 1, [8, 1, 4]), (Negative, -1, [8, 1, 4]):
         loader = parts["make_loader"](args, kind(prepared, labels), order, 2, cpu)
         assert [batch[1].tolist() for batch in loader] == [[8 * sign, 1 * sign], [4 * sign]]
-        order.clear()
-        assert list(loader) == []
 
 
 def test_augment(parts):
