@@ -21,7 +21,7 @@ SCRIPTS = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc"]
 DDP = SCRIPTS[2:]
 COUNTS = {name: 2 if name in DDP else 1 for name in SCRIPTS}  # processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-LIMIT = 200  # seconds after which something hangs, on the slowest machine
+LIMIT = 300  # seconds after which something hangs, on the slowest machine
 
 
 def script(name):

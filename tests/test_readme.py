@@ -16,7 +16,6 @@ PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
 FLAG = re.search(r"`(add\(.+\))`", README)[1]
 FLAGS = re.search(r"my_training\.py --dataset tests (--.*)", README)[1].split()
 FLAGS = ["--dataset", "texts", "--epochs", 2, "--batch-size", 16, "--log-every", 1, *FLAGS]
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in DDP]
 INSTEAD = [  # what is run instead of a part of a command, and why
     (r"^python3 -m venv .*/bin/python ", "python ", "an environment takes 5 GB"),
     (r"HOST", "127.0.0.1", "one machine plays both"),
@@ -92,7 +91,7 @@ def example(name, call="ddp(inputs)"):
     return f"my_{name}.py"
 
 
-@pytest.mark.parametrize("name", ["single", *SLOW])
+@pytest.mark.parametrize("name", ["single", pytest.param("ddp_torchrun", marks=pytest.mark.slow)])
 def test_example(name):
     """It learns, and a run that is killed twice ends as one that is not."""
     flags = [*FLAGS, "--checkpoint-minutes", 0, "--resume", "--output"]
