@@ -10,7 +10,7 @@ README.md. Figures are medians over the rounds, ratios those within a round:
 - accumulate: --accumulate 4 with 4 times the batch: the same bytes for 4 times the images
 - compute: both hosts train alone at the same time, each with its half of the batch, no network
 - bytes / rate: what the gradients take on the link, each byte once in each direction
-- x bound: a step over the larger of the two; x bf16: over one with --compress-gradients
+- x bound: a step over the larger of the two
 """
 
 import argparse
@@ -90,8 +90,6 @@ def measure(args, hosts, job, folder, number):
     for rate in args.rates:
         runs.append((("plain", rate), hosts, ddp, batch))
         runs.append((("accumulate", rate), hosts, [*ddp, "--accumulate", 4], 4 * batch))
-        if not args.no_bf16:
-            runs.append((("bf16", rate), hosts, [*ddp, "--compress-gradients"], batch))
     found, first = {}, number % len(runs)
     for kind, where, words, size in runs[first:] + runs[:first]:
         shape(hosts, kind[1] or 100)
@@ -107,11 +105,10 @@ def main():
     add("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
     add("--rates", nargs="+", type=float, default=[100, 10, 1, 0.1], help="Gbit/s; 100: as if none")
     add("--rounds", type=int, default=3)
-    add("--no-bf16", action="store_true", help="leave --compress-gradients out")
     args = parser.parse_args()
     print(title(args))
     heads = ["job", "Gbit/s", "one host, images/s", "two hosts", "x one host", "accumulate"]
-    heads += ["x one host", "compute, ms", "bytes / rate, ms", "a step, ms", "x bound", "x bf16"]
+    heads += ["x one host", "compute, ms", "bytes / rate, ms", "a step, ms", "x bound"]
     print(markdown(heads), "|---" * len(heads) + "|", sep="\n", flush=True)
     rows = []
     with two_hosts() as hosts, tempfile.TemporaryDirectory() as folder:
@@ -131,8 +128,7 @@ def main():
                     cells += [f"{images / row[kind]:.0f}", spread(wins, 2)]
                 cells += [f"{1e3 * time:.1f}" for time in (row["compute"], wire, row["plain"])]
                 cells.append(spread([r["plain"] / max(r["compute"], wire) for r in each], 2))
-                faster = [run["plain"] / run["bf16"] for run in each if "bf16" in run]
-                print(markdown([*cells, spread(faster, 2) if faster else ""]), flush=True)
+                print(markdown(cells), flush=True)
                 rows.append(row)
     with open("network.csv", "w") as file:
         writer = csv.DictWriter(file, rows[0])
