@@ -10,10 +10,12 @@ torchrun --nnodes 2 --node-rank 0 --master-addr HOST --nproc-per-node 4 train_dd
 """
 
 import argparse
+import csv
 import math
 import os
 import socket
 import time
+import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 from itertools import islice
@@ -30,7 +32,8 @@ from torchvision import datasets, models
 from torchvision.transforms import v2
 
 
-# ---- The model: put yours here. Called below: build_model, loss_function, build_optimizer --------
+# ---- The model: put yours here -------------------------------------------------------------------
+# `main` calls build_model, loss_function, count_correct and build_optimizer.
 class Net(nn.Module):
     """The CNN of PyTorch's CIFAR-10 tutorial: (N, channels, side, side) -> (N, classes)."""
 
@@ -63,11 +66,11 @@ def build_model(args, image, classes):
 
 
 def loss_function(outputs, labels):
-    return F.cross_entropy(outputs, labels)  # a mean over the labels: evaluate relies on it
+    return F.cross_entropy(outputs, labels)  # has to be a mean over the labels
 
 
-def count_right(outputs, labels):
-    """How many labels are right (in regression: near enough), and of how many: tensor or int."""
+def count_correct(outputs, labels):
+    """How many labels are correct (in regression: near enough), and of how many: tensor or int."""
     return (outputs.argmax(1) == labels).sum(), labels.numel()
 
 
@@ -86,8 +89,8 @@ def build_optimizer(args, model, steps):
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-# ---- The data: put yours here. Called below: load_data, prepare and augment ----------------------
-# A sample is an input, here a uint8 image (C, H, W), and a label, here an int.
+# ---- The data: put yours here --------------------------------------------------------------------
+# `main` calls load_data, prepare and augment. A sample is a uint8 image (C, H, W) and an int.
 TORCHVISION = {"cifar10": datasets.CIFAR10, "fashion-mnist": datasets.FashionMNIST}  # 10 classes
 
 
@@ -140,9 +143,10 @@ def prepare(args, batch, device):
 
 def augment(args, images, run_step, rank=0, world_size=1, part=0):
     """Flip half of the images (N, C, H, W) and shift each by up to 4 pixels."""
-    generator = torch.Generator().manual_seed(args.seed + run_step)  # alike in all processes:
-    draws = torch.rand(args.batch_size, 3, generator=generator)[rank::world_size]  # each its share
-    draws = draws.split(len(images))[part]  # of --accumulate
+    # All processes draw for the whole batch; each takes its own samples, and of these its part.
+    generator = torch.Generator().manual_seed(args.seed + run_step)
+    draws = torch.rand(args.batch_size, 3, generator=generator)[rank::world_size]
+    draws = draws.split(len(images))[part]
     maps = torch.eye(2, 3).repeat(len(images), 1, 1)
     maps[:, 0, 0] = torch.where(draws[:, 0] < 0.5, -1.0, 1.0)
     maps[:, :, 2] = ((draws[:, 1:] * 9).floor() - 4) * 2 / images.shape[-1]
@@ -153,45 +157,48 @@ def augment(args, images, run_step, rank=0, world_size=1, part=0):
 
 # ---- Training: nothing to change here ------------------------------------------------------------
 class TensorLoader:
-    """What a DataLoader does, for tensors that lie on the device: a batch is one indexing."""
+    """A DataLoader for tensors on the device: a batch is one indexing, without Python a sample."""
 
-    def __init__(self, tensors, order, batch_size):
-        self.tensors, self.order, self.batch_size = tensors, order, batch_size
+    def __init__(self, tensors, indices, batch_size):
+        self.tensors, self.indices, self.batch_size = tensors, indices, batch_size
 
     def __iter__(self):
-        order = torch.tensor(list(self.order), device=self.tensors[0].device)
-        for start in range(0, len(order), self.batch_size):
-            yield [t.index_select(0, order[start : start + self.batch_size]) for t in self.tensors]
+        indices = torch.tensor(list(self.indices), device=self.tensors[0].device)
+        for i in range(0, len(indices), self.batch_size):
+            yield [t.index_select(0, indices[i : i + self.batch_size]) for t in self.tensors]
 
 
-def make_loader(args, dataset, order, batch_size, device):
-    """Gives the samples whose numbers are in `order` when it is iterated, a part at a time."""
+def make_loader(args, dataset, indices, batch_size, device):
+    """Batches of the samples with these numbers; with --accumulate each is a part of a batch.
+
+    A TensorDataset is put on the device as a whole. If it does not fit, make it a StackDataset.
+    """
     batch_size = batch_size // args.accumulate
     if type(dataset) is TensorDataset:  # not a subclass, which may do more than indexing
-        return TensorLoader([tensor.to(device) for tensor in dataset.tensors], order, batch_size)
+        return TensorLoader([tensor.to(device) for tensor in dataset.tensors], indices, batch_size)
     options = {"persistent_workers": args.workers > 0, "pin_memory": device.type in ("cuda", "xpu")}
-    return DataLoader(dataset, batch_size, sampler=order, num_workers=args.workers, **options)
+    return DataLoader(dataset, batch_size, sampler=indices, num_workers=args.workers, **options)
 
 
 @torch.no_grad()
 def evaluate(args, model, loader, device):
-    """Over the loader's batches: the sum of the losses, the right labels, all labels."""
+    """Over the loader's batches: the sum of the losses, the correct labels, all labels."""
     model.eval()
-    exact = torch.float64 if device.type in ("cpu", "cuda") else torch.float32  # not all have it
-    sums = torch.zeros(3, device=device, dtype=exact)  # float32 miscounts from 2**24 labels on
+    dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32  # not all have it
+    sums = torch.zeros(3, device=device, dtype=dtype)  # float32 miscounts from 2**24 labels on
     for batch in loader:
         inputs, labels = prepare(args, batch, device)
         outputs = model(inputs)
-        right, count = count_right(outputs, labels)
+        correct, count = count_correct(outputs, labels)
         sums[0] += loss_function(outputs, labels) * count
-        sums[1] += right
+        sums[1] += correct
         sums[2] += count
     model.train()
     return sums
 
 
 def set_seed(seed, device):
-    """So that a resumed run drops the same units. (torch.manual_seed takes 0.2 ms, each step.)"""
+    """Does what torch.manual_seed does, which takes 0.2 ms: too long for each step."""
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
@@ -199,129 +206,156 @@ def set_seed(seed, device):
 
 @record  # torchrun's summary then shows the traceback of the rank that failed first
 def main(args):
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank, parent = int(os.environ["LOCAL_RANK"]), os.getppid()
+    # torchrun starts this file once per GPU, on each machine, and tells each process its place.
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # of all processes
+    local_rank = int(os.environ["LOCAL_RANK"])  # of those on this machine: the GPU's number
+    parent = os.getppid()  # torchrun
     device = init_distributed(args, rank, world_size, local_rank)
     if args.epochs == 0:  # a check of the set-up
         dist.destroy_process_group()
         return
+    warnings.filterwarnings("ignore", "Please use the new API")  # torch 2.9, about the next line
     torch.set_float32_matmul_precision("high")  # TF32, where a GPU has it
-    torch.backends.cudnn.benchmark = True  # all batches have the same shape
-    turn = 0 if rank == 0 else 1 if local_rank == 0 else 2
-    for i in range(3):  # rank 0 downloads, then a process of each machine, then the others
-        if i == turn:
+    torch.backends.cudnn.benchmark = True  # take the fastest convolution: batches have one shape
+
+    # Rank 0 downloads the data, then a process of each other machine; the rest find the files.
+    for my_turn in rank == 0, rank > 0 and local_rank == 0, local_rank > 0:
+        if my_turn:
             state = load_checkpoint(args)
             train_set, test_set, classes = load_data(args)
         dist.barrier()
     epoch_steps = len(train_set) // args.batch_size  # what is left over trains in another epoch
-    if local_rank == 0 and epoch_steps == 0:
+    if epoch_steps == 0 and local_rank == 0:  # one says it, and torchrun ends the others
         parser.error(f"--batch-size: the training set has only {len(train_set)} samples")
-    found = [None] * world_size
-    dist.all_gather_object(found, (state["epoch"], state["step"]))
-    if len(set(found)) > 1:
+    places = [None] * world_size
+    dist.all_gather_object(places, (state["epoch"], state["step"]))
+    if len(set(places)) > 1:
         raise SystemExit("not all see the same last.pt: put --output on a disk that all share")
     batch_size = args.batch_size // world_size
-    sampler = DistributedSampler(train_set, seed=args.seed)
-    order = []  # numbers of this process's samples; filled below, anew for each epoch
-    train_loader = make_loader(args, train_set, order, batch_size, device)
-    share = range(rank, len(test_set), world_size)  # DistributedSampler would count some twice
-    test_loader = make_loader(args, test_set, share, batch_size, device)
+    sampler = DistributedSampler(train_set, seed=args.seed)  # shuffles, and deals to the ranks
+    # Loaders are built once, so that their workers live on. An epoch puts its samples' numbers into
+    # `indices` when it begins.
+    indices = []
+    test_indices = range(rank, len(test_set), world_size)  # DistributedSampler counts some twice
+    train_loader = make_loader(args, train_set, indices, batch_size, device)
+    test_loader = make_loader(args, test_set, test_indices, batch_size, device)
+
     torch.manual_seed(args.seed)
     model = build_model(args, train_set[0][0], classes).to(device)
+    criterion = loss_function
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.compile:
         model.compile(dynamic=False)
+        criterion = torch.compile(loss_function, dynamic=False)
+    # ddp and model share the weights. The training calls ddp, whose backward averages the gradients
+    # of all ranks; evaluating, clipping and saving take model, which tells the others nothing.
     ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if args.compress_gradients:
         ddp.register_comm_hook(None, bf16_compress_hook)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
     optimizer, scheduler = build_optimizer(args, model, args.epochs * epoch_steps)
-    if "model" in state:
-        model.load_state_dict(state.pop("model"))
-        optimizer.load_state_dict(state.pop("optimizer"))
-        scheduler.load_state_dict(state.pop("scheduler"))
-        if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) and scheduler.last_epoch > 0:
-            scheduler.last_epoch -= 1  # so that step() computes the same rate again,
-            scheduler.step()  # or that of more --epochs
+    restore_checkpoint(state, model, optimizer, scheduler)
+    dist.barrier()  # all have read last.pt, which rank 0 writes anew below
     with autocast:
         evaluate(args, model, islice(test_loader, 2), device)  # a mistake in it shows now
     if rank == 0:
         print(f"into {args.output}, from epoch {state['epoch'] + 1}, step {state['step'] + 1} on")
         save_checkpoint(args, state, model, optimizer, scheduler)  # no disk, no rights: fail now
-    torch.manual_seed(args.seed + scheduler.last_epoch * world_size + rank)  # of loader workers
+
+    # Loader workers derive their seeds from this one. (last_epoch counts steps.)
+    torch.manual_seed(args.seed + scheduler.last_epoch * world_size + rank)
     loss_sum = torch.zeros((), device=device)  # of the steps since the last progress line
     for epoch in range(state["epoch"], args.epochs):
         sampler.set_epoch(epoch)
         shuffled = list(sampler)
-        order[:] = shuffled[state["step"] * batch_size : epoch_steps * batch_size]
-        start = time.perf_counter() - state["seconds"]
-        saved = state["seconds"]  # when the last checkpoint was written
-        for i, batch in enumerate(train_loader, state["step"] * args.accumulate):
-            step, part = i // args.accumulate + 1, i % args.accumulate
+        first = state["step"] * batch_size  # 0, unless the run is resumed within the epoch
+        indices[:] = shuffled[first : epoch_steps * batch_size]
+        batches = iter(train_loader)
+        started = time.perf_counter() - state["seconds"]
+        saved_at = state["seconds"]  # of this epoch: when the last checkpoint was written
+        for step in range(state["step"] + 1, epoch_steps + 1):
             run_step = epoch * epoch_steps + step
-            run_part = run_step * args.accumulate + part
-            set_seed(args.seed + run_part * world_size + rank, device)
-            inputs, labels = prepare(args, batch, device)
-            if args.augment:
-                inputs = augment(args, inputs, run_step, rank, world_size, part)
-            with nullcontext() if part + 1 == args.accumulate else ddp.no_sync():
-                with autocast:
-                    loss = loss_function(ddp(inputs), labels) / args.accumulate
-                loss.backward()  # after the last part all processes have the mean gradient
-            loss_sum += loss.detach()
-            if part + 1 < args.accumulate:
-                continue  # the next part adds its gradient
+            for part in range(args.accumulate):
+                # So that dropout draws the same with --resume and without.
+                run_part = run_step * args.accumulate + part
+                set_seed(args.seed + run_part * world_size + rank, device)
+                inputs, labels = prepare(args, next(batches), device)
+                if args.augment:
+                    inputs = augment(args, inputs, run_step, rank, world_size, part)
+                last_part = part + 1 == args.accumulate
+                with nullcontext() if last_part else ddp.no_sync():
+                    with autocast:
+                        loss = criterion(ddp(inputs), labels) / args.accumulate
+                    loss.backward()  # after the last part all ranks have the mean gradient
+                loss_sum += loss.detach()
             if args.clip_norm:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
 
-            if step % args.log_every and step < epoch_steps:
-                continue  # nothing above waits for the device
-            if os.getppid() != parent:  # or this run and its resumed one would both write
-                raise SystemExit("torchrun has been killed: start it again with --resume")
-            dist.all_reduce(loss_sum)
-            state["loss_sum"] += loss_sum.item() / world_size
-            loss_sum.zero_()
-            state.update(epoch=epoch, step=step, seconds=time.perf_counter() - start)
-            if rank > 0:
-                continue
-            speed = step * args.batch_size / state["seconds"]
-            left = (args.epochs * epoch_steps - run_step) * args.batch_size / speed / 60
-            place = f"epoch {epoch + 1}/{args.epochs} step {step}/{epoch_steps}"
-            rates = f"loss {state['loss_sum'] / step:.4f} {speed:.0f} images/s {left:.1f} min left"
-            print(place, rates, flush=True)
-            if state["seconds"] - saved >= args.checkpoint_minutes * 60:
-                save_checkpoint(args, state, model, optimizer, scheduler)
-                saved = state["seconds"]
+            if step % args.log_every == 0 or step == epoch_steps:
+                # Without torchrun they would write beside the run that is started anew.
+                if dist.is_torchelastic_launched() and os.getppid() != parent:
+                    raise SystemExit("torchrun has been killed: start it again with --resume")
+                dist.all_reduce(loss_sum)
+                state["loss_sum"] += loss_sum.item() / world_size  # waits; nothing above does
+                loss_sum.zero_()
+                state.update(epoch=epoch, step=step, seconds=time.perf_counter() - started)
+                if rank == 0:
+                    print(progress_line(args, state, epoch_steps), flush=True)
+                if rank == 0 and state["seconds"] - saved_at >= args.checkpoint_minutes * 60:
+                    save_checkpoint(args, state, model, optimizer, scheduler)
+                    saved_at = state["seconds"]
 
-        for buffer in model.buffers():  # batch norm's: rank 0's count, as in each step
+        for buffer in model.buffers():  # batch norm's, of which each rank has its own
             dist.broadcast(buffer, 0)
         with autocast:
             sums = evaluate(args, model, test_loader, device)
         dist.all_reduce(sums)
-        test_loss, accuracy = (total / max(1, sums[2].item()) for total in sums[:2].tolist())
-        peak = 0 if device.type in ("cpu", "mps") else torch.accelerator.max_memory_allocated()
-        train_loss, seconds = state["loss_sum"] / epoch_steps, state["seconds"]
-        speed = epoch_steps * args.batch_size / seconds
-        row = [epoch + 1, train_loss, test_loss, accuracy, seconds, speed, peak / 2**20]
-        state["metrics"] += ",".join(map(str, row)) + "\n"
+        epoch_line = finish_epoch(args, state, epoch_steps, sums)
         state.update(epoch=epoch + 1, step=0, loss_sum=0.0, seconds=0.0)
-        if rank > 0:
-            continue
-        losses = f"train loss {train_loss:.4f} test loss {test_loss:.4f}"
-        print(f"epoch {epoch + 1}: {losses} accuracy {accuracy:.4f} {seconds:.1f} s", flush=True)
-        save_checkpoint(args, state, model, optimizer, scheduler)
+        if rank == 0:
+            print(epoch_line, flush=True)
+            save_checkpoint(args, state, model, optimizer, scheduler)
+    if rank == 0:
+        save_whole({k: v.cpu() for k, v in model.state_dict().items()}, args.output / "model.pt")
+        print(f"finished: {args.output / 'model.pt'}")
+    dist.barrier()  # who ends earlier is missed, if rank 0 is killed while it writes model.pt
     dist.destroy_process_group()
-    if rank > 0:
-        return
-    save_whole({k: v.cpu() for k, v in model.state_dict().items()}, args.output / "model.pt")
-    print(f"finished: {args.output / 'model.pt'}")
 
 
-# ---- Checkpoints: nothing to change here ---------------------------------------------------------
+# ---- Progress and checkpoints: nothing to change here --------------------------------------------
+def progress_line(args, state, epoch_steps):
+    epoch, step = state["epoch"], state["step"]
+    speed = step * args.batch_size / state["seconds"]
+    steps_left = (args.epochs - epoch) * epoch_steps - step
+    minutes_left = steps_left * args.batch_size / speed / 60
+    position = f"epoch {epoch + 1}/{args.epochs} step {step}/{epoch_steps}"
+    loss = state["loss_sum"] / step
+    return f"{position} loss {loss:.4f} {speed:.0f} samples/s {minutes_left:.1f} min left"
+
+
+def finish_epoch(args, state, epoch_steps, sums):
+    """Add the epoch's row to state["metrics"]; `sums` is evaluate's. Returns the line to print."""
+    loss_sum, correct, count = sums.tolist()
+    has_memory = args.device not in ("cpu", "mps")
+    row = {
+        "epoch": state["epoch"] + 1,
+        "train_loss": state["loss_sum"] / epoch_steps,
+        "test_loss": loss_sum / max(1, count),
+        "test_accuracy": correct / max(1, count),
+        "seconds": state["seconds"],  # of training
+        "samples_per_second": epoch_steps * args.batch_size / state["seconds"],
+        "peak_memory_mib": torch.accelerator.max_memory_allocated() / 2**20 if has_memory else 0,
+    }
+    state["metrics"].append(row)
+    losses = f"train loss {row['train_loss']:.4f} test loss {row['test_loss']:.4f}"
+    rest = f"accuracy {row['test_accuracy']:.4f} {row['seconds']:.1f} s"
+    return f"epoch {row['epoch']}: {losses} {rest}"
+
+
 def save_whole(content, path):
     """torch.save; killed at any moment, it leaves the whole old file or the whole new one."""
     with open(f"{path}.tmp", "wb") as file:
@@ -332,24 +366,44 @@ def save_whole(content, path):
 
 
 def save_checkpoint(args, state, model, optimizer, scheduler):
-    """A run that is killed between the two files writes metrics.csv again after --resume."""
+    """Write metrics.csv and last.pt (killed between the two, a resumed run writes both again)."""
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "model.pt").unlink(missing_ok=True)  # only a finished run has one
-    (args.output / "metrics.csv").write_text(state["metrics"])
+    columns = "epoch train_loss test_loss test_accuracy seconds samples_per_second peak_memory_mib"
+    with open(args.output / "metrics.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, columns.split())
+        writer.writeheader()
+        writer.writerows(state["metrics"])
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     save_whole(state | {k: v.state_dict() for k, v in parts.items()}, args.output / "last.pt")
 
 
 def load_checkpoint(args):
-    """With --resume, what is in last.pt if it is there; else the state of a new run."""
-    path, flags = args.output / "last.pt", {"batch_size": args.batch_size, "seed": args.seed}
-    columns = "epoch,train_loss,test_loss,test_accuracy,seconds,images_per_second,peak_memory_mib\n"
+    """The state to go on from: with --resume that in last.pt, if it is there; else a new run's."""
+    path = args.output / "last.pt"
+    flags = {"batch_size": args.batch_size, "seed": args.seed, "lr": args.lr}
     if not args.resume or not path.exists():
-        return flags | {"epoch": 0, "step": 0, "loss_sum": 0.0, "seconds": 0.0, "metrics": columns}
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if flags != {name: state[name] for name in flags}:  # it would repeat or leave out samples
-        parser.error(f"{path} needs --batch-size {state['batch_size']} and --seed {state['seed']}")
+        return flags | {"epoch": 0, "step": 0, "loss_sum": 0.0, "seconds": 0.0, "metrics": []}
+    # By mmap the processes of a machine share one copy. (A CPU's optimizer would keep using it.)
+    state = torch.load(path, map_location="cpu", mmap=args.device != "cpu", weights_only=True)
+    for name, value in flags.items():
+        if state[name] != value:  # it would go on as another run
+            parser.error(f"{path} needs --{name.replace('_', '-')} {state[name]}, as it was begun")
     return state
+
+
+def restore_checkpoint(state, model, optimizer, scheduler):
+    """Put what load_checkpoint has read where it belongs."""
+    if "model" not in state:  # a new run
+        return
+    model.load_state_dict(state.pop("model"))
+    for saved, own in zip(state["optimizer"]["param_groups"], optimizer.param_groups):
+        saved["fused"] = own.get("fused")  # the file may come from a script with another optimizer
+    optimizer.load_state_dict(state.pop("optimizer"))
+    scheduler.load_state_dict(state.pop("scheduler"))
+    if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) and scheduler.last_epoch > 0:
+        scheduler.last_epoch -= 1  # it counts steps. The last one is repeated, because
+        scheduler.step()  # with more --epochs the rate of the next step is another one
 
 
 # ---- The process group: nothing to change here ---------------------------------------------------
@@ -361,8 +415,9 @@ def init_distributed(args, rank, world_size, local_rank, init_method="env://"):
         torch.accelerator.set_device_index(local_rank)  # or all processes fill GPU 0
     name = f"{device}, {torch.cuda.get_device_name()}" if args.device == "cuda" else device
     backend = dist.get_default_backend_for_device(device)
-    group = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=args.timeout)}
-    dist.init_process_group(backend, init_method=init_method, device_id=gpu, **group)
+    place = {"init_method": init_method, "rank": rank, "world_size": world_size}
+    timeout = timedelta(seconds=args.timeout)
+    dist.init_process_group(backend, timeout=timeout, device_id=gpu, **place)
     places = [None] * world_size
     dist.all_gather_object(places, f"rank {rank}: host {socket.gethostname()}, device {name}")
     if rank == 0:
@@ -387,51 +442,58 @@ parser.usage = "%(prog)s [flags]; --help lists them"
 accelerator = torch.accelerator.current_accelerator(check_available=True)
 devices = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
 devices = [name for name in devices if name != "mps"]  # DDP has no backend for it
-add = parser.add_argument  # those down to --augment belong to your model and data
+cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # of this process
+add = parser.add_argument  # the flags down to --augment belong to your model and your data
 add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic, or a folder")
 add("--data-dir", default="data", help="where torchvision's data sets live")
 add("--image-size", type=at_least(1), default=32, help="side that a folder's images get")
 add("--repeat", type=at_least(1), default=1, help="copies of the channels: a heavier input")
 add("--model", choices=("net", "resnet18", "mlp"), default="net", help="the network")
 add("--optimizer", choices=("sgd", "adam"), default="sgd", help="sgd has momentum 0.9")
-add("--lr", type=at_least(0, float), default=0.001, help="learning rate; --resume keeps its own")
+add("--lr", type=at_least(0, float), default=0.001, help="learning rate")
 add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="of the rate")
 add("--warmup-steps", type=at_least(0), default=0, help="steps in which the rate rises to --lr")
 add("--augment", action="store_true", help="random flip and shift by up to 4 pixels")
-add("--workers", type=at_least(0), default=min(4, os.cpu_count()), help="DataLoader's, per process")
-add("--clip-norm", type=at_least(0, float), default=0, help="largest norm of the gradient; 0: any")
 add("--epochs", type=at_least(0), default=10, help="0: only say who is where")
 add("--batch-size", type=at_least(1), default=64, help="samples of a step, over all devices")
 add("--accumulate", type=at_least(1), default=1, help="parts of a batch, one by one: less memory")
+add("--clip-norm", type=at_least(0, float), default=0, help="largest norm of the gradient; 0: any")
+add("--workers", type=at_least(0), default=min(16, cores), help="that read a folder, per process")
 add("--amp", action="store_true", help="bfloat16 autocast, no GradScaler: fast from Ampere on")
 add("--compile", action="store_true", help="torch.compile")
 add("--device", choices=devices, default=devices[0], help="CUDA_VISIBLE_DEVICES chooses GPUs")
 add("--seed", type=int, default=76, help="of weights, order and random numbers")
 add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder to write to")
-add("--resume", action="store_true", help="go on from last.pt in --output, if it is there")
-add("--overwrite", action="store_true", help="begin anew, even if --output has a last.pt")
+either = parser.add_mutually_exclusive_group()
+either.add_argument("--resume", action="store_true", help="go on from --output's last.pt, if any")
+either.add_argument("--overwrite", action="store_true", help="begin anew, even if it has one")
 add("--checkpoint-minutes", type=at_least(0, float), default=5, help="between two checkpoints")
 add("--log-every", type=at_least(1), default=100, help="steps between progress lines")
-add("--sync-bn", action="store_true", help="batch norm over all processes' samples")
+add("--sync-bn", action="store_true", help="batch norm over all ranks; waits in each layer")
 add("--compress-gradients", action="store_true", help="all-reduce in bfloat16")
 add("--timeout", type=at_least(1), default=1800, help="seconds to wait for the other processes")
 add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)  # torch.distributed.launch's
 
 if __name__ == "__main__":
     args = parser.parse_args()
-    if not dist.is_torchelastic_launched():
-        parser.error(f"start it with: torchrun --standalone --nproc-per-node 2 {parser.prog}")
-    if args.batch_size % (int(os.environ["WORLD_SIZE"]) * args.accumulate):
+    missing = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - set(os.environ)
+    if missing:
+        start = f"torchrun --standalone --nproc-per-node 2 {parser.prog}"
+        parser.error(f"start it with: {start} (or set {', '.join(sorted(missing))})")
+    world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    if args.batch_size % (world_size * args.accumulate):
         parser.error("--batch-size has to be a multiple of the processes times --accumulate")
-    if args.device != "cpu" and torch.accelerator.device_count() <= int(os.environ["LOCAL_RANK"]):
+    if args.device != "cpu" and torch.accelerator.device_count() <= local_rank:
         parser.error(f"more processes than the {torch.accelerator.device_count()} GPUs")
-    if args.sync_bn and args.device == "cpu":
-        parser.error("--sync-bn works on GPUs only")
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if args.sync_bn and (args.device == "cpu" or args.compile):
+        parser.error("--sync-bn works on GPUs only, and not with --compile")
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and not args.resume:
+        parser.error("--max-restarts needs --resume, or each restart would begin anew")
     if restarts and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
         parser.error("--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: see README.md")
-    first = os.environ["LOCAL_RANK"] == "0"  # it says this; torchrun ends the others
-    begin = not (args.resume or args.overwrite)
-    if args.epochs and first and begin and (args.output / "last.pt").exists():
+    has_run = args.epochs and (args.output / "last.pt").exists()
+    if has_run and not (args.resume or args.overwrite) and local_rank == 0:  # the others are ended
         parser.error(f"{args.output} has a run: --resume goes on with it, --overwrite begins anew")
     main(args)

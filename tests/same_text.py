@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc"]
 PATHS = [ROOT / f"train_{name}.py" for name in NAMES]
-MAY_DIFFER = {"main", "gpus", "devices"}
+MAY_DIFFER = {"main", "gpus", "devices", "cores"}
 
 
 def definitions(path):
