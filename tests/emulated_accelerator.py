@@ -209,7 +209,7 @@ def install(cards):
         save(tree_map(real, content), file, **options)
 
     def emulated_load(file, map_location=None, **options):
-        tell(f"load to {map_location}")
+        tell(f"load to {map_location}{' by mmap' if options.get('mmap') else ''}")
         return load(file, map_location, **options)
 
     torch.tensor, torch.save, torch.load = emulated_tensor, emulated_save, emulated_load

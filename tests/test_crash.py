@@ -45,7 +45,7 @@ def test_killed_at_random(fashion, name):
 
 
 def test_nothing_is_lost_by_a_forgotten_flag(fashion):
-    """--overwrite begins anew and owns the folder from its start; --resume wins over it."""
+    """--overwrite begins anew and owns the folder from its start; not beside --resume."""
     flags = [*fashion, "--output", "out", "--epochs", 1]
     run("single", *flags)
     content = {path: path.read_bytes() for path in Path("out").iterdir()}
@@ -56,8 +56,9 @@ def test_nothing_is_lost_by_a_forgotten_flag(fashion):
         assert text.count("--resume goes on with it, --overwrite begins anew") == machines, text
         assert "rank 0: host" not in text and (status == 1 or "Traceback" not in text), text
         assert content == {path: path.read_bytes() for path in Path("out").iterdir()}
-    run("single", *flags, "--resume", "--overwrite")
-    assert Path("out/model.pt").read_bytes() == content[Path("out/model.pt")]
+    text = run("single", *flags, "--resume", "--overwrite", status=2)
+    assert "not allowed with" in text
+    assert content == {path: path.read_bytes() for path in Path("out").iterdir()}
     [job] = start("single", *flags, "--overwrite", "--seed", 1, "--epochs", 10**6)
     wait_for("/1000000 step ", job)
     kill_all([job])
@@ -86,14 +87,20 @@ def test_torchrun_restarts_by_itself(fashion, monkeypatch):
 
 
 @pytest.mark.slow
-def test_memory_of_a_resumed_run(fashion):
-    """Each process reads last.pt by itself: that takes one checkpoint's memory and no more."""
-    end = "    dist.destroy_process_group()\n    if rank > 0:\n"
+def test_a_resumed_run_reads_last_pt(fashion):
+    """Each process reads it by itself: that takes one checkpoint's memory and no more. Rank 0 waits
+    for one that reads late before it writes the next one."""
     peak = 'Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]'
-    path, peaks = edited("ddp_spawn", end, f'    print("peak", {peak}, flush=True)\n{end}'), []
+    written = '(args.output / "last.pt").stat().st_mtime if args.resume else 0'
+    read, end = "    dist.barrier()  # all have read", "    dist.barrier()  # who ends"
+    late = f"    time.sleep(2 * rank)\n    print('written', {written}, flush=True)\n"
+    tell = f"    print('peak', {peak}, flush=True)\n"
+    path, peaks = edited("ddp_spawn", read, late + read, end, tell + end), []
     flags = [*fashion, "--model", "mlp", "--repeat", 32, "--optimizer", "adam", "--output", "out"]
     for more in ["--epochs", 1], ["--epochs", 2, "--resume"]:
+        before = Path("out/last.pt").stat().st_mtime if "--resume" in more else 0
         text = run("ddp_spawn", *flags, *more, processes=2, path=path)
+        assert re.findall(r"written (\S+)", text) == [str(before)] * 2
         peaks.append(max(map(int, re.findall(r"peak (\d+)", text))) * 1024)
     size = Path("out/last.pt").stat().st_size
     assert size > 10**8 and peaks[1] - peaks[0] < 1.1 * size, (peaks, size)

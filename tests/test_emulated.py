@@ -31,13 +31,13 @@ def launch(monkeypatch):
 @pytest.fixture(scope="module")
 def cpu(data, tmp_path_factory):
     """A run of three epochs without cards, and in `half` what it was after step 4 of the second."""
-    save = '                saved = state["seconds"]\n'
+    save = '                    saved_at = state["seconds"]\n'
     folder = tmp_path_factory.mktemp("cpu")
     flags = ["--dataset", "fashion-mnist", "--data-dir", data, *FLAGS, "--device", "cpu"]
     flags += ["--epochs", 3, "--checkpoint-minutes", 0, "--output", "cpu"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        path = edited("single", save, f"{save}                assert run_step < 14\n")
+        path = edited("single", save, f"{save}                    assert run_step < 14\n")
         run("single", *flags, path=path, status=1)
         shutil.copytree("cpu", "half")
         run("single", *flags)
@@ -56,9 +56,10 @@ def check(output, cards, parts, steps):
         told = re.split(r"^\S+ step\n", text, flags=re.M)  # what comes before and after each
         waits = [step for step, part in zip(steps, told, strict=True) if "waits" in part]
         assert waits == [step for step in steps if step % STEPS % 4 == 0], text
-        allowed = {"main", "make_loader", "__iter__", "save_whole"}
+        allowed = {"main", "make_loader", "__iter__", "restore_checkpoint", "finish_epoch"}
+        allowed.add("save_whole")
         assert set(re.findall(r"^(\w+):\d+ .*waits", text, re.M)) <= allowed
-        assert set(re.findall(r"load to (\w+)", text)) <= {"cpu"}
+        assert set(re.findall(r"load to (.*)", text)) <= {"cpu by mmap"}
     text = "".join(reports)
     files = set(re.findall(r"save (\S+).tmp from (\w+)", text))
     assert files == {("last.pt", "emu"), ("model.pt", "cpu")}
@@ -122,7 +123,7 @@ def test_replicas_drop_units_of_their_own(launch, fashion):
 
 
 def test_what_is_refused(launch):
-    """More processes than cards, another kind of device, autocast in DataParallel."""
+    """More processes than cards, another kind of device, what several GPUs a process can't."""
     jobs, says = {}, "--device: invalid choice: 'cuda'"
     for name in SCRIPTS[:3]:
         jobs[name] = launch(name, f"{name}-cuda", "--device", "cuda"), says
@@ -130,5 +131,11 @@ def test_what_is_refused(launch):
         job = launch(name, f"{name}-3", "--batch-size", 60, processes=3)
         jobs[f"{name}-3"] = job, "more processes than the 2 GPUs"
     jobs["amp"] = launch(DDP[2], "amp", "--amp"), "do not work with several GPUs in one process"
+    path = edited(DDP[2], '== "xpu"', '== "emu"')
+    jobs["xpu"] = launch(DDP[2], "xpu", path=path), "several XPUs: DataParallel is for CUDA alone"
+    for name in DDP:
+        flags = "--sync-bn", "--compile"
+        job = launch(name, f"{name}-both", *flags, cards=1)
+        jobs[f"{name}-both"] = job, "--sync-bn works on GPUs only, and not with --compile"
     for name, (job, says) in jobs.items():
         assert says in done(job, 1 if "torchrun" in name else 2)  # torchrun has only that

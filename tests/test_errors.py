@@ -13,7 +13,8 @@ DATA = [
     ("--dataset no_such", "--dataset no_such: neither a known name nor"),
     ("--dataset pictures", "the same sub-folders (classes) as train/"),
     ("--dataset cifar10 --data-dir nothing", "): put the files into --data-dir"),
-    ("{fashion} --batch-size 32 --resume", "needs --batch-size 64 and --seed 76"),
+    ("{fashion} --batch-size 32 --resume", "needs --batch-size 64"),
+    ("{fashion} --lr 0.1 --resume", "needs --lr 0.001"),
 ]
 PLACE = [
     ("--world-size 2 --rank 2", "--rank 2"),
@@ -25,7 +26,7 @@ PLACE = [
     ("--sync-bn", "--sync-bn works on GPUs only"),
 ]
 SPAWNED = [  # the processes add no traceback either
-    ("--nproc-per-node 2 {fashion} --seed 1 --resume", "needs --batch-size 64 and --seed 76"),
+    ("--nproc-per-node 2 {fashion} --seed 1 --resume", "needs --seed 76"),
     ("--nproc-per-node 2 {fashion} --batch-size 10000", "has only 640 samples"),
 ]
 WRONG = {
@@ -50,7 +51,8 @@ def test_one_line(name, data, fashion):
     Path("pictures/test/c").rename("pictures/test/d")
     for flags, says in WRONG[name]:
         flags = flags.format(fashion=" ".join(map(str, fashion))).split()
-        flags = ["--dataset", "synthetic", "--overwrite", "--output", "out", *flags]
+        flags = ["--dataset", "synthetic", "--output", "out", *flags]
+        flags += [] if "--resume" in flags else ["--overwrite"]
         text = run(name, *flags, status=2)
         assert says in text and text.count("error: ") == 1 and "Traceback" not in text, text
         assert snapshot() == before
@@ -59,9 +61,11 @@ def test_one_line(name, data, fashion):
 def test_torchrun():
     path = script("ddp_torchrun")
     jobs = [Warm(path, [], "alone"), *start("ddp_torchrun", "--batch-size", 63, "--accumulate", 2)]
-    jobs.append(Cold([*TORCHRUN, "--standalone", "--max-restarts", 1, path], "restarts"))
+    words = [*TORCHRUN, "--standalone", "--max-restarts", 1, path]
+    jobs += [Cold(words, "begins"), Cold([*words, "--resume"], "resumes")]
     statuses, text = finish(jobs)
-    assert statuses == [2, 1, 1] and "start it with: torchrun --standalone" in text
+    assert statuses == [2, 1, 1, 1] and "start it with: torchrun --standalone" in text
+    assert "--max-restarts needs --resume, or each restart" in text
     assert "error: --batch-size has to be a multiple of the proc" in text
     assert "needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
     assert not Path("runs").exists()

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU
 JOB = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.01, "--output"]
 BEGIN = "            run_step = epoch * epoch_steps + step\n"  # of a step
 LOSSES = ["train_loss", "test_loss"]
-END = "                continue  # nothing above waits for the device\n"
+END = "            if step % args.log_every == 0 or step == epoch_steps:\n"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -79,7 +79,7 @@ def test_nothing_waits_between_progress_lines(data, name, more):
     if "--amp" in more and (name == "dp" or name == DDP[2] and GPUS > 1):
         pytest.skip("--amp is for one GPU in a process")
     mode = '            torch.cuda.set_sync_debug_mode("{}")\n'
-    path = edited(name, END, END + mode.format("default"))
+    path = edited(name, END, END + "    " + mode.format("default"))
     error = "            if step > 3:\n    " + mode.format("error")  # cudnn searches in the first
     path.write_text(path.read_text().replace(BEGIN, BEGIN + error))
     flags = ["--augment", "--log-every", 50, *more]

@@ -1,6 +1,7 @@
 """One training run in five scripts: the same losses, exact evaluation, the flags, the data."""
 
 import math
+import os
 import pickle
 import re
 import runpy
@@ -86,7 +87,7 @@ def test_a_longer_run(fashion):
 def test_many_labels(parts, monkeypatch):
     """More of them than float32 can count."""
     many = 2**24 + 1
-    monkeypatch.setitem(parts["prepare"].__globals__, "count_right", lambda *_: (many, many))
+    monkeypatch.setitem(parts["prepare"].__globals__, "count_correct", lambda *_: (many, many))
     args, batch = parts["parser"].parse_args([]), (torch.zeros(1, 3, 8, 8), torch.tensor([0]))
     sums = parts["evaluate"](args, torch.nn.Flatten(), [batch, batch], torch.device("cpu"))
     assert sums[1:].tolist() == [2 * many, 2 * many]
@@ -99,8 +100,6 @@ TELL = """    for name, tensor in ddp.state_dict().items():
     draws = [torch.empty(4) for _ in range(world_size)]
     dist.all_gather(draws, torch.rand(4))
     assert not torch.equal(draws[0], draws[1]), "the same dropout masks"
-    dist.destroy_process_group()
-    if rank > 0:
 """
 
 
@@ -111,13 +110,16 @@ def test_exact_evaluation(fashion, parts, name):
     are two whole batches of 64, though two would be left."""
     steps = "    epoch_steps = len(train_set)"
     cut = "    train_set = TensorDataset(*(t[:130] for t in train_set.tensors))\n"
-    end = "    dist.destroy_process_group()\n    if rank > 0:\n"
-    begin, seed = "    for epoch in range(state", "    print(torch.initial_seed(), flush=True)\n"
-    path = edited(name, end, TELL, steps, cut + steps, begin, seed + begin)
+    end = "    dist.barrier()  # who ends"
+    tell = "    print(torch.initial_seed(), 'workers', args.workers, flush=True)\n"
+    begin = "    for epoch in range(state"
+    path = edited(name, end, TELL + end, steps, cut + steps, begin, tell + begin)
     flags = [*fashion, "--model", "resnet18", "--epochs", 1, "--accumulate", 2]
     text = run(name, *flags, "--output", "out", processes=2, path=path)
     assert "epoch 1/1 step 2/2 " in text
-    assert {"76", "77"} <= set(text.split())  # the ranks' loader workers draw other numbers
+    # The ranks' loader workers draw other numbers, and share the cores.
+    workers = max(1, len(os.sched_getaffinity(0)) // (1 if name == DDP[2] else 2))
+    assert {f"{seed} workers {min(16, workers)}" for seed in (76, 77)} <= set(text.splitlines())
     args, _, test_set, classes = load(parts, *flags)
     model = parts["build_model"](args, test_set[0][0], classes)
     model.load_state_dict(weights("out"))
@@ -132,7 +134,7 @@ def test_exact_evaluation(fashion, parts, name):
 def test_flags_have_effect(fashion):
     flags = [*fashion, "--epochs", 1, "--output"]
     text = run("single", *flags, "plain", "--log-every", 5)
-    pattern = r"epoch 1/1 step \d+/10 loss \d\.\d{4} \d+ images/s \d+\.\d min left"
+    pattern = r"epoch 1/1 step \d+/10 loss \d\.\d{4} \d+ samples/s \d+\.\d min left"
     assert len(re.findall(pattern, text)) == 2
     run("single", *flags, "often", "--log-every", 3, "--checkpoint-minutes", 0)
     assert same(weights("often"), weights("plain"))  # what is said and saved changes nothing
@@ -144,21 +146,37 @@ def test_flags_have_effect(fashion):
     head = "def loss_function(outputs, labels):\n"  # autocast covers evaluation, too
     path = edited("single", head, head + "    assert outputs.dtype == torch.bfloat16\n")
     run("single", *flags, "covered", "--amp", path=path)
-    rows = Path("plain/metrics.csv").read_text()
-    columns = "epoch,train_loss,test_loss,test_accuracy,seconds,images_per_second,peak_memory_mib"
-    assert weights("plain", "last.pt")["metrics"] == rows and rows.splitlines()[0] == columns
+    header = Path("plain/metrics.csv").read_text().splitlines()[0]
+    columns = "epoch,train_loss,test_loss,test_accuracy,seconds,samples_per_second,peak_memory_mib"
+    assert weights("plain", "last.pt")["metrics"] == metrics("plain") and header == columns
+
+
+def test_without_torchrun(fashion, monkeypatch):
+    """Two processes that get their places from the environment are the run of train_single.py."""
+    flags, jobs = [*fashion, "--epochs", 2, "--output"], []
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2}
+    for rank in 0, 1:
+        for name, value in place.items() | {"RANK": rank, "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(name, str(value))
+        jobs.append(Warm(script("ddp_torchrun"), [*flags, "two"], f"{rank}.log"))
+    run("single", *flags, "one")
+    done(jobs)
+    close("two", "one")
 
 
 @pytest.mark.slow
 def test_ddp_flags(fashion):
-    """--compress-gradients and --compile change little."""
+    """--compress-gradients and --compile, of the loss too, change little and say nothing."""
     flags = [*fashion, "--epochs", 1, "--output"]
     run("ddp_torchrun", *flags, "plain", processes=2)
     run("ddp_torchrun", *flags, "bf16", "--compress-gradients", processes=2)
     assert not same(weights("plain"), weights("bf16"))
     close("bf16", "plain", 1e-3)
     if shutil.which("g++"):  # which torch.compile needs on a CPU
-        run("single", *flags, "compiled", "--compile")
+        head = "def loss_function(outputs, labels):\n"
+        compiled = "    assert torch.compiler.is_compiling() == torch.is_grad_enabled()\n"
+        path = edited("single", head, head + compiled)
+        assert "Warning" not in run("single", *flags, "compiled", "--compile", path=path)
         close("compiled", "plain", 1e-3)
 
 
