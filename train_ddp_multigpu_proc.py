@@ -130,7 +130,7 @@ def synthetic(count, seed):
 
 
 def prepare(args, batch, device):
-    """A batch on the device; uint8 images become floats of mean 0 and variance 1, roughly."""
+    """A batch on the device; uint8 images become normalised floats. (Copies to mps must wait.)"""
     images, labels = (tensor.to(device, non_blocking=args.device != "mps") for tensor in batch)
     if images.dtype == torch.uint8:
         images = images.float().sub_(127.5).div_(64)
@@ -141,7 +141,7 @@ def prepare(args, batch, device):
 
 def augment(args, images, run_step, rank=0, world_size=1, part=0):
     """Flip half of the images (N, C, H, W) and shift each by up to 4 pixels."""
-    # All processes draw for the whole batch; each takes its own samples, and of these its part.
+    # All ranks draw the same, for the whole batch. Each takes its own samples, of these one part.
     generator = torch.Generator().manual_seed(args.seed + run_step)
     draws = torch.rand(args.batch_size, 3, generator=generator)[rank::world_size]
     draws = draws.split(len(images))[part]
@@ -155,7 +155,7 @@ def augment(args, images, run_step, rank=0, world_size=1, part=0):
 
 # ---- Training: nothing to change here ------------------------------------------------------------
 class TensorLoader:
-    """A DataLoader for tensors on the device: a batch is one indexing, without Python a sample."""
+    """A DataLoader for tensors on the device: one index_select a batch, no loop over samples."""
 
     def __init__(self, tensors, indices, batch_size):
         self.tensors, self.indices, self.batch_size = tensors, indices, batch_size
@@ -204,7 +204,7 @@ def set_seed(seed, device):
 
 def main(args):
     rank, world_size = args.rank, args.world_size  # one process per machine
-    device = init_distributed(args, rank, world_size, 0, args.init_method)
+    device = init_distributed(args, rank, world_size, 0, args.init_method)  # 0: its first GPU
     gpus = 1 if args.device == "cpu" else torch.accelerator.device_count()
     if args.epochs == 0:  # a check of the set-up
         dist.destroy_process_group()
@@ -214,24 +214,24 @@ def main(args):
     torch.backends.cudnn.benchmark = True  # take the fastest convolution: batches have one shape
 
     # Rank 0 downloads the data; if they share a disk, the others find the files.
-    for my_turn in rank == 0, rank > 0:
+    for my_turn in (rank == 0, rank > 0):
         if my_turn:
             state = load_checkpoint(args)
             train_set, test_set, classes = load_data(args)
-        dist.barrier()
+        dist.barrier()  # each waits here until all have come
     epoch_steps = len(train_set) // args.batch_size  # what is left over trains in another epoch
     if epoch_steps == 0:
         parser.error(f"--batch-size: the training set has only {len(train_set)} samples")
-    places = [None] * world_size
-    dist.all_gather_object(places, (state["epoch"], state["step"]))
-    if len(set(places)) > 1:
+    positions = [None] * world_size  # filled with those of all ranks
+    dist.all_gather_object(positions, (state["epoch"], state["step"]))
+    if len(set(positions)) > 1:
         raise SystemExit("not all see the same last.pt: put --output on a disk that all share")
-    batch_size = args.batch_size // world_size
+    batch_size = args.batch_size // world_size  # this rank's part
     sampler = DistributedSampler(train_set, seed=args.seed)  # shuffles, and deals to the ranks
     # Loaders are built once, so that their workers live on. An epoch puts its samples' numbers into
     # `indices` when it begins.
     indices = []
-    test_indices = range(rank, len(test_set), world_size)  # DistributedSampler counts some twice
+    test_indices = range(rank, len(test_set), world_size)  # DistributedSampler repeats some
     train_loader = make_loader(args, train_set, indices, batch_size, device)
     test_loader = make_loader(args, test_set, test_indices, batch_size, device)
 
@@ -245,36 +245,36 @@ def main(args):
         criterion = torch.compile(loss_function, dynamic=False)
     # DDP alone would use the first GPU only, and say nothing.
     parallel = model if gpus == 1 else nn.DataParallel(model)  # spreads this process's part
-    # All three share the weights. The training calls ddp, whose backward averages the gradients
-    # of all ranks; evaluating, clipping and saving take the others, which tell no rank anything.
+    # All three share the weights. ddp's backward averages the gradients of all ranks and waits for
+    # each of them. Evaluating takes parallel, clipping and saving model: they wait for no rank.
     ddp = nn.parallel.DistributedDataParallel(parallel, gradient_as_bucket_view=True)
     if args.compress_gradients:
         ddp.register_comm_hook(None, bf16_compress_hook)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
     optimizer, scheduler = build_optimizer(args, model, args.epochs * epoch_steps)
     restore_checkpoint(state, model, optimizer, scheduler)
-    dist.barrier()  # all have read last.pt, which rank 0 writes anew below
+    dist.barrier()  # all have read last.pt (by mmap only just now), which rank 0 writes anew below
     with autocast:
-        evaluate(args, parallel, islice(test_loader, 2), device)  # a mistake in it shows now
+        evaluate(args, parallel, islice(test_loader, 2), device)  # a bug shows now, not in an hour
     if rank == 0:
         print(f"into {args.output}, from epoch {state['epoch'] + 1}, step {state['step'] + 1} on")
-        save_checkpoint(args, state, model, optimizer, scheduler)  # no disk, no rights: fail now
+        save_checkpoint(args, state, model, optimizer, scheduler)  # a disk that is full fails now
 
     # Loader workers derive their seeds from this one. (last_epoch counts steps.)
     torch.manual_seed(args.seed + scheduler.last_epoch * world_size + rank)
     loss_sum = torch.zeros((), device=device)  # of the steps since the last progress line
     for epoch in range(state["epoch"], args.epochs):
         sampler.set_epoch(epoch)
-        shuffled = list(sampler)
+        shuffled = list(sampler)  # the numbers of this rank's samples only
         first = state["step"] * batch_size  # 0, unless the run is resumed within the epoch
         indices[:] = shuffled[first : epoch_steps * batch_size]
         batches = iter(train_loader)
-        started = time.perf_counter() - state["seconds"]
-        saved_at = state["seconds"]  # of this epoch: when the last checkpoint was written
+        started = time.perf_counter() - state["seconds"]  # less what it trained before --resume
+        saved_at = state["seconds"]  # of this epoch, at which last.pt was written
         for step in range(state["step"] + 1, epoch_steps + 1):
             run_step = epoch * epoch_steps + step
             for part in range(args.accumulate):
-                # So that dropout draws the same with --resume and without.
+                # So that dropout draws the same with --resume and without, and others on each rank.
                 run_part = run_step * args.accumulate + part
                 set_seed(args.seed + (run_part * world_size + rank) * gpus, device)
                 for card in range(1, gpus):  # each GPU draws numbers of its own
@@ -284,7 +284,7 @@ def main(args):
                 if args.augment:
                     inputs = augment(args, inputs, run_step, rank, world_size, part)
                 last_part = part + 1 == args.accumulate
-                with nullcontext() if last_part else ddp.no_sync():
+                with nullcontext() if last_part else ddp.no_sync():  # exchange once a step
                     with autocast:
                         loss = criterion(ddp(inputs), labels) / args.accumulate
                     loss.backward()  # after the last part all ranks have the mean gradient
@@ -295,9 +295,9 @@ def main(args):
             optimizer.zero_grad()
             scheduler.step()
 
-            if step % args.log_every == 0 or step == epoch_steps:
-                dist.all_reduce(loss_sum)
-                state["loss_sum"] += loss_sum.item() / world_size  # waits; nothing above does
+            if step % args.log_every == 0 or step == epoch_steps:  # nothing above waits for a GPU
+                dist.all_reduce(loss_sum)  # each rank gets the sum over all ranks
+                state["loss_sum"] += loss_sum.item() / world_size  # waits for the device
                 loss_sum.zero_()
                 state.update(epoch=epoch, step=step, seconds=time.perf_counter() - started)
                 if rank == 0:
@@ -306,12 +306,12 @@ def main(args):
                     save_checkpoint(args, state, model, optimizer, scheduler)
                     saved_at = state["seconds"]
 
-        for buffer in model.buffers():  # batch norm's, of which each rank has its own
+        for buffer in model.buffers():  # batch norm's averages differ by rank: all take rank 0's
             dist.broadcast(buffer, 0)
         with autocast:
             sums = evaluate(args, parallel, test_loader, device)
         dist.all_reduce(sums)
-        epoch_line = finish_epoch(args, state, epoch_steps, sums)
+        epoch_line = finish_epoch(args, state, epoch_steps, sums)  # all ranks know the metrics
         state.update(epoch=epoch + 1, step=0, loss_sum=0.0, seconds=0.0)
         if rank == 0:
             print(epoch_line, flush=True)
@@ -319,7 +319,7 @@ def main(args):
     if rank == 0:
         save_whole({k: v.cpu() for k, v in model.state_dict().items()}, args.output / "model.pt")
         print(f"finished: {args.output / 'model.pt'}")
-    dist.barrier()  # who ends earlier is missed, if rank 0 is killed while it writes model.pt
+    dist.barrier()  # none leaves before model.pt is whole: a restart would need every rank
     dist.destroy_process_group()
 
 
@@ -381,7 +381,7 @@ def load_checkpoint(args):
     flags = {"batch_size": args.batch_size, "seed": args.seed, "lr": args.lr}
     if not args.resume or not path.exists():
         return flags | {"epoch": 0, "step": 0, "loss_sum": 0.0, "seconds": 0.0, "metrics": []}
-    # By mmap the processes of a machine share one copy. (A CPU's optimizer would keep using it.)
+    # By mmap the processes of a machine share one copy. (On a CPU training would go on using it.)
     state = torch.load(path, map_location="cpu", mmap=args.device != "cpu", weights_only=True)
     for name, value in flags.items():
         if state[name] != value:  # it would go on as another run
@@ -395,12 +395,12 @@ def restore_checkpoint(state, model, optimizer, scheduler):
         return
     model.load_state_dict(state.pop("model"))
     for saved, own in zip(state["optimizer"]["param_groups"], optimizer.param_groups):
-        saved["fused"] = own.get("fused")  # the file may come from a script with another optimizer
+        saved["fused"] = own.get("fused")  # as build_optimizer has it in this script
     optimizer.load_state_dict(state.pop("optimizer"))
     scheduler.load_state_dict(state.pop("scheduler"))
     if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) and scheduler.last_epoch > 0:
-        scheduler.last_epoch -= 1  # it counts steps. The last one is repeated, because
-        scheduler.step()  # with more --epochs the rate of the next step is another one
+        scheduler.last_epoch -= 1  # (it counts steps.) Compute the rate of the next step again,
+        scheduler.step()  # as it is another one if --epochs has grown
 
 
 # ---- The process group: nothing to change here ---------------------------------------------------
@@ -411,10 +411,10 @@ def init_distributed(args, rank, world_size, local_rank, init_method="env://"):
         device = gpu = torch.device(args.device, local_rank)
         torch.accelerator.set_device_index(local_rank)  # or all processes fill GPU 0
     name = f"{device}, {torch.cuda.get_device_name()}" if args.device == "cuda" else device
-    backend = dist.get_default_backend_for_device(device)
-    place = {"init_method": init_method, "rank": rank, "world_size": world_size}
+    backend = dist.get_default_backend_for_device(device)  # NCCL for CUDA, Gloo for CPUs
+    meeting = {"init_method": init_method, "rank": rank, "world_size": world_size}
     timeout = timedelta(seconds=args.timeout)
-    dist.init_process_group(backend, timeout=timeout, device_id=gpu, **place)
+    dist.init_process_group(backend, timeout=timeout, device_id=gpu, **meeting)  # waits for all
     places = [None] * world_size
     dist.all_gather_object(places, f"rank {rank}: host {socket.gethostname()}, device {name}")
     if rank == 0:
@@ -451,7 +451,7 @@ add("--lr", type=at_least(0, float), default=0.001, help="learning rate")
 add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="of the rate")
 add("--warmup-steps", type=at_least(0), default=0, help="steps in which the rate rises to --lr")
 add("--augment", action="store_true", help="random flip and shift by up to 4 pixels")
-add("--epochs", type=at_least(0), default=10, help="0: only say who is where")
+add("--epochs", type=at_least(0), default=10, help="0: only print the ranks and their devices")
 add("--batch-size", type=at_least(1), default=64, help="samples of a step, over all devices")
 add("--accumulate", type=at_least(1), default=1, help="parts of a batch, one by one: less memory")
 add("--clip-norm", type=at_least(0, float), default=0, help="largest norm of the gradient; 0: any")
@@ -493,7 +493,7 @@ if __name__ == "__main__":
     if args.epochs and not (args.resume or args.overwrite) and (args.output / "last.pt").exists():
         parser.error(f"{args.output} has a run: --resume goes on with it, --overwrite begins anew")
     if args.resume and args.epochs and (args.output / "model.pt").exists():
-        if load_checkpoint(args)["epoch"] >= args.epochs:  # or it waits for the other machines
+        if load_checkpoint(args)["epoch"] >= args.epochs:  # or it waits for machines that are done
             parser.exit(message=f"{args.output} has a finished run\n")
     args.init_method = args.init_method or "tcp://127.0.0.1:0"  # any free port
     main(args)

@@ -127,7 +127,7 @@ def synthetic(count, seed):
 
 
 def prepare(args, batch, device):
-    """A batch on the device; uint8 images become floats of mean 0 and variance 1, roughly."""
+    """A batch on the device; uint8 images become normalised floats. (Copies to mps must wait.)"""
     images, labels = (tensor.to(device, non_blocking=args.device != "mps") for tensor in batch)
     if images.dtype == torch.uint8:
         images = images.float().sub_(127.5).div_(64)
@@ -138,7 +138,7 @@ def prepare(args, batch, device):
 
 def augment(args, images, run_step, rank=0, world_size=1, part=0):
     """Flip half of the images (N, C, H, W) and shift each by up to 4 pixels."""
-    # All processes draw for the whole batch; each takes its own samples, and of these its part.
+    # All ranks draw the same, for the whole batch. Each takes its own samples, of these one part.
     generator = torch.Generator().manual_seed(args.seed + run_step)
     draws = torch.rand(args.batch_size, 3, generator=generator)[rank::world_size]
     draws = draws.split(len(images))[part]
@@ -152,7 +152,7 @@ def augment(args, images, run_step, rank=0, world_size=1, part=0):
 
 # ---- Training: nothing to change here ------------------------------------------------------------
 class TensorLoader:
-    """A DataLoader for tensors on the device: a batch is one indexing, without Python a sample."""
+    """A DataLoader for tensors on the device: one index_select a batch, no loop over samples."""
 
     def __init__(self, tensors, indices, batch_size):
         self.tensors, self.indices, self.batch_size = tensors, indices, batch_size
@@ -216,7 +216,7 @@ def main(args):
     epoch_steps = len(train_set) // args.batch_size  # what is left over trains in another epoch
     if epoch_steps == 0:
         parser.error(f"--batch-size: the training set has only {len(train_set)} samples")
-    batch_size = args.batch_size
+    batch_size = args.batch_size  # with DDP it is a rank's part
     # Loaders are built once, so that their workers live on. An epoch puts its samples' numbers into
     # `indices` when it begins.
     indices = []
@@ -229,11 +229,12 @@ def main(args):
     parallel = model if args.device == "cpu" else nn.DataParallel(model)  # spreads each batch
     optimizer, scheduler = build_optimizer(args, model, args.epochs * epoch_steps)
     restore_checkpoint(state, model, optimizer, scheduler)
-    evaluate(args, parallel, islice(test_loader, 2), device)  # a mistake in it shows now
+    evaluate(args, parallel, islice(test_loader, 2), device)  # a bug shows now, not in an hour
     print(f"into {args.output}, from epoch {state['epoch'] + 1}, step {state['step'] + 1} on")
-    save_checkpoint(args, state, model, optimizer, scheduler)  # no disk, no rights: fail now
+    save_checkpoint(args, state, model, optimizer, scheduler)  # a disk that is full fails now
 
-    torch.manual_seed(args.seed + scheduler.last_epoch)  # loader workers derive theirs from it
+    # Loader workers derive their seeds from this one. (last_epoch counts steps.)
+    torch.manual_seed(args.seed + scheduler.last_epoch)
     loss_sum = torch.zeros((), device=device)  # of the steps since the last progress line
     for epoch in range(state["epoch"], args.epochs):
         generator = torch.Generator().manual_seed(args.seed + epoch)
@@ -241,8 +242,8 @@ def main(args):
         first = state["step"] * batch_size  # 0, unless the run is resumed within the epoch
         indices[:] = shuffled[first : epoch_steps * batch_size]
         batches = iter(train_loader)
-        started = time.perf_counter() - state["seconds"]
-        saved_at = state["seconds"]  # of this epoch: when the last checkpoint was written
+        started = time.perf_counter() - state["seconds"]  # less what it trained before --resume
+        saved_at = state["seconds"]  # of this epoch, at which last.pt was written
         for step in range(state["step"] + 1, epoch_steps + 1):
             run_step = epoch * epoch_steps + step
             for part in range(args.accumulate):
@@ -264,8 +265,8 @@ def main(args):
             optimizer.zero_grad()
             scheduler.step()
 
-            if step % args.log_every == 0 or step == epoch_steps:
-                state["loss_sum"] += loss_sum.item()  # waits for the device; nothing above does
+            if step % args.log_every == 0 or step == epoch_steps:  # nothing above waits for a GPU
+                state["loss_sum"] += loss_sum.item()  # waits for the device
                 loss_sum.zero_()
                 state.update(epoch=epoch, step=step, seconds=time.perf_counter() - started)
                 print(progress_line(args, state, epoch_steps), flush=True)
@@ -339,7 +340,7 @@ def load_checkpoint(args):
     flags = {"batch_size": args.batch_size, "seed": args.seed, "lr": args.lr}
     if not args.resume or not path.exists():
         return flags | {"epoch": 0, "step": 0, "loss_sum": 0.0, "seconds": 0.0, "metrics": []}
-    # By mmap the processes of a machine share one copy. (A CPU's optimizer would keep using it.)
+    # By mmap the processes of a machine share one copy. (On a CPU training would go on using it.)
     state = torch.load(path, map_location="cpu", mmap=args.device != "cpu", weights_only=True)
     for name, value in flags.items():
         if state[name] != value:  # it would go on as another run
@@ -353,12 +354,12 @@ def restore_checkpoint(state, model, optimizer, scheduler):
         return
     model.load_state_dict(state.pop("model"))
     for saved, own in zip(state["optimizer"]["param_groups"], optimizer.param_groups):
-        saved["fused"] = own.get("fused")  # the file may come from a script with another optimizer
+        saved["fused"] = own.get("fused")  # as build_optimizer has it in this script
     optimizer.load_state_dict(state.pop("optimizer"))
     scheduler.load_state_dict(state.pop("scheduler"))
     if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) and scheduler.last_epoch > 0:
-        scheduler.last_epoch -= 1  # it counts steps. The last one is repeated, because
-        scheduler.step()  # with more --epochs the rate of the next step is another one
+        scheduler.last_epoch -= 1  # (it counts steps.) Compute the rate of the next step again,
+        scheduler.step()  # as it is another one if --epochs has grown
 
 
 # ---- The command line: a flag of yours goes here, and is args.NAME above -------------------------
@@ -376,7 +377,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_
 parser.usage = "%(prog)s [flags]; --help lists them"
 accelerator = torch.accelerator.current_accelerator(check_available=True)
 devices = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
-devices = [name for name in devices if name != "xpu"]  # DataParallel has no scatter for it
+devices = [name for name in devices if name != "xpu"]  # DataParallel cannot split a batch on it
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 add = parser.add_argument  # the flags down to --augment belong to your model and your data
 add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic, or a folder")
@@ -389,7 +390,7 @@ add("--lr", type=at_least(0, float), default=0.001, help="learning rate")
 add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="of the rate")
 add("--warmup-steps", type=at_least(0), default=0, help="steps in which the rate rises to --lr")
 add("--augment", action="store_true", help="random flip and shift by up to 4 pixels")
-add("--epochs", type=at_least(0), default=10, help="0: only say who is where")
+add("--epochs", type=at_least(0), default=10, help="0: only print the ranks and their devices")
 add("--batch-size", type=at_least(1), default=64, help="samples of a step, over all devices")
 add("--accumulate", type=at_least(1), default=1, help="parts of a batch, one by one: less memory")
 add("--clip-norm", type=at_least(0, float), default=0, help="largest norm of the gradient; 0: any")

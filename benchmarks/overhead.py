@@ -26,12 +26,13 @@ from yardsticks import scripts
 MODEL = """def build_model(args, image, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(3072, 10))"""
 LINES = {  # of the loop: what finds them, and what stands there instead
-    "`for i, batch in enumerate(train_loader, ...)`": (r"for i, batch in .*", "for i in range(N):"),
-    "`step, part`, `run_step`, `run_part`": (r"step, part = .*\n.*\n.*", "pass"),
+    "`prepare(args, batch, device)`": (r"inputs, labels = prepare.*", "next(batches)"),
+    "`next(batches)`": (r"next\(batches\)", "batch"),
+    "`for part in range(args.accumulate)`": (r"for part in .*", "if True:"),
+    "`run_step`, `run_part`": (r"run_(step|part) = .*", "pass"),
     "`set_seed(...)`": (r"set_seed\(.*", "pass"),
-    "`prepare(args, batch, device)`": (r"inputs, labels = prepare.*", "pass"),
-    "three `if` without effect": (r"(?<=  )if (args|part).*\n.*", "pass"),
-    "`with nullcontext() ...`": (r"with nullcontext.*", "if True:"),
+    "two `if` without effect": (r"(?<=  )if args.*\n.*", "pass"),
+    "`with nullcontext() ...`": (r"last_part = .*\n.*", "if True:"),
     "`with autocast`": (r"with autocast:", "if True:"),
     "`ddp(inputs)` and not `model(inputs)`": (r"\bddp\(", "model("),
     "`/ args.accumulate`": (r" / args.accumulate\n", r"\n"),
@@ -50,11 +51,12 @@ def names_in_the_loop(N):
     model = scripts.build_model(args, None, classes).to(device)
     optimizer, scheduler = scripts.build_optimizer(args, model, steps=10**9)
     ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    order = range(0, len(train_set), len(train_set) // N)  # far apart, as in a shuffled epoch
-    train_loader = scripts.make_loader(args, train_set, order, 1, device)
+    indices = range(0, len(train_set), len(train_set) // N)  # far apart, as in a shuffled epoch
+    train_loader = scripts.make_loader(args, train_set, indices, 1, device)
     batch = next(iter(train_loader))
     inputs, labels = scripts.prepare(args, batch, device)
     part = run_part = epoch = rank = 0
+    criterion = scripts.loss_function
     world_size, epoch_steps, loss_sum = 1, N, torch.zeros((), device=device)
     return vars(scripts) | locals() | {"nullcontext": contextlib.nullcontext}
 
@@ -62,13 +64,13 @@ def names_in_the_loop(N):
 def loops(name, names):
     """The script's loop over an epoch as functions, by what is left out."""
     text = (HERE.parent / name).read_text()
-    body = re.search(r" {8}for i, batch .*?scheduler\.step\(\)\n", text, re.S)[0]
+    body = re.search(r" {8}for step in .*?scheduler\.step\(\)\n", text, re.S)[0]
     texts = {"": body, "bare": body}
     for line, edit in LINES.items():
         if re.search(edit[0], body):
             texts[line], texts["bare"] = re.sub(*edit, body), re.sub(*edit, texts["bare"])
     for line, text in texts.items():
-        code = textwrap.indent(textwrap.dedent(text), "    ")
+        code = textwrap.indent("batches = iter(train_loader)\n" + textwrap.dedent(text), "    ")
         exec(f"def loop({', '.join(CHANGED)}):\n{code}", own := dict(names))
         texts[line] = own["loop"]
     return texts

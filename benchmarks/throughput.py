@@ -118,7 +118,7 @@ def read_metrics(output):
     """Images a second of all epochs but the first, which have as many images each; MiB."""
     with open(Path(output, "metrics.csv")) as file:
         rows = list(csv.DictReader(file))
-    rates = [float(row["images_per_second"]) for row in rows[1:]]
+    rates = [float(row["samples_per_second"]) for row in rows[1:]]
     return statistics.harmonic_mean(rates), float(rows[-1]["peak_memory_mib"])
 
 

@@ -27,7 +27,7 @@ class Clock:
 
     def __init__(self, args, images):
         self.path, self.images = args.output / "metrics.csv", images
-        self.lines = ["seconds,images_per_second,peak_memory_mib"]
+        self.lines = ["seconds,samples_per_second,peak_memory_mib"]
 
     def start(self):
         self.begin = time.perf_counter()

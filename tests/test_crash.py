@@ -92,7 +92,7 @@ def test_a_resumed_run_reads_last_pt(fashion):
     for one that reads late before it writes the next one."""
     peak = 'Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]'
     written = '(args.output / "last.pt").stat().st_mtime if args.resume else 0'
-    read, end = "    dist.barrier()  # all have read", "    dist.barrier()  # who ends"
+    read, end = "    dist.barrier()  # all have read", "    dist.barrier()  # none leaves"
     late = f"    time.sleep(2 * rank)\n    print('written', {written}, flush=True)\n"
     tell = f"    print('peak', {peak}, flush=True)\n"
     path, peaks = edited("ddp_spawn", read, late + read, end, tell + end), []

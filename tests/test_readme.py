@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,8 @@ def example(name, call="ddp(inputs)"):
         start, end = re.search(rf"# ---- The {banner}: .*\n", text).end(), text.index(end)
         text = text[:start] + block + "\n\n" + text[end:]
     text = text.replace('add("--seed"', f'{FLAG}\nadd("--seed"').replace("ddp(inputs)", call)
-    text = re.sub(r"(?m)(^ {8}print\(f.epoch .*\n)", lambda match: match[1] + PYTHON[2], text)
+    [line] = re.findall(r"(?m)^ +print\((?:finish_epoch|epoch_line).*\n", text)
+    text = text.replace(line, line + textwrap.indent(PYTHON[2], line.split("print")[0]))
     Path(f"my_{name}.py").write_text(text)
     Path("texts").mkdir(exist_ok=True)
     Path("texts", "a.md").write_text(README[:13000])

@@ -110,7 +110,7 @@ def test_exact_evaluation(fashion, parts, name):
     are two whole batches of 64, though two would be left."""
     steps = "    epoch_steps = len(train_set)"
     cut = "    train_set = TensorDataset(*(t[:130] for t in train_set.tensors))\n"
-    end = "    dist.barrier()  # who ends"
+    end = "    dist.barrier()  # none leaves"
     tell = "    print(torch.initial_seed(), 'workers', args.workers, flush=True)\n"
     begin = "    for epoch in range(state"
     path = edited(name, end, TELL + end, steps, cut + steps, begin, tell + begin)
