@@ -161,7 +161,7 @@ def plot(path, measured):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", choices=("net", "resnet18", "example"), default="resnet18")
+    add("--model", choices=("net", "mlp", "resnet18", "example"), default="resnet18")
     add("--batch-size", type=int, default=128, help="images a step on each machine")
     add("--rate", type=float, default=10, help="of the link, in Gbit/s")
     add("--latency", type=float, default=5e-5, help="of a message, in seconds")
