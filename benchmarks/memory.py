@@ -3,8 +3,8 @@
 OMP_NUM_THREADS=1 python benchmarks/memory.py --processes 1 2 4
 
 The model is that of docs/your_model_and_data.md with 768 units and 14 layers, on CPUs over Gloo.
-It makes two steps, and two more after --resume. All figures are bytes a parameter of the whole model, in one
-process, the largest of all:
+It makes two steps, and two more after --resume. All figures are bytes for each parameter of the
+whole model, in the process that has most:
 
 - held: its own parts of parameters, gradients and optimizer state, counted; their mean
 - build, steps, restored: the peak of its memory (RssAnon: without the file that mmap reads)
