@@ -35,7 +35,7 @@ CHANGES |= {"loss.backward()": "time.sleep(STAND * (step == 3)); loss.backward()
 STAND_IN = """\
 import os, sys, time
 import beside
-print("arguments", sys.argv)
+print(f"arguments {sys.argv}\\n", end="")  # in one piece
 if "fail" in sys.argv and int(os.environ["SLURM_PROCID"]) + 1 == int(os.environ["SLURM_NTASKS"]):
     raise KeyError("mine")
 time.sleep(9999 * ("wrong" not in sys.argv))
