@@ -26,14 +26,14 @@ def write_files(folder):
     for name in "munge", "state", *(f"spool-{machine}" for machine in MACHINES):
         (folder / name).mkdir()
     (folder / "munge" / "key").write_bytes(os.urandom(128))
-    for number in range(20):
+    for number in range(40):
         subprocess.run(["mknod", folder / f"gpu{number}", "c", "1", "3"], check=True)
     servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(6)]
     ports = [server.getsockname()[1] for server in servers]
-    line = "NodeName={} NodeAddr=127.0.0.1 Port={} CPUs=99 Gres=gpu:20\n"
+    line = "NodeName={} NodeAddr=127.0.0.1 Port={} CPUs=199 Gres=gpu:40\n"
     nodes = "".join(map(line.format, MACHINES, ports))
     host, version = socket.gethostname(), 1 if Path("/sys/fs/cgroup/cpuset").exists() else 2
-    gpus = f"NodeName=node[0-4] Name=gpu AutoDetect=off File={folder}/gpu[0-19]\n"
+    gpus = f"NodeName=node[0-4] Name=gpu AutoDetect=off File={folder}/gpu[0-39]\n"
     (folder / "slurm.conf").write_text(CONF.format(**locals()))
     (folder / "gres.conf").write_text(gpus)
     (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\n")

@@ -18,6 +18,7 @@ PAIR = ["node0", "node1"]
 FILES = {name: ROOT / "slurm" / f"{name}.sh" for name in SCRIPTS + PAIR}
 CODE = {name: f"train_{name}.py" for name in SCRIPTS} | dict.fromkeys(PAIR, "train_ddp_spawn.py")
 CODE["array"] = "train_single.py"
+TRAINED = SCRIPTS[:5]  # fsdp2.sh is ddp_torchrun.sh with another script
 FLAGS = "--dataset synthetic --epochs 2 --checkpoint-minutes 0 --log-every 1".split()
 OPTIONS = {"ddp_torchrun": ["--partition=frail", "--nodes=2", "--gres=gpu:1"]}
 OPTIONS |= {"dp": ["--partition=spare"], "ddp_spawn": ["--partition=patient"]}
@@ -90,7 +91,7 @@ def cluster_and_trainings(tmp_path_factory):
     if missing() or torch.accelerator.is_available():
         pytest.skip(missing() or "its pretended GPUs would be mixed up with the real ones")
     folder = tmp_path_factory.mktemp("train")
-    for name in SCRIPTS:
+    for name in TRAINED:
         text = Path(script(name)).read_text()
         for old, new in CHANGES.items():
             assert text.count(old) == 1
@@ -107,9 +108,10 @@ def cluster_and_trainings(tmp_path_factory):
         begin, jobs = time.monotonic(), {"quiet": train("single", stands="")}
         jobs["quiet"].wait_for("into ")
         start = time.monotonic() - begin
-        Job.patience, timeout = max(LIMIT, 60 * start), ["--timeout", round(30 * start)]
+        Job.patience = max(LIMIT, round(60 * start))
+        timeout = ["--timeout", Job.patience]
         jobs["srun"] = train("srun", stands="", file=folder / "srun.sh")
-        for name in SCRIPTS:
+        for name in TRAINED:
             flags = timeout * (name in DDP) + ["--nproc-per-node", 2] * (name == "ddp_spawn")
             jobs[name] = train(name, *flags, stands="01" if name == "single" else "0")
         jobs["array"] = train("array", stands="01", file=FILES["single"])
@@ -127,13 +129,10 @@ def trainings(cluster_and_trainings):
     for name, job in jobs.items():
         if name != "node1":  # rank 0 alone prints
             job.wait_for("epoch 1/2 step 2/")  # then the checkpoint of step 1 is whole
-    for name in SCRIPTS:
+    for name in TRAINED:
         (jobs["quiet"].file.parent / CODE[name]).write_text("raise SystemExit('edited')\n")
-    limited = [jobs[name] for name in ("single", "ddp_multigpu_proc", "node0")]
-    for job in limited:
-        command("scontrol", "update", f"job={job.number}", "timelimit=1")  # minute
     # Preempts dp at once, and ddp_spawn with a SIGTERM and a GraceTime.
-    command(*"sbatch -p urgent --nodes=2 --gres=gpu:20 --output=/dev/null --wrap=hostname".split())
+    command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 --output=/dev/null --wrap=hostname".split())
     command("scancel", f"{jobs['array'].number}_0")
     # torchrun starts all ranks anew when one dies, and Slurm the job when a machine does.
     elastic = jobs["ddp_torchrun"]
@@ -146,9 +145,12 @@ def trainings(cluster_and_trainings):
     machines["node4"].kill()
     jobs["array"].wait_for("into ", 2)
     jobs["array"].warn()
+    limited = [jobs[name] for name in ("single", "ddp_multigpu_proc", "node0")]
+    for job in limited:
+        command("scontrol", "update", f"job={job.number}", "endtime=now+80")  # USR1 within 30 s
     for job in limited:
         job.wait_for_restart()
-        command("scontrol", "update", f"job={job.number}", "timelimit=60")
+        command("scontrol", "update", f"job={job.number}", "timelimit=60")  # before it runs again
     jobs["single"].wait_for("into ", 2)
     command("scontrol", "requeue", jobs["single"].number)
     elastic.wait_for_restart()
@@ -175,11 +177,11 @@ def test_what_the_files_start(cluster_and_trainings, work, monkeypatch):
     failing = [Job(name, "fail", options=["--nodes=2"] * (name in SCRIPTS[3:])) for name in SCRIPTS]
     jobs[0].wait_for("arguments ['mine/")
     for job in jobs[1:]:
-        job.wait_for("arguments", 4 if job.name == "ddp_torchrun" else 1)  # its GPUs
+        job.wait_for("arguments", 4 if job.name in TORCHRUNS else 1)  # its GPUs
         code = f"{job.output}/{job.number}-{CODE[job.name]}"
         flags = rf"'{code}', '--resume', '--output', '{job.output}', (.*, )?'--lr', 'a b'"
         assert re.search(rf"arguments \[{flags}(, '--rank', '\d')?\]", job.log()), job.log()
-        cores = {"single": 4, "ddp_torchrun": 16}.get(job.name, 8)
+        cores = 4 if job.name == "single" else 16 if job.name in TORCHRUNS else 8
         assert command("pgrep", "-f", f"^srun --cpus-per-task={cores} .*{job.number}-.*--lr a b")
         assert f"apptainer exec --nv my image.sif {sys.executable} -u " in job.log()
     for name in SCRIPTS:
@@ -188,7 +190,7 @@ def test_what_the_files_start(cluster_and_trainings, work, monkeypatch):
     for job in jobs:
         job.warn()
     for job in jobs[1:]:
-        job.wait_for("arguments", 8 if job.name == "ddp_torchrun" else 2)
+        job.wait_for("arguments", 8 if job.name in TORCHRUNS else 2)
         job.warn()
     for i, job in enumerate(jobs):
         job.wait_for("not requeued")
@@ -203,7 +205,7 @@ def test_what_the_files_start(cluster_and_trainings, work, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SCRIPTS, "array", "node0"])
+@pytest.mark.parametrize("name", [*TRAINED, "array", "node0"])
 def test_it_goes_on(trainings, name):
     """In its own folder, from a checkpoint, with the code that began it, to the end of an
     undisturbed run."""
@@ -242,11 +244,12 @@ def test_the_end_of_a_pair(trainings, work):
     for job in [Job(name, "wrong") for name in PAIR]:
         job.ended("FAILED")
         assert job.show("ExitCode") == "2:0"
-    failing = [Job(name, "fail") for name in PAIR]
-    for job in failing:
-        job.wait_for_restart()
-    for job in waiting + failing:
+    for name in PAIR:
+        Path(f"{name}.sh").write_text(FILES[name].read_text().replace("requeues=20", "requeues=1"))
+    for job in [Job(name, "fail", file=f"{name}.sh") for name in PAIR]:
+        job.ended("FAILED", restarts=1)
+    for job in waiting:
         command("scancel", job.number)
-        job.ended("CANCELLED", restarts=int(job in failing))
+        job.ended("CANCELLED")
     for name in PAIR:
         Job(name, "fail").ended("FAILED")
