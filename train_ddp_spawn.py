@@ -4,7 +4,7 @@
 # ///
 """Train an image classifier with DDP: one process per GPU, started by the script itself.
 
-python train_ddp_spawn.py    # all GPUs of this machine; on two machines, whatever their GPUs:
+python train_ddp_spawn.py    # all GPUs of this machine; on two machines with as many each:
 python train_ddp_spawn.py --init-method tcp://HOST:23456 --world-size 2 --rank 0  # or --rank 1
 """
 
@@ -57,7 +57,8 @@ def build_model(args, image, classes):
     if args.model == "resnet18":
         model = models.resnet18(num_classes=classes)
         model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
-        return model.to(memory_format=torch.channels_last)  # as tensor cores want it
+        # Tensor cores want channels_last. On mps it is wrong in some versions of torch.
+        return model if args.device == "mps" else model.to(memory_format=torch.channels_last)
     if args.model == "mlp":
         hidden = nn.Linear(channels * side * side, 512)
         return nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Linear(512, classes))
@@ -216,7 +217,7 @@ def main(local_rank, world_size, args):  # spawn calls it with local_rank = 0, 1
     # Rank 0 downloads the data, then a process of each other machine; the rest find the files.
     for my_turn in (rank == 0, rank > 0 and local_rank == 0, local_rank > 0):
         if my_turn:
-            state = load_checkpoint(args)
+            state = load_checkpoint(args, mmap=args.device != "cpu")
             train_set, test_set, classes = load_data(args)
         dist.barrier()  # each waits here until all have come
     epoch_steps = len(train_set) // args.batch_size  # what is left over trains in another epoch
@@ -228,9 +229,7 @@ def main(local_rank, world_size, args):  # spawn calls it with local_rank = 0, 1
         raise SystemExit("not all see the same last.pt: put --output on a disk that all share")
     batch_size = args.batch_size // world_size  # this rank's part
     sampler = DistributedSampler(train_set, seed=args.seed)  # shuffles, and deals to the ranks
-    # Loaders are built once, so that their workers live on. An epoch puts its samples' numbers into
-    # `indices` when it begins.
-    indices = []
+    indices = []  # filled when an epoch begins; the loaders, and so their workers, live on
     test_indices = range(rank, len(test_set), world_size)  # DistributedSampler repeats some
     train_loader = make_loader(args, train_set, indices, batch_size, device)
     test_loader = make_loader(args, test_set, test_indices, batch_size, device)
@@ -370,14 +369,14 @@ def save_checkpoint(args, state, model, optimizer, scheduler):
     save_whole(state | {k: v.state_dict() for k, v in parts.items()}, args.output / "last.pt")
 
 
-def load_checkpoint(args):
+def load_checkpoint(args, mmap=False):
     """The state to go on from: with --resume that in last.pt, if it is there; else a new run's."""
     path = args.output / "last.pt"
     flags = {"batch_size": args.batch_size, "seed": args.seed, "lr": args.lr}
     if not args.resume or not path.exists():
         return flags | {"epoch": 0, "step": 0, "loss_sum": 0.0, "seconds": 0.0, "metrics": []}
-    # By mmap the processes of a machine share one copy. (On a CPU training would go on using it.)
-    state = torch.load(path, map_location="cpu", mmap=args.device != "cpu", weights_only=True)
+    # With mmap the processes of a machine share one copy, which they read when they use it.
+    state = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     for name, value in flags.items():
         if state[name] != value:  # it would go on as another run
             parser.error(f"{path} needs --{name.replace('_', '-')} {state[name]}, as it was begun")
@@ -485,10 +484,10 @@ if __name__ == "__main__":
         parser.error(f"more processes than the {gpus} GPUs")
     if args.sync_bn and (args.device == "cpu" or args.compile):
         parser.error("--sync-bn works on GPUs only, and not with --compile")
-    if args.epochs and not (args.resume or args.overwrite) and (args.output / "last.pt").exists():
+    if args.epochs and not (args.resume or args.overwrite) and any(args.output.glob("*.pt")):
         parser.error(f"{args.output} has a run: --resume goes on with it, --overwrite begins anew")
     if args.resume and args.epochs and (args.output / "model.pt").exists():
-        if load_checkpoint(args)["epoch"] >= args.epochs:  # or it waits for machines that are done
+        if load_checkpoint(args, mmap=True)["epoch"] >= args.epochs:  # or it waits for others
             parser.exit(message=f"{args.output} has a finished run\n")
     cores = max(1, cores // args.nproc_per_node)  # of a process
     os.environ.setdefault("OMP_NUM_THREADS", str(cores))  # or each takes all cores

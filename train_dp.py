@@ -53,7 +53,8 @@ def build_model(args, image, classes):
     if args.model == "resnet18":
         model = models.resnet18(num_classes=classes)
         model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
-        return model.to(memory_format=torch.channels_last)  # as tensor cores want it
+        # Tensor cores want channels_last. On mps it is wrong in some versions of torch.
+        return model if args.device == "mps" else model.to(memory_format=torch.channels_last)
     if args.model == "mlp":
         hidden = nn.Linear(channels * side * side, 512)
         return nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Linear(512, classes))
@@ -211,15 +212,13 @@ def main(args):
     torch.set_float32_matmul_precision("high")  # TF32, where a GPU has it
     torch.backends.cudnn.benchmark = True  # take the fastest convolution: batches have one shape
 
-    state = load_checkpoint(args)
+    state = load_checkpoint(args, mmap=args.device != "cpu")
     train_set, test_set, classes = load_data(args)
     epoch_steps = len(train_set) // args.batch_size  # what is left over trains in another epoch
     if epoch_steps == 0:
         parser.error(f"--batch-size: the training set has only {len(train_set)} samples")
     batch_size = args.batch_size  # with DDP it is a rank's part
-    # Loaders are built once, so that their workers live on. An epoch puts its samples' numbers into
-    # `indices` when it begins.
-    indices = []
+    indices = []  # filled when an epoch begins; the loaders, and so their workers, live on
     test_indices = range(len(test_set))
     train_loader = make_loader(args, train_set, indices, batch_size, device)
     test_loader = make_loader(args, test_set, test_indices, batch_size, device)
@@ -334,14 +333,14 @@ def save_checkpoint(args, state, model, optimizer, scheduler):
     save_whole(state | {k: v.state_dict() for k, v in parts.items()}, args.output / "last.pt")
 
 
-def load_checkpoint(args):
+def load_checkpoint(args, mmap=False):
     """The state to go on from: with --resume that in last.pt, if it is there; else a new run's."""
     path = args.output / "last.pt"
     flags = {"batch_size": args.batch_size, "seed": args.seed, "lr": args.lr}
     if not args.resume or not path.exists():
         return flags | {"epoch": 0, "step": 0, "loss_sum": 0.0, "seconds": 0.0, "metrics": []}
-    # By mmap the processes of a machine share one copy. (On a CPU training would go on using it.)
-    state = torch.load(path, map_location="cpu", mmap=args.device != "cpu", weights_only=True)
+    # With mmap the processes of a machine share one copy, which they read when they use it.
+    state = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     for name, value in flags.items():
         if state[name] != value:  # it would go on as another run
             parser.error(f"{path} needs --{name.replace('_', '-')} {state[name]}, as it was begun")
@@ -408,6 +407,6 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if args.batch_size % args.accumulate:
         parser.error("--batch-size has to be a multiple of --accumulate")
-    if args.epochs and not (args.resume or args.overwrite) and (args.output / "last.pt").exists():
+    if args.epochs and not (args.resume or args.overwrite) and any(args.output.glob("*.pt")):
         parser.error(f"{args.output} has a run: --resume goes on with it, --overwrite begins anew")
     main(args)

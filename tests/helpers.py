@@ -17,9 +17,10 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc"]
-DDP = SCRIPTS[2:]
-COUNTS = {name: 2 if name in DDP else 1 for name in SCRIPTS}  # processes
+SCRIPTS = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc", "fsdp2"]
+DDP = SCRIPTS[2:5]
+TORCHRUNS = ["ddp_torchrun", "fsdp2"]  # started by torchrun
+COUNTS = {name: 1 if name in SCRIPTS[:2] else 2 for name in SCRIPTS}  # processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LIMIT = 300  # seconds after which something hangs, on the slowest machine
 
@@ -46,7 +47,7 @@ def free_port():
 def commands(name, processes=1, path=None):
     """The command lines, one a machine, that start `name` with so many processes in all."""
     path = str(Path(path or script(name)).resolve())
-    if name == "ddp_torchrun":
+    if name in TORCHRUNS:
         return [[*TORCHRUN, "--standalone", "--nproc-per-node", processes, path]]
     if name == "ddp_spawn":
         return [[sys.executable, path, "--nproc-per-node", processes]]
@@ -105,7 +106,7 @@ def start(name, *flags, processes=1, path=None):
     jobs = []
     for words in commands(name, processes, path):
         log, words = f"{name}-{time.monotonic_ns()}.log", [*words, *flags]
-        jobs.append(Cold(words, log) if name == "ddp_torchrun" else Warm(words[1], words[2:], log))
+        jobs.append(Cold(words, log) if name in TORCHRUNS else Warm(words[1], words[2:], log))
     return jobs
 
 

@@ -1,4 +1,4 @@
-"""The five files as texts: what is shared is the same, and what is promised about them holds."""
+"""The six files as texts: what is shared is the same, and what is promised about them holds."""
 
 import re
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import DDP, SCRIPTS, script
+from helpers import SCRIPTS, script
 from same_text import PATHS, compare, definitions
 
 BANNERS = ["The model: put yours here", "The data: put yours here", "Training", "Progress and"]
@@ -29,12 +29,16 @@ def test_a_page(name):
     """Short, in rooms, near train_single.py, and without machinery."""
     text = Path(script(name)).read_text()
     assert text.startswith("# /// script\n# requires-python")
-    banners = BANNERS + ["The process group"] * (name in DDP) + ["The command line"]
+    several = ["The process group"] * (name not in SCRIPTS[:2])
+    banners = [*BANNERS, *several, "The command line"]
     found = re.findall(r"^# ---- (.*?)-*$", text, re.M)
     assert [a[: len(b)] for a, b in zip(found, banners, strict=True)] == banners
-    assert len(text.splitlines()) <= (420 if name == "single" else 500)
-    done = subprocess.run(["diff", script("single"), script(name)], capture_output=True, text=True)
-    assert len(re.findall(r"^[<>]", done.stdout, re.M)) <= 160
+    lines, main = {"single": (420, 85), "fsdp2": (560, 130)}.get(name, (500, 120))
+    assert len(text.splitlines()) <= lines
+    assert len(definitions(Path(script(name)))["main"].splitlines()) <= main
+    other, changed = ("ddp_torchrun", 140) if name == "fsdp2" else ("single", 160)
+    done = subprocess.run(["diff", script(other), script(name)], capture_output=True, text=True)
+    assert len(re.findall(r"^[<>]", done.stdout, re.M)) <= changed
     assert re.findall(GONE, text) == []
     modules = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.M))
     assert modules <= set(sys.stdlib_module_names) | {"torch", "torchvision", "numpy"}
