@@ -1,11 +1,11 @@
-"""The pages are true: commands run, quotes are the scripts', links hold, examples and recipes train.
+"""The pages are true: commands run, quotes are the scripts', links hold, examples train.
 
-A block of code whose first line names scripts, as in "```python train_dp.py", is a quote of them.
+A block that names scripts, as "```python train_dp.py" does, is a quote of them. A recipe's lines go
+where the comment above them says.
 """
 
 import os
 import re
-import struct
 import sys
 from pathlib import Path
 
@@ -15,10 +15,11 @@ from helpers import *
 FOLDERS = [ROOT, ROOT / "docs", ROOT / "slurm", ROOT / "benchmarks"]
 PAGES = {path: path.read_text() for folder in FOLDERS for path in sorted(folder.glob("*.md"))}
 CODE = re.compile(r"^```(\w*) ?(.*)\n((?:.*\n)*?)```$", re.M)  # language, scripts, content
-GUIDE, README = ROOT / "docs" / "your_model_and_data.md", PAGES[ROOT / "README.md"]
-PYTHON = re.findall(r"^```python\n((?:class T|def load)(?:.*\n)*?)```", PAGES[GUIDE], re.M)
-FLAG = re.search(r"`(add\(.+\))`", PAGES[GUIDE])[1]
-FLAGS = re.search(r"my_training\.py --dataset tests (--.*)", PAGES[GUIDE])[1].split()
+README, GUIDE = PAGES[ROOT / "README.md"], PAGES[ROOT / "docs" / "your_model_and_data.md"]
+RECIPES = GUIDE + PAGES[ROOT / "docs" / "recipes.md"]
+ROOMS = re.findall(r"^```python\n((?:BLOCKS|def load)(?:.*\n)*?)```", GUIDE, re.M)
+FLAG = re.search(r"`(add\(.+\))`", GUIDE)[1]
+FLAGS = re.search(r"my_training\.py --dataset tests (--.*)", GUIDE)[1].split()
 FLAGS = ["--dataset", "texts", "--epochs", 2, "--batch-size", 16, "--log-every", 1, *FLAGS]
 INSTEAD = [  # what is run instead of a part of a command, and why
     (r"^python3 -m venv .*/bin/python ", "python ", "an environment takes 5 GB"),
@@ -27,7 +28,7 @@ INSTEAD = [  # what is run instead of a part of a command, and why
     (r"23456|29400", "{port}", "somebody may have it"),
     (r"(--nnodes 2 .*)--nproc-per-node 4", r"\1--master-port {port}", "eight need more cores"),
     (r"--nproc-per-node (4|gpu)", "--nproc-per-node 2", "four need more cores"),
-    (r"--dataset synthetic (.*) --batch-size 2048", r"\1 --batch-size 128", "minutes on a CPU"),
+    (r"--dataset synthetic (.* --batch-size) \d+", r"\1 128", "minutes on a CPU"),
     (r"^(?!.*--dataset)(.*)", r"\1 --dataset fashion-mnist", "CIFAR-10 takes a network"),
     (r"^(?!.*--epochs)(.*)", r"\1 --epochs 1", "ten epochs would take long here"),
     (r"$", " --data-dir {data}", "a download takes a network"),
@@ -36,30 +37,32 @@ NOT_RUN = [  # beginnings of commands, and why they are not run here
     (r"python3 -m venv .* -m pytest$", "it would run this test"),
     (r".* my_(training|script)\.py", "test_example and test_own_loop do"),
     (r"(sbatch|srun|scontrol|squeue) ", "test_slurm.py does, on a cluster"),
+    (r".*python\S* (benchmarks/|-m pytest .* tests/)", "hours, or what runs anyhow"),
 ]
 TRAINS = re.compile(r"([A-Z_]+=\S+ )*(python3?|torchrun) .*\btrain_\w+\.py")
-BLOCKS = [code[2].splitlines() for text in PAGES.values() for code in CODE.findall(text)
-          if code[0] == "sh"]  # fmt: skip
-BLOCKS += [[line] for text in PAGES.values() for line in re.findall(r"`([^`\n]+)`", text)]
-RUN = [tuple(line for line in lines if TRAINS.match(line)) for lines in BLOCKS]
+BLOCKS = [code for text in PAGES.values() for code in CODE.findall(text)]
+BLOCKS = [content.splitlines() for language, _, content in BLOCKS if language == "sh"]
+LINES = [(line,) for text in PAGES.values() for line in re.findall(r"`([^`\n]+)`", text)]
+RUN = [tuple(line for line in lines if TRAINS.match(line)) for lines in BLOCKS + LINES]
 RUN = [lines for lines in dict.fromkeys(RUN) if lines]
 
 
 def test_pages():
-    """Short, and each link leads to a file, and to a heading in it if it names one."""
+    """Short; each link leads to a file, and to a heading in it; each command is run, or listed."""
     headings = {}
     for page, text in PAGES.items():
-        assert len(text.splitlines()) <= (170 if page == ROOT / "README.md" else 200), page
+        assert len(text.splitlines()) <= (170 if text == README else 200), page
         titles = re.findall(r"^#+ (.*)", CODE.sub("", text), re.M)
         titles = [re.sub(r"\]\(.*?\)|[^\w\- ]", "", title.lower()) for title in titles]
         headings[page] = {title.replace(" ", "-") for title in titles}
     for page, text in PAGES.items():
-        for target in re.findall(r"\]\(([^)]+)\)", CODE.sub("", text)):
+        for target in re.findall(r"\]\((?!https://)([^)]+)\)", CODE.sub("", text)):
             path, _, anchor = target.partition("#")
             path = (page.parent / path).resolve() if path else page
-            if not target.startswith("https://"):
-                assert path.exists(), (page, target)
-                assert not anchor or anchor in headings[path], (page, target)
+            assert path.exists() and (not anchor or anchor in headings[path]), (page, target)
+    for line in sum(BLOCKS, []):
+        listed = any(re.match(start, line) for start, _ in NOT_RUN)
+        assert listed != any(line in lines for lines in RUN), line
 
 
 def test_quotes():
@@ -71,12 +74,6 @@ def test_quotes():
                 lines = [line for line in content.splitlines(True) if line[0] in (" ", sign)]
                 quote = "".join(line[1:] for line in lines) if language == "diff" else content
                 assert f"\n{quote}" in (ROOT / name).read_text(), (page, quote)
-
-
-def test_every_command_is_run_or_listed():
-    for line in [line for lines in BLOCKS for line in lines if len(lines) > 1]:
-        listed = any(re.match(start, line) for start, _ in NOT_RUN)
-        assert listed != any(line in lines for lines in RUN), line
 
 
 @pytest.mark.slow
@@ -96,3 +93,208 @@ def test_commands(lines, data):
     assert not any(statuses), text
     names = set() if "--epochs 0" in lines[0] else set(re.findall(r"train_\w+", "".join(lines)))
     assert {path.parent.name for path in Path().glob("runs/*/model.pt")} == names
+
+
+def test_own_loop(monkeypatch):
+    """Both sides of README.md's diff run; the losses agree where the order does not count."""
+    [content] = [code[2] for code in CODE.findall(README) if code[0] == "diff"]
+    for sign, name in ("-", "old"), ("+", "new"):
+        lines = [line[1:] for line in content.splitlines(True) if line[0] in (" ", sign)]
+        text = "".join(lines).replace("10_000", "256")
+        Path(f"{name}.py").write_text(text.replace("=500", "=32"))
+        Path(f"{name}_whole.py").write_text(text.replace("=500", "=256"))
+
+    def losses(name, processes=1):
+        place, jobs = {"WORLD_SIZE": processes, "MASTER_PORT": free_port()}, []
+        for rank in range(processes):
+            place |= {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
+            for key, value in place.items():
+                monkeypatch.setenv(key, str(value))
+            jobs.append(Warm(f"{name}.py", [], f"{name}-{processes}-{rank}.log"))
+        found = [float(loss) for loss in re.findall(r"loss (\S+)", done(jobs))]
+        assert len(found) == 3 and found[2] < found[0] and "0.weight" in weights(".")
+        return pytest.approx(found, abs=1.5e-4)  # four digits are printed
+
+    assert losses("old_whole") == losses("new_whole").expected == losses("new_whole", 2)
+    assert losses("new") == losses("new", 2).expected
+
+
+def copy(*titles, name="ddp_torchrun", rooms=False, **changes):
+    """my_script.py: a script with these recipes, in its rooms the example, and other changes."""
+    text = Path(script(name)).read_text()
+    ends = ("# ---- The data: ", "def augment") if rooms else ()
+    for banner, block, end in zip(("model", "data"), ROOMS, ends):
+        start, end = re.search(rf"# ---- The {banner}: .*\n", text).end(), text.index(end)
+        text = text[:start] + block + "\n\n" + text[end:]
+    for title in titles:
+        section = RECIPES.split(f"\n## {title}\n")[1].split("\n## ")[0]
+        lines = "".join(code[2] for code in CODE.findall(section) if code[0] == "python")
+        verbs = r"^# (below|above|instead of|instead of the function|delete): (.*)\n"
+        pieces = re.split(verbs, lines, flags=re.M)[1:]
+        for verb, place, lines in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
+            pattern = rf"^ *{re.escape(place)}.*\n"
+            if verb == "instead of the function":
+                pattern, lines = rf"^def {place}\(.*\n(?:(?: .*)?\n)*", f"{lines}\n\n"
+            [old] = re.findall(pattern, text, re.M)
+            text = text.replace(old, {"above": lines + old, "below": old + lines}.get(verb, lines))
+    for old, new in {'add("--seed"': f'{FLAG}\nadd("--seed"', **changes}.items():
+        assert old in text
+        text = text.replace(old, new)
+    Path("my_script.py").write_text(text)
+    Path("texts").mkdir(exist_ok=True)
+    Path("texts", "a.md").write_text(GUIDE[:6500] * 2)
+
+
+def train(output, *flags, name="ddp_torchrun", processes=2, killed=()):
+    """Run my_script.py, which is killed when it prints each of `killed`: what it has printed."""
+    flags, printed = [*flags, "--resume", "--output", output], ""
+    options = {"processes": 1 if name == "single" else processes, "path": "my_script.py"}
+    for line in killed:
+        jobs = start(name, *flags, **options)
+        wait_for(line, *jobs)
+        kill_all(jobs)
+        printed += logs(jobs)
+    return printed + run(name, *flags, **options)
+
+
+def train_alike(*flags):
+    """The losses agree on one process, on two and in parts."""
+    train("one", *flags, processes=1)
+    train("two", *flags)
+    train("parts", *flags, "--accumulate", 2)
+    close("two", "one")
+    close("parts", "one")
+
+
+@pytest.mark.parametrize("name", ["single", pytest.param("ddp_torchrun", marks=pytest.mark.slow)])
+def test_example(name):
+    """It learns, and a run that is killed twice ends as one that is not."""
+    copy(name=name, rooms=True)
+    killed = "epoch 1/2 step 5/", "epoch 2/2 step 3/"
+    train("killed", *FLAGS, "--checkpoint-minutes", 0, name=name, killed=killed)
+    train("whole", *FLAGS, name=name)
+    first, last = metrics("whole")
+    assert last["test_loss"] < first["test_loss"] and last["test_accuracy"] > 0.1
+    same_run("killed", "whole", 2)
+
+
+@pytest.mark.slow
+def test_is_my_edit_right():
+    """With a call past DDP two processes differ."""
+    copy(rooms=True)
+    train_alike(*FLAGS, "--dropout", 0)
+    copy(rooms=True, **{"ddp(inputs)": "model(inputs)"})
+    train("wrong", *FLAGS, "--dropout", 0)
+    with pytest.raises(AssertionError):
+        close("wrong", "one")
+
+
+SHORT = ["--batch-size", 16, "--epochs", 3, "--lr", 0.01, "--log-every", 10]
+TRACKER = """
+class SummaryWriter:
+    def __init__(self, folder, purge_step):
+        self.add_scalar, self.flush = show, dict
+        print("purge", purge_step, "-", "-")
+
+def show(name, value, step):
+    print("event", name, value, step, flush=True)
+
+def init(id, resume, **options):
+    print(id, resume)
+
+def log(values, step):
+    [show(name, value, step) for name, value in values.items()]
+"""
+
+
+def events(printed):
+    """What a tracker shows in the end."""
+    shown = {}
+    for kind, name, value, step in re.findall(r"^(purge|event) (.*) (.*) (.*)$", printed, re.M):
+        if kind == "purge":
+            shown = {key: shown[key] for key in shown if key[1] < int(name)}
+        else:
+            shown[name, int(step)] = value
+    return shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tracker", ["TensorBoard", "Weights and Biases"])
+def test_recipes(data, fashion, tracker):
+    """A killed run leaves the same files and events; one that stalls is stopped."""
+    board = tracker == "TensorBoard"
+    other = "Predictions of all test samples" if board else "An average of the weights"
+    titles = ["The best model", "Early stopping", "The norm of the gradient", tracker, other]
+    copy(*titles, **{"torch.utils.tensorboard": "wandb"} if board else {})
+    Path("wandb.py").write_text(TRACKER)
+    printed = train("whole", *fashion, *SHORT)
+    killed = ["epoch 1/3 step 20/", "epoch 2/3 step 30/"]
+    again = train("killed", *fashion, *SHORT, "--checkpoint-minutes", 0, killed=killed)
+    assert events(printed) == events(again) and len(events(printed)) == 3 * (4 + 1)
+    assert again.count("purge" if board else "killed allow\n") == 3
+    assert len(re.findall(r"gradient norm \d", printed)) == 3 * 4
+    assert same(weights("whole", "best.pt"), weights("killed", "best.pt"))
+    losses = [row["test_loss"] for row in metrics("whole")]
+    assert same(weights("whole", "best.pt"), weights("whole")) == (losses[2] == min(losses))
+    if not board:
+        assert same(weights("whole", "ema.pt"), weights("killed", "ema.pt"))
+        assert not same(weights("whole", "ema.pt"), weights("whole"))
+        return
+    labels = (data / "FashionMNIST" / "raw" / "t10k-labels-idx1-ubyte").read_bytes()[8:]
+    correct = weights("killed", "predictions.pt").argmax(1) == torch.tensor(list(labels))
+    assert correct.double().mean() == pytest.approx(metrics("whole")[2]["test_accuracy"])
+    for epochs in (8, 9):  # the second run is stopped before it begins
+        train("stalled", *fashion, *SHORT, "--lr", 0, "--epochs", epochs, processes=1)
+        assert len(metrics("stalled")) == 6
+
+
+@pytest.mark.slow
+def test_left_out_labels(fashion):
+    """With numbers of labels that differ from part to part."""
+    change = {"images, labels\n": "images, labels.masked_fill(labels < 7, -100)\n"}
+    copy("A loss that is exact when labels are left out", **change)
+    train_alike(*fashion, *SHORT)
+
+
+@pytest.mark.slow
+def test_data_larger_than_memory():
+    """The example has the same losses with data from a file that is not in memory."""
+    copy(name="single", rooms=True)
+    train("memory", *FLAGS, name="single")
+    text = Path("texts", "a.md").read_bytes()
+    middle = (len(text) - 1) // 64 * 9 // 10 * 64
+    Path("texts", "train.bin").write_bytes(text[: middle + 1])
+    Path("texts", "test.bin").write_bytes(text[middle:])
+    copy("Data larger than memory", name="single", rooms=True)
+    train("file", *FLAGS, name="single")
+    same_run("file", "memory", 2)
+
+
+@pytest.mark.slow
+def test_stream():
+    """Each file is read by one worker of one rank, again and again."""
+    read = "def read_file(number):\n    yield from synthetic(40, seed=number)\n"
+    read += '    print("file", number, os.getpid(), flush=True)\n\n\ndef load_data('
+    new = {
+        "synthetic(10_000, seed=1)": "Stream(range(4))",
+        "100_000": "160",
+        "def load_data(": read,
+    }
+    copy("A stream", **new)
+    flags = ["--dataset", "synthetic", "--workers", 2, "--batch-size", 16, "--epochs", 3]
+    found = re.findall(r"file (\d) (\d+)", train("out", *flags))
+    assert len(set(found)) == 4 == len({number for number, _ in found}) and len(found) > 8
+    assert metrics("out")[2]["train_loss"] < metrics("out")[0]["train_loss"]
+
+
+@pytest.mark.slow
+def test_less_memory_for_activations():
+    """A layer runs again in the backward pass, and all losses are the same."""
+    counts, head = [], "self.head = nn.Linear(128, 256)"
+    hook = "; self.layers.layers[0].register_forward_hook(lambda *_: print('forward'))"
+    for output, *titles in ("more",), ("less", "Less memory for activations"):
+        copy(*titles, name="single", rooms=True, **{head: head + hook})
+        printed = train(output, *FLAGS, name="single")
+        counts.append(printed.count("forward"))
+    assert counts[1] > 1.5 * counts[0]
+    close("less", "more", 1e-6)
