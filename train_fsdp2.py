@@ -473,7 +473,8 @@ def shard_model(args, model, device, world_size):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, **options)
     if args.compile:
         for module in blocks if blocks else [model]:
-            module.compile(dynamic=False)
+            # The forward pass alone, as FSDP2's hooks before and after it break a graph.
+            module.forward = torch.compile(module.forward, dynamic=False)
     model.to(memory_format=torch.contiguous_format)  # fully_shard takes no other
     for block in reversed(blocks):  # inner ones before outer ones
         fully_shard(block, mesh=mesh, mp_policy=policy)

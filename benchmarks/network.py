@@ -11,6 +11,7 @@ README.md. Figures are medians over the rounds, ratios those within a round:
 - compute: both hosts train alone at the same time, each with its half of the batch, no network
 - bytes / rate: what the gradients take on the link, each byte once in each direction
 - x bound: a step over the larger of the two
+- FSDP2: a step of train_fsdp2.py, and over that of DDP
 """
 
 import argparse
@@ -29,6 +30,7 @@ from throughput import copy_scripts, example, markdown, read_metrics, spread, ti
 JOBS = {  # flags, global batch, steps of an epoch
     "net": ("--dataset synthetic --model net", 64, 300),
     "net-1024": ("--dataset synthetic --model net", 1024, 16),
+    "mlp": ("--dataset synthetic --model mlp", 1024, 16),
     "resnet18": ("--dataset synthetic --model resnet18", 128, 4),
     "example": ("--dataset {folder}/text", 64, 0),  # write_text says how many steps
 }
@@ -73,6 +75,8 @@ def run(hosts, words):
         line = ["ip", "netns", "exec", host, "taskset", "-c", half, sys.executable]
         line += [str(word).replace("HOST", str(i)) for word in words]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": f"v{i}", "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"RANK": str(i), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}  # for train_fsdp2.py
+        environment |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "23456"}
         started.append(subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL))
     if any([process.wait() for process in started]):
         sys.exit(f"{words} failed")
@@ -86,9 +90,11 @@ def measure(args, hosts, job, folder, number):
     single = [folder / "train_single.py", *flags]
     ddp = [folder / "train_ddp_spawn.py", *flags, "--timeout", 120, "--world-size", 2]
     ddp += ["--rank", "HOST", "--init-method", "tcp://10.77.0.1:23456"]
+    cut = [folder / "train_fsdp2.py", *flags, "--timeout", 120]
     runs = [(("compute", 0), hosts, single, batch // 2), (("alone", 0), hosts[:1], single, batch)]
     for rate in args.rates:
         runs.append((("plain", rate), hosts, ddp, batch))
+        runs.append((("cut", rate), hosts, cut, batch))
         runs.append((("accumulate", rate), hosts, [*ddp, "--accumulate", 4], 4 * batch))
     found, first = {}, number % len(runs)
     for kind, where, words, size in runs[first:] + runs[:first]:
@@ -109,6 +115,7 @@ def main():
     print(title(args))
     heads = ["job", "Gbit/s", "one host, images/s", "two hosts", "x one host", "accumulate"]
     heads += ["x one host", "compute, ms", "bytes / rate, ms", "a step, ms", "x bound"]
+    heads += ["FSDP2, ms", "x DDP"]
     print(markdown(heads), "|---" * len(heads) + "|", sep="\n", flush=True)
     rows = []
     with two_hosts() as hosts, tempfile.TemporaryDirectory() as folder:
@@ -128,6 +135,10 @@ def main():
                     cells += [f"{images / row[kind]:.0f}", spread(wins, 2)]
                 cells += [f"{1e3 * time:.1f}" for time in (row["compute"], wire, row["plain"])]
                 cells.append(spread([r["plain"] / max(r["compute"], wire) for r in each], 2))
+                cells += [
+                    f"{1e3 * row['cut']:.1f}",
+                    spread([r["cut"] / r["plain"] for r in each], 2),
+                ]
                 print(markdown(cells), flush=True)
                 rows.append(row)
     with open("network.csv", "w") as file:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from throughput import example
+from throughput import example, markdown
 from yardsticks import scripts
 
 MACHINES = [2**power for power in range(1, 11)]
@@ -86,6 +86,19 @@ def predict(step, buckets, machines, rate, latency, cost=0.0):
     return max(busy, done + rest)
 
 
+def predict_fsdp2(step, size, groups, machines, rate, latency, cost=0.0, hides=True, gather=1.0):
+    """As predict, for `size` bytes of parameters in so many blocks. Each step gathers them in the
+    forward pass and again in the backward pass, and scatters the gradients: three times (n - 1) / n
+    of them, where DDP sends two. `gather`: 0.5 if they are gathered in bfloat16. `hides`: a GPU
+    computes one block while the next is on its way; without one nothing is hidden."""
+    share = (1 + 2 * gather) * (machines - 1) / machines * size
+    messages = 3 * groups * (machines - 1) * latency
+    sent = share / rate + messages
+    if hides:  # all but the first block's gathering and the last block's gradients
+        return max(step, sent) + 2 * sent / (3 * groups)
+    return step + sent + share * cost
+
+
 def hosts(path):
     """For each job of network.py's CSV file: name, rows, buckets, the seconds that a host computes
     in a step, and those in which DDP and Gloo handle a byte, which the fastest link's row tells."""
@@ -104,13 +117,25 @@ def hosts(path):
 
 def check(path):
     """Measured beside predicted; the first row of a job is what the others are predicted from."""
-    print("| job | Gbit/s | measured, ms | predicted, ms | error |\n|---|---|---|---|---|")
+    print("| job | Gbit/s | DDP, ms | predicted | error | FSDP2, ms | predicted | error |")
+    print("|---" * 8 + "|")
     for job, rows, groups, compute, cost in hosts(path):
-        for row in rows:
-            measured = float(row["plain"])
-            step = predict(compute, groups, 2, float(row["rate"]) * 1e9 / 8, 0, cost)
-            cells = f"{1e3 * measured:.1f} | {1e3 * step:.1f} | {step / measured - 1:+.0%}"
-            print(f"| {job} | {row['rate']} | {cells} |")
+        size = sum(size for size, _ in groups)
+        rates = [float(row["rate"]) * 1e9 / 8 for row in rows]
+        rest = float(rows[0]["cut"]) - predict_fsdp2(compute, size, 1, 2, rates[0], 0, hides=False)
+        handling = max(0, rest) / (1.5 * size)  # as `cost`, of FSDP2
+        for row, rate in zip(rows, rates):
+            cut = predict_fsdp2(compute, size, 1, 2, rate, 0, handling, hides=False)
+            cells = [job, row["rate"]]
+            pairs = ("plain", predict(compute, groups, 2, rate, 0, cost)), ("cut", cut)
+            for kind, step in pairs:
+                measured = float(row[kind])
+                cells += [
+                    f"{1e3 * measured:.1f}",
+                    f"{1e3 * step:.1f}",
+                    f"{step / measured - 1:+.0%}",
+                ]
+            print(markdown(cells))
 
 
 def plot(path, measured):
@@ -136,11 +161,18 @@ def plot(path, measured):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", choices=("net", "resnet18", "example"), default="resnet18")
+    add("--model", choices=("net", "mlp", "resnet18", "example"), default="resnet18")
     add("--batch-size", type=int, default=128, help="images a step on each machine")
     add("--rate", type=float, default=10, help="of the link, in Gbit/s")
     add("--latency", type=float, default=5e-5, help="of a message, in seconds")
     add("--step", type=float, help="seconds of a step on one machine; else it is measured here")
+    add(
+        "--fsdp2",
+        type=int,
+        metavar="BLOCKS",
+        help="predict train_fsdp2.py with so many blocks, too",
+    )
+    add("--bf16-gather", action="store_true", help="for --fsdp2: its --amp, from torch 2.15 on")
     add("--check", type=Path, help="a CSV file of network.py's")
     add("--plot", type=Path, help="with --check: draw its `net` and `resnet18` into this file")
     args = parser.parse_args()
@@ -154,7 +186,14 @@ if __name__ == "__main__":
         measured, gradients = profile(args.model, args.batch_size)
         step, groups = args.step or measured, buckets(gradients)
         print(f"{args.model}, {args.batch_size} images in {1e3 * step:.2f} ms on one machine\n")
-        print("| machines | step, ms | efficiency |\n|---|---|---|")
+        heads = ["machines", "step, ms", "efficiency"]
+        heads += ["FSDP2, ms", "efficiency"] if args.fsdp2 else []
+        print(markdown(heads), "|---" * len(heads) + "|", sep="\n")
+        size, gather = sum(size for size, _ in groups), 0.5 if args.bf16_gather else 1.0
         for n in MACHINES:
-            seconds = predict(step, groups, n, args.rate * 1e9 / 8, args.latency)
-            print(f"| {n} | {1e3 * seconds:.2f} | {step / seconds:.0%} |")
+            link = n, args.rate * 1e9 / 8, args.latency
+            found = [predict(step, groups, *link)]
+            if args.fsdp2:
+                found.append(predict_fsdp2(step, size, args.fsdp2, *link, gather=gather))
+            cells = [text for s in found for text in (f"{1e3 * s:.2f}", f"{step / s:.0%}")]
+            print(markdown([str(n), *cells]))

@@ -1,4 +1,4 @@
-"""How many images a second: the five scripts beside what one would otherwise take.
+"""How many images a second: the six scripts beside what one would otherwise take.
 
 python benchmarks/throughput.py --rounds 5                          # all of it: some hours
 python benchmarks/throughput.py --jobs resnet18 -- --amp --compile  # flags for scripts and limit
@@ -27,10 +27,11 @@ from PIL import Image
 
 HERE = Path(__file__).resolve().parent
 GPU = torch.accelerator.is_available()
-SCRIPTS = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc"]  # train_NAME.py
+SCRIPTS = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc", "fsdp2"]
 PEERS = ["copied", "accelerate", "lightning"]
 JOBS = {  # flags, epochs
     "net": ("--dataset synthetic --model net --batch-size 64", 6),
+    "mlp": ("--dataset synthetic --model mlp --batch-size 256", 6),
     "resnet18": ("--dataset synthetic --model resnet18 --batch-size 128", 3),
     "folder": ("--dataset {folder}/files --model net --batch-size 64", 3),
     "example": ("--dataset {folder}/text --batch-size 64", 3),
@@ -82,7 +83,9 @@ def commands(path, processes, folder):
     if path.name == "train_ddp_multigpu_proc.py" and processes > 1 and not GPU:
         place = ["--init-method", f"file://{folder}/store", "--world-size", processes, "--rank"]
         return [[sys.executable, path, *place, rank] for rank in range(processes)]
-    if path.name == "train_ddp_torchrun.py" or (path.name == "yardsticks.py" and processes > 1):
+    if path.name in ("train_ddp_torchrun.py", "train_fsdp2.py") or (
+        path.name == "yardsticks.py" and processes > 1
+    ):
         return [[*torchrun, processes, path]]
     return [[sys.executable, path]]
 
@@ -128,7 +131,9 @@ def contestants(args, job, processes, folder):
     found = [] if job == "folder" else [("limit", yardsticks, ["limit", *args.flags])]
     for name in names(processes):
         found.append((name, folder / "scripts" / f"train_{name}.py", args.flags))
-        if args.baseline:
+        if name == "fsdp2" and processes > 2:  # two copies of the model
+            found.append(("hsdp", found[-1][1], ["--shard", processes // 2, *args.flags]))
+        if args.baseline and (args.baseline / f"train_{name}.py").exists():
             path = folder / "baseline" / f"train_{name}.py"
             found.append((f"baseline {name}", path, args.flags))
     if job == "folder":
@@ -154,7 +159,8 @@ def table(found):
     best = {}
     for name in sorted(rates, key=lambda name: statistics.median(rates[name])):
         best[name.split()[0]] = name
-    yardsticks = [name for name in (*PEERS, "limit", "decode", "baseline") if name in best]
+    yardsticks = [*PEERS, "ddp_torchrun", "limit", "decode", "baseline"]
+    yardsticks = [name for name in yardsticks if name in best]
     heads = ["", "images/s", *(f"x {name}" for name in yardsticks), "MiB", "trains after, s"]
     lines = [markdown(heads), "|---" * len(heads) + "|"]
     for name, values in rates.items():
@@ -184,7 +190,7 @@ def main():
     add("--epochs", type=int, help="of a run, instead of the job's own number; at least 2")
     add("--images", type=int, default=10_000, help="of an epoch; a quarter as many files")
     add("--workers", nargs="+", type=int, default=[0, 2], help="of the peers' loaders")
-    add("--only", nargs="+", choices=[*SCRIPTS, *PEERS, "decode", "limit"])
+    add("--only", nargs="+", choices=[*SCRIPTS, "hsdp", *PEERS, "decode", "limit"])
     add("--baseline", type=Path, help="a folder with other scripts of the same names")
     add("flags", nargs="*", help="after --: flags for the scripts and the limit")
     args = parser.parse_args()

@@ -19,7 +19,6 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc", "fsdp2"]
 DDP = SCRIPTS[2:5]
-TORCHRUNS = ["ddp_torchrun", "fsdp2"]  # started by torchrun
 COUNTS = {name: 1 if name in SCRIPTS[:2] else 2 for name in SCRIPTS}  # processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LIMIT = 300  # seconds after which something hangs, on the slowest machine
@@ -47,7 +46,7 @@ def free_port():
 def commands(name, processes=1, path=None):
     """The command lines, one a machine, that start `name` with so many processes in all."""
     path = str(Path(path or script(name)).resolve())
-    if name in TORCHRUNS:
+    if name == "ddp_torchrun":
         return [[*TORCHRUN, "--standalone", "--nproc-per-node", processes, path]]
     if name == "ddp_spawn":
         return [[sys.executable, path, "--nproc-per-node", processes]]
@@ -101,12 +100,27 @@ class Warm:
         self.pid, self.status = process.pid, lambda: process.exitcode
 
 
+def by_hand(name, *flags, processes=1, path=None):
+    """Processes that get their places from the environment, as srun and Kubernetes give them."""
+    jobs, place = [], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for rank in range(processes):
+        place |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
+        with pytest.MonkeyPatch.context() as patch:
+            for key, value in place.items():
+                patch.setenv(key, str(value))
+            log = f"{name}-{time.monotonic_ns()}.log"
+            jobs.append(Warm(str(path or script(name)), flags, log))
+    return jobs
+
+
 def start(name, *flags, processes=1, path=None):
-    """Start a script on all its machines. Returns a Cold or Warm a machine."""
+    """Start a script on all its machines. Returns a Cold or Warm a machine, or a process."""
+    if name == "fsdp2":  # torchrun starts it as it does ddp_torchrun, which takes longer
+        return by_hand(name, *flags, processes=processes, path=path)
     jobs = []
     for words in commands(name, processes, path):
         log, words = f"{name}-{time.monotonic_ns()}.log", [*words, *flags]
-        jobs.append(Cold(words, log) if name in TORCHRUNS else Warm(words[1], words[2:], log))
+        jobs.append(Cold(words, log) if name == "ddp_torchrun" else Warm(words[1], words[2:], log))
     return jobs
 
 

@@ -11,7 +11,7 @@ from helpers import *
 
 TRAIN = "--epochs 12 --batch-size 16 --augment --lr-schedule cosine --resume --log-every 4".split()
 TRAIN += ["--checkpoint-minutes", 0]  # a checkpoint every 4 of an epoch's 40 steps
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in DDP]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in [*DDP, "fsdp2"]]
 QUICK = {1: "single", 2: "ddp_multigpu_proc"}  # of the scripts with the same bits
 DIE = "os.kill(os.getpid(), 9)\n"
 PLACES = {  # of the second kill and the third: within the writing of last.pt, before evaluation
@@ -24,7 +24,7 @@ PLACES = {  # of the second kill and the third: within the writing of last.pt, b
 def test_killed_at_random(fashion, name):
     """All processes by SIGKILL, three times, twice of them at the worst places."""
     flags, count, epoch, step = [*fashion, *TRAIN, "--output"], COUNTS[name], 0, 0
-    run(QUICK[count], *flags, "whole", processes=count)
+    run("fsdp2" if name == "fsdp2" else QUICK[count], *flags, "whole", processes=count)
     for i in range(3):
         path = edited(name, *PLACES[i]) if i in PLACES else None
         jobs = start(name, *flags, "out", processes=count, path=path)
@@ -51,7 +51,7 @@ def test_nothing_is_lost_by_a_forgotten_flag(fashion):
     content = {path: path.read_bytes() for path in Path("out").iterdir()}
     for name in SCRIPTS:
         status = 1 if name == "ddp_torchrun" else 2  # torchrun has only that one
-        text = run(name, *flags, processes=COUNTS[name], status=status)
+        text = run(name, *flags, processes=1 if name == "fsdp2" else COUNTS[name], status=status)
         machines = 2 if name == "ddp_multigpu_proc" else 1  # each of which says it once
         assert text.count("--resume goes on with it, --overwrite begins anew") == machines, text
         assert "rank 0: host" not in text and (status == 1 or "Traceback" not in text), text

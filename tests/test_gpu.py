@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU
 JOB = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.01, "--output"]
 BEGIN = "            run_step = epoch * epoch_steps + step\n"  # of a step
 LOSSES = ["train_loss", "test_loss"]
+PROCESSES = [*DDP[:2], "fsdp2"]  # with a GPU each
 END = "            if step % args.log_every == 0 or step == epoch_steps:\n"
 
 
@@ -19,7 +20,7 @@ END = "            if step % args.log_every == 0 or step == epoch_steps:\n"
 def test_trains(name):
     """On one GPU or, with DataParallel, on all; NCCL knows which GPU is whose."""
     text = run(name, *JOB, "out")
-    assert "device cuda" in text and ("backend nccl" in text) == (name in DDP)
+    assert "device cuda" in text and ("backend nccl" in text) == (name not in SCRIPTS[:2])
     assert not re.search("is currently unknown|Guessing device|destroy_process_group", text), text
     row = metrics("out")[0]
     assert row["train_loss"] < 2.3 and row["peak_memory_mib"] > 0
@@ -31,7 +32,7 @@ def test_trains(name):
 FLAGS = ["--amp"], ["--compile"], ["--clip-norm", 0.5], ["--amp", "--model", "resnet18"]
 
 
-@pytest.mark.parametrize("name", ["single", *DDP])
+@pytest.mark.parametrize("name", ["single", *DDP, "fsdp2"])
 @pytest.mark.parametrize("flags", FLAGS)
 def test_flags(name, flags):
     if name == DDP[2] and GPUS > 1 and {"--amp", "--compile"} & set(flags):
@@ -94,6 +95,6 @@ def test_two_gpus_agree_with_one(name):
     """Two processes with a GPU each, or one process with all GPUs."""
     flags = ["--augment", "--accumulate", 2, "--clip-norm", 1, "--batch-size", 160 * GPUS]
     run("single", *JOB, "one", *flags)
-    text = run(name, *JOB, "two", *flags, processes=2 if name in DDP[:2] else 1)
-    assert "device cuda:1" in text or name not in DDP[:2]
+    text = run(name, *JOB, "two", *flags, processes=2 if name in PROCESSES else 1)
+    assert "device cuda:1" in text or name not in PROCESSES
     close("two", "one", 1e-3, LOSSES)

@@ -31,7 +31,8 @@ def load(parts, *flags):
 
 
 TWO = [("dp", 1), *((name, 2) for name in DDP)]
-MORE = [*((name, count) for name in DDP for count in (1, 4))]
+TWO.append(("fsdp2", 2))
+MORE = [*((name, count) for name in [*DDP, "fsdp2"] for count in (1, 4))]
 
 
 @pytest.mark.parametrize("pairs", [TWO, pytest.param(MORE, marks=pytest.mark.slow)])
@@ -42,7 +43,7 @@ def test_same_losses(pairs, fashion):
     for name, count in pairs:
         run(name, *flags, f"{name}-{count}", processes=count)
         close(f"{name}-{count}", "single")
-    count = pairs[-1][1]
+    count = pairs[-1][1]  # DDP's runs have the same bits
     assert same(weights(f"ddp_spawn-{count}"), weights(f"ddp_torchrun-{count}"))
 
 
@@ -151,16 +152,11 @@ def test_flags_have_effect(fashion):
     assert weights("plain", "last.pt")["metrics"] == metrics("plain") and header == columns
 
 
-def test_without_torchrun(fashion, monkeypatch):
+def test_without_torchrun(fashion):
     """Two processes that get their places from the environment are the run of train_single.py."""
-    flags, jobs = [*fashion, "--epochs", 2, "--output"], []
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2}
-    for rank in 0, 1:
-        for name, value in place.items() | {"RANK": rank, "LOCAL_RANK": rank}.items():
-            monkeypatch.setenv(name, str(value))
-        jobs.append(Warm(script("ddp_torchrun"), [*flags, "two"], f"{rank}.log"))
+    flags = [*fashion, "--epochs", 2, "--output"]
     run("single", *flags, "one")
-    done(jobs)
+    done(by_hand("ddp_torchrun", *flags, "two", processes=2))
     close("two", "one")
 
 
