@@ -228,7 +228,7 @@ def test_recipes(data, fashion):
     killed = ["epoch 1/3 step 20/", "epoch 2/3 step 30/"]
     again = train("killed", *fashion, *SHORT, "--checkpoint-minutes", 0, killed=killed)
     assert events(printed) == events(again) and len(events(printed)) == 2 * 3 * (4 + 1)
-    assert len(re.findall(r"purge (?:1|2\d|7\d) ", again)) == again.count("killed allow\n") == 3
+    assert again.count("purge") == again.count("killed allow\n") == 3
     assert len(re.findall(r"gradient norm \d", printed)) == 3 * 4
     for name in ("best.pt", "ema.pt", "model.pt"):
         assert same(weights("whole", name), weights("killed", name))
@@ -269,7 +269,7 @@ def test_data_larger_than_memory():
 def test_stream():
     """Each file is read by one worker of one rank, again and again."""
     read = "def read_file(number):\n    yield from synthetic(40, seed=number)\n"
-    read += '    print("file", number, os.getpid(), flush=True)\n\n\ndef load_data('
+    read += '    print(f"file {number} {os.getpid()}\\n", end="", flush=True)\n\n\ndef load_data('
     new = {
         "synthetic(10_000, seed=1)": "Stream(range(4))",
         "100_000": "160",
