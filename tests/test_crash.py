@@ -66,17 +66,18 @@ def test_nothing_is_lost_by_a_forgotten_flag(fashion):
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_by_itself(fashion, monkeypatch):
+@pytest.mark.parametrize("name", ["ddp_torchrun", "fsdp2"])
+def test_torchrun_restarts_by_itself(fashion, monkeypatch, name):
     """A rank killed by SIGKILL: --max-restarts begins it again, and it ends bit-identical.
 
     Without the variable about every other restart hangs until --timeout. KILLS=20 does more.
     """
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    kills = int(os.environ.get("KILLS", 3))
+    kills = int(os.environ.get("KILLS", 2))
     flags = [*fashion, *TRAIN, "--epochs", 4 * kills, "--output"]
-    run(QUICK[2], *flags, "whole", processes=2)
+    run("fsdp2" if name == "fsdp2" else QUICK[2], *flags, "whole", processes=2)
     words = [*TORCHRUN, "--standalone", "--max-restarts", kills, "--nproc-per-node", 2]
-    job = Cold([*words, script("ddp_torchrun"), *flags, "out"], "run.log")
+    job = Cold([*words, script(name), *flags, "out"], "run.log")
     for attempt in range(1, kills + 1):
         place = f" step {random.randrange(4, 41, 4)}/"
         wait_until(lambda: place in "".join(job.log.read_text().split("from epoch")[attempt:]))

@@ -76,14 +76,14 @@ def test_the_network(hosts, name, folders):
     assert content == {path: path.read_bytes() for path in Path().glob("*/*")}
 
 
-@pytest.mark.parametrize("lost", [1, 0])
-def test_a_host_that_goes_and_comes_back(hosts, fashion, lost):
+@pytest.mark.parametrize("name, lost", [("ddp_torchrun", 1), ("fsdp2", 0)])
+def test_a_host_that_goes_and_comes_back(hosts, fashion, name, lost):
     """They meet on the other one. Rank 0 is on the host with the lower address, host 0."""
     flags = [*fashion, "--epochs", 6, "--batch-size", 16, "--lr", 1e-4, "--log-every", 2]
     flags += ["--checkpoint-minutes", 0, "--resume", "--output"]
     run("single", *flags, "whole")
     slow = 'time.sleep(0.5 * os.path.exists("slow")); loss.backward()'
-    path = edited("ddp_torchrun", "loss.backward()", slow)
+    path = edited(name, "loss.backward()", slow)
     Path("slow").touch()
     jobs = [on_host(hosts, i, elastic(i, 1 - lost, path, 3), *flags, "out") for i in (0, 1)]
     wait_for(" step 4/", jobs[0])
