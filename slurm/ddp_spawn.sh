@@ -4,25 +4,33 @@
 #SBATCH --gres=gpu:2             # EDIT: GPUs; without any, delete the line
 #SBATCH --cpus-per-task=8        # EDIT: CPU cores, about 4 a GPU
 #SBATCH --time=04:00:00          # EDIT: a longer training goes back into the queue and carries on
-##SBATCH --partition=gpu         # EDIT: name yours and delete one #, if your cluster wants it
-##SBATCH --mem=32G               # EDIT: the same; memory of a machine
-#SBATCH --output=%x-%j.out
-#SBATCH --open-mode=append       # or a requeued job begins its log anew
+##SBATCH --partition=gpu --mem=32G # EDIT: delete one # if your cluster wants these
+#SBATCH --output=%x-%j.out --open-mode=append # or a requeued job begins its log anew
 #SBATCH --requeue                # or a preemption or a lost machine ends the job for good
 #SBATCH --signal=B:USR1@60       # 60 s before the time limit; or the limit ends the job for good
 
+# module load cuda; source ~/env/bin/activate # EDIT: what your cluster needs
+# If compute nodes have no network, start the script once on the login node: it loads the data.
 set -euo pipefail
 script=train_ddp_spawn.py # EDIT: your copy of it
-requeues=20 # EDIT: so many at most, or a limit too short for one checkpoint goes round for ever
-again() { ((${SLURM_RESTART_COUNT:-0} >= requeues)) || scontrol requeue "$SLURM_JOB_ID" || true; }
-trap again USR1 # Slurm then kills the job and starts it anew, with --resume
-python=(${CONTAINER:+apptainer exec --nv "$CONTAINER"} "${PYTHON:-python3}" -u)
+requeues=20 # EDIT: at most, or a limit too short for one checkpoint goes round for ever
+job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID} # the tasks of an array, --array=1-10%1, share one run
+task=$job${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID} # in an array JOB alone means all its tasks
+output=runs/$SLURM_JOB_NAME-$job # a requeued job finds its run here, a new one begins another
+if [[ " $*" =~ " --output"[=\ ]([^ ]+) ]]; then output=${BASH_REMATCH[1]}; fi # --output wins
+code=$output/$job-$(basename "$script") # so a requeued job runs the code that began it
+[[ -e $code ]] || install -D "$script" "$code" # -D makes the folder
+export PYTHONPATH=$PWD:${PYTHONPATH:-} # or the copy does not find modules beside the script
+python=("${PYTHON:-python3}" -u)
+if [[ -n ${CONTAINER:-} ]]; then python=(apptainer exec --nv "$CONTAINER" "${python[@]}"); fi
 
-# In the background, or the shell would not hear the signal before srun ends.
+requeue() { ((${SLURM_RESTART_COUNT:-0} < requeues)) && scontrol requeue "$task"; }
+trap 'requeue || echo "not requeued: the time limit ends this job"' USR1
+# In the background: bash runs the trap only after a command in the foreground has ended.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-    "${python[@]}" "$script" --resume "$@" &
-status=0
-wait $! || wait $! || status=$? # the signal ends the first wait
-# Slurm requeues a preempted job only if it is still there after the GraceTime of the partition.
-if ((status)) && scontrol show job "$SLURM_JOB_ID" | grep -q PreemptTime=2; then again; fi
-exit "$status"
+    "${python[@]}" "$code" --resume --output "$output" "$@" &
+# USR1 ends the first `wait` early: a second one follows. Once srun is over, both have its status.
+wait $! || wait $! || failed=$?
+# A preempted job has a date as PreemptTime. Slurm requeues only those still there after GraceTime.
+if [[ -n ${failed:-} && $(scontrol show job "$task") == *PreemptTime=[0-9]* ]]; then requeue; fi
+exit "${failed:-0}"

@@ -5,31 +5,34 @@
 #SBATCH --gres=gpu:2             # EDIT: GPUs; without any, delete the line
 #SBATCH --cpus-per-task=8        # EDIT: CPU cores, about 4 a GPU
 #SBATCH --time=04:00:00          # EDIT: a longer training goes back into the queue and carries on
-##SBATCH --partition=gpu         # EDIT: name yours and delete one #, if your cluster wants it
-##SBATCH --mem=32G               # EDIT: the same; memory of a machine
-#SBATCH --output=%x-%j.out
-#SBATCH --open-mode=append       # or a requeued job begins its log anew
+##SBATCH --partition=gpu --mem=32G # EDIT: delete one # if your cluster wants these
+#SBATCH --output=%x-%j.out --open-mode=append # or a requeued job begins its log anew
 #SBATCH --requeue                # or a preemption or a lost machine ends the job for good
 #SBATCH --signal=B:USR1@60       # 60 s before the time limit; or the limit ends the job for good
 
+# module load cuda; source ~/env/bin/activate # EDIT: what your cluster needs
+# If compute nodes have no network, start the script once on the login node: it loads the data.
 set -euo pipefail
-requeues=20 # EDIT: so many at most, or a limit too short for one checkpoint goes round for ever
-meet=${INIT_METHOD:-tcp://node0:23456} # EDIT: machine 0 and a free port, alike in both files
 script=train_ddp_spawn.py # EDIT: your copy of it
-if [[ ${1:-} == *.py ]]; then script=$1; shift; fi # sbatch slurm/node0.sh other_script.py [flags]
-if [[ $meet == file://* ]]; then # of both jobs the first removes the file that an earlier run left
-    exec 9>> "${meet#file://}.lock"
-    if flock --nonblock 9; then rm -f "${meet#file://}"; fi
-    flock --shared 9
-fi
-again() { ((${SLURM_RESTART_COUNT:-0} >= requeues)) || scontrol requeue "$SLURM_JOB_ID" || true; }
-trap again USR1 # Slurm then kills the job and starts it anew, with --resume
-python=(${CONTAINER:+apptainer exec --nv "$CONTAINER"} "${PYTHON:-python3}" -u)
+requeues=20 # EDIT: at most, or a limit too short for one checkpoint goes round for ever
+output=runs/pair # EDIT: another folder for another training, alike in both files
+meet=tcp://node0:23456 # EDIT: machine 0 and a free port, alike in both files
+if [[ " $*" =~ " --output"[=\ ]([^ ]+) ]]; then output=${BASH_REMATCH[1]}; fi # --output wins
+code=$output/$SLURM_JOB_ID-$(basename "$script") # so a requeued job runs the code that began it
+[[ -e $code ]] || install -D "$script" "$code" # -D makes the folder
+export PYTHONPATH=$PWD:${PYTHONPATH:-} # or the copy does not find modules beside the script
+python=("${PYTHON:-python3}" -u)
+if [[ -n ${CONTAINER:-} ]]; then python=(apptainer exec --nv "$CONTAINER" "${python[@]}"); fi
+
+requeue() { ((${SLURM_RESTART_COUNT:-0} < requeues)) && scontrol requeue "$SLURM_JOB_ID"; }
+trap 'requeue || echo "not requeued: the time limit ends this job"' USR1
 echo "machine 0 waits for machine 1 at $meet"
+# In the background: bash runs the trap only after a command in the foreground has ended.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-    "${python[@]}" "$script" --resume --init-method "$meet" --world-size 2 --rank 0 "$@" &
-status=0
-wait $! || wait $! || status=$? # the signal ends the first wait
-if ((status == 0 || status == 2)); then exit "$status"; fi # 2 is a wrong flag
-if squeue --me -h -t PD,R -n node1 | grep -q .; then again; fi # the other machine will be back
-exit "$status"
+    "${python[@]}" "$code" --resume --output "$output" \
+    --init-method "$meet" --world-size 2 --rank 0 "$@" &
+# USR1 ends the first `wait` early: a second one follows. Once srun is over, both have its status.
+wait $! || wait $! || failed=$?
+# 2 is a wrong flag. After another failure both jobs begin anew, if the other is still there too.
+if ((${failed:-2} != 2)) && [[ -n $(squeue --me -h -t PD,R -n node1) ]]; then requeue; fi
+exit "${failed:-0}"

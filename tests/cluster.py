@@ -1,4 +1,4 @@
-"""A real Slurm cluster of four machines on this one, each with pretended cores and GPUs. Needs root
+"""A real Slurm cluster of five machines on this one, each with pretended cores and GPUs. Needs root
 and Debian's packages slurm-wlm and munge. Everything that it writes is in one folder."""
 
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from helpers import wait_until
 
-MACHINES = ["node0", "node1", "node2", "node3"]
-HOSTS = "127.0.0.1 node0\n127.0.0.2 node1\n127.0.0.3 node2\n127.0.0.4 node3\n"
+MACHINES = ["node0", "node1", "node2", "node3", "node4"]
+HOSTS = "".join(f"127.0.0.{number + 1} {name}\n" for number, name in enumerate(MACHINES))
 CONF = Path(__file__).with_name("slurm.conf").read_text()
 
 
@@ -28,12 +28,12 @@ def write_files(folder):
     (folder / "munge" / "key").write_bytes(os.urandom(128))
     for number in range(20):
         subprocess.run(["mknod", folder / f"gpu{number}", "c", "1", "3"], check=True)
-    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(5)]
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(6)]
     ports = [server.getsockname()[1] for server in servers]
     line = "NodeName={} NodeAddr=127.0.0.1 Port={} CPUs=99 Gres=gpu:20\n"
     nodes = "".join(map(line.format, MACHINES, ports))
     host, version = socket.gethostname(), 1 if Path("/sys/fs/cgroup/cpuset").exists() else 2
-    gpus = f"NodeName=node[0-3] Name=gpu AutoDetect=off File={folder}/gpu[0-19]\n"
+    gpus = f"NodeName=node[0-4] Name=gpu AutoDetect=off File={folder}/gpu[0-19]\n"
     (folder / "slurm.conf").write_text(CONF.format(**locals()))
     (folder / "gres.conf").write_text(gpus)
     (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\n")
@@ -67,7 +67,7 @@ def cluster(folder):
         assert wait_until((folder / "munge" / "socket").exists), "munged"
         daemons.append(start(folder, "slurmctld", "slurmctld", "-D"))
         machines.update({name: start_machine(folder, name) for name in MACHINES})
-        ready = "sinfo -h -o '%t %D' 2> /dev/null | grep -qx 'idle 4'"
+        ready = "sinfo -h -o '%t %D' 2> /dev/null | grep -qx 'idle 5'"
         assert wait_until(lambda: os.system(ready) == 0, pause=0.2), "the machines"
         yield machines
     finally:

@@ -1,7 +1,7 @@
 """The sbatch files, submitted as they are to a real Slurm, which only holds a requeued job for 5 s
-instead of 120. Most jobs train with copies of the scripts that sleep at every step while
-OUTPUT.slow has a byte left, and each start takes one: they last until they have been disturbed, and
-leave the cores to others. Less data and no torchvision make them start sooner."""
+instead of 120. Nothing here goes by the clock: a job is disturbed when its log shows how far it is.
+Trainings run copies of the scripts that stand still before step 3 in the lives that STANDS names:
+life 0 is a job's first, and each requeue and each task of an array is one more."""
 
 import os
 import re
@@ -12,39 +12,55 @@ from pathlib import Path
 import pytest
 import torch
 from cluster import cluster, missing, start_machine
-from helpers import ROOT, SCRIPTS, command, kill, same_run, script, wait_until
+from helpers import *
 
 PAIR = ["node0", "node1"]
 FILES = {name: ROOT / "slurm" / f"{name}.sh" for name in SCRIPTS + PAIR}
-EPOCHS, STEP = 5, "epoch 1/5 step 1"  # the files' --resume wins over --overwrite
-FLAGS = ["--dataset", "synthetic", "--epochs", EPOCHS, "--checkpoint-minutes", 0, "--log-every", 1]
-FLAGS += ["--overwrite", "--output"]
-# On two processes all runs have the same bits. A job of a pair that is struck while it meets the
-# other leaves it waiting for the whole of --timeout.
-EXTRA = {"ddp_spawn": ["--nproc-per-node", 2]} | dict.fromkeys(PAIR, ["--timeout", 30])
-SLOW = 'time.sleep(4 * (os.path.getsize(f"{args.output}.slow") > 0)); '
-LESS = 'slow = Path(f"{args.output}.slow"); slow.write_text(slow.read_text()[1:]); '
-CHANGES = {"loss.backward()": SLOW + "loss.backward()", 'print(f"into ': LESS + 'print(f"into '}
+CODE = {name: f"train_{name}.py" for name in SCRIPTS} | dict.fromkeys(PAIR, "train_ddp_spawn.py")
+CODE["array"] = "train_single.py"
+FLAGS = "--dataset synthetic --epochs 2 --checkpoint-minutes 0 --log-every 1".split()
+OPTIONS = {"ddp_torchrun": ["--partition=frail", "--nodes=2", "--gres=gpu:1"]}
+OPTIONS |= {"dp": ["--partition=spare"], "ddp_spawn": ["--partition=patient"]}
+OPTIONS |= {"array": ["--array=0-1%1", "--job-name=array", "--output=array-%A.out"]}
+HEAD = """\
+class datasets:
+    CIFAR10 = FashionMNIST = None
+LIFE = sum(int(os.environ.get(f"SLURM_{name}", 0)) for name in ("RESTART_COUNT", "ARRAY_TASK_ID"))
+STAND = 9999 * (str(LIFE) in os.environ["STANDS"])
+"""
+# Without torchvision and with less data a start takes half the time.
+CHANGES = {"from torchvision import datasets, models\n": HEAD, "from torchvision.t": "# "}
 CHANGES |= {"(10_000, seed": "(640, seed", "(2_000, seed": "(203, seed"}
-DATASETS = "class datasets:\n    CIFAR10 = FashionMNIST = None\n"
-CHANGES |= {"from torchvision import datasets, models\n": DATASETS, "from torchvision.t": "# "}
+CHANGES |= {"loss.backward()": "time.sleep(STAND * (step == 3)); loss.backward()"}
 STAND_IN = """\
 import os, sys, time
-print("arguments", sys.argv[1:])
+import beside
+print(f"arguments {sys.argv}\\n", end="")  # in one piece
 if "fail" in sys.argv and int(os.environ["SLURM_PROCID"]) + 1 == int(os.environ["SLURM_NTASKS"]):
     raise KeyError("mine")
-time.sleep(999)
+time.sleep(9999 * ("wrong" not in sys.argv))
+sys.exit(2)
+"""
+SRUN = """\
+#!/usr/bin/env bash
+#SBATCH --job-name=srun --ntasks=2 --output=%x-%j.out
+export MASTER_ADDR=$(hostname) MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000)) WORLD_SIZE=2
+srun --ntasks 2 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$PYTHON" -u "$@"' \\
+    bash train_ddp_torchrun.py --output "runs/srun-$SLURM_JOB_ID" "$@"
 """
 
 
 class Job:
+    patience = LIMIT  # seconds; a slow machine gets more
+
     def __init__(self, name, *flags, folder=".", options=(), file=None):
         words = ["sbatch", "--parsable", f"--chdir={Path(folder).resolve()}", *options]
-        self.number = command(*words, file or FILES[name], *flags)
+        self.number = self.task = command(*words, file or FILES[name], *flags)
         self.name, self.file = name, Path(folder, f"{name}-{self.number}.out").resolve()
+        self.output = f"runs/{name}-{self.number}" if name not in PAIR else "runs/pair"
 
     def show(self, field):
-        return re.search(rf"\b{field}=(\S*)", command("scontrol", "show", "job", self.number))[1]
+        return re.search(rf"\b{field}=(\S*)", command("scontrol", "show", "job", self.task))[1]
 
     def log(self):
         return self.file.read_text() if self.file.exists() else ""
@@ -53,25 +69,24 @@ class Job:
         return self.show("JobState") not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
 
     def wait_for(self, text, times=1):
-        wait_until(lambda: self.log().count(text) >= times or self.over(), 300, 0.2)
+        wait_until(lambda: self.log().count(text) >= times or self.over(), self.patience, 0.2)
         assert self.log().count(text) >= times, self.log()
 
-    def ended(self, state="COMPLETED", restarts=(0,)):
-        wait_until(self.over, 300, 0.2)
-        assert self.show("JobState") == state and int(self.show("Restarts")) in restarts, self.log()
+    def wait_for_restart(self):
+        assert wait_until(lambda: self.show("Restarts") == "1", self.patience, 0.2), self.log()
 
-    def went_on(self, restarts=(1,)):
-        """It has restarted, not always from the beginning, and ended as an undisturbed run."""
-        self.ended(restarts=restarts)
-        assert self.log().count("from epoch 1, step 1 on") <= int(self.show("Restarts")), self.log()
-        quiet = self.output.parent / ("quiet1" if self.name in SCRIPTS[:2] else "quiet2")
-        wait_until((quiet / "model.pt").exists, pause=0.2)
-        same_run(self.output, quiet, EPOCHS)
+    def ended(self, state="COMPLETED", restarts=0):
+        wait_until(self.over, self.patience, 0.2)
+        assert (self.show("JobState"), self.show("Restarts")) == (state, str(restarts)), self.log()
+
+    def warn(self):
+        """As Slurm does 60 s before the time limit."""
+        command("scancel", "--signal=USR1", "--batch", self.task)
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory):
-    """A function that submits a training whose first `times` starts are slow."""
+def cluster_and_trainings(tmp_path_factory):
+    """The cluster's machines, and {name: job} of the trainings, which are on their way."""
     if missing() or torch.accelerator.is_available():
         pytest.skip(missing() or "its pretended GPUs would be mixed up with the real ones")
     folder = tmp_path_factory.mktemp("train")
@@ -80,127 +95,158 @@ def train(tmp_path_factory):
         for old, new in CHANGES.items():
             assert text.count(old) == 1
             text = text.replace(old, new)
-        (folder / f"train_{name}.py").write_text(text)
+        (folder / CODE[name]).write_text(text)
+    (folder / "srun.sh").write_text(SRUN)
 
-    def train(name, output, *first, options=(), times=1):
-        Path(folder, f"{output}.slow").write_text("s" * (times + 1))
-        gpus = ["--gres=gpu:1"] if name == "ddp_torchrun" else []
-        flags = [*first, *EXTRA.get(name, []), *FLAGS, output]
-        job = Job(name, *flags, folder=folder, options=[*gpus, *options])
-        job.output = folder / output
-        return job
+    def train(name, *flags, stands="0", file=None):
+        options = [f"--export=ALL,STANDS={stands}", *OPTIONS.get(name, [])]
+        return Job(name, *FLAGS, *flags, folder=folder, options=options, file=file)
 
-    train.cluster = tmp_path_factory.mktemp("slurm")
-    with cluster(train.cluster) as train.machines:  # it puts the environment back at its end
+    with cluster(tmp_path_factory.mktemp("slurm")) as machines:  # puts the environment back
         os.environ.update(PYTHON=sys.executable, OMP_NUM_THREADS="1")
-        yield train
+        begin, jobs = time.monotonic(), {"quiet": train("single", stands="")}
+        jobs["quiet"].wait_for("into ")
+        start = time.monotonic() - begin
+        Job.patience, timeout = max(LIMIT, 60 * start), ["--timeout", round(30 * start)]
+        jobs["srun"] = train("srun", stands="", file=folder / "srun.sh")
+        for name in SCRIPTS:
+            flags = timeout * (name in DDP) + ["--nproc-per-node", 2] * (name == "ddp_spawn")
+            jobs[name] = train(name, *flags, stands="01" if name == "single" else "0")
+        jobs["array"] = train("array", stands="01", file=FILES["single"])
+        jobs["array"].task += "_1"
+        jobs["node1"] = train("node1", *timeout, stands="")  # rank 0 standing, it waits
+        jobs["node1"].wait_for("machine 1 waits for machine 0 at tcp://node0:23456")
+        jobs["node0"] = train("node0", *timeout)
+        yield machines, jobs
 
 
 @pytest.fixture(scope="module")
-def limited(train):
-    """Jobs of two minutes, of which the warning takes one; they go on beside the other tests.
-    Of one pair only machine 1 has a limit, and comes first; of the other, machine 0."""
-
-    def start(*words, minutes=2):
-        return train(*words, options=[f"--time={minutes}"], times=2)
-
-    train("single", "quiet1", times=0)
-    train("ddp_spawn", "quiet2", times=0)
-    jobs = [start(name, name) for name in SCRIPTS]
-    late = start("node1", "pair1")
-    late.wait_for("machine 1 waits for machine 0 at tcp://node0:23456")
-    jobs += [start("node0", "pair1", minutes=20), late]
-    with pytest.MonkeyPatch.context() as patch:
-        Path(f"{late.output}.meet").write_text("what an earlier run left")
-        patch.setenv("INIT_METHOD", f"file://{late.output}.meet")
-        jobs.append(start("node0", "pair0", "train_ddp_multigpu_proc.py"))
-        jobs[-1].wait_for("machine 0 waits for machine 1 at file://")
-        jobs.append(start("node1", "pair0", "train_ddp_multigpu_proc.py", minutes=20))
+def trainings(cluster_and_trainings):
+    """Once all stand, their scripts are edited and each is disturbed."""
+    machines, jobs = cluster_and_trainings
+    for name, job in jobs.items():
+        if name != "node1":  # rank 0 alone prints
+            job.wait_for("epoch 1/2 step 2/")  # then the checkpoint of step 1 is whole
+    for name in SCRIPTS:
+        (jobs["quiet"].file.parent / CODE[name]).write_text("raise SystemExit('edited')\n")
+    limited = [jobs[name] for name in ("single", "ddp_multigpu_proc", "node0")]
+    for job in limited:
+        command("scontrol", "update", f"job={job.number}", "timelimit=1")  # minute
+    # Preempts dp at once, and ddp_spawn with a SIGTERM and a GraceTime.
+    command(*"sbatch -p urgent --nodes=2 --gres=gpu:20 --output=/dev/null --wrap=hostname".split())
+    command("scancel", f"{jobs['array'].number}_0")
+    # torchrun starts all ranks anew when one dies, and Slurm the job when a machine does.
+    elastic = jobs["ddp_torchrun"]
+    processes = command("pgrep", "-af", f"resume --output {elastic.output}").splitlines()
+    ranks = [line for line in processes if "distributed.run" not in line]
+    assert len(ranks) == 2
+    kill(int(ranks[1].split()[0]))
+    elastic.wait_for("into ", 2)
+    assert elastic.show("Restarts") == "0"
+    machines["node4"].kill()
+    jobs["array"].wait_for("into ", 2)
+    jobs["array"].warn()
+    for job in limited:
+        job.wait_for_restart()
+        command("scontrol", "update", f"job={job.number}", "timelimit=60")
+    jobs["single"].wait_for("into ", 2)
+    command("scontrol", "requeue", jobs["single"].number)
+    elastic.wait_for_restart()
+    machines["node4"] = start_machine(Path(os.environ["SLURM_CONF"]).parent, "node4")
     return jobs
 
 
 @pytest.mark.slow
-def test_command_lines_the_cap_and_failures(limited, work, monkeypatch):
-    """Arguments, cores, and what apptainer is told: a stand-in, which starts the rest. With a cap
-    of 1, or where requeueing is forbidden, a warned job goes on to its limit. If the last task has
-    a mistake in it, the others end too, and the log names task and host."""
-    for name in SCRIPTS:
-        Path(f"train_{name}.py").write_text(STAND_IN)
+def test_what_the_files_start(cluster_and_trainings, work, monkeypatch):
+    """Arguments, cores, and what apptainer is told, of a stand-in. Edited, it goes on as it was,
+    but for a new job. With a cap of 1, or where requeueing is forbidden, a warned job runs on to
+    its limit. If the last task has a mistake, all end, and the log names task and host."""
     Path("apptainer").write_text('#!/bin/sh\necho "apptainer $*"\nshift 3\nexec "$@"\n')
     Path("apptainer").chmod(0o755)
     monkeypatch.setenv("PATH", f"{work}:{os.environ['PATH']}")
     monkeypatch.setenv("CONTAINER", "my image.sif")
-    jobs = [Job("single", options=["--no-requeue"])]
+    Path("beside.py").touch()
+    for name in SCRIPTS:
+        Path(CODE[name]).write_text(STAND_IN)
+    jobs = [Job("single", "--output=mine", options=["--no-requeue"])]
     for name, file in FILES.items():
         Path(f"{name}.sh").write_text(file.read_text().replace("requeues=20", "requeues=1"))
         jobs.append(Job(name, "--lr", "a b", options=["--nodes=1"], file=f"{name}.sh"))
+    failing = [Job(name, "fail", options=["--nodes=2"] * (name in SCRIPTS[3:])) for name in SCRIPTS]
+    jobs[0].wait_for("arguments ['mine/")
     for job in jobs[1:]:
-        job.wait_for("arguments")
-        cores = 4 if job.name == "single" else 8
-        assert command("pgrep", "-f", f"^srun --cpus-per-task={cores} .*--lr a b")
+        job.wait_for("arguments", 4 if job.name == "ddp_torchrun" else 1)  # its GPUs
+        code = f"{job.output}/{job.number}-{CODE[job.name]}"
+        flags = rf"'{code}', '--resume', '--output', '{job.output}', (.*, )?'--lr', 'a b'"
+        assert re.search(rf"arguments \[{flags}(, '--rank', '\d')?\]", job.log()), job.log()
+        cores = {"single": 4, "ddp_torchrun": 16}.get(job.name, 8)
+        assert command("pgrep", "-f", f"^srun --cpus-per-task={cores} .*{job.number}-.*--lr a b")
         assert f"apptainer exec --nv my image.sif {sys.executable} -u " in job.log()
-        assert re.search(r"\['--resume', (.*, )?'--lr', 'a b'(, '--rank', '\d')?\]", job.log())
-        command("scancel", "--signal=USR1", "--batch", job.number)
+    for name in SCRIPTS:
+        Path(CODE[name]).write_text(STAND_IN.replace("arguments", "edited"))
+    new = Job("single", "wrong", "--output", "mine")
     for job in jobs:
-        job.wait_for("apptainer exec", 1 if job is jobs[0] else 2)
-        command("scancel", "--signal=USR1", "--batch", job.number)
-    time.sleep(8)
+        job.warn()
+    for job in jobs[1:]:
+        job.wait_for("arguments", 8 if job.name == "ddp_torchrun" else 2)
+        job.warn()
     for i, job in enumerate(jobs):
-        assert job.show("JobState") == "RUNNING" and job.show("Restarts") == str(min(1, i))
+        job.wait_for("not requeued")
+        assert (job.show("JobState"), job.show("Restarts")) == ("RUNNING", str(min(1, i)))
         command("scancel", job.number)
-    for job in [Job(name, "fail") for name in SCRIPTS]:
+    new.ended("FAILED")
+    assert f"edited ['mine/{new.number}-train_single.py'" in new.log()
+    for job in failing:
         job.ended("FAILED")
         where = r"node(\d): task \1" if job.name in SCRIPTS[3:] else r"node\d: task 0"
         assert re.search(f"srun: error: {where}: Exited with exit code 1", job.log()), job.log()
 
 
 @pytest.mark.slow
-def test_preempted_and_requeued(limited, train):
-    """A preemption kills at once, or leaves a GraceTime after a SIGTERM (partition patient)."""
-    jobs = [train("dp", "killed", options=["-p", "spare"]), train("single", "again")]
-    jobs.append(train("ddp_spawn", "patient", options=["-p", "patient"]))
-    for job in jobs:
-        job.wait_for(STEP)
-    command(*"sbatch -p urgent --nodes=2 --gres=gpu:20 --output=/dev/null --wrap=hostname".split())
-    command("scontrol", "requeue", jobs[1].number)
-    for job in jobs:
-        job.went_on()
+@pytest.mark.parametrize("name", [*SCRIPTS, "array", "node0"])
+def test_it_goes_on(trainings, name):
+    """In its own folder, from a checkpoint, with the code that began it, to the end of an
+    undisturbed run."""
+    job, folder = trainings[name], trainings[name].file.parent
+    job.ended(restarts=2 if name == "single" else 1)
+    assert job.log().count("from epoch 1, step 1 on") == 1, job.log()
+    assert re.search("from epoch 1, step [23] on", job.log()), job.log()
+    quiet = trainings["srun" if name in [*DDP, "node0"] else "quiet"]
+    quiet.ended()
+    output, other = folder / job.output, folder / "runs" / f"{quiet.file.stem}"
+    assert [row["epoch"] for row in metrics(output)] == [1, 2]
+    close(output, other, 1e-6)
+    assert same(weights(output), weights(other))
+    numbers = [trainings[name].number for name in (PAIR if name == "node0" else [name])]
+    files = {f"{number}-{CODE[name]}" for number in numbers}
+    assert set(os.listdir(output)) == files | {"last.pt", "metrics.csv", "model.pt"}
+    if name == "array":
+        job.task = f"{job.number}_0"
+        job.ended("CANCELLED")  # and the requeue of the other task was not this one's
 
 
 @pytest.mark.slow
-def test_a_rank_and_a_machine_that_die(limited, train):
-    """torchrun starts all ranks anew when one dies, and Slurm the job when a machine does."""
-    job = train("ddp_torchrun", "died", options=["-p", "spare"], times=2)
-    job.wait_for(STEP)
-    commands = command("pgrep", "-af", "torchrun.py .*--output died").splitlines()
-    ranks = [line for line in commands if "distributed.run" not in line]
-    assert len(ranks) == 2
-    kill(int(ranks[1].split()[0]))
-    job.wait_for("into ", 2)
-    assert job.show("Restarts") == "0"
-    train.machines["node3"].kill()
-    assert wait_until(lambda: job.show("Restarts") == "1", pause=0.2), "Slurm keeps node3"
-    train.machines["node3"] = start_machine(train.cluster, "node3")
-    job.went_on()
-
-
-@pytest.mark.slow
-def test_the_time_limits_and_the_end_of_a_pair(limited, train):
-    """A job that comes back alone, as its limit struck when the run ended, sees that it did. A
-    wrong flag ends both jobs of a pair and torchrun's, and a `scancel` of one ends the other."""
-    for job in limited:
-        job.went_on(restarts=range(2, 9))
-    model = limited[-1].output.parent / "pair1" / "model.pt"
-    written = model.stat()
-    for job in [train(name, "pair1") for name in PAIR]:
-        job.ended()
-        assert "pair1 has a finished run" in job.log() and model.stat() == written
-    wrong = "wrong", "--lr", "-1"
-    for job in [train(name, *wrong, options=["--nodes=1"]) for name in [*PAIR, "ddp_torchrun"]]:
+def test_the_end_of_a_pair(trainings, work):
+    """A job that comes back when the run has ended sees that it did. After a wrong flag none comes
+    back, after another failure only if the other job is still there."""
+    one = trainings["node1"]
+    one.ended(restarts=1)
+    command("scontrol", "requeue", one.number)
+    one.wait_for("runs/pair has a finished run")
+    one.ended(restarts=2)
+    Path("beside.py").touch()
+    Path("train_ddp_spawn.py").write_text(STAND_IN)
+    waiting = [Job(name) for name in PAIR]
+    for job in waiting:
+        job.wait_for("arguments")
+    for job in [Job(name, "wrong") for name in PAIR]:
         job.ended("FAILED")
-        assert "--lr: -1 is less than 0" in job.log() and job.show("ExitCode") in ("1:0", "2:0")
-    zero, one = (train(name, "cancelled") for name in PAIR)
-    zero.wait_for(STEP)
-    command("scancel", zero.number)
-    one.ended("FAILED")
-    zero.ended("CANCELLED")
+        assert job.show("ExitCode") == "2:0"
+    failing = [Job(name, "fail") for name in PAIR]
+    for job in failing:
+        job.wait_for_restart()
+    for job in waiting + failing:
+        command("scancel", job.number)
+        job.ended("CANCELLED", restarts=int(job in failing))
+    for name in PAIR:
+        Job(name, "fail").ended("FAILED")
