@@ -30,7 +30,7 @@ def profile(model, batch_size, steps=20):
     and the fraction of the step's time after which it is there.
     """
     if model == "example":
-        exec(example(), vars(scripts))  # README.md's model and data in place of the script's
+        exec(example(), vars(scripts))  # the pages' model and data in place of the script's
     data = str(Path(__file__).parent) if model == "example" else "synthetic"
     args = scripts.parser.parse_args(["--dataset", data])
     args.model, device = model, torch.device(args.device)
@@ -105,7 +105,7 @@ def hosts(path):
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # what a host had
     rows = csv.DictReader(path.read_text().splitlines())
     rows = sorted(rows, key=lambda row: -float(row["rate"]))
-    # README.md's example comes last: its definitions replace the scripts' own.
+    # The pages' example comes last: its definitions replace the scripts' own.
     for job in sorted({row["job"] for row in rows}, key=lambda job: (job == "example", job)):
         own = [row for row in rows if row["job"] == job]
         groups = buckets(profile(job.split("-")[0], int(own[0]["batch"]) // 2)[1])

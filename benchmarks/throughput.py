@@ -48,14 +48,14 @@ def write_folder(folder, count):
 
 
 def example():
-    """What README.md has a user write into the rooms of a script."""
-    text = (HERE.parent / "README.md").read_text()
-    model, data, *_ = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    """What docs/your_model_and_data.md has a user write into the rooms of a script."""
+    text = (HERE.parent / "docs" / "your_model_and_data.md").read_text()
+    _, model, data, *_ = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     return f"{model}\n\n{data}\n\n{re.search(r'`(add.*?)`', text)[1]}\n"
 
 
 def write_text(folder, count):
-    """A text with so many training samples for README.md's example, and a tenth for its test."""
+    """A text with so many training samples for the pages' example, and a tenth for its test."""
     folder.mkdir()
     (folder / "text.txt").write_bytes(bytes(random.choices(b"abcdefgh \n", k=72 * count)))
 
