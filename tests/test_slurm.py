@@ -16,6 +16,7 @@ from helpers import *
 
 PAIR, TRAINED = ["node0", "node1"], SCRIPTS[:5]  # fsdp2.sh is ddp_torchrun.sh with another script
 FILES = {name: ROOT / "slurm" / f"{name}.sh" for name in SCRIPTS + PAIR}
+TORCHRUN_FILES = ["ddp_torchrun", "fsdp2"]  # for four GPUs and 16 cores
 CODE = {name: f"train_{name}.py" for name in SCRIPTS} | dict.fromkeys(PAIR, "train_ddp_spawn.py")
 WARN = ["scancel", "--signal=USR1", "--batch"]  # as Slurm does before a time limit
 FLAGS = "--dataset synthetic --epochs 2 --checkpoint-minutes 0 --log-every 1".split()
@@ -156,11 +157,11 @@ def test_what_the_files_start(trainings, work, monkeypatch):
     failing = [Job(name, "fail", options=["--nodes=2"] * (name in SCRIPTS[3:])) for name in SCRIPTS]
     jobs[0].wait_for("arguments ['mine/")
     for job in jobs[1:]:
-        job.wait_for("arguments", 4 if job.name in TORCHRUNS else 1)  # its GPUs
+        job.wait_for("arguments", 4 if job.name in TORCHRUN_FILES else 1)  # its GPUs
         code = f"{job.output}/{job.number}-{CODE[job.name]}"
         flags = rf"'{code}', '--resume', '--output', '{job.output}', (.*, )?'--lr', 'a b'"
         assert re.search(rf"arguments \[{flags}(, '--rank', '\d')?\]", job.log()), job.log()
-        cores = 4 if job.name == "single" else 16 if job.name in TORCHRUNS else 8
+        cores = 4 if job.name == "single" else 16 if job.name in TORCHRUN_FILES else 8
         assert command("pgrep", "-f", f"^srun --cpus-per-task={cores} .*{job.number}-.*--lr a b")
         assert f"apptainer exec --nv my image.sif {sys.executable} -u " in job.log()
     for name in SCRIPTS:
@@ -169,7 +170,7 @@ def test_what_the_files_start(trainings, work, monkeypatch):
     for job in jobs:
         command(*WARN, job.number)
     for job in jobs[1:]:
-        job.wait_for("arguments", 8 if job.name in TORCHRUNS else 2)
+        job.wait_for("arguments", 8 if job.name in TORCHRUN_FILES else 2)
         command(*WARN, job.number)
     for i, job in enumerate(jobs):
         job.wait_for("not requeued")
