@@ -16,7 +16,8 @@ set -euo pipefail
 script=train_ddp_spawn.py # EDIT: your copy of it
 requeues=20 # EDIT: at most, or a limit too short for one checkpoint goes round for ever
 output=runs/pair # EDIT: another folder for another training, alike in both files
-meet=tcp://node0:23456 # EDIT: machine 0 and a free port, alike in both files
+meet=${INIT_METHOD:-tcp://node0:23456} # EDIT: machine 0 and a free port, alike in both files
+if [[ ${1:-} == *.py ]]; then script=$1; shift; fi # sbatch slurm/node0.sh other_script.py [flags]
 if [[ " $*" =~ " --output"[=\ ]([^ ]+) ]]; then output=${BASH_REMATCH[1]}; fi # --output wins
 code=$output/$SLURM_JOB_ID-$(basename "$script") # so a requeued job runs the code that began it
 [[ -e $code ]] || install -D "$script" "$code" # -D makes the folder

@@ -1,7 +1,7 @@
 """The sbatch files, submitted as they are to a real Slurm, which only holds a requeued job for 5 s
-instead of 120. Nothing here goes by the clock: a job is disturbed when its log shows how far it is.
-Trainings run copies of the scripts that stand still before step 3 in the lives that STANDS names:
-life 0 is a job's first, and each requeue and each task of an array is one more."""
+instead of 120. Nothing goes by the clock: a job is disturbed when its log shows how far it is.
+Trainings run copies of the scripts that stand still before step 3 after as many requeues as STANDS
+names: "01" is in a job's first life, and in the second."""
 
 import os
 import re
@@ -14,25 +14,23 @@ import torch
 from cluster import cluster, missing, start_machine
 from helpers import *
 
-PAIR = ["node0", "node1"]
+PAIR, TRAINED = ["node0", "node1"], SCRIPTS[:5]  # fsdp2.sh is ddp_torchrun.sh with another script
 FILES = {name: ROOT / "slurm" / f"{name}.sh" for name in SCRIPTS + PAIR}
+TORCHRUN_FILES = ["ddp_torchrun", "fsdp2"]  # for four GPUs and 16 cores
 CODE = {name: f"train_{name}.py" for name in SCRIPTS} | dict.fromkeys(PAIR, "train_ddp_spawn.py")
-CODE["array"] = "train_single.py"
-TRAINED = SCRIPTS[:5]  # fsdp2.sh is ddp_torchrun.sh with another script
+WARN = ["scancel", "--signal=USR1", "--batch"]  # as Slurm does before a time limit
 FLAGS = "--dataset synthetic --epochs 2 --checkpoint-minutes 0 --log-every 1".split()
 OPTIONS = {"ddp_torchrun": ["--partition=frail", "--nodes=2", "--gres=gpu:1"]}
 OPTIONS |= {"dp": ["--partition=spare"], "ddp_spawn": ["--partition=patient"]}
-OPTIONS |= {"array": ["--array=0-1%1", "--job-name=array", "--output=array-%A.out"]}
 HEAD = """\
 class datasets:
     CIFAR10 = FashionMNIST = None
-LIFE = sum(int(os.environ.get(f"SLURM_{name}", 0)) for name in ("RESTART_COUNT", "ARRAY_TASK_ID"))
-STAND = 9999 * (str(LIFE) in os.environ["STANDS"])
+STAND = 9999 * (os.environ.get("SLURM_RESTART_COUNT", "0") in os.environ["STANDS"])
 """
 # Without torchvision and with less data a start takes half the time.
-CHANGES = {"from torchvision import datasets, models\n": HEAD, "from torchvision.t": "# "}
-CHANGES |= {"(10_000, seed": "(640, seed", "(2_000, seed": "(203, seed"}
-CHANGES |= {"loss.backward()": "time.sleep(STAND * (step == 3)); loss.backward()"}
+CHANGES = ["from torchvision import datasets, models\n", HEAD, "from torchvision.t", "# "]
+CHANGES += ["(10_000, seed", "(640, seed", "(2_000, seed", "(203, seed"]
+CHANGES += ["loss.backward()", "time.sleep(STAND * (step == 3)); loss.backward()"]
 STAND_IN = """\
 import os, sys, time
 import beside
@@ -54,10 +52,10 @@ srun --ntasks 2 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$PYT
 class Job:
     patience = LIMIT  # seconds; a slow machine gets more
 
-    def __init__(self, name, *flags, folder=".", options=(), file=None):
-        words = ["sbatch", "--parsable", f"--chdir={Path(folder).resolve()}", *options]
-        self.number = self.task = command(*words, file or FILES[name], *flags)
-        self.name, self.file = name, Path(folder, f"{name}-{self.number}.out").resolve()
+    def __init__(self, name, *flags, options=(), file=None):
+        words = ["sbatch", "--parsable", *options, file or FILES[name], *flags]
+        self.name, self.number = name, command(*words)
+        self.task, self.file = self.number, Path(f"{name}-{self.number}.out").resolve()
         self.output = f"runs/{name}-{self.number}" if name not in PAIR else "runs/pair"
 
     def show(self, field):
@@ -73,93 +71,75 @@ class Job:
         wait_until(lambda: self.log().count(text) >= times or self.over(), self.patience, 0.2)
         assert self.log().count(text) >= times, self.log()
 
-    def wait_for_restart(self):
-        assert wait_until(lambda: self.show("Restarts") == "1", self.patience, 0.2), self.log()
-
     def ended(self, state="COMPLETED", restarts=0):
         wait_until(self.over, self.patience, 0.2)
         assert (self.show("JobState"), self.show("Restarts")) == (state, str(restarts)), self.log()
 
-    def warn(self):
-        """As Slurm does 60 s before the time limit."""
-        command("scancel", "--signal=USR1", "--batch", self.task)
-
 
 @pytest.fixture(scope="module")
-def cluster_and_trainings(tmp_path_factory):
-    """The cluster's machines, and {name: job} of the trainings, which are on their way."""
+def trainings(tmp_path_factory):
+    """{name: job}. When all stand, their scripts are edited and each job is disturbed."""
     if missing() or torch.accelerator.is_available():
         pytest.skip(missing() or "its pretended GPUs would be mixed up with the real ones")
-    folder = tmp_path_factory.mktemp("train")
-    for name in TRAINED:
-        text = Path(script(name)).read_text()
-        for old, new in CHANGES.items():
-            assert text.count(old) == 1
-            text = text.replace(old, new)
-        (folder / CODE[name]).write_text(text)
-    (folder / "srun.sh").write_text(SRUN)
+    folder, jobs = tmp_path_factory.mktemp("slurm"), {}
+    with pytest.MonkeyPatch.context() as patch, cluster(folder) as machines:
+        patch.chdir(tmp_path_factory.mktemp("train"))
+        os.environ.update(PYTHON=sys.executable, OMP_NUM_THREADS="1")  # cluster puts them back
+        Path("srun.sh").write_text(SRUN)
+        for name in TRAINED:
+            edited(name, *CHANGES).rename(CODE[name])
 
-    def train(name, *flags, stands="0", file=None):
-        options = [f"--export=ALL,STANDS={stands}", *OPTIONS.get(name, [])]
-        return Job(name, *FLAGS, *flags, folder=folder, options=options, file=file)
+        def train(name, *flags, stands="0", options=(), file=None):
+            options = [f"--export=ALL,STANDS={stands}", *OPTIONS.get(name, options)]
+            return Job(name, *FLAGS, *flags, options=options, file=file)
 
-    with cluster(tmp_path_factory.mktemp("slurm")) as machines:  # puts the environment back
-        os.environ.update(PYTHON=sys.executable, OMP_NUM_THREADS="1")
-        begin, jobs = time.monotonic(), {"quiet": train("single", stands="")}
+        begin, jobs["quiet"] = time.monotonic(), train("single", stands="")
         jobs["quiet"].wait_for("into ")
-        start = time.monotonic() - begin
-        Job.patience = max(LIMIT, round(60 * start))
+        Job.patience = max(LIMIT, round(60 * (time.monotonic() - begin)))
         timeout = ["--timeout", Job.patience]
-        jobs["srun"] = train("srun", stands="", file=folder / "srun.sh")
+        jobs["srun"] = train("srun", stands="", file="srun.sh")
         for name in TRAINED:
             flags = timeout * (name in DDP) + ["--nproc-per-node", 2] * (name == "ddp_spawn")
             jobs[name] = train(name, *flags, stands="01" if name == "single" else "0")
-        jobs["array"] = train("array", stands="01", file=FILES["single"])
+        jobs["array"] = train("single", options=["--array=0-1%1", "--output=%x-%A.out"])
         jobs["array"].task += "_1"
-        jobs["node1"] = train("node1", *timeout, stands="")  # rank 0 standing, it waits
+        jobs["node1"] = train("node1", *timeout, stands="")  # it waits in step 3 for rank 0
         jobs["node1"].wait_for("machine 1 waits for machine 0 at tcp://node0:23456")
         jobs["node0"] = train("node0", *timeout)
-        yield machines, jobs
-
-
-@pytest.fixture(scope="module")
-def trainings(cluster_and_trainings):
-    """Once all stand, their scripts are edited and each is disturbed."""
-    machines, jobs = cluster_and_trainings
-    for name, job in jobs.items():
-        if name != "node1":  # rank 0 alone prints
-            job.wait_for("epoch 1/2 step 2/")  # then the checkpoint of step 1 is whole
-    for name in TRAINED:
-        (jobs["quiet"].file.parent / CODE[name]).write_text("raise SystemExit('edited')\n")
-    # Preempts dp at once, and ddp_spawn with a SIGTERM and a GraceTime.
-    command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 --output=/dev/null --wrap=hostname".split())
-    command("scancel", f"{jobs['array'].number}_0")
-    # torchrun starts all ranks anew when one dies, and Slurm the job when a machine does.
-    elastic = jobs["ddp_torchrun"]
-    processes = command("pgrep", "-af", f"resume --output {elastic.output}").splitlines()
-    ranks = [line for line in processes if "distributed.run" not in line]
-    assert len(ranks) == 2
-    kill(int(ranks[1].split()[0]))
-    elastic.wait_for("into ", 2)
-    assert elastic.show("Restarts") == "0"
-    machines["node4"].kill()
-    jobs["array"].wait_for("into ", 2)
-    jobs["array"].warn()
-    limited = [jobs[name] for name in ("single", "ddp_multigpu_proc", "node0")]
-    for job in limited:
-        command("scontrol", "update", f"job={job.number}", "endtime=now+80")  # USR1 within 30 s
-    for job in limited:
-        job.wait_for_restart()
-        command("scontrol", "update", f"job={job.number}", "timelimit=60")  # before it runs again
-    jobs["single"].wait_for("into ", 2)
-    command("scontrol", "requeue", jobs["single"].number)
-    elastic.wait_for_restart()
-    machines["node4"] = start_machine(Path(os.environ["SLURM_CONF"]).parent, "node4")
-    return jobs
+        for name in jobs.keys() - {"node1"}:  # which prints nothing
+            jobs[name].wait_for("epoch 1/2 step 2/")  # then the checkpoint of step 1 is whole
+        for name in TRAINED:
+            Path(CODE[name]).write_text("raise SystemExit('edited')\n")
+        # Preempts dp at once, and ddp_spawn with a SIGTERM and a GraceTime.
+        urgent = "sbatch -p urgent --nodes=2 --gres=gpu:40 --output=/dev/null --wrap=hostname"
+        command(*urgent.split())
+        command("scancel", f"{jobs['array'].number}_0")
+        # torchrun starts all ranks anew when one dies, and Slurm the job when a machine does.
+        elastic = jobs["ddp_torchrun"]
+        processes = command("pgrep", "-af", f"resume --output {elastic.output}").splitlines()
+        ranks = [line for line in processes if "distributed.run" not in line]
+        assert len(ranks) == 2
+        kill(int(ranks[1].split()[0]))
+        elastic.wait_for("into ", 2)
+        assert elastic.show("Restarts") == "0"
+        machines["node4"].kill()
+        jobs["array"].wait_for("into ", 2)
+        command(*WARN, jobs["array"].task)
+        limited = [jobs[name] for name in ("single", "ddp_multigpu_proc", "node0")]
+        for job in limited:
+            command("scontrol", "update", f"job={job.number}", "endtime=now+80")  # USR1 within 30 s
+        for job in limited:
+            job.wait_for("DUE TO JOB REQUEUE")
+            command("scontrol", "update", f"job={job.number}", "timelimit=60")  # of its next life
+        jobs["single"].wait_for("into ", 2)
+        command("scontrol", "requeue", jobs["single"].number)
+        elastic.wait_for("DUE TO NODE FAILURE")
+        machines["node4"] = start_machine(folder, "node4")
+        yield jobs
 
 
 @pytest.mark.slow
-def test_what_the_files_start(cluster_and_trainings, work, monkeypatch):
+def test_what_the_files_start(trainings, work, monkeypatch):
     """Arguments, cores, and what apptainer is told, of a stand-in. Edited, it goes on as it was,
     but for a new job. With a cap of 1, or where requeueing is forbidden, a warned job runs on to
     its limit. If the last task has a mistake, all end, and the log names task and host."""
@@ -177,21 +157,21 @@ def test_what_the_files_start(cluster_and_trainings, work, monkeypatch):
     failing = [Job(name, "fail", options=["--nodes=2"] * (name in SCRIPTS[3:])) for name in SCRIPTS]
     jobs[0].wait_for("arguments ['mine/")
     for job in jobs[1:]:
-        job.wait_for("arguments", 4 if job.name in TORCHRUNS else 1)  # its GPUs
+        job.wait_for("arguments", 4 if job.name in TORCHRUN_FILES else 1)  # its GPUs
         code = f"{job.output}/{job.number}-{CODE[job.name]}"
         flags = rf"'{code}', '--resume', '--output', '{job.output}', (.*, )?'--lr', 'a b'"
         assert re.search(rf"arguments \[{flags}(, '--rank', '\d')?\]", job.log()), job.log()
-        cores = 4 if job.name == "single" else 16 if job.name in TORCHRUNS else 8
+        cores = 4 if job.name == "single" else 16 if job.name in TORCHRUN_FILES else 8
         assert command("pgrep", "-f", f"^srun --cpus-per-task={cores} .*{job.number}-.*--lr a b")
         assert f"apptainer exec --nv my image.sif {sys.executable} -u " in job.log()
     for name in SCRIPTS:
         Path(CODE[name]).write_text(STAND_IN.replace("arguments", "edited"))
     new = Job("single", "wrong", "--output", "mine")
     for job in jobs:
-        job.warn()
+        command(*WARN, job.number)
     for job in jobs[1:]:
-        job.wait_for("arguments", 8 if job.name in TORCHRUNS else 2)
-        job.warn()
+        job.wait_for("arguments", 8 if job.name in TORCHRUN_FILES else 2)
+        command(*WARN, job.number)
     for i, job in enumerate(jobs):
         job.wait_for("not requeued")
         assert (job.show("JobState"), job.show("Restarts")) == ("RUNNING", str(min(1, i)))
@@ -206,22 +186,19 @@ def test_what_the_files_start(cluster_and_trainings, work, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*TRAINED, "array", "node0"])
-def test_it_goes_on(trainings, name):
+def test_it_goes_on(trainings, name, monkeypatch):
     """In its own folder, from a checkpoint, with the code that began it, to the end of an
     undisturbed run."""
-    job, folder = trainings[name], trainings[name].file.parent
+    job, quiet = trainings[name], trainings["srun" if name in [*DDP, "node0"] else "quiet"]
+    monkeypatch.chdir(job.file.parent)
     job.ended(restarts=2 if name == "single" else 1)
     assert job.log().count("from epoch 1, step 1 on") == 1, job.log()
     assert re.search("from epoch 1, step [23] on", job.log()), job.log()
-    quiet = trainings["srun" if name in [*DDP, "node0"] else "quiet"]
     quiet.ended()
-    output, other = folder / job.output, folder / "runs" / f"{quiet.file.stem}"
-    assert [row["epoch"] for row in metrics(output)] == [1, 2]
-    close(output, other, 1e-6)
-    assert same(weights(output), weights(other))
-    numbers = [trainings[name].number for name in (PAIR if name == "node0" else [name])]
-    files = {f"{number}-{CODE[name]}" for number in numbers}
-    assert set(os.listdir(output)) == files | {"last.pt", "metrics.csv", "model.pt"}
+    assert [row["epoch"] for row in metrics(job.output)] == [1, 2]
+    close(job.output, quiet.output, 1e-6)
+    assert same(weights(job.output), weights(quiet.output))
+    assert Path(job.output, f"{job.number}-{CODE[job.name]}").exists()
     if name == "array":
         job.task = f"{job.number}_0"
         job.ended("CANCELLED")  # and the requeue of the other task was not this one's
