@@ -484,7 +484,7 @@ def shard_model(args, model, device, world_size):
         if len(list(model.parameters())) > count:
             parser.error("a block shares a weight with another, or with the rest: change BLOCKS")
         if not blocks and sum(p.numel() for p in model.parameters()) > 10**8:
-            print("BLOCKS names no layer of this model: each GPU gathers all of it at once")
+            print("no layer is in BLOCKS: each GPU gathers the whole model. Name those that repeat")
 
 
 # ---- The command line: a flag of yours goes here, and is args.NAME above -------------------------

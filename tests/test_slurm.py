@@ -205,28 +205,32 @@ def test_it_goes_on(trainings, name, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_end_of_a_pair(trainings, work):
+def test_the_end_of_a_pair(trainings, work, monkeypatch):
     """A job that comes back when the run has ended sees that it did. After a wrong flag none comes
-    back, after another failure only if the other job is still there."""
+    back, after another failure only if the other job is still there. Script and meeting place can
+    be others."""
     one = trainings["node1"]
     one.ended(restarts=1)
     command("scontrol", "requeue", one.number)
     one.wait_for("runs/pair has a finished run")
     one.ended(restarts=2)
     Path("beside.py").touch()
-    Path("train_ddp_spawn.py").write_text(STAND_IN)
-    waiting = [Job(name) for name in PAIR]
+    Path("mine.py").write_text(STAND_IN)
+    monkeypatch.setenv("INIT_METHOD", "tcp://mine:1")
+    waiting = [Job(name, "mine.py") for name in PAIR]
     for job in waiting:
-        job.wait_for("arguments")
-    for job in [Job(name, "wrong") for name in PAIR]:
+        job.wait_for(
+            "-mine.py', '--resume', '--output', 'runs/pair', '--init-method', 'tcp://mine:1'"
+        )
+    for job in [Job(name, "mine.py", "wrong") for name in PAIR]:
         job.ended("FAILED")
         assert job.show("ExitCode") == "2:0"
     for name in PAIR:
         Path(f"{name}.sh").write_text(FILES[name].read_text().replace("requeues=20", "requeues=1"))
-    for job in [Job(name, "fail", file=f"{name}.sh") for name in PAIR]:
+    for job in [Job(name, "mine.py", "fail", file=f"{name}.sh") for name in PAIR]:
         job.ended("FAILED", restarts=1)
     for job in waiting:
         command("scancel", job.number)
         job.ended("CANCELLED")
     for name in PAIR:
-        Job(name, "fail").ended("FAILED")
+        Job(name, "mine.py", "fail").ended("FAILED")
