@@ -105,8 +105,8 @@ def test_own_loop(monkeypatch):
     [content] = [code[2] for code in CODE.findall(README) if code[0] == "diff"]
     for sign, name in ("-", "old"), ("+", "new"):
         text = side(content, sign).replace("10_000", "256")
-        Path(f"{name}.py").write_text(text.replace("=500", "=32"))
-        Path(f"{name}_whole.py").write_text(text.replace("=500", "=256"))
+        Path(f"{name}.py").write_text(text.replace("=400", "=32"))
+        Path(f"{name}_whole.py").write_text(text.replace("=400", "=256"))
 
     def losses(name, processes=1):
         place, jobs = {"WORLD_SIZE": processes, "MASTER_PORT": free_port()}, []
