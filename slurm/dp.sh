@@ -4,15 +4,15 @@
 #SBATCH --gres=gpu:2             # EDIT: GPUs; without any, delete the line
 #SBATCH --cpus-per-task=8        # EDIT: CPU cores, about 4 a GPU
 #SBATCH --time=04:00:00          # EDIT: a longer training goes back into the queue and carries on
-##SBATCH --partition=gpu --mem=32G # EDIT: delete one # if your cluster wants these
+##SBATCH --partition=gpu --account=me --mem=32G # EDIT: delete one # if your cluster wants these
 #SBATCH --output=%x-%j.out --open-mode=append # or a requeued job begins its log anew
 #SBATCH --requeue                # or a preemption or a lost machine ends the job for good
 #SBATCH --signal=B:USR1@60       # 60 s before the time limit; or the limit ends the job for good
 
 # module load cuda; source ~/env/bin/activate # EDIT: what your cluster needs
-# If compute nodes have no network, start the script once on the login node: it loads the data.
+# If compute nodes have no network, load the data on the login node first: slurm/README.md.
 set -euo pipefail
-script=train_dp.py # EDIT: your copy of it
+script=train_dp.py # EDIT: your copy; it gets --resume --output FOLDER
 requeues=20 # EDIT: at most, or a limit too short for one checkpoint goes round for ever
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID} # the tasks of an array, --array=1-10%1, share one run
 task=$job${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID} # in an array JOB alone means all its tasks
@@ -25,12 +25,12 @@ python=("${PYTHON:-python3}" -u)
 if [[ -n ${CONTAINER:-} ]]; then python=(apptainer exec --nv "$CONTAINER" "${python[@]}"); fi
 
 requeue() { ((${SLURM_RESTART_COUNT:-0} < requeues)) && scontrol requeue "$task"; }
-trap 'requeue || echo "not requeued: the time limit ends this job"' USR1
+trap 'requeue || echo "not requeued, after ${SLURM_RESTART_COUNT:-0} of $requeues requeues"' USR1
 # In the background: bash runs the trap only after a command in the foreground has ended.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     "${python[@]}" "$code" --resume --output "$output" "$@" &
 # USR1 ends the first `wait` early: a second one follows. Once srun is over, both have its status.
 wait $! || wait $! || failed=$?
-# A preempted job has a date as PreemptTime. Slurm requeues only those still there after GraceTime.
+# Preemption with a GraceTime: srun ends first, and Slurm requeues no job that has ended. So do it.
 if [[ -n ${failed:-} && $(scontrol show job "$task") == *PreemptTime=[0-9]* ]]; then requeue; fi
 exit "${failed:-0}"
