@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 
 import pytest
 import test_pages
@@ -48,4 +49,6 @@ def test_load_data_alone(fashion):
     [line] = re.findall(r"^`(python -c .*load_data.*)`$", page, re.M)
     flags = ", ".join(f"'{flag}'" for flag in fashion)
     line = line.replace("'--dataset', 'cifar10'", flags)
-    subprocess.run(["bash", "-c", line], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    place = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path}
+    subprocess.run(["bash", "-c", line], check=True, env=place)
