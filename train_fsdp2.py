@@ -552,7 +552,7 @@ if __name__ == "__main__":
     if restarts and not args.resume:
         parser.error("--max-restarts needs --resume, or each restart would begin anew")
     if restarts and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        parser.error("--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: see README.md")
+        parser.error("--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun")
     has_run = args.epochs and any(args.output.glob("*.pt"))
     if has_run and not (args.resume or args.overwrite) and local_rank == 0:  # one says it for all
         parser.error(f"{args.output} has a run: --resume goes on with it, --overwrite begins anew")
