@@ -19,6 +19,7 @@ HELD = """            held = [*model.parameters(), *(p.grad for p in model.param
 ZERO = "            optimizer.zero_grad()\n"
 
 
+@pytest.mark.slow
 def test_checkpoints_of_all_scripts(fashion):
     """A run of train_single.py goes on from within an epoch, cut over three ranks, and then in
     train_ddp_torchrun.py, or cut over two. last.pt has the whole tensors, as everywhere."""
