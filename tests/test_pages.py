@@ -28,6 +28,7 @@ INSTEAD = [  # what is run instead of a part of a command, and why
     (r"--nproc-per-node (4|gpu)", "--nproc-per-node 2", "four need more cores"),
     (r"--dataset synthetic (.* --batch-size) \d+", r"\1 128", "minutes on a CPU"),
     (r"^(?!.*--dataset)(.*)", r"\1 --dataset fashion-mnist", "CIFAR-10 takes a network"),
+    (r"--epochs 3 --overwrite", "--epochs 1", "minutes on a CPU"),
     (r"^(?!.*--epochs)(.*)", r"\1 --epochs 1", "ten epochs would take long here"),
     (r"$", " --data-dir {data}", "a download takes a network"),
 ]
