@@ -3,7 +3,7 @@
 OMP_NUM_THREADS=1 python benchmarks/memory.py --processes 1 2 4
 
 The model is that of docs/your_model_and_data.md with 768 units and 14 layers, on CPUs over Gloo.
-It makes two steps, and two more after --resume. All figures are bytes for each parameter of the
+It makes five steps, and five more after --resume. All figures are bytes for each parameter of the
 whole model, in the process that has most:
 
 - held: its own parts of parameters, gradients and optimizer state, counted; their mean
@@ -114,7 +114,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         copy_scripts(folder, rooms=example())
-        write_text(folder / "text", 16)
+        write_text(folder / "text", 40)
         path = folder / "train_fsdp2.py"
         end = 'if __name__ == "__main__":'
         text = path.read_text().replace(end, f"{PROBE}\n\n{end}")
