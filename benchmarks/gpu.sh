@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All figures of a GPU, in parts of less than ten minutes; each leaves a table in $OUT (gpu/).
+# All figures of a GPU, in parts of less than ten minutes; each leaves a table in $OUT (gpu/), which
+# has what is known so far if the part is ended before. pip install -r benchmarks/requirements.txt
 #
 #   bash benchmarks/gpu.sh              # all parts, one after the other
 #   bash benchmarks/gpu.sh net amp512   # these parts
@@ -10,10 +11,10 @@ PYTHON=${PYTHON:-python}
 OUT=$(mkdir -p "${OUT:-gpu}" && realpath "${OUT:-gpu}")
 SCRATCH=$(mktemp -d)
 trap 'rm -rf "$SCRATCH"' EXIT
-ROUNDS=3 IMAGES=10000 LARGE=51200 MODEL=resnet18 LONG=50 SHORT=5 TESTS=(-m gpu)
+ROUNDS=3 IMAGES=10000 LARGE=51200 MODEL=resnet18 BATCH=256 LONG=50 SHORT=5 TESTS=(-m gpu)
 PEERS=(copied accelerate lightning)
 if [[ ${TINY:-} ]]; then
-    ROUNDS=1 IMAGES=256 LARGE=1024 MODEL=mlp LONG=2 SHORT=2 TESTS=(-m gpu --collect-only)
+    ROUNDS=1 IMAGES=256 LARGE=1024 MODEL=mlp BATCH=16 LONG=2 SHORT=2 TESTS=(-m gpu --collect-only)
 fi
 
 throughput() { # NAME JOB IMAGES EPOCHS WORDS...: the table NAME.md
@@ -29,7 +30,10 @@ edited() { # OLD NEW: a folder of the scripts with NEW in the place of OLD
     echo "$SCRATCH"
 }
 
-run_tests() { "$PYTHON" -m pytest -q "${TESTS[@]}" 2>&1 | tee "$OUT/tests.md"; }
+run_tests() { tests tests -k "not waits and not flags"; }
+run_flags() { tests flags -k flags; }
+run_waits() { tests waits -k waits; }
+tests() { "$PYTHON" -m pytest -q "${TESTS[@]}" "${@:2}" 2>&1 | tee "$OUT/$1.md"; }
 run_net() {
     throughput net net "$IMAGES" "$LONG" --only limit single ddp_torchrun "${PEERS[@]}"
 }
@@ -50,11 +54,28 @@ amp() { # with channels_last beside without
 run_tf32at128() { tf32 128; }
 run_tf32at512() { tf32 512; }
 tf32() { # beside full precision
-    full=$(edited 'matmul_precision("high")' 'matmul_precision("highest")')
+    full=$(edited 'matmul_precision("high")' \
+        'matmul_precision("highest"); torch.backends.cudnn.allow_tf32 = False') # convolutions too
     throughput "tf32at$1" resnet18 "$LARGE" "$SHORT" --only limit single \
         --baseline "$full" -- --model "$MODEL" --batch-size "$1"
 }
+run_pixels224() { # what ImageNet is trained with
+    throughput pixels224 resnet18-224 "$IMAGES" "$SHORT" --only limit single ddp_torchrun fsdp2 \
+        -- --model "$MODEL" --batch-size "$BATCH" --amp
+}
+run_folder() { # JPEG files of 500 x 375: do the workers keep up with the GPU?
+    throughput folder folder-224 "$LARGE" 2 --only single -- --model "$MODEL" --amp \
+        --batch-size "$BATCH"
+}
 run_example() { throughput example example "$IMAGES" "$SHORT" --only limit single ddp_torchrun; }
+run_lm100m() { # a language model of 100 million parameters
+    [[ ${TINY:-} ]] && return # two minutes a step
+    throughput lm100m example-100m "$IMAGES" 2 --only limit single ddp_torchrun fsdp2 -- --amp
+}
+run_scaling() {
+    "$PYTHON" benchmarks/scaling.py --model "$MODEL" --batch-size "$BATCH" --amp --fsdp2 8 \
+        > "$OUT/scaling.md"
+}
 run_overhead() {
     "$PYTHON" benchmarks/overhead.py --rounds "$ROUNDS" --steps "$IMAGES" > "$OUT/overhead.md"
 }
@@ -84,8 +105,8 @@ END
 }
 
 if [[ $# = 0 ]]; then # a part that fails does not keep the others from running
-    for part in tests net resnet18 compile amp128 amp512 tf32at128 tf32at512 \
-        example overhead kill; do
+    for part in tests flags waits net resnet18 compile amp128 amp512 tf32at128 tf32at512 \
+        pixels224 folder example lm100m scaling overhead kill; do
         bash benchmarks/gpu.sh "$part" || echo "$part: failed" | tee -a "$OUT/seconds.txt"
     done
 fi

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from throughput import copy_scripts, example, markdown, title, write_text
+from throughput import copy_scripts, markdown, rooms, title, write_text
 
 PROBE = """
 import threading
@@ -66,13 +66,6 @@ EDITS = {  # a line of the script, and what stands there instead
     "    content = gather(state": "    before = peak[0] = now()\n{}",
     "    if dist.get_rank() > 0:\n": "    tell(f'saved{dist.get_rank()}', peak[0] - before)\n{}",
 }
-LARGE = {  # a line of the page's transformer, and of this one
-    "nn.Embedding(256, 128)": "nn.Embedding(256, 768)",
-    "nn.Embedding(length, 128)": "nn.Embedding(length, 768)",
-    "Layer(128, nhead=4, dim_feedforward=512,": "Layer(768, nhead=12, dim_feedforward=3072,",
-    "layer, 2, nn.LayerNorm(128)": "layer, 14, nn.LayerNorm(768)",
-    "nn.Linear(128, 256)": "nn.Linear(768, 256)",
-}
 
 
 def measure(folder, processes, flags):
@@ -96,34 +89,25 @@ def measure(folder, processes, flags):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--flags", nargs="+", default=["", "--accumulate 2", "--amp"])
     args = parser.parse_args()
     args.rounds = 1
     print(title(args))
-    heads = [
-        "processes",
-        "held",
-        "16 / N",
-        "build",
-        "steps",
-        "restored",
-        "saving: rank 0",
-        "others",
-    ]
+    heads = ["processes", "held", "16 / N", "build", "steps", "restored"]
+    heads += ["saving: rank 0", "others"]
     print(markdown(heads), "|---" * len(heads) + "|", sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        copy_scripts(folder, rooms=example())
+        copy_scripts(folder, rooms=rooms("example-100m"))
         write_text(folder / "text", 40)
         path = folder / "train_fsdp2.py"
         end = 'if __name__ == "__main__":'
         text = path.read_text().replace(end, f"{PROBE}\n\n{end}")
-        for old, new in (EDITS | LARGE).items():
+        for old, new in EDITS.items():
             assert text.count(old) == 1, old
             text = text.replace(old, new.replace("{}", old))
         path.write_text(text)
         for number in args.processes:
-            for flags in args.flags:
+            for flags in "", "--accumulate 2", "--amp":
                 found = measure(folder, number, flags.split())
                 others = [max(found[name]) for name in found if re.match("saved[1-9]", name)]
                 values = [statistics.mean(found["held"]), 16 / number]

@@ -4,7 +4,7 @@ sudo "$(which python)" benchmarks/network.py --rounds 5
 
 The hosts are network namespaces with half of the cores each, the link is a veth pair, shaped by tc
 in both directions. Each runs one process of train_ddp_spawn.py over Gloo. `example` is the model of
-README.md. Figures are medians over the rounds, ratios those within a round:
+docs/your_model_and_data.md. Figures are medians over the rounds, ratios those within a round:
 
 - one host: the global batch on one host, with its half of the cores; two hosts: half of it on each
 - accumulate: --accumulate 4 with 4 times the batch: the same bytes for 4 times the images
@@ -25,11 +25,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from throughput import copy_scripts, example, markdown, read_metrics, spread, title, write_text
+from throughput import copy_scripts, markdown, read_metrics, rooms, spread, title, write_text
 
 JOBS = {  # flags, global batch, steps of an epoch
     "net": ("--dataset synthetic --model net", 64, 300),
-    "net-1024": ("--dataset synthetic --model net", 1024, 16),
     "mlp": ("--dataset synthetic --model mlp", 1024, 16),
     "resnet18": ("--dataset synthetic --model resnet18", 128, 4),
     "example": ("--dataset {folder}/text", 64, 0),  # write_text says how many steps
@@ -109,7 +108,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
-    add("--rates", nargs="+", type=float, default=[100, 10, 1, 0.1], help="Gbit/s; 100: as if none")
+    add("--rates", nargs="+", type=float, default=[100, 10, 1], help="Gbit/s; 100: as if none")
     add("--rounds", type=int, default=3)
     args = parser.parse_args()
     print(title(args))
@@ -122,7 +121,7 @@ def main():
         write_text(Path(folder, "text"), 512)
         for job in args.jobs:
             _, batch, steps = JOBS[job]
-            copy_scripts(Path(folder), steps * batch, example() if job == "example" else "")
+            copy_scripts(Path(folder), steps * batch, rooms(job))
             runs = [measure(args, hosts, job, Path(folder), n) for n in range(args.rounds)]
             for rate in args.rates:
                 wire = runs[0][1] * 8 / (rate * 1e9)
@@ -135,10 +134,8 @@ def main():
                     cells += [f"{images / row[kind]:.0f}", spread(wins, 2)]
                 cells += [f"{1e3 * time:.1f}" for time in (row["compute"], wire, row["plain"])]
                 cells.append(spread([r["plain"] / max(r["compute"], wire) for r in each], 2))
-                cells += [
-                    f"{1e3 * row['cut']:.1f}",
-                    spread([r["cut"] / r["plain"] for r in each], 2),
-                ]
+                cells.append(f"{1e3 * row['cut']:.1f}")
+                cells.append(spread([r["cut"] / r["plain"] for r in each], 2))
                 print(markdown(cells), flush=True)
                 rows.append(row)
     with open("network.csv", "w") as file:

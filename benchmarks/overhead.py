@@ -1,89 +1,47 @@
-"""Microseconds that a step of the scripts costs over the bare step, in all and by line.
+"""Microseconds that a step of the scripts costs over the bare step.
 
 python benchmarks/overhead.py --rounds 5
 
 The model is one linear layer, the batch one image, the thread one: such a step is mostly Python.
-Each round times a copy of the script that has this model, and its training loop here: whole,
-without one line after the other, and bare, which leaves zero_grad, forward, loss, backward and step
-on one batch. A line costs what the loop takes less without it.
+Each round times a copy of the script that has this model, and the bare step beside it: zero_grad,
+forward, loss, backward and step on one batch, in the second script through DDP.
 """
 
 import argparse
-import contextlib
 import os
-import re
-import statistics
 import tempfile
-import textwrap
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from throughput import GPU, HERE, copy_scripts, markdown, spread, title, train
+from throughput import GPU, copy_scripts, markdown, spread, title, train
 from yardsticks import scripts
 
 MODEL = """def build_model(args, image, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(3072, 10))"""
-LINES = {  # of the loop: what finds them, and what stands there instead
-    "`prepare(args, batch, device)`": (r"inputs, labels = prepare.*", "next(batches)"),
-    "`next(batches)`": (r"next\(batches\)", "batch"),
-    "`for part in range(args.accumulate)`": (r"for part in .*", "if True:"),
-    "`run_step`, `run_part`": (r"run_(step|part) = .*", "pass"),
-    "`set_seed(...)`": (r"set_seed\(.*", "pass"),
-    "two `if` without effect": (r"(?<=  )if args.*\n.*", "pass"),
-    "`with nullcontext() ...`": (r"last_part = .*\n.*", "if True:"),
-    "`with autocast`": (r"with autocast:", "if True:"),
-    "`ddp(inputs)` and not `model(inputs)`": (r"\bddp\(", "model("),
-    "`/ args.accumulate`": (r" / args.accumulate\n", r"\n"),
-    "`loss_sum += loss.detach()`": (r"loss_sum \+= .*", "pass"),
-    "`scheduler.step()`": (r"scheduler.step\(\)", "pass"),
-}
-CHANGED = "loss_sum", "batch", "inputs", "labels", "part", "run_part"  # by the loop
 
 
-def names_in_the_loop(N):
-    """What the loop over an epoch of N steps uses, in both scripts."""
-    args = scripts.parser.parse_args("--dataset synthetic --batch-size 1".split())
-    device, state = torch.device(args.device), {"step": 0}
-    autocast = torch.autocast(device.type, enabled=False)
-    train_set, _, classes = scripts.load_data(args)
-    model = scripts.build_model(args, None, classes).to(device)
-    optimizer, scheduler = scripts.build_optimizer(args, model, steps=10**9)
-    ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    indices = range(0, len(train_set), len(train_set) // N)  # far apart, as in a shuffled epoch
-    train_loader = scripts.make_loader(args, train_set, indices, 1, device)
-    batch = next(iter(train_loader))
-    inputs, labels = scripts.prepare(args, batch, device)
-    part = run_part = epoch = rank = 0
-    criterion = scripts.loss_function
-    world_size, epoch_steps, loss_sum = 1, N, torch.zeros((), device=device)
-    return vars(scripts) | locals() | {"nullcontext": contextlib.nullcontext}
-
-
-def loops(name, names):
-    """The script's loop over an epoch as functions, by what is left out."""
-    text = (HERE.parent / name).read_text()
-    body = re.search(r" {8}for step in .*?scheduler\.step\(\)\n", text, re.S)[0]
-    texts = {"": body, "bare": body}
-    for line, edit in LINES.items():
-        if re.search(edit[0], body):
-            texts[line], texts["bare"] = re.sub(*edit, body), re.sub(*edit, texts["bare"])
-    for line, text in texts.items():
-        code = textwrap.indent("batches = iter(train_loader)\n" + textwrap.dedent(text), "    ")
-        exec(f"def loop({', '.join(CHANGED)}):\n{code}", own := dict(names))
-        texts[line] = own["loop"]
-    return texts
-
-
-def microseconds(codes, names, turns):
-    """Of a step of each loop: the median of some short turns, in which all of them run."""
-    found = {line: [] for line in codes}
-    for line, loop in list(codes.items()) * turns:
+def bare(wrap, steps):
+    """Microseconds of a bare step; `wrap` makes of the model what is called."""
+    args = scripts.parser.parse_args([])
+    model = scripts.build_model(args, None, 10).to(args.device)
+    called, optimizer = wrap(model), scripts.build_optimizer(args, model, steps=1)[0]
+    inputs = torch.rand(1, 3, 32, 32, device=args.device)
+    labels = torch.zeros(1, dtype=torch.long, device=args.device)
+    for turn in range(2):  # the first is slower
         begin = time.perf_counter()
-        loop(*(names[name] for name in CHANGED))
-        found[line].append((time.perf_counter() - begin) / names["N"] * 1e6)
-    return {line: statistics.median(values) for line, values in found.items()}
+        for _ in range(steps):
+            optimizer.zero_grad()
+            scripts.loss_function(called(inputs), labels).backward()
+            optimizer.step()
+        if GPU:
+            torch.accelerator.synchronize()
+    return (time.perf_counter() - begin) / steps * 1e6
+
+
+def ddp(model):
+    return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 if __name__ == "__main__":
@@ -96,20 +54,15 @@ if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"  # for the scripts
     exec(MODEL, vars(scripts))
     dist.init_process_group("nccl" if GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    names = names_in_the_loop(min(200, args.steps))
     flags = f"--dataset synthetic --batch-size 1 --log-every {args.steps} --epochs 3".split()
-    for name in "train_single.py", "train_ddp_torchrun.py":
-        codes, found = loops(name, names), {"the bare step": [], "**over it, in all**": []}
-        microseconds(codes, names, turns=1)  # the first time is slower
+    heads = ["microseconds a step", "bare", "script", "over it"]
+    print(markdown(heads), "|---" * len(heads) + "|", sep="\n", flush=True)
+    for name, wrap in ("train_single.py", lambda model: model), ("train_ddp_torchrun.py", ddp):
+        found = []
         for _ in range(args.rounds):
             with tempfile.TemporaryDirectory() as folder:
                 copy_scripts(Path(folder), args.steps, MODEL)
                 rate, *_ = train(Path(folder, name), 1, flags)
-            took = microseconds(codes, names, turns=20)
-            whole, bare = took.pop(""), took.pop("bare")
-            found["the bare step"].append(bare)
-            found["**over it, in all**"].append(1e6 / rate - bare)
-            for line, without in took.items():
-                found.setdefault(line, []).append(whole - without)
-        print(f"| {name} | microseconds a step |\n|---|---|")
-        print(*(markdown([line, spread(found[line], 1)]) for line in found), sep="\n", end="\n\n")
+            found.append((bare(wrap, args.steps), 1e6 / rate))
+        times = [*zip(*found), [script - bare for bare, script in found]]
+        print(markdown([name, *(spread(values, 0) for values in times)]), flush=True)

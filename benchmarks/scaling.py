@@ -1,13 +1,14 @@
 """Predict how DistributedDataParallel scales: will more machines help, before they are booked?
 
-python benchmarks/scaling.py --model resnet18 --rate 10 --step 0.012 --latency 2e-5
+python benchmarks/scaling.py --model resnet18 --batch-size 128 --rate 10
+python benchmarks/scaling.py --gradients 102 --step 0.232 --rate 50     # of a model elsewhere
 
 It measures a step of one machine here, the size of each gradient and the moment of the backward
-pass at which it is there. DDP sends a bucket as soon as the gradients in it are there, one after
-the other, while the backward pass goes on. A ring all-reduce of B bytes over n machines takes
-2 (n - 1) latency + 2 (n - 1) / n B / rate (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-algorithms for clusters of workstations", 2009). Efficiency is the step on one machine over that on
-n machines with the same batch each.
+pass at which it is there. With --gradients it takes your word for them. DDP sends a bucket as soon
+as the gradients in it are there, one after the other, while the backward pass goes on. A ring
+all-reduce of B bytes over n machines takes 2 (n - 1) latency + 2 (n - 1) / n B / rate (Patarasuk
+and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). Efficiency
+is the step on one machine over that on n machines with the same batch each.
 """
 
 import argparse
@@ -17,23 +18,25 @@ import time
 from pathlib import Path
 
 import torch
-from throughput import example, markdown
+from throughput import markdown, rooms
 from yardsticks import scripts
 
 MACHINES = [2**power for power in range(1, 11)]
 
 
-def profile(model, batch_size, steps=20):
-    """A step of the scripts' model on this device, on synthetic images.
+def profile(model, batch_size, amp=False, steps=20):
+    """A step of the scripts' model on this device, with what they set for it, on synthetic images.
 
     Returns its seconds (median), and for each gradient in the order in which they come its bytes
     and the fraction of the step's time after which it is there.
     """
     if model == "example":
-        exec(example(), vars(scripts))  # the pages' model and data in place of the script's
+        exec(rooms(model), vars(scripts))  # the pages' model and data in place of the script's
     data = str(Path(__file__).parent) if model == "example" else "synthetic"
     args = scripts.parser.parse_args(["--dataset", data])
     args.model, device = model, torch.device(args.device)
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
     train_set, _, classes = scripts.load_data(args)
     loader = scripts.make_loader(args, train_set, range(batch_size), batch_size, device)
     inputs, labels = scripts.prepare(args, next(iter(loader)), device)
@@ -48,7 +51,9 @@ def profile(model, batch_size, steps=20):
 
     def step():
         begin = now()
-        scripts.loss_function(model(inputs), labels).backward()
+        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+            loss = scripts.loss_function(model(inputs), labels)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds = now() - begin
@@ -86,15 +91,15 @@ def predict(step, buckets, machines, rate, latency, cost=0.0):
     return max(busy, done + rest)
 
 
-def predict_fsdp2(step, size, groups, machines, rate, latency, cost=0.0, hides=True, gather=1.0):
+def predict_fsdp2(step, size, groups, machines, rate, latency, cost=0.0, gpu=True, gather=1.0):
     """As predict, for `size` bytes of parameters in so many blocks. Each step gathers them in the
     forward pass and again in the backward pass, and scatters the gradients: three times (n - 1) / n
-    of them, where DDP sends two. `gather`: 0.5 if they are gathered in bfloat16. `hides`: a GPU
-    computes one block while the next is on its way; without one nothing is hidden."""
-    share = (1 + 2 * gather) * (machines - 1) / machines * size
+    of them, where DDP sends two. `gather`: 0.5 if they are gathered in bfloat16. A `gpu` computes
+    while the next block comes. Without one nothing is hidden, and Gloo scatters by all-reduce."""
+    share = ((1 if gpu else 2) + 2 * gather) * (machines - 1) / machines * size
     messages = 3 * groups * (machines - 1) * latency
     sent = share / rate + messages
-    if hides:  # all but the first block's gathering and the last block's gradients
+    if gpu:  # all is hidden but the first block's gathering and the last block's gradients
         return max(step, sent) + 2 * sent / (3 * groups)
     return step + sent + share * cost
 
@@ -122,40 +127,15 @@ def check(path):
     for job, rows, groups, compute, cost in hosts(path):
         size = sum(size for size, _ in groups)
         rates = [float(row["rate"]) * 1e9 / 8 for row in rows]
-        rest = float(rows[0]["cut"]) - predict_fsdp2(compute, size, 1, 2, rates[0], 0, hides=False)
-        handling = max(0, rest) / (1.5 * size)  # as `cost`, of FSDP2
+        rest = float(rows[0]["cut"]) - predict_fsdp2(compute, size, 1, 2, rates[0], 0, gpu=False)
+        handling = max(0, rest) / (2 * size)  # as `cost`, of FSDP2
         for row, rate in zip(rows, rates):
-            cut = predict_fsdp2(compute, size, 1, 2, rate, 0, handling, hides=False)
-            cells = [job, row["rate"]]
-            pairs = ("plain", predict(compute, groups, 2, rate, 0, cost)), ("cut", cut)
-            for kind, step in pairs:
-                measured = float(row[kind])
-                cells += [
-                    f"{1e3 * measured:.1f}",
-                    f"{1e3 * step:.1f}",
-                    f"{step / measured - 1:+.0%}",
-                ]
+            cut = predict_fsdp2(compute, size, 1, 2, rate, 0, handling, gpu=False)
+            cells, ddp = [job, row["rate"]], predict(compute, groups, 2, rate, 0, cost)
+            for measured, step in (float(row["plain"]), ddp), (float(row["cut"]), cut):
+                cells += [f"{1e3 * measured:.1f}", f"{1e3 * step:.1f}"]
+                cells.append(f"{step / measured - 1:+.0%}")
             print(markdown(cells))
-
-
-def plot(path, measured):
-    """Draw the efficiency over the machines; dots are what network.py has measured on two."""
-    from matplotlib import pyplot  # nothing else needs it
-
-    jobs = [job for job in hosts(measured) if job[0] in ("net", "resnet18")]
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True)
-    for axis, (name, rows, groups, compute, cost) in zip(axes, jobs, strict=True):
-        for row in rows:
-            rate = float(row["rate"])
-            steps = [predict(compute, groups, n, rate * 1e9 / 8, 5e-5, cost) for n in MACHINES]
-            line = [compute / step for step in steps]
-            [drawn] = axis.semilogx(MACHINES, line, base=2, label=f"{rate:g} Gbit/s")
-            axis.plot(2, compute / float(row["plain"]), "o", color=drawn.get_color())
-        batch = int(rows[0]["batch"]) // 2
-        axis.set(title=f"{name}, {batch} images in {1e3 * compute:.0f} ms", ylim=(0, 1.05))
-        axis.set(xlabel="machines, the same batch on each", ylabel="efficiency")
-    axes[0].legend(title="dots: measured")
-    figure.savefig(path, bbox_inches="tight")
 
 
 if __name__ == "__main__":
@@ -166,30 +146,26 @@ if __name__ == "__main__":
     add("--rate", type=float, default=10, help="of the link, in Gbit/s")
     add("--latency", type=float, default=5e-5, help="of a message, in seconds")
     add("--step", type=float, help="seconds of a step on one machine; else it is measured here")
-    add(
-        "--fsdp2",
-        type=int,
-        metavar="BLOCKS",
-        help="predict train_fsdp2.py with so many blocks, too",
-    )
-    add("--bf16-gather", action="store_true", help="for --fsdp2: its --amp, from torch 2.15 on")
+    add("--gradients", type=float, help="MB of all, in float32; needs --step, and nothing is run")
+    add("--fsdp2", type=int, metavar="BLOCKS", help="train_fsdp2.py with so many blocks, too")
+    add("--amp", action="store_true", help="as in the scripts; FSDP2 then gathers in bfloat16")
     add("--check", type=Path, help="a CSV file of network.py's")
-    add("--plot", type=Path, help="with --check: draw its `net` and `resnet18` into this file")
     args = parser.parse_args()
-    if args.plot and not args.check:
-        parser.error("--plot needs --check FILE, which network.py writes")
-    if args.plot:
-        plot(args.plot, args.check)
-    elif args.check:
+    if args.gradients and not args.step:
+        parser.error("--gradients needs --step, the seconds of a step on one machine")
+    if args.check:
         check(args.check)
     else:
-        measured, gradients = profile(args.model, args.batch_size)
-        step, groups = args.step or measured, buckets(gradients)
-        print(f"{args.model}, {args.batch_size} images in {1e3 * step:.2f} ms on one machine\n")
+        if args.gradients:  # in a hundred pieces, one after the other in the backward pass
+            step, pieces = 0, [(args.gradients * 1e4, (1 + 2 * i / 99) / 3) for i in range(100)]
+        else:
+            step, pieces = profile(args.model, args.batch_size, args.amp)
+        step, groups = args.step or step, buckets(pieces)
+        print(f"{1e3 * step:.2f} ms a step on one machine\n")
         heads = ["machines", "step, ms", "efficiency"]
         heads += ["FSDP2, ms", "efficiency"] if args.fsdp2 else []
         print(markdown(heads), "|---" * len(heads) + "|", sep="\n")
-        size, gather = sum(size for size, _ in groups), 0.5 if args.bf16_gather else 1.0
+        size, gather = sum(size for size, _ in groups), 0.5 if args.amp else 1.0
         for n in MACHINES:
             link = n, args.rate * 1e9 / 8, args.latency
             found = [predict(step, groups, *link)]

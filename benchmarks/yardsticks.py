@@ -2,18 +2,16 @@
 
 `copied` is the loop that everyone copies from the tutorials; `accelerate` and `lightning` are these
 libraries as in their first examples, without logger, checkpoints and progress bar; `limit` repeats
-the scripts' step on one batch on the device; `decode` is Pillow alone, a process on each core.
+the scripts' step on one batch on the device.
 """
 
 import os
 import sys
 import time
-from multiprocessing import Pool
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
@@ -41,7 +39,6 @@ class Clock:
         self.lines.append(f"{seconds},{self.images / seconds},{peak}")
         if os.environ.get("RANK", "0") == "0":
             self.path.write_text("\n".join(self.lines))
-            print("epoch", flush=True)
 
 
 def each_sample(args, train_set):
@@ -138,29 +135,14 @@ def limit(args, train_set, net, clock):
         clock.stop()
 
 
-def decode_one(path):
-    image = Image.open(path).convert("RGB")
-    return image.resize((args.image_size, args.image_size), Image.Resampling.BILINEAR).tobytes()
-
-
-def decode(args, train_set, net, clock):
-    paths = [path for path, _ in train_set.samples + test_set.samples]
-    with Pool(os.cpu_count()) as pool:
-        for _ in range(args.epochs):
-            clock.start()
-            pool.map(decode_one, paths, chunksize=8)
-            clock.stop()
-
-
 if __name__ == "__main__":
-    loops = {loop.__name__: loop for loop in (copied, accelerate, lightning, limit, decode)}
+    loops = {loop.__name__: loop for loop in (copied, accelerate, lightning, limit)}
     scripts.parser.add_argument("loop", choices=loops)
     args = scripts.parser.parse_args()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device(args.device)
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-    print("rank 0:\ninto", flush=True)  # as the scripts do, before they load data
     train_set, test_set, classes = scripts.load_data(args)
     torch.manual_seed(args.seed)
     net = scripts.build_model(args, train_set[0][0], classes)

@@ -62,10 +62,8 @@ def test_mixed_precision_and_compile(fashion):
     """--amp is train_single.py's; from torch 2.15 on blocks are gathered in bfloat16, all but their
     biases. --compile compiles the blocks and changes little."""
     flags = [*fashion, "--epochs", 1, "--output"]
-    layers, cut = (
-        "BLOCKS = (nn.Linear,)",
-        "    fully_shard(model, mesh=mesh)  # what is in no block\n",
-    )
+    layers = "BLOCKS = (nn.Linear,)"
+    cut = "    fully_shard(model, mesh=mesh)  # what is in no block\n"
     tell = "lambda layer, _: print('types', layer.weight.dtype, layer.bias.dtype, flush=True)"
     hook = f"{cut}    blocks[0].register_forward_pre_hook({tell})\n"
     path = edited("fsdp2", BLOCKS, layers, cut, hook)

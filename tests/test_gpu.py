@@ -26,22 +26,28 @@ def test_trains(name):
     assert row["train_loss"] < 2.3 and row["peak_memory_mib"] > 0
     assert all(tensor.device.type == "cpu" for tensor in weights("out").values())
     run("single", *JOB, "cpu", "--device", "cpu")
-    close("out", "cpu", 1e-2, LOSSES)  # TF32 has ten bits
+    close("out", "cpu", 1e-2, LOSSES, 1e-2)  # TF32 has ten bits
 
 
-FLAGS = ["--amp"], ["--compile"], ["--clip-norm", 0.5], ["--amp", "--model", "resnet18"]
+PARTS = ["--augment", "--accumulate", 2, "--clip-norm", 1, "--batch-size", 96]
+NORM = ["--model", "resnet18", "--amp", "--sync-bn"]
+FLAGS = ["--amp"], ["--compile"], ["--compress-gradients"], NORM, PARTS
 
 
 @pytest.mark.parametrize("name", ["single", *DDP, "fsdp2"])
 @pytest.mark.parametrize("flags", FLAGS)
 def test_flags(name, flags):
+    """On two GPUs, where there are two, as on one; a flag that changes how DDP talks is DDP's."""
+    own = [flag for flag in flags if flag in ("--sync-bn", "--compress-gradients")]
+    if own and name not in DDP:
+        pytest.skip("not offered")
     if name == DDP[2] and GPUS > 1 and {"--amp", "--compile"} & set(flags):
         assert "several GPUs in one process" in run(name, *JOB, "out", *flags, status=2)
         return
-    own = ["--sync-bn", "--compress-gradients"] if name in DDP and "resnet18" in flags else []
-    run(name, *JOB, "out", *flags, *own)
-    run("single", *JOB, "single", *flags)
-    close("out", "single", 5e-2, LOSSES)
+    text = run(name, *JOB, "out", *flags, processes=min(GPUS, 2) if name in PROCESSES else 1)
+    assert ("device cuda:1" in text) == (GPUS > 1 and name != "single"), text
+    run("single", *JOB, "single", *[flag for flag in flags if flag not in own])
+    close("out", "single", 1e-3 if flags == PARTS else 5e-2, LOSSES, 1e-2)
 
 
 @pytest.mark.parametrize("name", ["single", "ddp_torchrun"])
@@ -67,34 +73,33 @@ def test_killed_and_resumed(name):
     wait_for("epoch 3/20 step 40/", *jobs)
     kill_all(jobs)
     assert "from epoch 1, " not in run(name, *flags, "out")
-    close("out", "whole", 1e-2, LOSSES)  # cudnn adds in another order each time
+    close("out", "whole", 1e-2, LOSSES, 1e-2)  # cudnn adds in another order each time
 
 
 MORE = [], ["--amp"], ["--accumulate", 2, "--clip-norm", 1], ["--optimizer", "adam"]
+WATCH = """            if step == 4:  # cudnn searches in the first
+                watch = torch.profiler.profile()
+                watch.start()
+"""
+TELL = """            if step == 40:
+                watch.stop()  # which waits itself, once, for the whole device
+                for event in watch.key_averages():
+                    if "StreamSync" in event.key or "EventSync" in event.key or "Page" in event.key:
+                        print("waits:", event.key, event.count, flush=True)
+                print("watched", [e.key for e in watch.key_averages() if "cuda" in e.key])
+"""
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("more", MORE)
 def test_nothing_waits_between_progress_lines(data, name, more):
-    """torch's own detector of hidden synchronisation stays quiet in the loop, also of a folder."""
+    """The profiler sees no call that waits for a stream, DDP's and NCCL's included, and no copy
+    from memory that is not pinned, for which it would wait too; also of a folder."""
     if "--amp" in more and (name == "dp" or name == DDP[2] and GPUS > 1):
         pytest.skip("--amp is for one GPU in a process")
-    mode = '            torch.cuda.set_sync_debug_mode("{}")\n'
-    path = edited(name, END, END + "    " + mode.format("default"))
-    error = "            if step > 3:\n    " + mode.format("error")  # cudnn searches in the first
-    path.write_text(path.read_text().replace(BEGIN, BEGIN + error))
-    flags = ["--augment", "--log-every", 50, *more]
-    run(name, *JOB, "out", *flags, path=path)
-    folder = ["--dataset", data / "pictures", "--batch-size", 8, "--workers", 2]
-    run(name, *JOB, "folder", *flags, *folder, path=path)
-
-
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", SCRIPTS[1:])
-def test_two_gpus_agree_with_one(name):
-    """Two processes with a GPU each, or one process with all GPUs."""
-    flags = ["--augment", "--accumulate", 2, "--clip-norm", 1, "--batch-size", 160 * GPUS]
-    run("single", *JOB, "one", *flags)
-    text = run(name, *JOB, "two", *flags, processes=2 if name in PROCESSES else 1)
-    assert "device cuda:1" in text or name not in PROCESSES
-    close("two", "one", 1e-3, LOSSES)
+    path = edited(name, END, TELL + END, BEGIN, BEGIN + WATCH)
+    count = min(GPUS, 2) if name in PROCESSES else 1
+    for output, *own in ["out"], ["folder", "--dataset", data / "pictures", "--batch-size", 2]:
+        flags = ["--log-every", 50, *more, "--workers", 2 * (output == "folder"), *own]
+        text = run(name, *JOB, output, *flags, path=path, processes=count)
+        assert "waits:" not in text and "LaunchKernel" in text, text

@@ -102,7 +102,7 @@ def test_a_host_that_goes_and_comes_back(hosts, fashion, name, lost):
 
 def test_torchrun_killed():
     """Its ranks end at the next progress line, or they would write beside the resumed run."""
-    [job] = start("ddp_torchrun", *LONG, processes=2)
+    job = torchrun(2, script("ddp_torchrun"), *LONG)
     wait_for(" step 20/", job)
     kill(job.pid)
     assert wait_until(lambda: not marked(), 20) and "torchrun has been killed" in logs([job])

@@ -15,6 +15,7 @@ PAGES = {path: path.read_text() for folder in FOLDERS for path in sorted(folder.
 CODE = re.compile(r"^```(\w*) ?(.*)\n((?:.*\n)*?)```$", re.M)  # language, scripts, content
 README, GUIDE = PAGES[ROOT / "README.md"], PAGES[ROOT / "docs" / "your_model_and_data.md"]
 RECIPES = GUIDE + PAGES[ROOT / "docs" / "recipes.md"]
+MORE = PAGES[ROOT / "docs" / "stopping_and_resuming.md"] + PAGES[ROOT / "docs" / "launching.md"]
 ROOMS = re.findall(r"^```python\n((?:BLOCKS|def load)(?:.*\n)*?)```", GUIDE, re.M)
 FLAG = re.search(r"`(add\(.+\))`", GUIDE)[1]
 FLAGS = re.search(r"my_training\.py --dataset tests (--.*)", GUIDE)[1].split()
@@ -45,6 +46,7 @@ BLOCKS = [content.splitlines() for language, _, content in CODES if language == 
 LINES = [(line,) for text in PAGES.values() for line in re.findall(r"`([^`\n]+)`", text)]
 RUN = [tuple(line for line in lines if TRAINS.match(line)) for lines in BLOCKS + LINES]
 RUN = [lines for lines in dict.fromkeys(RUN) if lines]
+PLACE = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 def test_pages():
@@ -90,18 +92,17 @@ def test_commands(lines, data):
         Path(path.name).symlink_to(path)
     Path("my_images").symlink_to(data / "pictures")
     values, jobs = {"folder": os.getcwd(), "data": data, "port": free_port()}, []
-    place = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for i, line in enumerate(lines):
         for pattern, other, _ in INSTEAD:
             line = re.sub(pattern, other.format(**values), line, count=1)
-        jobs.append(Cold(["bash", "-c", line], f"{i}.log", env=place))
+        jobs.append(Cold(["bash", "-c", line], f"{i}.log", env=os.environ | PLACE))
     statuses, text = finish(jobs)
     assert not any(statuses), text
     names = [] if "--epochs 0" in lines[0] else re.findall(r"train_\w+", "".join(lines))
     assert {path.parent.name for path in Path().glob("runs/*/model.pt")} == set(names)
 
 
-def test_own_loop(monkeypatch):
+def test_own_loop():
     """Both sides of README.md's diff run; the losses agree where the order does not count."""
     [content] = [code[2] for code in CODE.findall(README) if code[0] == "diff"]
     for sign, name in ("-", "old"), ("+", "new"):
@@ -110,13 +111,8 @@ def test_own_loop(monkeypatch):
         Path(f"{name}_whole.py").write_text(text.replace("=400", "=256"))
 
     def losses(name, processes=1):
-        place, jobs = {"WORLD_SIZE": processes, "MASTER_PORT": free_port()}, []
-        for rank in range(processes):
-            place |= {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
-            for key, value in place.items():
-                monkeypatch.setenv(key, str(value))
-            jobs.append(Warm(f"{name}.py", [], f"{name}-{processes}-{rank}.log"))
-        found = [float(loss) for loss in re.findall(r"loss (\S+)", done(jobs))]
+        text = done(by_hand(f"{name}.py", processes=processes))
+        found = [float(loss) for loss in re.findall(r"loss (\S+)", text)]
         assert len(found) == 3 and found[2] < found[0] and "0.weight" in weights(".")
         return pytest.approx(found, abs=1.5e-4)  # four digits are printed
 
@@ -132,7 +128,7 @@ def copy(*titles, name="ddp_torchrun", rooms=False, **changes):
         start, end = re.search(rf"# ---- The {banner}: .*\n", text).end(), text.index(end)
         text = text[:start] + block + "\n\n" + text[end:]
     for title in titles:
-        section = RECIPES.split(f"\n## {title}\n")[1].split("\n## ")[0]
+        section = (RECIPES + MORE).split(f"\n## {title}\n")[1].split("\n## ")[0]
         lines = "".join(code[2] for code in CODE.findall(section) if code[0] == "python")
         verbs = r"^# (below|above|instead of|instead of the function|delete): (.*)\n"
         pieces = re.split(verbs, lines, flags=re.M)[1:]
@@ -174,6 +170,7 @@ def test_example(name):
     same_run("killed", "whole", 2)
 
 
+LESS = "Less memory for activations"
 SHORT = ["--batch-size", 16, "--epochs", 3, "--lr", 0.01, "--log-every", 10]
 TRACKER = """
 def show(name, value, step): print("event", name, step, value, flush=True)
@@ -231,17 +228,22 @@ def test_alike(fashion, recipe):
 
 
 @pytest.mark.slow
-def test_data_larger_than_memory():
-    """The example has the same losses with data from a file that is not in memory."""
-    copy(name="single", rooms=True)
-    train("memory", *FLAGS, name="single")
-    text = Path("texts", "a.md").read_bytes()
-    middle = (len(text) - 1) // 64 * 9 // 10 * 64
-    Path("texts", "train.bin").write_bytes(text[: middle + 1])
-    Path("texts", "test.bin").write_bytes(text[middle:])
-    copy("Data larger than memory", name="single", rooms=True)
-    train("file", *FLAGS, name="single")
-    same_run("file", "memory", 2)
+def test_larger_data_and_models():
+    """The example has the same losses with data from a file that is not in memory, and where a
+    layer runs again in the backward pass instead of keeping its activations."""
+    head = "self.head = nn.Linear(128, 256)"
+    hook = "; self.layers.layers[0].register_forward_pre_hook(lambda *_: print('forward'))"
+    counts = []
+    for output, *titles in ["plain"], ["file", "Data larger than memory"], ["less", LESS]:
+        copy(*titles, name="single", rooms=True, **{head: head + hook})
+        text = Path("texts", "a.md").read_bytes()
+        middle = (len(text) - 1) // 64 * 9 // 10 * 64
+        Path("texts", "train.bin").write_bytes(text[: middle + 1])
+        Path("texts", "test.bin").write_bytes(text[middle:])
+        counts.append(train(output, *FLAGS, name="single").count("forward"))
+    same_run("file", "plain", 2)
+    close("less", "plain", 1e-6)
+    assert counts[0] == counts[1] < 0.7 * counts[2]
 
 
 @pytest.mark.slow
@@ -256,13 +258,41 @@ def test_stream():
     assert len(set(found)) == 4 == len({number for number, _ in found}) and len(found) > 8
 
 
+META = "Recipe: a model that does not fit on the host N times"
+PARTS = "Recipe: checkpoints in parts"
+
+
 @pytest.mark.slow
-def test_less_memory_for_activations():
-    """A layer runs again in the backward pass, and all losses are the same."""
-    counts, head = [], "self.head = nn.Linear(128, 256)"
-    hook = "; self.layers.layers[0].register_forward_pre_hook(lambda *_: print('forward'))"
-    for output, *titles in ["more"], ["less", "Less memory for activations"]:
-        copy(*titles, name="single", rooms=True, **{head: head + hook})
-        counts.append(train(output, *FLAGS, name="single").count("forward"))
-    assert counts[1] > 1.5 * counts[0]
-    close("less", "more", 1e-6)
+def test_large_models(fashion):
+    """Killed twice, a copy of train_fsdp2.py ends with the weights of the script."""
+    flags = [*fashion, *SHORT, "--optimizer", "adam", "--checkpoint-minutes", 0]
+    run("fsdp2", *flags, "--output", "script", processes=2)
+    for output, *titles in ["meta", META], ["parts", PARTS], ["both", META, PARTS]:
+        copy(*titles, name="fsdp2")
+        killed = "epoch 1/3 step 20/", "epoch 3/3 step 10/"
+        printed = train(output, *flags, name="fsdp2", killed=killed)
+        assert re.search("from epoch 1, step [12]1 on", printed)
+        assert same(weights(output), weights("script"))
+        assert Path(output, "parts-3-0").exists() == (PARTS in titles)
+        assert len([*Path(output).glob("parts-*")]) <= 1
+
+
+@pytest.mark.slow
+def test_float16(fashion):
+    """With the scaler switched off it is the script's run; with it, nearly."""
+    run("ddp_torchrun", *fashion, *SHORT, "--output", "script", processes=2)
+    copy("A notebook, and Kaggle's two T4")
+    train("off", *fashion, *SHORT)
+    assert same(weights("off"), weights("script"))
+    flags = [*fashion, *SHORT, "--lr", 1e-3, "--clip-norm", 100]
+    train("on", *flags, "--amp", "--accumulate", 2)
+    run("ddp_torchrun", *flags, "--output", "float32", processes=2)
+    close("on", "float32", 0.01, keys=("train_loss", "test_loss"))
+
+
+def test_load_data_alone(fashion):
+    """The command of slurm/README.md for machines without a network."""
+    [line] = [line for (line,) in LINES if re.match("python -c .*load_data", line)]
+    flags = ", ".join(f"'{flag}'" for flag in fashion)
+    line = line.replace("'--dataset', 'cifar10'", flags)
+    done([Cold(["bash", "-c", line], "log", env=os.environ | PLACE | {"PYTHONPATH": str(ROOT)})])

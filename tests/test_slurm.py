@@ -14,6 +14,7 @@ import torch
 from cluster import cluster, missing, start_machine
 from helpers import *
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]  # one cluster for all tests
 PAIR, TRAINED = ["node0", "node1"], SCRIPTS[:5]  # fsdp2.sh is ddp_torchrun.sh with another script
 FILES = {name: ROOT / "slurm" / f"{name}.sh" for name in SCRIPTS + PAIR}
 TORCHRUN_FILES = ["ddp_torchrun", "fsdp2"]  # for four GPUs and 16 cores
@@ -39,13 +40,6 @@ if "fail" in sys.argv and int(os.environ["SLURM_PROCID"]) + 1 == int(os.environ[
     raise KeyError("mine")
 time.sleep(9999 * ("wrong" not in sys.argv))
 sys.exit(2)
-"""
-SRUN = """\
-#!/usr/bin/env bash
-#SBATCH --job-name=srun --ntasks=2 --output=%x-%j.out
-export MASTER_ADDR=$(hostname) MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000)) WORLD_SIZE=2
-srun --ntasks 2 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$PYTHON" -u "$@"' \\
-    bash train_ddp_torchrun.py --output "runs/srun-$SLURM_JOB_ID" "$@"
 """
 
 
@@ -85,7 +79,6 @@ def trainings(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, cluster(folder) as machines:
         patch.chdir(tmp_path_factory.mktemp("train"))
         os.environ.update(PYTHON=sys.executable, OMP_NUM_THREADS="1")  # cluster puts them back
-        Path("srun.sh").write_text(SRUN)
         for name in TRAINED:
             edited(name, *CHANGES).rename(CODE[name])
 
@@ -97,7 +90,7 @@ def trainings(tmp_path_factory):
         jobs["quiet"].wait_for("into ")
         Job.patience = max(LIMIT, round(60 * (time.monotonic() - begin)))
         timeout = ["--timeout", Job.patience]
-        jobs["srun"] = train("srun", stands="", file="srun.sh")
+        jobs["srun"] = train("srun", stands="", file=ROOT / "tests" / "srun.sh")
         for name in TRAINED:
             flags = timeout * (name in DDP) + ["--nproc-per-node", 2] * (name == "ddp_spawn")
             jobs[name] = train(name, *flags, stands="01" if name == "single" else "0")
@@ -138,7 +131,6 @@ def trainings(tmp_path_factory):
         yield jobs
 
 
-@pytest.mark.slow
 def test_what_the_files_start(trainings, work, monkeypatch):
     """Arguments, cores, and what apptainer is told, of a stand-in. Edited, it goes on as it was,
     but for a new job. With a cap of 1, or where requeueing is forbidden, a warned job runs on to
@@ -184,7 +176,6 @@ def test_what_the_files_start(trainings, work, monkeypatch):
         assert re.search(f"srun: error: {where}: Exited with exit code 1", job.log()), job.log()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [*TRAINED, "array", "node0"])
 def test_it_goes_on(trainings, name, monkeypatch):
     """In its own folder, from a checkpoint, with the code that began it, to the end of an
@@ -204,7 +195,6 @@ def test_it_goes_on(trainings, name, monkeypatch):
         job.ended("CANCELLED")  # and the requeue of the other task was not this one's
 
 
-@pytest.mark.slow
 def test_the_end_of_a_pair(trainings, work, monkeypatch):
     """A job that comes back when the run has ended sees that it did. After a wrong flag none comes
     back, after another failure only if the other job is still there. Script and meeting place can
@@ -218,10 +208,9 @@ def test_the_end_of_a_pair(trainings, work, monkeypatch):
     Path("mine.py").write_text(STAND_IN)
     monkeypatch.setenv("INIT_METHOD", "tcp://mine:1")
     waiting = [Job(name, "mine.py") for name in PAIR]
+    flags = "'--resume', '--output', 'runs/pair', '--init-method', 'tcp://mine:1'"
     for job in waiting:
-        job.wait_for(
-            "-mine.py', '--resume', '--output', 'runs/pair', '--init-method', 'tcp://mine:1'"
-        )
+        job.wait_for(f"-mine.py', {flags}")
     for job in [Job(name, "mine.py", "wrong") for name in PAIR]:
         job.ended("FAILED")
         assert job.show("ExitCode") == "2:0"

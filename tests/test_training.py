@@ -30,8 +30,7 @@ def load(parts, *flags):
     return args, *parts["load_data"](args)
 
 
-TWO = [("dp", 1), *((name, 2) for name in DDP)]
-TWO.append(("fsdp2", 2))
+TWO = [("dp", 1), *((name, 2) for name in [*DDP, "fsdp2"])]
 MORE = [*((name, count) for name in [*DDP, "fsdp2"] for count in (1, 4))]
 
 
@@ -152,14 +151,6 @@ def test_flags_have_effect(fashion):
     assert weights("plain", "last.pt")["metrics"] == metrics("plain") and header == columns
 
 
-def test_without_torchrun(fashion):
-    """Two processes that get their places from the environment are the run of train_single.py."""
-    flags = [*fashion, "--epochs", 2, "--output"]
-    run("single", *flags, "one")
-    done(by_hand("ddp_torchrun", *flags, "two", processes=2))
-    close("two", "one")
-
-
 @pytest.mark.slow
 def test_ddp_flags(fashion):
     """--compress-gradients and --compile, of the loss too, change little and say nothing."""
@@ -179,9 +170,10 @@ def test_ddp_flags(fashion):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_check_of_the_set_up(name):
     """--epochs 0: who is where, and nothing written."""
-    count = COUNTS[name]
-    flags = ["--local_rank", 0] if name == "ddp_torchrun" else []  # by torch.distributed.launch
-    text = run(name, "--epochs", 0, *flags, processes=count)
+    count, flags = COUNTS[name], ["--epochs", 0]
+    old = [*flags, "--local_rank", 0]  # by torch.distributed.launch
+    by_torchrun = name == "ddp_torchrun" and [torchrun(count, script(name), *old)]
+    text = done(by_torchrun or start(name, *flags, processes=count))
     assert re.search(r"^torch \S+, CUDA \S+, backend \w+$", text, re.M)
     assert len(re.findall(r"^rank \d: host \S+, device cpu$", text, re.M)) == count
     assert "destroy_process_group" not in text  # torch's warning that nobody called it

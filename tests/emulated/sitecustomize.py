@@ -5,6 +5,4 @@ import sys
 
 if os.environ.get("EMULATED_CARDS") and "resource_tracker" not in " ".join(sys.orig_argv):
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    import emulated_accelerator
-
-    emulated_accelerator.install(int(os.environ["EMULATED_CARDS"]))
+    __import__("emulated_accelerator").install(int(os.environ["EMULATED_CARDS"]))
