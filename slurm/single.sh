@@ -9,7 +9,7 @@
 #SBATCH --requeue                # or a preemption or a lost machine ends the job for good
 #SBATCH --signal=B:USR1@60       # 60 s before the time limit; or the limit ends the job for good
 
-# module load cuda; source ~/env/bin/activate # EDIT: what your cluster needs
+# module load python; source ~/env/bin/activate # EDIT: your cluster's; delete the first #
 # If compute nodes have no network, load the data on the login node first: slurm/README.md.
 set -euo pipefail
 script=train_single.py # EDIT: your copy; it gets --resume --output FOLDER
@@ -32,5 +32,5 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
 # USR1 ends the first `wait` early: a second one follows. Once srun is over, both have its status.
 wait $! || wait $! || failed=$?
 # Preemption with a GraceTime: srun ends first, and Slurm requeues no job that has ended. So do it.
-if [[ -n ${failed:-} && $(scontrol show job "$task") == *PreemptTime=[0-9]* ]]; then requeue; fi
+if [[ ${failed:-} && $(scontrol show job "$task") = *PreemptTime=[0-9]* ]]; then requeue || true; fi
 exit "${failed:-0}"

@@ -65,7 +65,7 @@ def inside(path, flags, log, folder, environment):
         import emulated_accelerator  # it changes torch for the rest of this process
 
         emulated_accelerator.install(int(environment["EMULATED_CARDS"]))
-    sys.argv = [path, *flags]
+    sys.argv, sys.path[:0] = [path, *flags], [os.path.dirname(path)]
     runpy.run_path(path, run_name="__main__")
 
 

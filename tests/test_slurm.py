@@ -14,7 +14,7 @@ import torch
 from cluster import cluster, missing, start_machine
 from helpers import *
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]  # one cluster for all tests
+pytestmark = pytest.mark.slow
 PAIR, TRAINED = ["node0", "node1"], SCRIPTS[:5]  # fsdp2.sh is ddp_torchrun.sh with another script
 FILES = {name: ROOT / "slurm" / f"{name}.sh" for name in SCRIPTS + PAIR}
 TORCHRUN_FILES = ["ddp_torchrun", "fsdp2"]  # for four GPUs and 16 cores

@@ -37,7 +37,7 @@ MORE = [*((name, count) for name in [*DDP, "fsdp2"] for count in (1, 4))]
 @pytest.mark.parametrize("pairs", [TWO, pytest.param(MORE, marks=pytest.mark.slow)])
 def test_same_losses(pairs, fashion):
     """The same order too: what is left over after 10 steps are other images in each epoch."""
-    flags = [*fashion, "--epochs", 3, "--batch-size", 60, "--lr", 0.02, "--augment", "--output"]
+    flags = [*fashion, "--epochs", 2, "--batch-size", 60, "--lr", 0.02, "--augment", "--output"]
     run("single", *flags, "single")
     for name, count in pairs:
         run(name, *flags, f"{name}-{count}", processes=count)
