@@ -9,7 +9,7 @@ dataset=$(realpath "$1")
 top=$(realpath "$(dirname "$0")/..")
 PYTHON=${PYTHON:-python}
 export OMP_NUM_THREADS=1
-flags=(--dataset "$dataset" --batch-size 100 --lr 0.01 --augment --log-every 10
+flags=(--dataset "$dataset" --model mlp --batch-size 100 --lr 0.01 --augment --log-every 10
     --checkpoint-minutes 0 --resume)
 scratch=$(mktemp -d)
 cd "$scratch"
@@ -24,7 +24,7 @@ run() { # NAME EPOCHS COMMAND...
 torchrun() { "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$@"; }
 several_machines() { # COUNT WORDS...: one process each
     for ((rank = 0; rank < $1; rank++)); do
-        "$PYTHON" "$top/train_ddp_multigpu_proc.py" --init-method tcp://127.0.0.1:23456 \
+        "$PYTHON" "$top/train_ddp_multigpu_proc.py" --init-method "file://$scratch/meet-$1" \
             --world-size "$1" --rank "$rank" "${@:2}" &
     done
     wait
@@ -59,7 +59,7 @@ run "three-scripts-in-turn" 2 "$PYTHON" "$top/train_single.py"
 run "three-scripts-in-turn" 4 torchrun 2 "$top/train_fsdp2.py"
 run "three-scripts-in-turn" 6 torchrun 4 "$top/train_ddp_torchrun.py"
 for ((life = 1; life <= 10; life++)); do
-    run "killed-ten-times" 6 "$PYTHON" "$top/train_single.py" & # in a shell of its own
+    run "killed-ten-times" 6 "$PYTHON" "$top/train_single.py" 2> /dev/null & # its own shell
     until [[ $(grep -cs "^into" killed-ten-times.log) == "$life" ]]; do sleep 0.1; done
     sleep "$((RANDOM % 2)).$RANDOM"
     pkill -KILL -P $! || true

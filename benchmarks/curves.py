@@ -64,7 +64,7 @@ def compare(runs):
         apart = [abs(run[key][:epochs] / first[key][:epochs] - 1).max() for key in columns]
         right.plot(max(1e-8, *apart), name, "o", color=f"C{number % 10}")
         marks = resumed(f"{name}.log")
-        left.plot(marks, np.interp(marks, run["epoch"], run["train_loss"]), "kx", markersize=10)
+        left.plot(marks, np.interp(marks, run["epoch"], run["train_loss"]), "rx", markersize=12)
     right.set(xscale="log", xlim=(5e-9, 1), title="largest relative difference of a loss")
     right.set_xlabel("from the first run; at 1e-8: none")
     right.invert_yaxis()

@@ -37,7 +37,7 @@ NOT_RUN = [  # beginnings of commands, and why they are not run here
     (r"python3 -m venv .* -m pytest$", "it would run this test"),
     (r".* my_(training|script)\.py", "test_example and test_own_loop do"),
     (r"(sbatch|srun|scontrol|squeue|export) ", "test_slurm.py does, on a cluster"),
-    (r".*python\S* (benchmarks/|-m pytest .* tests/)", "hours, or what runs anyhow"),
+    (r".*(python\S*|bash) (benchmarks/|-m pytest .* tests/)", "hours, or what runs anyhow"),
     (r"(mpirun|docker|apptainer|kubectl|nvidia-smi|sudo|pip|py-spy) ", "not on every machine"),
 ]
 TRAINS = re.compile(r"([A-Z_]+=\S+ )*(python3?|torchrun) .*\btrain_\w+\.py")
