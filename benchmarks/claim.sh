@@ -9,7 +9,7 @@ dataset=$(realpath "$1")
 top=$(realpath "$(dirname "$0")/..")
 PYTHON=${PYTHON:-python}
 export OMP_NUM_THREADS=1
-flags=(--dataset "$dataset" --model mlp --batch-size 100 --lr 0.01 --augment --log-every 10
+flags=(--dataset "$dataset" --model mlp --batch-size 100 --lr 0.001 --augment --log-every 10
     --checkpoint-minutes 0 --resume)
 scratch=$(mktemp -d)
 cd "$scratch"
