@@ -4,9 +4,9 @@
 # ///
 """Train an image classifier with DDP: one process per GPU, started by torchrun.
 
-torchrun --standalone --nproc-per-node 4 train_ddp_torchrun.py
+torchrun --standalone --nproc-per-node 4 train_ddp_torchrun.py  # one machine; machine 0 of two:
 torchrun --nnodes 2 --node-rank 0 --master-addr HOST --nproc-per-node 4 train_ddp_torchrun.py
-(On machine 1 --node-rank 1. --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.)
+(On machine 1 the same line with --node-rank 1.)
 """
 
 import argparse
@@ -144,13 +144,13 @@ def prepare(args, batch, device):
 
 def augment(args, images, run_step, rank=0, world_size=1, part=0):
     """Flip half of the images (N, C, H, W) and shift each by up to 4 pixels."""
-    # All ranks draw the same, for the whole batch. Each takes its own samples, of these one part.
+    # Draw for the whole batch, take this process's samples (a single one: all), of them one part.
     generator = torch.Generator().manual_seed(args.seed + run_step)
     draws = torch.rand(args.batch_size, 3, generator=generator)[rank::world_size]
     draws = draws.split(len(images))[part]
     maps = torch.eye(2, 3).repeat(len(images), 1, 1)
     maps[:, 0, 0] = torch.where(draws[:, 0] < 0.5, -1.0, 1.0)
-    maps[:, :, 2] = ((draws[:, 1:] * 9).floor() - 4) * 2 / images.shape[-1]
+    maps[:, :, 2] = ((draws[:, 1:] * 9).floor() - 4) * 2 / images.shape[-1]  # a side is 2 long
     maps = maps.to(images.device, non_blocking=args.device != "mps")
     grid = F.affine_grid(maps, images.shape, align_corners=False)
     return F.grid_sample(images, grid, "nearest", align_corners=False)
@@ -170,12 +170,11 @@ class TensorLoader:
 
 
 def make_loader(args, dataset, indices, batch_size, device):
-    """Batches of the samples with these numbers; with --accumulate each is a part of a batch.
-
-    A TensorDataset is put on the device as a whole. If it does not fit, make it a StackDataset.
-    """
+    """Batches of the samples numbered `indices`; with --accumulate each is a part of a batch."""
     batch_size = batch_size // args.accumulate
-    if type(dataset) is TensorDataset:  # not a subclass, which may do more than indexing
+    # A TensorDataset (no subclass, which may do more than index) is put on the device as a whole.
+    # If it does not fit, make a torch.utils.data.StackDataset of its tensors: it stays in memory.
+    if type(dataset) is TensorDataset:
         return TensorLoader([tensor.to(device) for tensor in dataset.tensors], indices, batch_size)
     options = {"persistent_workers": args.workers > 0, "pin_memory": device.type in ("cuda", "xpu")}
     return DataLoader(dataset, batch_size, sampler=indices, num_workers=args.workers, **options)
@@ -219,7 +218,7 @@ def main(args):
     torch.set_float32_matmul_precision("high")  # TF32, where a GPU has it
     torch.backends.cudnn.benchmark = True  # take the fastest convolution: batches have one shape
 
-    # Rank 0 downloads the data, then a process of each other machine; the rest find the files.
+    # Rank 0 first: it downloads the data or says what is wrong. Then one of each machine, the rest.
     for my_turn in (rank == 0, rank > 0 and local_rank == 0, local_rank > 0):
         if my_turn:
             state = load_checkpoint(args, mmap=args.device != "cpu")
@@ -234,8 +233,8 @@ def main(args):
         raise SystemExit("not all see the same last.pt: put --output on a disk that all share")
     batch_size = args.batch_size // world_size  # this rank's part
     sampler = DistributedSampler(train_set, seed=args.seed)  # shuffles, and deals to the ranks
-    indices = []  # filled when an epoch begins; the loaders, and so their workers, live on
-    test_indices = range(rank, len(test_set), world_size)  # DistributedSampler repeats some
+    indices = []  # train_loader keeps this list; each epoch puts its own order into it
+    test_indices = range(rank, len(test_set), world_size)  # DistributedSampler would repeat some
     train_loader = make_loader(args, train_set, indices, batch_size, device)
     test_loader = make_loader(args, test_set, test_indices, batch_size, device)
 
@@ -245,34 +244,36 @@ def main(args):
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.compile:
-        model.compile(dynamic=False)
+        model.compile(dynamic=False)  # in place: in model.pt the weights keep their names
         criterion = torch.compile(loss_function, dynamic=False)
-    # ddp and model share the weights. ddp's backward averages the gradients of all ranks and waits
-    # for each of them. Evaluating, clipping and saving take model, which waits for nobody.
+    # ddp and model share the weights. loss.backward() through ddp averages the gradients of all
+    # ranks and waits for each of them. Evaluating, clipping and saving take model, which waits for
+    # nobody. (gradient_as_bucket_view spares a second copy of the gradients.)
     ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if args.compress_gradients:
-        ddp.register_comm_hook(None, bf16_compress_hook)
+        ddp.register_comm_hook(None, bf16_compress_hook)  # None: among all ranks
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
     optimizer, scheduler = build_optimizer(args, model, args.epochs * epoch_steps)
     restore_checkpoint(state, model, optimizer, scheduler)
-    dist.barrier()  # all have read last.pt (by mmap only just now), which rank 0 writes anew below
+    dist.barrier()  # all have read last.pt: on a network disk it must not be replaced before
     with autocast:
         evaluate(args, model, islice(test_loader, 2), device)  # a bug shows now, not in an hour
     if rank == 0:
         print(f"into {args.output}, from epoch {state['epoch'] + 1}, step {state['step'] + 1} on")
         save_checkpoint(args, state, model, optimizer, scheduler)  # a disk that is full fails now
 
-    # Loader workers derive their seeds from this one. (last_epoch counts steps.)
+    # Random transforms in loader workers: after --resume they draw other numbers than at the start.
     torch.manual_seed(args.seed + scheduler.last_epoch * world_size + rank)
     loss_sum = torch.zeros((), device=device)  # of the steps since the last progress line
+    # state["epoch"] counts the epochs that are done, state["step"] the steps done in the next one.
     for epoch in range(state["epoch"], args.epochs):
         sampler.set_epoch(epoch)
         shuffled = list(sampler)  # the numbers of this rank's samples only
         first = state["step"] * batch_size  # 0, unless the run is resumed within the epoch
-        indices[:] = shuffled[first : epoch_steps * batch_size]
+        indices[:] = shuffled[first : epoch_steps * batch_size]  # the list that train_loader keeps
         batches = iter(train_loader)
         started = time.perf_counter() - state["seconds"]  # less what it trained before --resume
-        saved_at = state["seconds"]  # of this epoch, at which last.pt was written
+        saved_at = state["seconds"]  # how far into this epoch last.pt was written
         for step in range(state["step"] + 1, epoch_steps + 1):
             run_step = epoch * epoch_steps + step
             for part in range(args.accumulate):
@@ -283,7 +284,7 @@ def main(args):
                 if args.augment:
                     inputs = augment(args, inputs, run_step, rank, world_size, part)
                 last_part = part + 1 == args.accumulate
-                with nullcontext() if last_part else ddp.no_sync():  # exchange once a step
+                with nullcontext() if last_part else ddp.no_sync():  # no exchange before the last
                     with autocast:
                         loss = criterion(ddp(inputs), labels) / args.accumulate
                     loss.backward()  # after the last part all ranks have the mean gradient
@@ -294,8 +295,8 @@ def main(args):
             optimizer.zero_grad()
             scheduler.step()
 
-            if step % args.log_every == 0 or step == epoch_steps:  # nothing above waits for a GPU
-                # Without torchrun this process would go on beside the run that is started anew.
+            if step % args.log_every == 0 or step == epoch_steps:  # no step above waits for the GPU
+                # torchrun (torchelastic) was killed: do not train on beside the run you start next.
                 if dist.is_torchelastic_launched() and os.getppid() != parent:
                     raise SystemExit("torchrun has been killed: start it again with --resume")
                 dist.all_reduce(loss_sum)  # each rank gets the sum over all ranks
@@ -313,7 +314,7 @@ def main(args):
         with autocast:
             sums = evaluate(args, model, test_loader, device)
         dist.all_reduce(sums)
-        epoch_line = finish_epoch(args, state, epoch_steps, sums)  # all ranks know the metrics
+        epoch_line = finish_epoch(args, state, epoch_steps, sums)  # on all ranks: may stop early
         state.update(epoch=epoch + 1, step=0, loss_sum=0.0, seconds=0.0)
         if rank == 0:
             print(epoch_line, flush=True)
@@ -321,7 +322,7 @@ def main(args):
     if rank == 0:
         save_whole({k: v.cpu() for k, v in model.state_dict().items()}, args.output / "model.pt")
         print(f"finished: {args.output / 'model.pt'}")
-    dist.barrier()  # none leaves before model.pt is whole: a restart would need every rank
+    dist.barrier()  # stay until model.pt is whole: if it fails, --max-restarts needs all ranks
     dist.destroy_process_group()
 
 
@@ -383,7 +384,7 @@ def load_checkpoint(args, mmap=False):
     flags = {"batch_size": args.batch_size, "seed": args.seed, "lr": args.lr}
     if not args.resume or not path.exists():
         return flags | {"epoch": 0, "step": 0, "loss_sum": 0.0, "seconds": 0.0, "metrics": []}
-    # With mmap the processes of a machine share one copy, which they read when they use it.
+    # With mmap it is read when used, and a machine's processes (one per GPU) share one copy.
     state = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     for name, value in flags.items():
         if state[name] != value:  # it would go on as another run
@@ -397,18 +398,18 @@ def restore_checkpoint(state, model, optimizer, scheduler):
         return
     model.load_state_dict(state.pop("model"))
     for saved, own in zip(state["optimizer"]["param_groups"], optimizer.param_groups):
-        saved["fused"] = own.get("fused")  # as build_optimizer has it in this script
+        saved["fused"] = own.get("fused")  # as in this script, not in the one that wrote last.pt
     optimizer.load_state_dict(state.pop("optimizer"))
     scheduler.load_state_dict(state.pop("scheduler"))
     if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) and scheduler.last_epoch > 0:
-        scheduler.last_epoch -= 1  # (it counts steps.) Compute the rate of the next step again,
-        scheduler.step()  # as it is another one if --epochs has grown
+        scheduler.last_epoch -= 1  # (the steps done.) One back and forth computes the rate anew:
+        scheduler.step()  # it is another one if --epochs has grown
 
 
 # ---- The process group: nothing to change here ---------------------------------------------------
 def init_distributed(args, rank, world_size, local_rank, init_method="env://"):
-    """Meet the other processes; rank 0 prints who is where. Returns this process's device."""
-    device, gpu = torch.device("cpu"), None
+    """Meet the others (env://: at MASTER_ADDR and MASTER_PORT). Returns this process's device."""
+    device, gpu = torch.device("cpu"), None  # gpu: which one NCCL is to use
     if args.device != "cpu":
         device = gpu = torch.device(args.device, local_rank)
         torch.accelerator.set_device_index(local_rank)  # or all processes fill GPU 0
@@ -487,7 +488,7 @@ if __name__ == "__main__":
         parser.error(f"more processes than the {torch.accelerator.device_count()} GPUs")
     if args.sync_bn and (args.device == "cpu" or args.compile):
         parser.error("--sync-bn works on GPUs only, and not with --compile")
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"  # torchrun --max-restarts
     if restarts and not args.resume:
         parser.error("--max-restarts needs --resume, or each restart would begin anew")
     if restarts and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":

@@ -138,13 +138,13 @@ def prepare(args, batch, device):
 
 def augment(args, images, run_step, rank=0, world_size=1, part=0):
     """Flip half of the images (N, C, H, W) and shift each by up to 4 pixels."""
-    # All ranks draw the same, for the whole batch. Each takes its own samples, of these one part.
+    # Draw for the whole batch, take this process's samples (a single one: all), of them one part.
     generator = torch.Generator().manual_seed(args.seed + run_step)
     draws = torch.rand(args.batch_size, 3, generator=generator)[rank::world_size]
     draws = draws.split(len(images))[part]
     maps = torch.eye(2, 3).repeat(len(images), 1, 1)
     maps[:, 0, 0] = torch.where(draws[:, 0] < 0.5, -1.0, 1.0)
-    maps[:, :, 2] = ((draws[:, 1:] * 9).floor() - 4) * 2 / images.shape[-1]
+    maps[:, :, 2] = ((draws[:, 1:] * 9).floor() - 4) * 2 / images.shape[-1]  # a side is 2 long
     maps = maps.to(images.device, non_blocking=args.device != "mps")
     grid = F.affine_grid(maps, images.shape, align_corners=False)
     return F.grid_sample(images, grid, "nearest", align_corners=False)
@@ -164,12 +164,11 @@ class TensorLoader:
 
 
 def make_loader(args, dataset, indices, batch_size, device):
-    """Batches of the samples with these numbers; with --accumulate each is a part of a batch.
-
-    A TensorDataset is put on the device as a whole. If it does not fit, make it a StackDataset.
-    """
+    """Batches of the samples numbered `indices`; with --accumulate each is a part of a batch."""
     batch_size = batch_size // args.accumulate
-    if type(dataset) is TensorDataset:  # not a subclass, which may do more than indexing
+    # A TensorDataset (no subclass, which may do more than index) is put on the device as a whole.
+    # If it does not fit, make a torch.utils.data.StackDataset of its tensors: it stays in memory.
+    if type(dataset) is TensorDataset:
         return TensorLoader([tensor.to(device) for tensor in dataset.tensors], indices, batch_size)
     options = {"persistent_workers": args.workers > 0, "pin_memory": device.type in ("cuda", "xpu")}
     return DataLoader(dataset, batch_size, sampler=indices, num_workers=args.workers, **options)
@@ -202,6 +201,7 @@ def set_seed(seed, device):
 def main(args):
     device = torch.device(args.device)
     name = f"{device}, {torch.cuda.get_device_name()}" if args.device == "cuda" else device
+    # Of several processes each has such a line, with its number: the rank.
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, backend none")
     print(f"rank 0: host {socket.gethostname()}, device {name}", flush=True)
     if args.epochs == 0:  # a check of the set-up
@@ -216,7 +216,7 @@ def main(args):
     if epoch_steps == 0:
         parser.error(f"--batch-size: the training set has only {len(train_set)} samples")
     batch_size = args.batch_size  # with DDP it is a rank's part
-    indices = []  # filled when an epoch begins; the loaders, and so their workers, live on
+    indices = []  # train_loader keeps this list; each epoch puts its own order into it
     test_indices = range(len(test_set))
     train_loader = make_loader(args, train_set, indices, batch_size, device)
     test_loader = make_loader(args, test_set, test_indices, batch_size, device)
@@ -225,7 +225,7 @@ def main(args):
     model = build_model(args, train_set[0][0], classes).to(device)
     criterion = loss_function
     if args.compile:
-        model.compile(dynamic=False)
+        model.compile(dynamic=False)  # in place: in model.pt the weights keep their names
         criterion = torch.compile(loss_function, dynamic=False)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
     optimizer, scheduler = build_optimizer(args, model, args.epochs * epoch_steps)
@@ -235,17 +235,18 @@ def main(args):
     print(f"into {args.output}, from epoch {state['epoch'] + 1}, step {state['step'] + 1} on")
     save_checkpoint(args, state, model, optimizer, scheduler)  # a disk that is full fails now
 
-    # Loader workers derive their seeds from this one. (last_epoch counts steps.)
-    torch.manual_seed(args.seed + scheduler.last_epoch)
+    # Random transforms in loader workers: after --resume they draw other numbers than at the start.
+    torch.manual_seed(args.seed + scheduler.last_epoch)  # the steps that are done
     loss_sum = torch.zeros((), device=device)  # of the steps since the last progress line
+    # state["epoch"] counts the epochs that are done, state["step"] the steps done in the next one.
     for epoch in range(state["epoch"], args.epochs):
         generator = torch.Generator().manual_seed(args.seed + epoch)
         shuffled = torch.randperm(len(train_set), generator=generator).tolist()
         first = state["step"] * batch_size  # 0, unless the run is resumed within the epoch
-        indices[:] = shuffled[first : epoch_steps * batch_size]
+        indices[:] = shuffled[first : epoch_steps * batch_size]  # the list that train_loader keeps
         batches = iter(train_loader)
         started = time.perf_counter() - state["seconds"]  # less what it trained before --resume
-        saved_at = state["seconds"]  # of this epoch, at which last.pt was written
+        saved_at = state["seconds"]  # how far into this epoch last.pt was written
         for step in range(state["step"] + 1, epoch_steps + 1):
             run_step = epoch * epoch_steps + step
             for part in range(args.accumulate):
@@ -265,7 +266,7 @@ def main(args):
             optimizer.zero_grad()
             scheduler.step()
 
-            if step % args.log_every == 0 or step == epoch_steps:  # nothing above waits for a GPU
+            if step % args.log_every == 0 or step == epoch_steps:  # no step above waits for the GPU
                 state["loss_sum"] += loss_sum.item()  # waits for the device
                 loss_sum.zero_()
                 state.update(epoch=epoch, step=step, seconds=time.perf_counter() - started)
@@ -341,7 +342,7 @@ def load_checkpoint(args, mmap=False):
     flags = {"batch_size": args.batch_size, "seed": args.seed, "lr": args.lr}
     if not args.resume or not path.exists():
         return flags | {"epoch": 0, "step": 0, "loss_sum": 0.0, "seconds": 0.0, "metrics": []}
-    # With mmap the processes of a machine share one copy, which they read when they use it.
+    # With mmap it is read when used, and a machine's processes (one per GPU) share one copy.
     state = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     for name, value in flags.items():
         if state[name] != value:  # it would go on as another run
@@ -355,12 +356,12 @@ def restore_checkpoint(state, model, optimizer, scheduler):
         return
     model.load_state_dict(state.pop("model"))
     for saved, own in zip(state["optimizer"]["param_groups"], optimizer.param_groups):
-        saved["fused"] = own.get("fused")  # as build_optimizer has it in this script
+        saved["fused"] = own.get("fused")  # as in this script, not in the one that wrote last.pt
     optimizer.load_state_dict(state.pop("optimizer"))
     scheduler.load_state_dict(state.pop("scheduler"))
     if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) and scheduler.last_epoch > 0:
-        scheduler.last_epoch -= 1  # (it counts steps.) Compute the rate of the next step again,
-        scheduler.step()  # as it is another one if --epochs has grown
+        scheduler.last_epoch -= 1  # (the steps done.) One back and forth computes the rate anew:
+        scheduler.step()  # it is another one if --epochs has grown
 
 
 # ---- The command line: a flag of yours goes here, and is args.NAME above -------------------------

@@ -29,7 +29,7 @@ INSTEAD = [  # what is run instead of a part of a command, and why
     (r"--nproc-per-node (4|gpu)", "--nproc-per-node 2", "four need more cores"),
     (r"--dataset synthetic (.* --batch-size) \d+", r"\1 128", "minutes on a CPU"),
     (r"^(?!.*--dataset)(.*)", r"\1 --dataset fashion-mnist", "CIFAR-10 takes a network"),
-    (r"--epochs 3 --overwrite", "--epochs 1", "minutes on a CPU"),
+    (r"--epochs 20 --output runs/\w+-gpus?", "--epochs 1", "minutes on a CPU"),
     (r"^(?!.*--epochs)(.*)", r"\1 --epochs 1", "ten epochs would take long here"),
     (r"$", " --data-dir {data}", "a download takes a network"),
 ]
@@ -38,7 +38,7 @@ NOT_RUN = [  # beginnings of commands, and why they are not run here
     (r".* my_(training|script)\.py", "test_example and test_own_loop do"),
     (r"(sbatch|srun|scontrol|squeue|export) ", "test_slurm.py does, on a cluster"),
     (r".*(python\S*|bash) (benchmarks/|-m pytest .* tests/)", "hours, or what runs anyhow"),
-    (r"(mpirun|docker|apptainer|kubectl|nvidia-smi|sudo|pip|py-spy) ", "not on every machine"),
+    (r"(mpirun|docker|apptainer|kubectl|nvidia-smi|sudo|pip|for pid in) ", "not on every machine"),
 ]
 TRAINS = re.compile(r"([A-Z_]+=\S+ )*(python3?|torchrun) .*\btrain_\w+\.py")
 CODES = [code for text in PAGES.values() for code in CODE.findall(text)]
