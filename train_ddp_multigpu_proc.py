@@ -310,7 +310,7 @@ def main(args):
         with autocast:
             sums = evaluate(args, parallel, test_loader, device)
         dist.all_reduce(sums)
-        epoch_line = finish_epoch(args, state, epoch_steps, sums)  # on all ranks: may stop early
+        epoch_line = finish_epoch(args, state, epoch_steps, sums)  # all need it for an early stop
         state.update(epoch=epoch + 1, step=0, loss_sum=0.0, seconds=0.0)
         if rank == 0:
             print(epoch_line, flush=True)
@@ -318,7 +318,7 @@ def main(args):
     if rank == 0:
         save_whole({k: v.cpu() for k, v in model.state_dict().items()}, args.output / "model.pt")
         print(f"finished: {args.output / 'model.pt'}")
-    dist.barrier()  # stay until model.pt is whole: if it fails, --max-restarts needs all ranks
+    dist.barrier()  # if saving model.pt fails, a restart needs all ranks: none may have ended
     dist.destroy_process_group()
 
 
@@ -380,7 +380,7 @@ def load_checkpoint(args, mmap=False):
     flags = {"batch_size": args.batch_size, "seed": args.seed, "lr": args.lr}
     if not args.resume or not path.exists():
         return flags | {"epoch": 0, "step": 0, "loss_sum": 0.0, "seconds": 0.0, "metrics": []}
-    # With mmap it is read when used, and a machine's processes (one per GPU) share one copy.
+    # mmap: a machine's processes share one copy. (Not on the CPU: optimizers would go on using it.)
     state = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     for name, value in flags.items():
         if state[name] != value:  # it would go on as another run

@@ -342,7 +342,7 @@ def load_checkpoint(args, mmap=False):
     flags = {"batch_size": args.batch_size, "seed": args.seed, "lr": args.lr}
     if not args.resume or not path.exists():
         return flags | {"epoch": 0, "step": 0, "loss_sum": 0.0, "seconds": 0.0, "metrics": []}
-    # With mmap it is read when used, and a machine's processes (one per GPU) share one copy.
+    # mmap: a machine's processes share one copy. (Not on the CPU: optimizers would go on using it.)
     state = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     for name, value in flags.items():
         if state[name] != value:  # it would go on as another run

@@ -45,6 +45,10 @@ two_hosts() { # WORDS...: two processes on each of two network namespaces
     done
     wait
 }
+past() { # K LOG: is a run of six epochs past K elevenths, by its last progress line?
+    awk -v k="$1" '/ step [0-9]+\// { split($2, epoch, "/"); split($4, step, "/")
+        at = epoch[1] - 1 + step[1] / step[2] } END { exit (at < 6 * k / 11) }' "$2" 2> /dev/null
+}
 
 run single 6 "$PYTHON" "$top/train_single.py"
 run dp 6 "$PYTHON" "$top/train_dp.py"
@@ -60,8 +64,7 @@ run "three-scripts-in-turn" 4 torchrun 2 "$top/train_fsdp2.py"
 run "three-scripts-in-turn" 6 torchrun 4 "$top/train_ddp_torchrun.py"
 for ((life = 1; life <= 10; life++)); do
     run "killed-ten-times" 6 "$PYTHON" "$top/train_single.py" 2> /dev/null & # its own shell
-    until [[ $(grep -cs "^into" killed-ten-times.log) == "$life" ]]; do sleep 0.1; done
-    sleep "$((RANDOM % 2)).$RANDOM"
+    until past "$life" killed-ten-times.log; do sleep 0.02; done
     pkill -KILL -P $! || true
     wait || true
 done
