@@ -318,7 +318,7 @@ def main(args):
     if rank == 0:
         save_whole({k: v.cpu() for k, v in model.state_dict().items()}, args.output / "model.pt")
         print(f"finished: {args.output / 'model.pt'}")
-    dist.barrier()  # if saving model.pt fails, a restart needs all ranks: none may have ended
+    dist.barrier()  # none leaves before model.pt is saved: if that fails, a restart needs all ranks
     dist.destroy_process_group()
 
 

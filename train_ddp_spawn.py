@@ -241,7 +241,7 @@ def main(local_rank, world_size, args):  # spawn calls it with local_rank = 0, 1
     if args.compile:
         model.compile(dynamic=False)  # in place: in model.pt the weights keep their names
         criterion = torch.compile(loss_function, dynamic=False)
-    # ddp and model share the weights. loss.backward() through ddp averages the gradients of all
+    # ddp and model share the weights. The backward pass of ddp averages the gradients of all
     # ranks and waits for each of them. Evaluating, clipping and saving take model, which waits for
     # nobody. (gradient_as_bucket_view spares a second copy of the gradients.)
     ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -314,7 +314,7 @@ def main(local_rank, world_size, args):  # spawn calls it with local_rank = 0, 1
     if rank == 0:
         save_whole({k: v.cpu() for k, v in model.state_dict().items()}, args.output / "model.pt")
         print(f"finished: {args.output / 'model.pt'}")
-    dist.barrier()  # if saving model.pt fails, a restart needs all ranks: none may have ended
+    dist.barrier()  # none leaves before model.pt is saved: if that fails, a restart needs all ranks
     dist.destroy_process_group()
 
 

@@ -328,7 +328,7 @@ def main(args):
     if rank == 0:
         save_whole(weights, args.output / "model.pt")
         print(f"finished: {args.output / 'model.pt'}")
-    dist.barrier()  # if saving model.pt fails, a restart needs all ranks: none may have ended
+    dist.barrier()  # none leaves before model.pt is saved: if that fails, a restart needs all ranks
     dist.destroy_process_group()
 
 

@@ -13,7 +13,7 @@ JOB = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.01, "--output"]
 BEGIN = "            run_step = epoch * epoch_steps + step\n"  # of a step
 LOSSES = ["train_loss", "test_loss"]
 PROCESSES = [*DDP[:2], "fsdp2"]  # with a GPU each
-END = "            if step % args.log_every == 0 or step == epoch_steps:\n"
+END = "            if step % args.log_every == 0 or step == epoch_steps:"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import SCRIPTS, script
+from helpers import SCRIPTS, edited, run, script
 from same_text import PATHS, compare, definitions
+from test_gpu import BEGIN, END, JOB, TELL, WATCH
 
 BANNERS = ["The model: put yours here", "The data: put yours here", "Training", "Progress and"]
 GONE = r"ctypes|\bgc\.|atexit|fcntl|\bsignal\b|os\._exit|__class__|\b\w+\._[a-z]|prctl|BaseExcep"
@@ -40,3 +41,10 @@ def test_a_page(name):
     assert re.findall(GONE, text) == []
     modules = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.M))
     assert modules <= set(sys.stdlib_module_names) | {"torch", "torchvision", "numpy"}
+
+
+def test_what_the_gpu_tests_put_into_the_scripts():
+    """It fits all six, and runs where there is no GPU too."""
+    for name in SCRIPTS[::-1]:
+        path = edited(name, END, TELL + END, BEGIN, BEGIN + WATCH)
+    assert "watched [" in run("single", *JOB, "out", "--device", "cpu", path=path)
