@@ -38,7 +38,7 @@ NOT_RUN = [  # beginnings of commands, and why they are not run here
     (r".* my_(training|script)\.py", "test_example and test_own_loop do"),
     (r"(sbatch|srun|scontrol|squeue|export) ", "test_slurm.py does, on a cluster"),
     (r".*(python\S*|bash) (benchmarks/|-m pytest .* tests/)", "hours, or what runs anyhow"),
-    (r"(mpirun|docker|apptainer|kubectl|nvidia-smi|sudo|pip|for pid in) |    |done$", "not on every machine"),
+    (r"(mpirun|docker|apptainer|kubectl|nvidia-smi|sudo|pip|for pid in) |  |done", "not installed"),
 ]
 TRAINS = re.compile(r"([A-Z_]+=\S+ )*(python3?|torchrun) .*\btrain_\w+\.py")
 CODES = [code for text in PAGES.values() for code in CODE.findall(text)]
