@@ -17,7 +17,6 @@ DATA = [
     ("{fashion} --lr 0.1 --resume", "needs --lr 0.001"),
 ]
 PLACE = [
-    ("--world-size 2 --rank 2", "--rank 2"),
     ("--rank -1", "--rank -1"),
     ("--world-size 0", "--rank 0: 0 machines"),
     ("--world-size 2", "tcp://HOST:PORT"),

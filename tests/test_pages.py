@@ -1,6 +1,4 @@
-"""The pages are true: commands run, links hold, examples train, recipes do what they say.
-
-A block that begins as "```python train_dp.py" is a quote of this script."""
+"""The pages are true: commands run, links hold, examples train, recipes do what they say."""
 
 import os
 import re
@@ -72,7 +70,7 @@ def side(diff, sign):
 
 
 def test_quotes():
-    """A quote's lines follow each other in its script, as the old lines of any other diff do."""
+    """What "```python train_dp.py" begins stands so in this script, as any diff's old lines do."""
     scripts = {path.name: path.read_text() for path in ROOT.glob("train_*.py")}
     for page, text in PAGES.items():
         for language, names, content in CODE.findall(text):
@@ -293,6 +291,5 @@ def test_float16(fashion):
 def test_load_data_alone(fashion):
     """The command of slurm/README.md for machines without a network."""
     [line] = [line for (line,) in LINES if re.match("python -c .*load_data", line)]
-    flags = ", ".join(f"'{flag}'" for flag in fashion)
-    line = line.replace("'--dataset', 'cifar10'", flags)
+    line = line.replace("'--dataset', 'cifar10'", ", ".join(f"'{flag}'" for flag in fashion))
     done([Cold(["bash", "-c", line], "log", env=os.environ | PLACE | {"PYTHONPATH": str(ROOT)})])

@@ -41,10 +41,5 @@ def test_a_page(name):
     assert re.findall(GONE, text) == []
     modules = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.M))
     assert modules <= set(sys.stdlib_module_names) | {"torch", "torchvision", "numpy"}
-
-
-def test_what_the_gpu_tests_put_into_the_scripts():
-    """It fits all six, and runs where there is no GPU too."""
-    for name in SCRIPTS[::-1]:
-        path = edited(name, END, TELL + END, BEGIN, BEGIN + WATCH)
-    assert "watched [" in run("single", *JOB, "out", "--device", "cpu", path=path)
+    path = edited(name, END, TELL + END, BEGIN, BEGIN + WATCH)  # the GPU tests' edits fit
+    assert name != "single" or "watched [" in run(name, *JOB, "x", "--device", "cpu", path=path)
