@@ -395,7 +395,6 @@ def main(args):
     parallel = nn.DataParallel(model) if gpus > 1 else model
     optimizer, scheduler = build_optimizer(args, model, args.epochs * steps_per_epoch)
     progress = load_checkpoint(args, model, optimizer, scheduler)
-    (args.output / "model.pt").unlink(missing_ok=True)  # only a finished run has one
     if progress.epoch == progress.step == 0:  # a new run: what can fail later should fail now
         (args.output / "last.pt").unlink(missing_ok=True)  # of a run that is overwritten
         evaluate(args, parallel, islice(test_loader, 2), device)

@@ -306,7 +306,6 @@ def save(content, path):
 def save_checkpoint(args, progress, model, optimizer, scheduler):
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "model.pt").unlink(missing_ok=True)  # only a finished run has one
-    (args.output / "model.pt").unlink(missing_ok=True)  # only a finished run has one
     with open(args.output / "metrics.csv", "w", newline="") as file:
         if progress.metrics:
             writer = csv.DictWriter(file, progress.metrics[-1], extrasaction="ignore")
