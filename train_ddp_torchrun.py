@@ -412,8 +412,7 @@ def main(args):
     torch.set_float32_matmul_precision("high")  # allow TF32
     torch.backends.cudnn.benchmark = True  # search for the fastest convolution algorithms
 
-    # Data
-    # Rank 0 loads first, as it may download; then one process of each other machine; then the rest.
+    # Data: rank 0 loads first, as it may download; then one process per machine; then the others
     if rank == 0:
         train_set, test_set, classes = load_data(args)
     dist.barrier()
@@ -529,10 +528,8 @@ def main(args):
 
 if __name__ == "__main__":
     args = parser.parse_args()
-    missing = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - set(os.environ)
-    if missing:
-        start = f"torchrun --standalone --nproc-per-node 2 {parser.prog}"
-        stop(f"start it with: {start} (or set {', '.join(sorted(missing))})")
+    if "RANK" not in os.environ:
+        stop(f"start it with: torchrun --standalone --nproc-per-node 2 {parser.prog}")
     world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     check_flags(args, world_size, local_rank)
     if args.device != "cpu" and torch.accelerator.device_count() <= local_rank:
@@ -543,6 +540,5 @@ if __name__ == "__main__":
         if not args.resume:
             stop("--max-restarts needs --resume, or each restart would start over", local_rank)
         if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-            variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-            stop(f"--max-restarts needs {variable} before torchrun", local_rank)
+            stop("--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", local_rank)
     main(args)

@@ -2,11 +2,11 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.9", "torchvision", "numpy"]
 # ///
-"""Train an image classifier with FSDP2: each GPU holds a part of the model, not all of it.
+"""Train an image classifier with FSDP2: each GPU holds a shard of the model, not all of it.
 
-torchrun --standalone --nproc-per-node 4 train_fsdp2.py  # one machine; machine 0 of two:
+torchrun --standalone --nproc-per-node 4 train_fsdp2.py    # on one machine
 torchrun --nnodes 2 --node-rank 0 --master-addr HOST --nproc-per-node 4 train_fsdp2.py
-(On machine 1 the same line with --node-rank 1.)
+torchrun --nnodes 2 --node-rank 1 --master-addr HOST --nproc-per-node 4 train_fsdp2.py
 """
 
 import argparse
@@ -14,8 +14,9 @@ import csv
 import math
 import os
 import socket
+import sys
 import time
-import warnings
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -24,13 +25,62 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate
 from torchvision import datasets, models
 from torchvision.transforms import v2
+
+# ---- The flags: add yours here -------------------------------------------------------------------
+# A flag's value is args.NAME. A run is resumed with the same flags, except those in MAY_CHANGE.
+formatter = argparse.ArgumentDefaultsHelpFormatter
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=formatter)
+parser.usage = "%(prog)s [flags]; --help lists them"
+add = parser.add_argument
+add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic, or a folder")
+add("--data-dir", default="data", help="where torchvision's data sets are stored")
+add("--image-size", type=int, default=32, help="images are resized, or generated, to this side")
+add("--repeat", type=int, default=1, help="repeat the channels: a heavier input, for load tests")
+add("--augment", action="store_true", help="random flips, and shifts by up to 4 pixels")
+add("--model", choices=("net", "resnet18", "mlp"), default="net")
+add("--optimizer", choices=("sgd", "adam"), default="sgd", help="sgd has momentum 0.9")
+add("--lr", type=float, default=0.001, help="learning rate")
+add("--lr-schedule", choices=("constant", "cosine"), default="constant")
+add("--warmup-steps", type=int, default=0, help="steps of linear learning rate warm-up")
+add("--epochs", type=int, default=10, help="0: only report the devices")
+add("--batch-size", type=int, default=64, help="global batch size: samples per step, over all GPUs")
+add("--accumulate", type=int, default=1, help="micro-batches per step: saves memory")
+add("--clip-norm", type=float, default=0, help="maximum norm of the gradient; 0: no clipping")
+add("--seed", type=int, default=76)
+accelerator = torch.accelerator.current_accelerator(check_available=True)
+devices = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
+cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # per process
+devices = [name for name in devices if name != "mps"]  # FSDP2 has no backend for it
+add("--device", choices=devices, default=devices[0])
+add("--workers", type=int, default=min(16, cores), help="data loading processes, per GPU")
+add("--amp", action="store_true", help="bfloat16 mixed precision, fast from Ampere on")
+add("--compile", action="store_true", help="torch.compile")
+add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder of the run")
+either = parser.add_mutually_exclusive_group()
+either.add_argument("--resume", action="store_true", help="continue the run in --output, if any")
+either.add_argument("--overwrite", action="store_true", help="replace the run in --output")
+add("--checkpoint-minutes", type=float, default=5, help="time between two checkpoints")
+add("--log-every", type=int, default=100, help="steps between two progress lines")
+MAY_CHANGE = ["epochs", "accumulate", "device", "workers", "amp", "compile", "data_dir", "output"]
+MAY_CHANGE += ["resume", "overwrite", "checkpoint_minutes", "log_every"]
+add("--shard", type=int, default=0, help="GPUs that share one copy of the model; 0: all GPUs")
+add("--timeout", type=int, default=1800, help="seconds to wait for another process")
+add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)  # older launchers' flag
+MAY_CHANGE += ["shard", "timeout", "local_rank"]
+
+
+def stop(message, rank=0):
+    """End with status 2 and a message for the user, which only rank 0 prints."""
+    if rank == 0:
+        print(f"{parser.prog}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
 
 
 # ---- The model: put yours here -------------------------------------------------------------------
@@ -42,7 +92,8 @@ class Net(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(channels, 6, 5)
         self.conv2 = nn.Conv2d(6, 16, 5)
-        self.fc1 = nn.Linear(16 * (((side - 4) // 2 - 4) // 2) ** 2, 120)
+        side = ((side - 4) // 2 - 4) // 2  # after two 5 x 5 convolutions, each with a 2 x 2 pooling
+        self.fc1 = nn.Linear(16 * side * side, 120)
         self.fc2 = nn.Linear(120, 84)
         self.fc3 = nn.Linear(84, classes)
 
@@ -54,12 +105,13 @@ class Net(nn.Module):
 
 
 def build_model(args, image, classes):
-    """A network for images shaped as `image` (C, H, W): (N, C * repeat, H, W) -> (N, classes)."""
+    """A network for images of the shape of `image`, (C, H, W)."""
     channels, side = image.shape[0] * args.repeat, image.shape[1]
     if args.model == "resnet18":
         model = models.resnet18(num_classes=classes)
-        model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
-        # Tensor cores want channels_last. On mps it is wrong in some versions of torch.
+        if channels != 3:
+            model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+        # Tensor cores prefer channels_last. On mps some versions of torch compute it wrongly.
         return model if args.device == "mps" else model.to(memory_format=torch.channels_last)
     if args.model == "mlp":
         hidden = nn.Linear(channels * side * side, 512)
@@ -67,132 +119,145 @@ def build_model(args, image, classes):
     return Net(channels, side, classes)
 
 
-# The layers that repeat: gathered from all ranks one after the other, when used, and freed again.
+# The classes of the layers that repeat. A GPU gathers the weights of one such layer at a time.
 BLOCKS = (models.resnet.BasicBlock, nn.TransformerEncoderLayer)
 
 
 def loss_function(outputs, labels):
-    return F.cross_entropy(outputs, labels)  # has to be a mean over the labels
+    """The mean over the labels, so that the mean over all GPUs is the mean over the batch."""
+    return F.cross_entropy(outputs, labels)
 
 
 def count_correct(outputs, labels):
-    """How many labels are correct (in regression: near enough), and of how many: tensor or int."""
+    """The number of correct predictions, and the number of labels."""
     return (outputs.argmax(1) == labels).sum(), labels.numel()
 
 
 def build_optimizer(args, model, steps):
-    """The optimizer, and the schedule of its learning rate over all `steps` of the run."""
+    """The optimizer and its learning rate schedule, which is stepped `steps` times in the run."""
     if args.optimizer == "adam":
         optimizer = torch.optim.Adam(model.parameters(), args.lr, fused=True)
     else:
         optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)  # FSDP2: not fused
 
-    def factor(step):  # of the learning rate: up in a line, then constant or down a cosine to 0
+    def factor(step):  # what --lr is multiplied by
         warmup = min(1, (step + 1) / (args.warmup_steps + 1))
         cosine = (1 + math.cos(math.pi * step / steps)) / 2
-        return warmup * (cosine if args.lr_schedule == "cosine" else 1)
+        return warmup * cosine if args.lr_schedule == "cosine" else warmup
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 # ---- The data: put yours here --------------------------------------------------------------------
-# `main` calls load_data, prepare and augment. A sample is a uint8 image (C, H, W) and an int.
-TORCHVISION = {"cifar10": datasets.CIFAR10, "fashion-mnist": datasets.FashionMNIST}  # 10 classes
-
-
+# `main` calls load_data, prepare and augment.
 def load_data(args):
-    """The training set, the test set and the number of classes."""
+    """Training set, test set, number of classes. A sample is a uint8 image (C, H, W) and an int."""
     if args.dataset == "synthetic":
-        return synthetic(10_000, seed=1), synthetic(2_000, seed=2), 10
-    if args.dataset in TORCHVISION:
+        side = args.image_size
+        return synthetic(10_000, side, seed=1), synthetic(2_000, side, seed=2), 10
+    if args.dataset in ("cifar10", "fashion-mnist"):
         return load_torchvision(args, train=True), load_torchvision(args, train=False), 10
     folder = Path(args.dataset)
     if not (folder / "train").is_dir() or not (folder / "test").is_dir():
-        parser.error(f"--dataset {folder}: neither a known name nor a folder with train/ and test/")
+        stop(f"--dataset {folder}: neither a known name nor a folder with train/ and test/")
     transform = v2.Compose([v2.PILToTensor(), v2.Resize((args.image_size, args.image_size))])
     train_set = datasets.ImageFolder(folder / "train", transform)
     test_set = datasets.ImageFolder(folder / "test", transform)
     if test_set.classes != train_set.classes:
-        parser.error(f"--dataset {folder}: test/ needs the same sub-folders (classes) as train/")
+        stop(f"--dataset {folder}: test/ needs the same sub-folders (classes) as train/")
     return train_set, test_set, len(train_set.classes)
 
 
 def load_torchvision(args, train):
+    kind = datasets.CIFAR10 if args.dataset == "cifar10" else datasets.FashionMNIST
     try:
-        dataset = TORCHVISION[args.dataset](args.data_dir, train, download=True)
+        dataset = kind(args.data_dir, train, download=True)
     except (OSError, RuntimeError) as error:
-        parser.error(f"no download ({str(error).splitlines()[0]}): put the files into --data-dir")
+        stop(f"no download ({str(error).splitlines()[0]}): put the files into --data-dir")
     images = torch.as_tensor(dataset.data)  # (N, H, W) or (N, H, W, C)
     images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
     return TensorDataset(images, torch.as_tensor(dataset.targets))
 
 
-def synthetic(count, seed):
-    """`count` images (3, 32, 32) of ten coarse patterns with noise added."""
+def synthetic(count, side, seed):
+    """`count` images (3, side, side) of ten coarse patterns, with noise."""
     coarse = torch.rand(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    patterns = F.interpolate(coarse, 32)
+    patterns = (F.interpolate(coarse, side) * 120).byte()
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=generator)
-    noise = torch.randint(136, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    return TensorDataset((patterns[labels] * 120).byte() + noise, labels)
+    images = torch.randint(136, (count, 3, side, side), dtype=torch.uint8, generator=generator)
+    return TensorDataset(images.add_(patterns[labels]), labels)
 
 
 def prepare(args, batch, device):
-    """A batch on the device; uint8 images become normalised floats. (Copies to mps must wait.)"""
-    images, labels = (tensor.to(device, non_blocking=args.device != "mps") for tensor in batch)
+    """Copy a batch to the device, where uint8 images become normalized floats."""
+    non_blocking = device.type != "mps"  # where the copy could be used before it is complete
+    images, labels = (tensor.to(device, non_blocking=non_blocking) for tensor in batch)
     if images.dtype == torch.uint8:
-        images = images.float().sub_(127.5).div_(64)
-    if args.model == "resnet18":
-        images = images.contiguous(memory_format=torch.channels_last)  # FSDP2's weights can't be
+        images = (images.float() - 127.5) / 64  # mean about 0, standard deviation about 1
     if args.repeat > 1:
         images = images.repeat(1, args.repeat, 1, 1)
     return images, labels
 
 
-def augment(args, images, run_step, rank=0, world_size=1, part=0):
-    """Flip half of the images (N, C, H, W) and shift each by up to 4 pixels."""
-    # Draw for the whole batch, take this process's samples (a single one: all), of them one part.
-    generator = torch.Generator().manual_seed(args.seed + run_step)
-    draws = torch.rand(args.batch_size, 3, generator=generator)[rank::world_size]
-    draws = draws.split(len(images))[part]
-    maps = torch.eye(2, 3).repeat(len(images), 1, 1)
-    maps[:, 0, 0] = torch.where(draws[:, 0] < 0.5, -1.0, 1.0)
-    maps[:, :, 2] = ((draws[:, 1:] * 9).floor() - 4) * 2 / images.shape[-1]  # a side is 2 long
-    maps = maps.to(images.device, non_blocking=args.device != "mps")
-    grid = F.affine_grid(maps, images.shape, align_corners=False)
-    return F.grid_sample(images, grid, "nearest", align_corners=False)
+def augment(inputs, labels):
+    """With --augment: flip half of the images (N, C, H, W), and shift each by up to 4 pixels."""
+    count, _, height, width = inputs.shape
+    flip = torch.rand(count, 1, 1, 1, device=inputs.device) < 0.5
+    padded = F.pad(torch.where(flip, inputs.flip(3), inputs), (4, 4, 4, 4))
+    shifts = padded.unfold(2, height, 1).unfold(3, width, 1)  # all of them: (N, C, 9, 9, H, W)
+    y, x = torch.randint(9, (2, count), device=inputs.device)
+    return shifts[torch.arange(count, device=inputs.device), :, y, x], labels
 
 
 # ---- Training: nothing to change here ------------------------------------------------------------
-class TensorLoader:
-    """A DataLoader for tensors on the device: one index_select a batch, no loop over samples."""
+class EpochSampler(Sampler):
+    """A DistributedSampler that can skip the first `start` samples of an epoch."""
 
-    def __init__(self, tensors, indices, batch_size):
-        self.tensors, self.indices, self.batch_size = tensors, indices, batch_size
+    def __init__(self, dataset, seed, rank=0, world_size=1):
+        self.length, self.seed, self.rank, self.world_size = len(dataset), seed, rank, world_size
+
+    def set_epoch(self, epoch, start):
+        self.epoch, self.start = epoch, start
 
     def __iter__(self):
-        indices = torch.tensor(list(self.indices), device=self.tensors[0].device)
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        indices = torch.randperm(self.length, generator=generator)[self.rank :: self.world_size]
+        return iter(indices[self.start :].tolist())
+
+
+class TensorLoader:
+    """A DataLoader for tensors on the device: it gathers a batch with one call per tensor."""
+
+    def __init__(self, tensors, batch_size, sampler):
+        self.tensors, self.batch_size, self.sampler = tensors, batch_size, sampler
+
+    def __iter__(self):
+        indices = torch.tensor(list(self.sampler), device=self.tensors[0].device)
         for i in range(0, len(indices), self.batch_size):
             yield [t.index_select(0, indices[i : i + self.batch_size]) for t in self.tensors]
 
 
-def make_loader(args, dataset, indices, batch_size, device):
-    """Batches of the samples numbered `indices`; with --accumulate each is a part of a batch."""
-    batch_size = batch_size // args.accumulate
-    # A TensorDataset (no subclass, which may do more than index) is put on the device as a whole.
-    # If it does not fit, make a torch.utils.data.StackDataset of its tensors: it stays in memory.
+def make_loader(args, dataset, batch_size, sampler, device):
+    # A TensorDataset is copied to the device as a whole; torch's StackDataset of tensors is not.
     if type(dataset) is TensorDataset:
-        return TensorLoader([tensor.to(device) for tensor in dataset.tensors], indices, batch_size)
-    options = {"persistent_workers": args.workers > 0, "pin_memory": device.type in ("cuda", "xpu")}
-    return DataLoader(dataset, batch_size, sampler=indices, num_workers=args.workers, **options)
+        return TensorLoader([tensor.to(device) for tensor in dataset.tensors], batch_size, sampler)
+    return DataLoader(
+        dataset,
+        batch_size,
+        sampler=sampler,
+        num_workers=args.workers,
+        persistent_workers=args.workers > 0 and isinstance(sampler, EpochSampler),  # of training
+        pin_memory=device.type in ("cuda", "xpu"),
+    )
 
 
 @torch.no_grad()
-def evaluate(args, model, loader, passes, device):
-    """Over the loader's batches: the sum of the losses, the correct labels, all labels."""
+def evaluate(args, model, loader, passes, spare, device):
+    """A tensor (3,): sum of the losses, correct predictions, and labels, over all batches."""
     model.eval()
-    dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32  # not all have it
-    sums = torch.zeros(3, device=device, dtype=dtype)  # float32 miscounts from 2**24 labels on
+    dtype = torch.float32 if device.type in ("mps", "xpu") else torch.float64  # mps has no float64
+    sums = torch.zeros(3, dtype=dtype, device=device)
     for batch in loader:
         inputs, labels = prepare(args, batch, device)
         outputs = model(inputs)
@@ -201,96 +266,284 @@ def evaluate(args, model, loader, passes, device):
         sums[1] += correct
         sums[2] += count
         passes -= 1
-    for _ in range(passes):  # all ranks gather a block together, also those that have no more
-        model(inputs)
+    for _ in range(passes):  # a forward pass communicates: all ranks must make the same number
+        model(prepare(args, spare, device)[0])
     model.train()
     return sums
 
 
-def set_seed(seed, device):
-    """Does what torch.manual_seed does, which takes 0.2 ms: too long for each step."""
-    torch.default_generator.manual_seed(seed)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
+# ---- Progress and checkpoints: nothing to change here --------------------------------------------
+def progress_line(args, progress, steps_per_epoch):
+    position = f"epoch {progress.epoch + 1}/{args.epochs} step {progress.step}/{steps_per_epoch}"
+    loss = progress.loss_sum / progress.step
+    speed = progress.step * args.batch_size / progress.seconds
+    steps_left = (args.epochs - progress.epoch) * steps_per_epoch - progress.step
+    minutes_left = steps_left * args.batch_size / speed / 60
+    return f"{position} loss {loss:.4f} {speed:.0f} samples/s {minutes_left:.1f} min left"
 
 
-@record  # torchrun's summary then shows the traceback of the rank that failed first
+def finish_epoch(args, progress, sums):
+    """Add the epoch's row to the metrics; the next epoch begins."""
+    loss_sum, correct, count = sums.tolist()
+    has_memory = args.device not in ("cpu", "mps")
+    row = {
+        "epoch": progress.epoch + 1,
+        "train_loss": progress.loss_sum / progress.step,
+        "test_loss": loss_sum / max(1, count),
+        "test_accuracy": correct / max(1, count),
+        "seconds": progress.seconds,  # of training
+        "samples_per_second": progress.step * args.batch_size / progress.seconds,
+        "peak_memory_mib": torch.accelerator.max_memory_allocated() / 2**20 if has_memory else 0,
+    }
+    progress.metrics.append(row)
+    progress.epoch += 1
+    progress.step, progress.loss_sum, progress.seconds = 0, 0.0, 0.0
+    line = "epoch {epoch}: train loss {train_loss:.4f} test loss {test_loss:.4f} "
+    line += "accuracy {test_accuracy:.4f} {seconds:.1f} s"
+    return line.format(**row)
+
+
+@dataclass
+class Progress:
+    epoch: int = 0  # finished epochs
+    step: int = 0  # finished steps of the current epoch
+    loss_sum: float = 0.0  # over these steps
+    seconds: float = 0.0  # that they took
+    metrics: list = field(default_factory=list)  # a dictionary for each finished epoch
+
+
+def save(content, path):
+    """torch.save. If the process is killed while it writes, the old file survives."""
+    with open(f"{path}.tmp", "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())  # without it a power failure could leave a new, empty file
+    os.replace(f"{path}.tmp", path)
+
+
+def gather(content):
+    """Whole tensors in place of shards, on the CPU of rank 0. All ranks must call it."""
+    if isinstance(content, dict):
+        return {key: gather(value) for key, value in content.items()}
+    if isinstance(content, DTensor):
+        content = content.full_tensor()  # one tensor after the other, to save memory
+    if isinstance(content, torch.Tensor):
+        return content.cpu() if dist.get_rank() == 0 else None
+    return content
+
+
+def shard(tensor, like):
+    """This rank's shard of a whole tensor on the CPU that belongs to the parameter `like`."""
+    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor.clone()  # a buffer, or the optimizer's count of steps
+    mesh, result = like.device_mesh, torch.empty_like(like)
+    chunks = tensor.chunk(mesh.shape[-1])  # of the first dimension, as by fully_shard
+    chunks += (tensor[:0],) * mesh.shape[-1]  # a small tensor has fewer chunks than there are ranks
+    result.to_local().copy_(chunks[mesh.get_local_rank("shard")])
+    return result
+
+
+def save_checkpoint(args, progress, model, optimizer, scheduler):
+    checkpoint = {"flags": flags(args), "progress": asdict(progress), "model": model.state_dict()}
+    checkpoint |= {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    checkpoint = gather(checkpoint)
+    if dist.get_rank() > 0:
+        return
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "model.pt").unlink(missing_ok=True)  # only a finished run has one
+    with open(args.output / "metrics.csv", "w", newline="") as file:
+        if progress.metrics:
+            writer = csv.DictWriter(file, progress.metrics[-1], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(progress.metrics)
+    save(checkpoint, args.output / "last.pt")
+
+
+def load_checkpoint(args, model, optimizer, scheduler):
+    """With --resume, restore the run in --output if there is one. Returns its progress."""
+    path = args.output / "last.pt"
+    if not args.resume or not path.exists():
+        return Progress()
+    checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    own = model.state_dict()
+    model.load_state_dict({name: shard(t, own[name]) for name, t in checkpoint["model"].items()})
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, tensors in checkpoint["optimizer"]["state"].items():
+        tensors.update({k: shard(t, parameters[i]) for k, t in tensors.items() if t is not None})
+    for saved, group in zip(checkpoint["optimizer"]["param_groups"], optimizer.param_groups):
+        saved["fused"] = group.get("fused")  # another script may have written it
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    scheduler.load_state_dict(checkpoint["scheduler"])
+    return Progress(**checkpoint["progress"])
+
+
+def flags(args):
+    """The flags that must be the same when the run is resumed."""
+    fixed = {name: str(value) for name, value in vars(args).items() if name not in MAY_CHANGE}
+    return fixed | {"dataset": Path(args.dataset).name}  # its folder may be moved
+
+
+def check_flags(args, world_size=1, rank=0):
+    """Refuse impossible flags, and those with which the run in --output cannot be resumed."""
+    for name in ("image_size", "repeat", "batch_size", "accumulate", "log_every"):
+        if getattr(args, name) < 1:
+            stop(f"--{name.replace('_', '-')} must be at least 1", rank)
+    for name in ("lr", "warmup_steps", "epochs", "clip_norm", "workers", "checkpoint_minutes"):
+        if getattr(args, name) < 0:
+            stop(f"--{name.replace('_', '-')} must not be negative", rank)
+    if args.batch_size % (world_size * args.accumulate):
+        stop("--batch-size must be a multiple of the number of processes x --accumulate", rank)
+    has_run = args.epochs > 0 and any(args.output.glob("*.pt"))
+    if has_run and not (args.resume or args.overwrite):
+        stop(f"{args.output} has a run: --resume continues it, --overwrite replaces it", rank)
+    path = args.output / "last.pt"
+    if not has_run or not args.resume or not path.exists():
+        return
+    checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if "flags" not in checkpoint:
+        stop(f"{path} was written by an older version of this script", rank)
+    for name, new in flags(args).items():
+        old = checkpoint["flags"].get(name, new)  # a script without the flag can have written it
+        if old != new:
+            flag = f"--{name.replace('_', '-')}"
+            typed = {"True": f"with {flag}", "False": f"without {flag}"}
+            stop(f"{path} was begun {typed.get(old, f'with {flag} {old}')}: resume it so", rank)
+    epoch, step = checkpoint["progress"]["epoch"], checkpoint["progress"]["step"]
+    if epoch + (step > 0) > args.epochs:
+        stop(f"--epochs {args.epochs}: {path} already has {epoch} epochs and {step} steps", rank)
+
+
+# ---- Main ----------------------------------------------------------------------------------------
+def init_distributed(args, rank, world_size, local_rank, init_method="env://"):
+    """Join the other processes. Returns this process's device."""
+    device = torch.device("cpu")
+    if args.device != "cpu":
+        device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(local_rank)  # or all processes would use GPU 0
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),  # NCCL for CUDA, Gloo for the CPU
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=args.timeout),
+        device_id=None if args.device == "cpu" else device,
+    )
+    name = f"{device}, {torch.cuda.get_device_name()}" if args.device == "cuda" else device
+    reports = [None] * world_size
+    dist.all_gather_object(reports, f"rank {rank}: host {socket.gethostname()}, device {name}")
+    if rank == 0:
+        print(f"torch {torch.__version__}, backend {dist.get_backend()}")
+        print(*reports, sep="\n", flush=True)
+    return device
+
+
+def shard_model(args, model, device, world_size, rank):
+    """Shard each parameter over the GPUs (FSDP: Zhao et al., VLDB 2023)."""
+    checksums = [None] * world_size
+    checksum = sum(p.detach().sum(dtype=torch.float64).item() for p in model.parameters())
+    dist.all_gather_object(checksums, checksum)
+    if not all(math.isclose(checksum, other, rel_tol=1e-6) for other in checksums):
+        stop("build_model gives different weights on different ranks: load files on all", rank)
+    blocks = [module for module in model.modules() if isinstance(module, BLOCKS)]
+    count = len(list(model.parameters()))
+    shape, names = (world_size,), ("shard",)
+    if 0 < args.shard < world_size:  # several copies of the model (HSDP)
+        shape, names = (world_size // args.shard, args.shard), ("copy", "shard")
+    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
+    policy = MixedPrecisionPolicy()
+    if args.amp and not any("BatchNorm" in type(m).__name__ for m in model.modules()):
+        # Gather blocks in bfloat16: autocast alone keeps copies of all weights until backward.
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    if args.compile:
+        for module in blocks if blocks else [model]:  # without FSDP2's hooks, which break a graph
+            module.forward = torch.compile(module.forward, dynamic=False)
+    model.to(memory_format=torch.contiguous_format)  # fully_shard supports no other
+    for block in reversed(blocks):  # inner ones before outer ones
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)  # what is in no block
+    if len(list(model.parameters())) > count:
+        stop("a block shares a weight with another, or with the rest: change BLOCKS", rank)
+    if rank == 0:
+        print(f"{len(blocks)} blocks; each copy of the model on {mesh.shape[-1]} ranks")
+
+
+@record  # the traceback of the rank that failed appears in torchrun's summary
 def main(args):
-    # torchrun starts this file once per GPU, on each machine, and tells each process its place.
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # of all processes
-    local_rank = int(os.environ["LOCAL_RANK"])  # of those on this machine: the GPU's number
-    parent = os.getppid()  # torchrun; when it dies, another process becomes the parent
+    rank = int(os.environ["RANK"])  # set by torchrun: number of this process, of all machines'
+    local_rank = int(os.environ["LOCAL_RANK"])  # number on its machine: the GPU that it uses
+    world_size = int(os.environ["WORLD_SIZE"])  # count of all processes, one per GPU
+    torchrun_pid = os.getppid()
     device = init_distributed(args, rank, world_size, local_rank)
-    if args.epochs == 0:  # a check of the set-up
+    if args.epochs == 0:
         dist.destroy_process_group()
         return
-    warnings.filterwarnings("ignore", "Please use the new API")  # torch 2.9, about the next line
-    torch.set_float32_matmul_precision("high")  # TF32, where a GPU has it
-    torch.backends.cudnn.benchmark = True  # take the fastest convolution: batches have one shape
+    torch.set_float32_matmul_precision("high")  # allow TF32
+    torch.backends.cudnn.benchmark = True  # search for the fastest convolution algorithms
 
-    # Rank 0 first: it downloads the data or says what is wrong. Then one of each machine, the rest.
-    for my_turn in (rank == 0, rank > 0 and local_rank == 0, local_rank > 0):
-        if my_turn:
-            state = load_checkpoint(args, mmap=True)
-            train_set, test_set, classes = load_data(args)
-        dist.barrier()  # each waits here until all have come
-    epoch_steps = len(train_set) // args.batch_size  # what is left over trains in another epoch
-    if epoch_steps == 0 and local_rank == 0:  # one says it, and torchrun ends the others
-        parser.error(f"--batch-size: the training set has only {len(train_set)} samples")
-    if len(test_set) < world_size and local_rank == 0:
-        parser.error(f"the test set has only {len(test_set)} samples: fewer than processes")
-    positions = [None] * world_size  # filled with those of all ranks
-    dist.all_gather_object(positions, (state["epoch"], state["step"]))
-    if len(set(positions)) > 1:
-        raise SystemExit("not all see the same last.pt: put --output on a disk that all share")
-    batch_size = args.batch_size // world_size  # this rank's part
-    sampler = DistributedSampler(train_set, seed=args.seed)  # shuffles, and deals to the ranks
-    indices = []  # train_loader keeps this list; each epoch puts its own order into it
-    test_indices = range(rank, len(test_set), world_size)  # DistributedSampler would repeat some
-    train_loader = make_loader(args, train_set, indices, batch_size, device)
-    test_loader = make_loader(args, test_set, test_indices, batch_size, device)
-    passes = math.ceil(math.ceil(len(test_set) / world_size) / (batch_size // args.accumulate))
-
-    torch.manual_seed(args.seed)
-    model = build_model(args, train_set[0][0], classes)  # on the CPU; a device gets its part only
-    criterion = loss_function
-    if args.compile:
-        criterion = torch.compile(loss_function, dynamic=False)
-    shard_model(args, model, device, world_size)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
-    optimizer, scheduler = build_optimizer(args, model, args.epochs * epoch_steps)
-    restore_checkpoint(state, model, optimizer, scheduler)
-    dist.barrier()  # all have read last.pt: on a network disk it must not be replaced before
-    with autocast:
-        evaluate(args, model, islice(test_loader, 2), min(2, passes), device)  # a bug shows now
+    # Data: rank 0 loads first, as it may download; then one process per machine; then the others
     if rank == 0:
-        print(f"into {args.output}, from epoch {state['epoch'] + 1}, step {state['step'] + 1} on")
-    save_checkpoint(args, state, model, optimizer, scheduler)  # a disk that is full fails now
+        train_set, test_set, classes = load_data(args)
+    dist.barrier()
+    if local_rank == 0 and rank > 0:
+        train_set, test_set, classes = load_data(args)
+    dist.barrier()
+    if local_rank > 0:
+        train_set, test_set, classes = load_data(args)
+    steps_per_epoch = len(train_set) // args.batch_size  # the incomplete last batch is dropped
+    if steps_per_epoch == 0:
+        stop(f"--batch-size: the training set has only {len(train_set)} samples", rank)
+    rank_batch = args.batch_size // world_size
+    micro_batch = rank_batch // args.accumulate
+    sampler = EpochSampler(train_set, args.seed, rank, world_size)
+    train_loader = make_loader(args, train_set, micro_batch, sampler, device)
+    test_indices = range(rank, len(test_set), world_size)  # each sample once, on one of the ranks
+    test_loader = make_loader(args, test_set, micro_batch, test_indices, device)
+    passes = math.ceil(math.ceil(len(test_set) / world_size) / micro_batch)  # of the longest rank
+    spare = default_collate([train_set[0]])
 
-    # Random transforms in loader workers: after --resume they draw other numbers than at the start.
-    torch.manual_seed(args.seed + scheduler.last_epoch * world_size + rank)
-    loss_sum = torch.zeros((), device=device)  # of the steps since the last progress line
-    # state["epoch"] counts the epochs that are done, state["step"] the steps done in the next one.
-    for epoch in range(state["epoch"], args.epochs):
-        sampler.set_epoch(epoch)
-        shuffled = list(sampler)  # the numbers of this rank's samples only
-        first = state["step"] * batch_size  # 0, unless the run is resumed within the epoch
-        indices[:] = shuffled[first : epoch_steps * batch_size]  # the list that train_loader keeps
+    # Model
+    torch.manual_seed(args.seed)
+    model = build_model(args, train_set[0][0], classes)  # on the CPU: a GPU gets only its shard
+    shard_model(args, model, device, world_size, rank)
+    criterion = torch.compile(loss_function, dynamic=False) if args.compile else loss_function
+    optimizer, scheduler = build_optimizer(args, model, args.epochs * steps_per_epoch)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
+    progress = load_checkpoint(args, model, optimizer, scheduler)
+    starts = [None] * world_size
+    dist.all_gather_object(starts, (progress.epoch, progress.step))  # all have read last.pt now
+    if len(set(starts)) > 1:
+        stop("not all processes see the same last.pt: put --output on a disk that all share", rank)
+    if progress.epoch == progress.step == 0:  # a new run: what can fail later should fail now
+        if rank == 0:
+            (args.output / "last.pt").unlink(missing_ok=True)  # of a run that is overwritten
+        with autocast, torch.compiler.set_stance("force_eager"):
+            evaluate(args, model, islice(test_loader, 2), min(2, passes), spare, device)
+        save_checkpoint(args, progress, model, optimizer, scheduler)
+    if rank == 0:
+        done = f"{progress.epoch} epochs and {progress.step} steps are done"
+        print(f"{args.output}: {done}", flush=True)
+
+    # Training
+    torch.manual_seed(args.seed + rank)  # loader workers draw other random numbers on each rank
+    next_save = time.perf_counter() + args.checkpoint_minutes * 60
+    for epoch in range(progress.epoch, args.epochs):
+        sampler.set_epoch(epoch, start=progress.step * rank_batch)
         batches = iter(train_loader)
-        started = time.perf_counter() - state["seconds"]  # less what it trained before --resume
-        saved_at = state["seconds"]  # how far into this epoch last.pt was written
-        for step in range(state["step"] + 1, epoch_steps + 1):
-            run_step = epoch * epoch_steps + step
-            for part in range(args.accumulate):
-                # So that dropout draws the same with --resume and without, and others on each rank.
-                run_part = run_step * args.accumulate + part
-                set_seed(args.seed + run_part * world_size + rank, device)
+        loss_sum = torch.zeros((), device=device)  # since the last progress line
+        started = time.perf_counter() - progress.seconds
+        for step in range(progress.step + 1, steps_per_epoch + 1):
+            if (step - 1) % args.log_every == 0:
+                # A resumed run starts at such a step, and draws the same random numbers from here.
+                run_step = epoch * steps_per_epoch + step
+                torch.manual_seed(args.seed + run_step * world_size + rank)  # others on each rank
+            for micro_step in range(args.accumulate):
                 inputs, labels = prepare(args, next(batches), device)
                 if args.augment:
-                    inputs = augment(args, inputs, run_step, rank, world_size, part)
+                    inputs, labels = augment(inputs, labels)
+                model.set_requires_all_reduce(micro_step == args.accumulate - 1)  # between copies
                 with autocast:
                     loss = criterion(model(inputs), labels) / args.accumulate
-                loss.backward()  # each rank adds up its part of the mean gradient
+                loss.backward()
                 loss_sum += loss.detach()
             if args.clip_norm:
                 nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)
@@ -298,262 +551,60 @@ def main(args):
             optimizer.zero_grad()
             scheduler.step()
 
-            if step % args.log_every == 0 or step == epoch_steps:  # no step above waits for the GPU
-                # torchrun (torchelastic) was killed: do not train on beside the run you start next.
-                if dist.is_torchelastic_launched() and os.getppid() != parent:
-                    raise SystemExit("torchrun has been killed: start it again with --resume")
-                dist.all_reduce(loss_sum)  # each rank gets the sum over all ranks
-                state["loss_sum"] += loss_sum.item() / world_size  # waits for the device
+            if step % args.log_every == 0 or step == steps_per_epoch:
+                # If torchrun was killed, its processes must not write beside a resumed run.
+                if dist.is_torchelastic_launched() and os.getppid() != torchrun_pid:
+                    stop("torchrun has been killed", rank)
+                progress.step, progress.seconds = step, time.perf_counter() - started
+                dist.all_reduce(loss_sum)  # the sum over all ranks
+                progress.loss_sum += loss_sum.item() / world_size  # only this waits for the GPU
                 loss_sum.zero_()
-                state.update(epoch=epoch, step=step, seconds=time.perf_counter() - started)
                 if rank == 0:
-                    print(progress_line(args, state, epoch_steps), flush=True)
-                since_saved = torch.tensor(state["seconds"] - saved_at, device=device)
-                dist.broadcast(since_saved, 0)  # all ranks save together, by rank 0's clock
-                if since_saved.item() >= args.checkpoint_minutes * 60:
-                    save_checkpoint(args, state, model, optimizer, scheduler)
-                    saved_at = state["seconds"]
+                    print(progress_line(args, progress, steps_per_epoch), flush=True)
+                weight_norm = nn.utils.get_total_norm(model.parameters()).full_tensor()
+                if not math.isfinite(progress.loss_sum) or not weight_norm.isfinite():
+                    stop(f"the loss is not finite; {args.output}/last.pt is still good", rank)
+                is_due = torch.tensor(int(time.perf_counter() >= next_save), device=device)
+                dist.broadcast(is_due, 0)  # all ranks save together, by rank 0's clock
+                if is_due.item():
+                    save_started = time.perf_counter()
+                    save_checkpoint(args, progress, model, optimizer, scheduler)
+                    seconds = time.perf_counter() - save_started
+                    pause = max(args.checkpoint_minutes * 60, 30 * seconds)  # a large model is slow
+                    next_save = time.perf_counter() + pause
 
-        for buffer in model.buffers():  # batch norm's averages differ by rank: all take rank 0's
+        for buffer in model.buffers():  # batch norm's averages: all ranks take those of rank 0
             dist.broadcast(buffer, 0)
-        with autocast:
-            sums = evaluate(args, model, test_loader, passes, device)
+        with autocast, torch.compiler.set_stance("force_eager"):
+            sums = evaluate(args, model, test_loader, passes, spare, device)
         dist.all_reduce(sums)
-        epoch_line = finish_epoch(args, state, epoch_steps, sums)  # all need it for an early stop
-        state.update(epoch=epoch + 1, step=0, loss_sum=0.0, seconds=0.0)
+        if not sums.isfinite().all():
+            stop(f"the test loss is not finite; {args.output}/last.pt is still good", rank)
+        epoch_line = finish_epoch(args, progress, sums)
         if rank == 0:
             print(epoch_line, flush=True)
-        save_checkpoint(args, state, model, optimizer, scheduler)
+        save_checkpoint(args, progress, model, optimizer, scheduler)
     weights = gather(model.state_dict())
     if rank == 0:
-        save_whole(weights, args.output / "model.pt")
+        save(weights, args.output / "model.pt")
         print(f"finished: {args.output / 'model.pt'}")
-    dist.barrier()  # none leaves before model.pt is saved: if that fails, a restart needs all ranks
+    dist.barrier()  # if saving fails, torchrun can restart all processes only while all are here
     dist.destroy_process_group()
 
 
-# ---- Progress and checkpoints: nothing to change here --------------------------------------------
-def progress_line(args, state, epoch_steps):
-    epoch, step = state["epoch"], state["step"]
-    speed = step * args.batch_size / state["seconds"]
-    steps_left = (args.epochs - epoch) * epoch_steps - step
-    minutes_left = steps_left * args.batch_size / speed / 60
-    position = f"epoch {epoch + 1}/{args.epochs} step {step}/{epoch_steps}"
-    loss = state["loss_sum"] / step
-    return f"{position} loss {loss:.4f} {speed:.0f} samples/s {minutes_left:.1f} min left"
-
-
-def finish_epoch(args, state, epoch_steps, sums):
-    """Add the epoch's row to state["metrics"]; `sums` is evaluate's. Returns the line to print."""
-    loss_sum, correct, count = sums.tolist()
-    has_memory = args.device not in ("cpu", "mps")
-    row = {
-        "epoch": state["epoch"] + 1,
-        "train_loss": state["loss_sum"] / epoch_steps,
-        "test_loss": loss_sum / max(1, count),
-        "test_accuracy": correct / max(1, count),
-        "seconds": state["seconds"],  # of training
-        "samples_per_second": epoch_steps * args.batch_size / state["seconds"],
-        "peak_memory_mib": torch.accelerator.max_memory_allocated() / 2**20 if has_memory else 0,
-    }
-    state["metrics"].append(row)
-    losses = f"train loss {row['train_loss']:.4f} test loss {row['test_loss']:.4f}"
-    rest = f"accuracy {row['test_accuracy']:.4f} {row['seconds']:.1f} s"
-    return f"epoch {row['epoch']}: {losses} {rest}"
-
-
-def save_whole(content, path):
-    """torch.save; killed at any moment, it leaves the whole old file or the whole new one."""
-    with open(f"{path}.tmp", "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())  # a power cut must not leave the new name without content
-    os.replace(f"{path}.tmp", path)
-
-
-def gather(content):
-    """Whole tensors in place of the ranks' parts, on rank 0's CPU. All ranks have to call it."""
-    if isinstance(content, dict):
-        return {key: gather(value) for key, value in content.items()}
-    if isinstance(content, DTensor):
-        content = content.full_tensor()  # one after the other: a device holds one whole tensor
-    if isinstance(content, torch.Tensor):
-        return content.cpu() if dist.get_rank() == 0 else None
-    return content
-
-
-def cut(tensor, like):
-    """This rank's part of a whole tensor that belongs to the parameter `like`."""
-    if not isinstance(like, DTensor) or tensor.shape != like.shape:
-        return tensor.clone()  # a buffer, or the optimizer's count of steps
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def save_checkpoint(args, state, model, optimizer, scheduler):
-    """Write metrics.csv and last.pt (killed between the two, a resumed run writes both again)."""
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    content = gather(state | {k: v.state_dict() for k, v in parts.items()})
-    if dist.get_rank() > 0:
-        return
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "model.pt").unlink(missing_ok=True)  # only a finished run has one
-    columns = "epoch train_loss test_loss test_accuracy seconds samples_per_second peak_memory_mib"
-    with open(args.output / "metrics.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, columns.split())
-        writer.writeheader()
-        writer.writerows(state["metrics"])
-    save_whole(content, args.output / "last.pt")
-
-
-def load_checkpoint(args, mmap=False):
-    """The state to go on from: with --resume that in last.pt, if it is there; else a new run's."""
-    path = args.output / "last.pt"
-    flags = {"batch_size": args.batch_size, "seed": args.seed, "lr": args.lr}
-    if not args.resume or not path.exists():
-        return flags | {"epoch": 0, "step": 0, "loss_sum": 0.0, "seconds": 0.0, "metrics": []}
-    # mmap: a machine's processes share one copy. (Not on the CPU: optimizers would go on using it.)
-    state = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
-    for name, value in flags.items():
-        if state[name] != value:  # it would go on as another run
-            parser.error(f"{path} needs --{name.replace('_', '-')} {state[name]}, as it was begun")
-    return state
-
-
-def restore_checkpoint(state, model, optimizer, scheduler):
-    """Put what load_checkpoint has read where it belongs."""
-    if "model" not in state:  # a new run
-        return
-    like = model.state_dict()
-    model.load_state_dict({name: cut(t, like[name]) for name, t in state.pop("model").items()})
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, tensors in state["optimizer"]["state"].items():
-        tensors.update({k: cut(t, parameters[i]) for k, t in tensors.items() if t is not None})
-    for saved, own in zip(state["optimizer"]["param_groups"], optimizer.param_groups):
-        saved["fused"] = own.get("fused")  # as in this script, not in the one that wrote last.pt
-    optimizer.load_state_dict(state.pop("optimizer"))
-    scheduler.load_state_dict(state.pop("scheduler"))
-    if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) and scheduler.last_epoch > 0:
-        scheduler.last_epoch -= 1  # (the steps done.) One back and forth computes the rate anew:
-        scheduler.step()  # it is another one if --epochs has grown
-
-
-# ---- The process group: nothing to change here ---------------------------------------------------
-def init_distributed(args, rank, world_size, local_rank, init_method="env://"):
-    """Meet the others (env://: at MASTER_ADDR and MASTER_PORT). Returns this process's device."""
-    device, gpu = torch.device("cpu"), None  # gpu: which one NCCL is to use
-    if args.device != "cpu":
-        device = gpu = torch.device(args.device, local_rank)
-        torch.accelerator.set_device_index(local_rank)  # or all processes fill GPU 0
-    name = f"{device}, {torch.cuda.get_device_name()}" if args.device == "cuda" else device
-    backend = dist.get_default_backend_for_device(device)  # NCCL for CUDA, Gloo for CPUs
-    meeting = {"init_method": init_method, "rank": rank, "world_size": world_size}
-    timeout = timedelta(seconds=args.timeout)
-    dist.init_process_group(backend, timeout=timeout, device_id=gpu, **meeting)  # waits for all
-    places = [None] * world_size
-    dist.all_gather_object(places, f"rank {rank}: host {socket.gethostname()}, device {name}")
-    if rank == 0:
-        print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, backend {backend}")
-        print(*places, sep="\n", flush=True)
-    return device
-
-
-def shard_model(args, model, device, world_size):
-    """Cut each parameter and put this rank's part on its device (FSDP: Zhao et al., VLDB 2023)."""
-    blocks = [module for module in model.modules() if isinstance(module, BLOCKS)]
-    count = len(list(model.parameters()))
-    shape, names = (world_size,), ("shard",)
-    if 0 < args.shard < world_size:  # several copies of the model (HSDP)
-        shape, names = (world_size // args.shard, args.shard), ("copy", "shard")
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    policy = MixedPrecisionPolicy()
-    if args.amp and hasattr(policy, "param_dtype_override_fn"):  # since torch 2.15
-        # Blocks are gathered in bfloat16. Autocast would keep a copy of all weights until backward.
-        options = {"param_dtype_override_fn": lambda p: p.dtype if p.ndim == 1 else None}
-        options["cast_forward_inputs"] = False
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, **options)
-    if args.compile:
-        for module in blocks if blocks else [model]:
-            # The forward pass alone, as FSDP2's hooks before and after it break a graph.
-            module.forward = torch.compile(module.forward, dynamic=False)
-    model.to(memory_format=torch.contiguous_format)  # fully_shard takes no other
-    for block in reversed(blocks):  # inner ones before outer ones
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh)  # what is in no block
-    if dist.get_rank() == 0:
-        print(f"{len(blocks)} blocks; each copy of the model on {mesh.shape[-1]} ranks")
-        if len(list(model.parameters())) > count:
-            parser.error("a block shares a weight with another, or with the rest: change BLOCKS")
-        if not blocks and sum(p.numel() for p in model.parameters()) > 10**8:
-            print("no layer is in BLOCKS: each GPU gathers the whole model. Name those that repeat")
-
-
-# ---- The command line: a flag of yours goes here, and is args.NAME above -------------------------
-def at_least(least, kind=int):
-    def number(text):
-        if kind(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
-        return kind(text)
-
-    return number
-
-
-formatter = argparse.ArgumentDefaultsHelpFormatter
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=formatter)
-parser.usage = "%(prog)s [flags]; --help lists them"
-accelerator = torch.accelerator.current_accelerator(check_available=True)
-devices = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
-devices = [name for name in devices if name != "mps"]  # FSDP2 has no backend for it
-cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # of this process
-add = parser.add_argument  # the flags down to --augment belong to your model and your data
-add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic, or a folder")
-add("--data-dir", default="data", help="where torchvision's data sets live")
-add("--image-size", type=at_least(1), default=32, help="side that a folder's images get")
-add("--repeat", type=at_least(1), default=1, help="copies of the channels: a heavier input")
-add("--model", choices=("net", "resnet18", "mlp"), default="net", help="the network")
-add("--optimizer", choices=("sgd", "adam"), default="sgd", help="sgd has momentum 0.9")
-add("--lr", type=at_least(0, float), default=0.001, help="learning rate")
-add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="of the rate")
-add("--warmup-steps", type=at_least(0), default=0, help="steps in which the rate rises to --lr")
-add("--augment", action="store_true", help="random flip and shift by up to 4 pixels")
-add("--epochs", type=at_least(0), default=10, help="0: only print the ranks and their devices")
-add("--batch-size", type=at_least(1), default=64, help="samples of a step, over all devices")
-add("--accumulate", type=at_least(1), default=1, help="parts of a batch, one by one: less memory")
-add("--clip-norm", type=at_least(0, float), default=0, help="largest norm of the gradient; 0: any")
-add("--workers", type=at_least(0), default=min(16, cores), help="that read a folder, per process")
-add("--amp", action="store_true", help="bfloat16; before torch 2.15 it costs 2 bytes a parameter")
-add("--compile", action="store_true", help="torch.compile")
-add("--device", choices=devices, default=devices[0], help="CUDA_VISIBLE_DEVICES chooses GPUs")
-add("--seed", type=int, default=76, help="of weights, order and random numbers")
-add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder to write to")
-either = parser.add_mutually_exclusive_group()
-either.add_argument("--resume", action="store_true", help="go on from --output's last.pt, if any")
-either.add_argument("--overwrite", action="store_true", help="begin anew, even if it has one")
-add("--checkpoint-minutes", type=at_least(0, float), default=5, help="between two checkpoints")
-add("--log-every", type=at_least(1), default=100, help="steps between progress lines")
-add("--shard", type=at_least(0), default=0, help="GPUs that share a copy of the model; 0: all")
-add("--timeout", type=at_least(1), default=1800, help="seconds to wait for the other processes")
-add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)  # older launchers' flag
-
 if __name__ == "__main__":
     args = parser.parse_args()
-    missing = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - set(os.environ)
-    if missing:
-        start = f"torchrun --standalone --nproc-per-node 2 {parser.prog}"
-        parser.error(f"start it with: {start} (or set {', '.join(sorted(missing))})")
+    if "RANK" not in os.environ:
+        stop(f"start it with: torchrun --standalone --nproc-per-node 2 {parser.prog}")
     world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    if args.batch_size % (world_size * args.accumulate):
-        parser.error("--batch-size has to be a multiple of the processes times --accumulate")
+    check_flags(args, world_size, local_rank)
     if args.device != "cpu" and torch.accelerator.device_count() <= local_rank:
-        parser.error(f"more processes than the {torch.accelerator.device_count()} GPUs")
-    if args.shard and world_size % args.shard:
-        parser.error("the number of processes has to be a multiple of --shard")
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"  # torchrun --max-restarts
-    if restarts and not args.resume:
-        parser.error("--max-restarts needs --resume, or each restart would begin anew")
-    if restarts and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        parser.error("--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun")
-    has_run = args.epochs and any(args.output.glob("*.pt"))
-    if has_run and not (args.resume or args.overwrite) and local_rank == 0:  # one says it for all
-        parser.error(f"{args.output} has a run: --resume goes on with it, --overwrite begins anew")
+        stop(f"more processes than the {torch.accelerator.device_count()} GPUs")
+    if args.shard < 0 or args.shard and world_size % args.shard:
+        stop("the number of processes must be a multiple of --shard", local_rank)
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        if not args.resume:
+            stop("--max-restarts needs --resume, or each restart would start over", local_rank)
+        if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+            stop("--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", local_rank)
     main(args)
