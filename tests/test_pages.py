@@ -13,7 +13,8 @@ PAGES = {path: path.read_text() for folder in FOLDERS for path in sorted(folder.
 CODE = re.compile(r"^```(\w*) ?(.*)\n((?:.*\n)*?)```$", re.M)  # language, scripts, content
 README, GUIDE = PAGES[ROOT / "README.md"], PAGES[ROOT / "docs" / "your_model_and_data.md"]
 RECIPES = GUIDE + PAGES[ROOT / "docs" / "recipes.md"]
-MORE = PAGES[ROOT / "docs" / "stopping_and_resuming.md"] + PAGES[ROOT / "docs" / "launching.md"]
+DOCS = "".join(text for path, text in PAGES.items() if path.parent.name == "docs")
+SECTIONS = re.split(r"^##+ ", DOCS, flags=re.M)  # each begins with its title
 ROOMS = re.findall(r"^```python\n((?:BLOCKS|def load)(?:.*\n)*?)```", GUIDE, re.M)
 FLAG = re.search(r"`(add\(.+\))`", GUIDE)[1]
 FLAGS = re.search(r"my_training\.py --dataset tests (--.*)", GUIDE)[1].split()
@@ -126,7 +127,7 @@ def copy(*titles, name="ddp_torchrun", rooms=False, **changes):
         start, end = re.search(rf"# ---- The {banner}: .*\n", text).end(), text.index(end)
         text = text[:start] + block + "\n\n" + text[end:]
     for title in titles:
-        section = (RECIPES + MORE).split(f"\n## {title}\n")[1].split("\n## ")[0]
+        [section] = [part for part in SECTIONS if part.startswith(f"{title}\n")]
         lines = "".join(code[2] for code in CODE.findall(section) if code[0] == "python")
         verbs = r"^# (below|above|instead of|instead of the function|delete): (.*)\n"
         pieces = re.split(verbs, lines, flags=re.M)[1:]
