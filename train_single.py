@@ -35,19 +35,19 @@ parser.usage = "%(prog)s [flags]; --help lists them"
 add = parser.add_argument
 add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic, or a folder")
 add("--data-dir", default="data", help="where torchvision's data sets are stored")
-add("--image-size", type=int, default=32, help="images are resized, or generated, to this side")
-add("--repeat", type=int, default=1, help="repeat the channels: a heavier input, for load tests")
+add("--image-size", type=int, default=32, help="side of synthetic images, or of a folder's")
+add("--repeat", type=int, default=1, help="repeat the channels, to test with a larger input")
 add("--augment", action="store_true", help="random flips, and shifts by up to 4 pixels")
-add("--model", choices=("net", "resnet18", "mlp"), default="net")
+add("--model", choices=("net", "resnet18", "mlp"), default="net", help="see build_model")
 add("--optimizer", choices=("sgd", "adam"), default="sgd", help="sgd has momentum 0.9")
 add("--lr", type=float, default=0.001, help="learning rate")
-add("--lr-schedule", choices=("constant", "cosine"), default="constant")
+add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="after warm-up")
 add("--warmup-steps", type=int, default=0, help="steps of linear learning rate warm-up")
-add("--epochs", type=int, default=10, help="0: only report the devices")
+add("--epochs", type=int, default=10, help="0: print the devices, and end")
 add("--batch-size", type=int, default=64, help="global batch size: samples per step, over all GPUs")
 add("--accumulate", type=int, default=1, help="micro-batches per step: saves memory")
 add("--clip-norm", type=float, default=0, help="maximum norm of the gradient; 0: no clipping")
-add("--seed", type=int, default=76)
+add("--seed", type=int, default=76, help="of weights, sample order and random numbers")
 accelerator = torch.accelerator.current_accelerator(check_available=True)
 devices = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -56,17 +56,17 @@ add("--workers", type=int, default=min(16, cores), help="data loading processes,
 add("--amp", action="store_true", help="bfloat16 mixed precision, fast from Ampere on")
 add("--compile", action="store_true", help="torch.compile")
 add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder of the run")
-either = parser.add_mutually_exclusive_group()
-either.add_argument("--resume", action="store_true", help="continue the run in --output, if any")
-either.add_argument("--overwrite", action="store_true", help="replace the run in --output")
-add("--checkpoint-minutes", type=float, default=5, help="time between two checkpoints")
+group = parser.add_mutually_exclusive_group()
+group.add_argument("--resume", action="store_true", help="continue the run in --output, if any")
+group.add_argument("--overwrite", action="store_true", help="replace the run in --output")
+add("--checkpoint-minutes", type=float, default=5, help="time between checkpoints in an epoch")
 add("--log-every", type=int, default=100, help="steps between two progress lines")
 MAY_CHANGE = ["epochs", "accumulate", "device", "workers", "amp", "compile", "data_dir", "output"]
 MAY_CHANGE += ["resume", "overwrite", "checkpoint_minutes", "log_every"]
 
 
 def stop(message, rank=0):
-    """End with status 2 and a message for the user, which only rank 0 prints."""
+    """End with status 2 and a message; of several processes only rank 0 prints it."""
     if rank == 0:
         print(f"{parser.prog}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
@@ -100,7 +100,7 @@ def build_model(args, image, classes):
         model = models.resnet18(num_classes=classes)
         if channels != 3:
             model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
-        # Tensor cores prefer channels_last. On mps some versions of torch compute it wrongly.
+        # Tensor cores prefer channels_last. On mps, some versions of torch give wrong results.
         return model if args.device == "mps" else model.to(memory_format=torch.channels_last)
     if args.model == "mlp":
         hidden = nn.Linear(channels * side * side, 512)
@@ -109,7 +109,7 @@ def build_model(args, image, classes):
 
 
 def loss_function(outputs, labels):
-    """The mean over the labels, so that the mean over all GPUs is the mean over the batch."""
+    """The mean over the labels: main averages it over micro-batches (and over GPUs)."""
     return F.cross_entropy(outputs, labels)
 
 
@@ -176,7 +176,7 @@ def synthetic(count, side, seed):
 
 def prepare(args, batch, device):
     """Copy a batch to the device, where uint8 images become normalized floats."""
-    non_blocking = device.type != "mps"  # where the copy could be used before it is complete
+    non_blocking = device.type != "mps"  # on mps a copy could be used before it is complete
     images, labels = (tensor.to(device, non_blocking=non_blocking) for tensor in batch)
     if images.dtype == torch.uint8:
         images = (images.float() - 127.5) / 64  # mean about 0, standard deviation about 1
@@ -190,14 +190,14 @@ def augment(inputs, labels):
     count, _, height, width = inputs.shape
     flip = torch.rand(count, 1, 1, 1, device=inputs.device) < 0.5
     padded = F.pad(torch.where(flip, inputs.flip(3), inputs), (4, 4, 4, 4))
-    shifts = padded.unfold(2, height, 1).unfold(3, width, 1)  # all of them: (N, C, 9, 9, H, W)
+    shifts = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: (N, C, 9, 9, H, W)
     y, x = torch.randint(9, (2, count), device=inputs.device)
-    return shifts[torch.arange(count, device=inputs.device), :, y, x], labels
+    return shifts[torch.arange(count, device=inputs.device), :, y, x], labels  # (N, C, H, W)
 
 
 # ---- Training: nothing to change here ------------------------------------------------------------
 class EpochSampler(Sampler):
-    """A DistributedSampler that can skip the first `start` samples of an epoch."""
+    """Shuffles each epoch; can skip its first samples. Each rank (process) has its own share."""
 
     def __init__(self, dataset, seed, rank=0, world_size=1):
         self.length, self.seed, self.rank, self.world_size = len(dataset), seed, rank, world_size
@@ -224,7 +224,7 @@ class TensorLoader:
 
 
 def make_loader(args, dataset, batch_size, sampler, device):
-    # A TensorDataset is copied to the device as a whole; torch's StackDataset of tensors is not.
+    # A TensorDataset is copied to the device as a whole. If it does not fit: use StackDataset.
     if type(dataset) is TensorDataset:
         return TensorLoader([tensor.to(device) for tensor in dataset.tensors], batch_size, sampler)
     return DataLoader(
@@ -232,7 +232,7 @@ def make_loader(args, dataset, batch_size, sampler, device):
         batch_size,
         sampler=sampler,
         num_workers=args.workers,
-        persistent_workers=args.workers > 0 and isinstance(sampler, EpochSampler),  # of training
+        persistent_workers=args.workers > 0 and isinstance(sampler, EpochSampler),  # training only
         pin_memory=device.type in ("cuda", "xpu"),
     )
 
@@ -241,7 +241,7 @@ def make_loader(args, dataset, batch_size, sampler, device):
 def evaluate(args, model, loader, device):
     """A tensor (3,): sum of the losses, correct predictions, and labels, over all batches."""
     model.eval()
-    dtype = torch.float32 if device.type in ("mps", "xpu") else torch.float64  # mps has no float64
+    dtype = torch.float32 if device.type in ("mps", "xpu") else torch.float64  # which they lack
     sums = torch.zeros(3, dtype=dtype, device=device)
     for batch in loader:
         inputs, labels = prepare(args, batch, device)
@@ -255,6 +255,15 @@ def evaluate(args, model, loader, device):
 
 
 # ---- Progress and checkpoints: nothing to change here --------------------------------------------
+@dataclass
+class Progress:
+    epoch: int = 0  # finished epochs
+    step: int = 0  # finished steps of the current epoch
+    loss_sum: float = 0.0  # sum of the losses of these steps
+    seconds: float = 0.0  # training time of these steps
+    metrics: list = field(default_factory=list)  # a dictionary for each finished epoch
+
+
 def progress_line(args, progress, steps_per_epoch):
     position = f"epoch {progress.epoch + 1}/{args.epochs} step {progress.step}/{steps_per_epoch}"
     loss = progress.loss_sum / progress.step
@@ -265,7 +274,7 @@ def progress_line(args, progress, steps_per_epoch):
 
 
 def finish_epoch(args, progress, sums):
-    """Add the epoch's row to the metrics; the next epoch begins."""
+    """Add a row to the metrics and return its line; `progress` moves to the next epoch."""
     loss_sum, correct, count = sums.tolist()
     has_memory = args.device not in ("cpu", "mps")
     row = {
@@ -273,7 +282,7 @@ def finish_epoch(args, progress, sums):
         "train_loss": progress.loss_sum / progress.step,
         "test_loss": loss_sum / max(1, count),
         "test_accuracy": correct / max(1, count),
-        "seconds": progress.seconds,  # of training
+        "seconds": progress.seconds,  # without evaluation
         "samples_per_second": progress.step * args.batch_size / progress.seconds,
         "peak_memory_mib": torch.accelerator.max_memory_allocated() / 2**20 if has_memory else 0,
     }
@@ -283,15 +292,6 @@ def finish_epoch(args, progress, sums):
     line = "epoch {epoch}: train loss {train_loss:.4f} test loss {test_loss:.4f} "
     line += "accuracy {test_accuracy:.4f} {seconds:.1f} s"
     return line.format(**row)
-
-
-@dataclass
-class Progress:
-    epoch: int = 0  # finished epochs
-    step: int = 0  # finished steps of the current epoch
-    loss_sum: float = 0.0  # over these steps
-    seconds: float = 0.0  # that they took
-    metrics: list = field(default_factory=list)  # a dictionary for each finished epoch
 
 
 def save(content, path):
@@ -307,7 +307,7 @@ def save_checkpoint(args, progress, model, optimizer, scheduler):
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "model.pt").unlink(missing_ok=True)  # only a finished run has one
     with open(args.output / "metrics.csv", "w", newline="") as file:
-        if progress.metrics:
+        if progress.metrics:  # the newest row sets the columns: older rows may have fewer
             writer = csv.DictWriter(file, progress.metrics[-1], extrasaction="ignore")
             writer.writeheader()
             writer.writerows(progress.metrics)
@@ -317,11 +317,11 @@ def save_checkpoint(args, progress, model, optimizer, scheduler):
 
 
 def load_checkpoint(args, model, optimizer, scheduler):
-    """With --resume, restore the run in --output if there is one. Returns its progress."""
+    """With --resume, restore the run in --output. Returns its progress, or that of a new run."""
     path = args.output / "last.pt"
     if not args.resume or not path.exists():
         return Progress()
-    mmap = args.device != "cpu"  # the processes of a machine then share one copy in memory
+    mmap = args.device != "cpu"  # one copy per machine (on the CPU the optimizer would keep it)
     checkpoint = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -336,7 +336,7 @@ def flags(args):
 
 
 def check_flags(args, world_size=1, rank=0):
-    """Refuse impossible flags, and those with which the run in --output cannot be resumed."""
+    """Refuse impossible flags, and to resume a run with other flags or fewer epochs."""
     for name in ("image_size", "repeat", "batch_size", "accumulate", "log_every"):
         if getattr(args, name) < 1:
             stop(f"--{name.replace('_', '-')} must be at least 1", rank)
@@ -344,7 +344,7 @@ def check_flags(args, world_size=1, rank=0):
         if getattr(args, name) < 0:
             stop(f"--{name.replace('_', '-')} must not be negative", rank)
     if args.batch_size % (world_size * args.accumulate):
-        stop("--batch-size must be a multiple of the number of processes x --accumulate", rank)
+        stop("--batch-size must be a multiple of the processes (GPUs) times --accumulate", rank)
     has_run = args.epochs > 0 and any(args.output.glob("*.pt"))
     if has_run and not (args.resume or args.overwrite):
         stop(f"{args.output} has a run: --resume continues it, --overwrite replaces it", rank)
@@ -355,13 +355,14 @@ def check_flags(args, world_size=1, rank=0):
     if "flags" not in checkpoint:
         stop(f"{path} was written by an older version of this script", rank)
     for name, new in flags(args).items():
-        old = checkpoint["flags"].get(name, new)  # a script without the flag can have written it
+        old = checkpoint["flags"].get(name, new)  # no entry: a flag that only this script has
         if old != new:
             flag = f"--{name.replace('_', '-')}"
-            typed = {"True": f"with {flag}", "False": f"without {flag}"}
-            stop(f"{path} was begun {typed.get(old, f'with {flag} {old}')}: resume it so", rank)
+            word = "without" if old == "False" else "with"
+            value = "" if old in ("True", "False") else f" {old}"
+            stop(f"{path} was started {word} {flag}{value}: use the same flags", rank)
     epoch, step = checkpoint["progress"]["epoch"], checkpoint["progress"]["step"]
-    if epoch + (step > 0) > args.epochs:
+    if (epoch, step) > (args.epochs, 0):
         stop(f"--epochs {args.epochs}: {path} already has {epoch} epochs and {step} steps", rank)
 
 
@@ -369,7 +370,7 @@ def check_flags(args, world_size=1, rank=0):
 def main(args):
     device = torch.device(args.device)
     name = f"{device}, {torch.cuda.get_device_name()}" if args.device == "cuda" else device
-    print(f"torch {torch.__version__}, backend none")
+    print(f"torch {torch.__version__}, backend none")  # nothing to communicate
     print(f"rank 0: host {socket.gethostname()}, device {name}", flush=True)
     if args.epochs == 0:
         return
@@ -378,13 +379,13 @@ def main(args):
 
     # Data
     train_set, test_set, classes = load_data(args)
-    steps_per_epoch = len(train_set) // args.batch_size  # the incomplete last batch is dropped
+    steps_per_epoch = len(train_set) // args.batch_size  # the last, incomplete batch is not used
     if steps_per_epoch == 0:
         stop(f"--batch-size: the training set has only {len(train_set)} samples")
     micro_batch = args.batch_size // args.accumulate
     sampler = EpochSampler(train_set, args.seed)
     train_loader = make_loader(args, train_set, micro_batch, sampler, device)
-    test_indices = range(len(test_set))  # a sampler is any sequence of indices
+    test_indices = range(len(test_set))  # any iterable can be a sampler
     test_loader = make_loader(args, test_set, micro_batch, test_indices, device)
 
     # Model
@@ -398,7 +399,7 @@ def main(args):
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
     progress = load_checkpoint(args, model, optimizer, scheduler)
     if progress.epoch == progress.step == 0:  # a new run: what can fail later should fail now
-        (args.output / "last.pt").unlink(missing_ok=True)  # of a run that is overwritten
+        (args.output / "last.pt").unlink(missing_ok=True)  # --resume must not find the old run
         with autocast:
             evaluate(args, model, islice(test_loader, 2), device)
         save_checkpoint(args, progress, model, optimizer, scheduler)
@@ -413,7 +414,7 @@ def main(args):
         started = time.perf_counter() - progress.seconds
         for step in range(progress.step + 1, steps_per_epoch + 1):
             if (step - 1) % args.log_every == 0:
-                # A resumed run starts at such a step, and draws the same random numbers from here.
+                # Checkpoints end just before such a step, so a resumed run draws the same numbers.
                 torch.manual_seed(args.seed + epoch * steps_per_epoch + step)
             for micro_step in range(args.accumulate):
                 inputs, labels = prepare(args, next(batches), device)
@@ -430,9 +431,9 @@ def main(args):
             scheduler.step()
 
             if step % args.log_every == 0 or step == steps_per_epoch:
-                progress.step, progress.seconds = step, time.perf_counter() - started
                 progress.loss_sum += loss_sum.item()  # no line above waits for the GPU; this does
                 loss_sum.zero_()
+                progress.step, progress.seconds = step, time.perf_counter() - started
                 print(progress_line(args, progress, steps_per_epoch), flush=True)
                 weight_norm = nn.utils.get_total_norm(model.parameters())
                 if not math.isfinite(progress.loss_sum) or not weight_norm.isfinite():
