@@ -46,7 +46,7 @@ add("--warmup-steps", type=int, default=0, help="steps of linear learning rate w
 add("--epochs", type=int, default=10, help="0: print the devices, and end")
 add("--batch-size", type=int, default=64, help="global batch size: samples per step, over all GPUs")
 add("--accumulate", type=int, default=1, help="micro-batches per step: saves memory")
-add("--clip-norm", type=float, default=0, help="maximum norm of the gradient; 0: no clipping")
+add("--clip-norm", type=float, default=0.0, help="maximum norm of the gradient; 0: no clipping")
 add("--seed", type=int, default=76, help="of weights, sample order and random numbers")
 accelerator = torch.accelerator.current_accelerator(check_available=True)
 devices = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
