@@ -43,7 +43,7 @@ def main():
     ).to(device)  # fmt: skip
     ddp = nn.parallel.DistributedDataParallel(model)  # backward() averages all ranks' gradients
     torch.manual_seed(rank)  # random augmentation and dropout must differ between ranks
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     for epoch in range(5):
         sampler.set_epoch(epoch)  # otherwise every epoch has the same order
