@@ -1,58 +1,72 @@
 """The pages are true: commands run, links hold, examples train, recipes do what they say."""
 
+import difflib
 import os
 import re
+import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from helpers import *
+import torch
+from helpers import ROOT, Cold, Warm, close, done, free_port, kill_all, logs, metrics, run
+from helpers import same, same_run, script, start, wait_for, weights
+from torch.distributed.run import get_args_parser
+from torchvision import models
 
 FOLDERS = [ROOT, ROOT / "docs", ROOT / "slurm", ROOT / "benchmarks"]
 PAGES = {path: path.read_text() for folder in FOLDERS for path in sorted(folder.glob("*.md"))}
-CODE = re.compile(r"^```(\w*) ?(.*)\n((?:.*\n)*?)```$", re.M)  # language, scripts, content
 README, GUIDE = PAGES[ROOT / "README.md"], PAGES[ROOT / "docs" / "your_model_and_data.md"]
-RECIPES = GUIDE + PAGES[ROOT / "docs" / "recipes.md"]
 DOCS = "".join(text for path, text in PAGES.items() if path.parent.name == "docs")
 SECTIONS = re.split(r"^##+ ", DOCS, flags=re.M)  # each begins with its title
+CODE = re.compile(r"^```(\w*) ?(.*)\n((?:.*\n)*?)```$", re.M)  # language, scripts, content
 ROOMS = re.findall(r"^```python\n((?:BLOCKS|def load)(?:.*\n)*?)```", GUIDE, re.M)
 FLAG = re.search(r"`(add\(.+\))`", GUIDE)[1]
 FLAGS = re.search(r"my_training\.py --dataset tests (--.*)", GUIDE)[1].split()
 FLAGS = ["--dataset", "texts", "--epochs", 2, "--batch-size", 16, "--log-every", 1, *FLAGS]
 INSTEAD = [  # what is run instead of a part of a command, and why
     (r"^python3 -m venv .*/bin/python ", "python ", "an environment takes 5 GB"),
+    (r" --amp|--image-size 224", "", "minutes on a CPU"),
     (r"HOST", "127.0.0.1", "one machine plays both"),
-    (r"/shared/folder", "{folder}", "one machine plays both"),
+    (r"/shared/folder", "{folder}", "likewise"),
     (r"23456|29400", "{port}", "somebody may have it"),
-    (r"(--nnodes 2 .*)--nproc-per-node 4", r"\1--master-port {port}", "eight need more cores"),
-    (r"--nproc-per-node (4|gpu)", "--nproc-per-node 2", "four need more cores"),
-    (r"--dataset synthetic (.* --batch-size) \d+", r"\1 128", "minutes on a CPU"),
+    (r"--batch-size \d+", "--batch-size 16", "the small data sets are smaller"),
     (r"^(?!.*--dataset)(.*)", r"\1 --dataset fashion-mnist", "CIFAR-10 takes a network"),
-    (r"--epochs 20 --output runs/\w+-gpus?", "--epochs 1", "minutes on a CPU"),
-    (r"^(?!.*--epochs)(.*)", r"\1 --epochs 1", "ten epochs would take long here"),
+    (r"--epochs [1-9]\d*", "", "minutes on a CPU"),
+    (r"^(?!.*--epochs)(?!.*--resume)(.*)", r"\1 --epochs 1", "likewise"),
+    (r"^(?!.*--epochs)(.*)", r"\1 --epochs 2", "a resumed run has something to do"),
     (r"$", " --data-dir {data}", "a download takes a network"),
 ]
 NOT_RUN = [  # beginnings of commands, and why they are not run here
     (r"python3 -m venv .* -m pytest$", "it would run this test"),
-    (r".* my_(training|script)\.py", "test_example and test_own_loop do"),
-    (r"(sbatch|srun|scontrol|squeue|export) ", "test_slurm.py does, on a cluster"),
+    (r".* my_(training|script)\.py", "test_example and test_minimal.py do"),
+    (r"(sbatch|srun|scontrol|squeue|scancel|export) ", "test_slurm.py does, on a cluster"),
     (r".*(python\S*|bash) (benchmarks/|-m pytest .* tests/)", "hours, or what runs anyhow"),
     (r"(mpirun|docker|apptainer|kubectl|nvidia-smi|sudo|pip|for pid in) |  |done", "not installed"),
+    (r"source |#", "it trains nothing"),
 ]
 TRAINS = re.compile(r"([A-Z_]+=\S+ )*(python3?|torchrun) .*\btrain_\w+\.py")
-CODES = [code for text in PAGES.values() for code in CODE.findall(text)]
-BLOCKS = [content.splitlines() for language, _, content in CODES if language == "sh"]
-LINES = [(line,) for text in PAGES.values() for line in re.findall(r"`([^`\n]+)`", text)]
-RUN = [tuple(line for line in lines if TRAINS.match(line)) for lines in BLOCKS + LINES]
+ORDER = re.split("\n## From", README)[0]  # its commands run one after the other
+REST = [README.removeprefix(ORDER), *(text for text in PAGES.values() if text != README)]
+
+
+def lists(text):
+    """The commands of each block of a page, and those within sentences, one by one."""
+    found = [code[2].splitlines() for code in CODE.findall(text) if code[0] == "sh"]
+    return found + [[line] for line in re.findall(r"`([^`\n]+)`", CODE.sub("", text))]
+
+
+RUN = [tuple(filter(TRAINS.match, lines)) for text in REST for lines in lists(text)]
 RUN = [lines for lines in dict.fromkeys(RUN) if lines]
-PLACE = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 def test_pages():
     """Short; each link leads to a file, and to a heading in it; each command is run, or listed."""
     headings = {}
+    assert len(README.splitlines()) <= 140 and len(README.split()) <= 1200
+    assert sum(len(text.split()) for text in PAGES.values()) <= 11_000
     for page, text in PAGES.items():
-        assert len(text.splitlines()) <= (170 if text == README else 200), page
         titles = re.findall(r"^#+ (.*)", CODE.sub("", text), re.M)
         titles = [re.sub(r"\]\(.*?\)|[^\w\- ]", "", title.lower()) for title in titles]
         headings[page] = {title.replace(" ", "-") for title in titles}
@@ -61,68 +75,92 @@ def test_pages():
             path, _, anchor = target.partition("#")
             path = (page.parent / path).resolve() if path else page
             assert path.exists() and (not anchor or anchor in headings[path]), (page, target)
-    for line in sum(BLOCKS, []):
-        listed = any(re.match(start, line) for start, _ in NOT_RUN)
-        assert listed != any(line in lines for lines in RUN), line
-
-
-def side(diff, sign):
-    return "".join(line[1:] for line in diff.splitlines(True) if line[0] in (" ", sign))
+        for line in sum(
+            [code[2].splitlines() for code in CODE.findall(text) if code[0] == "sh"], []
+        ):
+            assert any(re.match(no, line) for no, _ in NOT_RUN) != bool(TRAINS.match(line)), line
 
 
 def test_quotes():
-    """What "```python train_dp.py" begins stands so in this script, as any diff's old lines do."""
-    scripts = {path.name: path.read_text() for path in ROOT.glob("train_*.py")}
+    """What "```python train_dp.py" begins stands so in this script; README.md's diff is the real
+    one, without unchanged lines."""
     for page, text in PAGES.items():
         for language, names, content in CODE.findall(text):
-            assert names or page.stem != "what_ddp_changes" or language not in ("python", "diff")
-            for name, sign in zip(names.split(), "-+"):
-                quote = side(content, sign) if language == "diff" else content
-                assert f"\n{quote}" in scripts[name], (page, quote)
-            if language == "diff" and not names and text != README:
-                assert any(side(content, "-") in text for text in scripts.values()), (page, content)
+            for name in names.split():
+                assert f"\n{content}" in (ROOT / name).read_text(), (page, content)
+    [quote] = [code[2].splitlines() for code in CODE.findall(README) if code[0] == "diff"]
+    files = [
+        (ROOT / "minimal" / name).read_text().splitlines() for name in ("one_gpu.py", "ddp.py")
+    ]
+    lines = list(difflib.unified_diff(*files, n=999, lineterm=""))[3:]
+    assert [x for x in quote if x[0] in "+-"] == [x for x in lines if x[0] in "+-"]
+    rest = iter(lines)
+    assert all(line in rest for line in quote)  # in this order
+
+
+def launch(line, port):
+    """The processes of a command. What torchrun does is parsing its flags, and importing torch."""
+    words, place = shlex.split(line, comments=True), {}
+    while "=" in words[0]:
+        place |= [words.pop(0).split("=", 1)]
+    if words[0] != "torchrun":
+        return [Warm(words[1], words[2:], f"{time.monotonic_ns()}.log", place)]
+    args = get_args_parser().parse_args(words[1:])
+    count = 1 if args.nproc_per_node == "1" else 2
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": count}
+    place |= {"WORLD_SIZE": count * int(args.nnodes.split(":")[0])}
+    place |= {"TORCHELASTIC_MAX_RESTARTS": args.max_restarts}
+    ranks = [{"RANK": args.node_rank * count + i, "LOCAL_RANK": i} for i in range(count)]
+    words = args.training_script, args.training_script_args
+    return [Warm(*words, f"{time.monotonic_ns()}.log", place | rank) for rank in ranks]
+
+
+def try_all(lines, data):
+    """One after the other, those of two machines at once. Returns what each has printed."""
+    for path in ROOT.glob("train_*.py"):
+        text = path.read_text().replace("synthetic(10_000", "synthetic(96")
+        Path(path.name).write_text(text.replace("synthetic(2_000", "synthetic(40"))
+    Path("my_images").symlink_to(data / "pictures")
+    texts, jobs, port = [], [], free_port()
+    for line, following in zip(lines, [*lines[1:], ""]):
+        for pattern, other, _ in INSTEAD:
+            line = re.sub(pattern, other.format(data=data, folder=os.getcwd(), port=port), line)
+        jobs += launch(line, port)
+        if "rank 0" in line and "rank 1" in following:
+            continue
+        if "--node-rank 0" in line:
+            jobs += launch(line.replace("--node-rank 0", "--node-rank 1"), port)
+        texts.append(done(jobs))
+        jobs, port = [], free_port()
+    return texts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lines", RUN, ids=lambda lines: re.sub(r"\W+", "-", lines[0])[-40:])
 def test_commands(lines, data):
-    """The commands of a block, all at once: they are those of different scripts or machines."""
-    for path in ROOT.glob("train_*.py"):
-        Path(path.name).symlink_to(path)
-    Path("my_images").symlink_to(data / "pictures")
-    values, jobs = {"folder": os.getcwd(), "data": data, "port": free_port()}, []
-    for i, line in enumerate(lines):
-        for pattern, other, _ in INSTEAD:
-            line = re.sub(pattern, other.format(**values), line, count=1)
-        jobs.append(Cold(["bash", "-c", line], f"{i}.log", env=os.environ | PLACE))
-    statuses, text = finish(jobs)
-    assert not any(statuses), text
+    try_all(lines, data)
     names = [] if "--epochs 0" in lines[0] else re.findall(r"train_\w+", "".join(lines))
-    assert {path.parent.name for path in Path().glob("runs/*/model.pt")} == set(names)
+    assert {path.parent.name for path in Path().glob("runs/*/model.pt")} >= set(names)
 
 
-def test_own_loop():
-    """Both sides of README.md's diff run; the losses agree where the order does not count."""
-    [content] = [code[2] for code in CODE.findall(README) if code[0] == "diff"]
-    for sign, name in ("-", "old"), ("+", "new"):
-        text = side(content, sign).replace("10_000", "256")
-        Path(f"{name}.py").write_text(text.replace("=400", "=32"))
-        Path(f"{name}_whole.py").write_text(text.replace("=400", "=256"))
-
-    def losses(name, processes=1):
-        text = done(by_hand(f"{name}.py", processes=processes))
-        found = [float(loss) for loss in re.findall(r"loss (\S+)", text)]
-        assert len(found) == 3 and found[2] < found[0] and "0.weight" in weights(".")
-        return pytest.approx(found, abs=1.5e-4)  # four digits are printed
-
-    assert losses("old_whole") == losses("new_whole").expected == losses("new_whole", 2)
-    assert losses("new") == losses("new", 2).expected
+@pytest.mark.slow
+def test_readme_in_order(data):
+    """Its first commands, one after the other in one folder; the output is of the printed form."""
+    lines = [line for lines in lists(ORDER) for line in lines if TRAINS.match(line)]
+    [mine] = [i for i, line in enumerate(lines) if "runs/mine" in line]
+    lines.insert(mine + 1, lines[mine] + " --resume")
+    texts = try_all(lines, data)
+    assert "1 epochs and 0 steps are done" in texts[mine + 1] and len(metrics("runs/mine")) == 2
+    [shown] = [code[2] for code in CODE.findall(ORDER) if not code[0]]
+    [text] = [text for text in texts if "runs/cpu" in text]
+    masks = [re.sub(r"\S*\d\S*|host \w+", "#", text).split() for text in (text, shown)]
+    assert masks[0] == masks[1]
 
 
 def copy(*titles, name="ddp_torchrun", rooms=False, **changes):
     """my_script.py: a script with these recipes, in its rooms the example, and other changes."""
     text = Path(script(name)).read_text()
-    ends = ("# ---- The data: ", "def augment") if rooms else ()
+    ends = ("def build_optimizer", "def augment") if rooms else ()
     for banner, block, end in zip(("model", "data"), ROOMS, ends):
         start, end = re.search(rf"# ---- The {banner}: .*\n", text).end(), text.index(end)
         text = text[:start] + block + "\n\n" + text[end:]
@@ -138,11 +176,11 @@ def copy(*titles, name="ddp_torchrun", rooms=False, **changes):
             [old] = re.findall(pattern, text, re.M)
             text = text.replace(old, {"above": lines + old, "below": old + lines}.get(verb, lines))
     for old, new in {'add("--seed"': f'{FLAG}\nadd("--seed"', **changes}.items():
-        assert old in text
+        assert old in text, old
         text = text.replace(old, new)
     Path("my_script.py").write_text(text)
     Path("texts").mkdir(exist_ok=True)
-    Path("texts", "a.md").write_text(GUIDE[:6500] * 2)
+    Path("texts", "a.md").write_text(README[:6500] * 2)
 
 
 def train(output, *flags, name="ddp_torchrun", processes=2, killed=()):
@@ -169,32 +207,30 @@ def test_example(name):
     same_run("killed", "whole", 2)
 
 
-LESS = "Less memory for activations"
 SHORT = ["--batch-size", 16, "--epochs", 3, "--lr", 0.01, "--log-every", 10]
-TRACKER = """
-def show(name, value, step): print("event", name, step, value, flush=True)
-def init(id, resume, **options): print(id, resume)
-def log(values, step): [show(f"wandb_{name}", values[name], step) for name in values]
+KILLED = ["epoch 1/3 step 20/", "epoch 2/3 step 30/"]
+ADDED = ["The best model", "Early stopping", "The norm of the gradient", "TensorBoard"]
+ADDED += ["An average of the weights", "Predictions of all test samples"]
+WRITER = """
 class SummaryWriter:
-    add_scalar, flush = staticmethod(show), dict
     def __init__(self, folder, purge_step): print("purge", purge_step)
+    def add_scalar(self, name, value, step): print("event", name, step, value, flush=True)
+    def flush(self): pass
 """
 
 
 @pytest.mark.slow
 def test_recipes(fashion):
     """A killed run leaves the same files and events; one that stalls is stopped."""
-    copy(*re.findall(r"\n## (.*)\n", RECIPES.split("\n# Recipes")[1])[:7],
-         **{"torch.utils.tensorboard": "wandb"})  # fmt: skip
-    Path("wandb.py").write_text(TRACKER)
+    copy(*ADDED, **{"torch.utils.tensorboard": "writer"})
+    Path("writer.py").write_text(WRITER)
     printed = train("whole", *fashion, *SHORT)
-    killed = ["epoch 1/3 step 20/", "epoch 2/3 step 30/"]
-    again = train("killed", *fashion, *SHORT, "--checkpoint-minutes", 0, killed=killed)
+    again = train("killed", *fashion, *SHORT, "--checkpoint-minutes", 0, killed=KILLED)
     events = [dict(re.findall(r"event (\w+ \d+) (.*)", text)) for text in (printed, again)]
-    assert events[0] == events[1] and len(events[0]) == 2 * 3 * (4 + 1)
+    assert events[0] == events[1] and len(events[0]) == 3 * (4 + 1)
     begins = re.findall(r"purge (\d+)\n(?:(?!event).*\n)*event \w+ (\d+)", again)
     assert [int(step) - int(begin) for begin, step in begins] == [9] * 3
-    assert again.count("killed allow\n") == 3 and len(re.findall("gradient norm", printed)) == 12
+    assert len(re.findall("gradient norm", printed)) == 12
     for name in ("best.pt", "ema.pt", "model.pt"):
         assert same(weights("whole", name), weights("killed", name))
     losses = [row["test_loss"] for row in metrics("whole")]
@@ -208,22 +244,55 @@ def test_recipes(fashion):
     assert torch.allclose(*predictions) and len(predictions[0]) == 203
 
 
+PAIRS = {
+    "return self.fc3(F.relu(self.fc2(x)))": "return self.fc3(F.relu(self.fc2(x))).view(-1, 2, 5)"
+}
+PAIRS |= {"(outputs.argmax(1) == labels).sum()": "labels.sum() * 0"}
+EXACT, CLASSES = "A loss that ignores labels", "Imbalanced classes"
+CONTRAST = "A contrastive loss over the whole batch"
+ALIKE = {  # recipe: changes, and one that breaks it on two processes
+    "": ({}, {"ddp(inputs)": "model(inputs)"}),
+    EXACT: (
+        {"images, labels\n": "images, labels.masked_fill(labels < 7, -100)\n"},
+        {" * own *": " *"},
+    ),
+    CLASSES: ({"train_set.targets": "train_set.tensors[1]"}, {"drawn[self.rank ::": "drawn[0 ::"}),
+    CONTRAST: (PAIRS, {"first = dist.get_rank() *": "first = 0 *"}),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [[], ["A loss that is exact when labels are left out"]])
+@pytest.mark.parametrize("recipe", ALIKE)
 def test_alike(fashion, recipe):
-    """On one process, on two and in parts; with a call past DDP two processes differ."""
-    changes, flags = {}, [*FLAGS, "--dropout", 0]
-    if recipe:  # the script with labels left out, instead of the example
-        changes["images, labels\n"] = "images, labels.masked_fill(labels < 7, -100)\n"
-        flags = [*fashion, *SHORT]
+    """On one process, on two and in parts; not with a mistake, and contrasts not in parts."""
+    (changes, wrong), flags = ALIKE[recipe], [*fashion, *SHORT, "--epochs", 2, "--lr", 1e-3]
+    keys = ["train_loss"] if recipe == CONTRAST else ["train_loss", "test_loss"]
     for output, processes, parts in ("one", 1, 1), ("two", 2, 1), ("parts", 2, 2), ("wrong", 2, 1):
-        changes["ddp(inputs)"] = "model(inputs)" if output == "wrong" else "ddp(inputs)"
-        copy(*recipe, rooms=not recipe, **changes)
+        copy(*[recipe] * bool(recipe), **changes, **(wrong if output == "wrong" else {}))
         train(output, *flags, "--accumulate", parts, processes=processes)
-    close("two", "one")
-    close("parts", "one")
-    with pytest.raises(AssertionError):
-        close("wrong", "one")
+    close("two", "one", keys=keys)
+    for output in ["parts", "wrong"] if recipe == CONTRAST else ["wrong"]:
+        with pytest.raises(AssertionError):
+            close(output, "one", keys=keys)
+    if recipe != CONTRAST:
+        close("parts", "one")
+
+
+@pytest.mark.slow
+def test_frozen(fashion):
+    """Only the head is trained, and a killed run ends as one that is not; classes drawn alike."""
+    changes = ALIKE[CLASSES][0] | {'resnet18(weights="DEFAULT")': "resnet18()"}
+    copy("Pretrained weights and frozen layers", CLASSES, **changes)
+    flags = [*fashion, *SHORT, "--repeat", 3]  # channels
+    train("whole", *flags)
+    train("killed", *flags, "--checkpoint-minutes", 0, killed=KILLED)
+    same_run("killed", "whole", 3)
+    torch.manual_seed(76)
+    backbone, trained = models.resnet18().state_dict(), weights("whole")
+    names = [name for name in backbone if not name.startswith("fc.")]
+    assert all(torch.equal(backbone[name], trained[f"backbone.{name}"]) for name in names)
+    losses = [row["train_loss"] for row in metrics("whole")]
+    assert len(trained) == len(names) + 2 and losses[2] < losses[0]
 
 
 @pytest.mark.slow
@@ -232,8 +301,8 @@ def test_larger_data_and_models():
     layer runs again in the backward pass instead of keeping its activations."""
     head = "self.head = nn.Linear(128, 256)"
     hook = "; self.layers.layers[0].register_forward_pre_hook(lambda *_: print('forward'))"
-    counts = []
-    for output, *titles in ["plain"], ["file", "Data larger than memory"], ["less", LESS]:
+    counts, less = [], "Less memory for activations"
+    for output, *titles in ["plain"], ["file", "Data larger than memory"], ["less", less]:
         copy(*titles, name="single", rooms=True, **{head: head + hook})
         text = Path("texts", "a.md").read_bytes()
         middle = (len(text) - 1) // 64 * 9 // 10 * 64
@@ -246,51 +315,26 @@ def test_larger_data_and_models():
 
 
 @pytest.mark.slow
-def test_stream():
-    """Each file is read by one worker of one rank, again and again."""
-    read = "def read_file(number):\n    yield from synthetic(40, seed=number)\n"
-    read += '    print(f"file {number} {os.getpid()}\\n", end="", flush=True)\n\n\ndef load_data('
-    source = {"synthetic(10_000, seed=1)": "Stream(range(4))"}
-    copy("A stream", **source, **{"100_000": "160", "def load_data(": read})
-    flags = ["--dataset", "synthetic", "--workers", 2, "--batch-size", 16, "--epochs", 3]
-    found = re.findall(r"file (\d) (\d+)", train("out", *flags))
-    assert len(set(found)) == 4 == len({number for number, _ in found}) and len(found) > 8
-
-
-META = "Recipe: a model that does not fit on the host N times"
-PARTS = "Recipe: checkpoints in parts"
-
-
-@pytest.mark.slow
-def test_large_models(fashion):
-    """Killed twice, a copy of train_fsdp2.py ends with the weights of the script."""
-    flags = [*fashion, *SHORT, "--optimizer", "adam", "--checkpoint-minutes", 0]
-    run("fsdp2", *flags, "--output", "script", processes=2)
-    for output, *titles in ["meta", META], ["parts", PARTS], ["both", META, PARTS]:
-        copy(*titles, name="fsdp2")
-        killed = "epoch 1/3 step 20/", "epoch 3/3 step 10/"
-        printed = train(output, *flags, name="fsdp2", killed=killed)
-        assert re.search("from epoch 1, step [12]1 on", printed)
-        assert same(weights(output), weights("script"))
-        assert Path(output, "parts-3-0").exists() == (PARTS in titles)
-        assert len([*Path(output).glob("parts-*")]) <= 1
-
-
-@pytest.mark.slow
-def test_float16(fashion):
-    """With the scaler switched off it is the script's run; with it, nearly."""
-    run("ddp_torchrun", *fashion, *SHORT, "--output", "script", processes=2)
-    copy("A notebook, and Kaggle's two T4")
-    train("off", *fashion, *SHORT)
+def test_half_precision(fashion):
+    """Gradients all-reduced in bfloat16, and float16 with a scaler, are near the script's run; with
+    the scaler switched off it is that run."""
+    [float16] = [part.split("\n")[0] for part in SECTIONS if "torch.amp.GradScaler(" in part]
+    flags = [*fashion, *SHORT, "--lr", 1e-3]
+    run("ddp_torchrun", *flags, "--output", "script", processes=2)
+    copy(float16)
+    train("off", *flags)
     assert same(weights("off"), weights("script"))
-    flags = [*fashion, *SHORT, "--lr", 1e-3, "--clip-norm", 100]
-    train("on", *flags, "--amp", "--accumulate", 2)
-    run("ddp_torchrun", *flags, "--output", "float32", processes=2)
-    close("on", "float32", 0.01, keys=("train_loss", "test_loss"))
+    train("on", *flags, "--clip-norm", 100, "--amp", "--accumulate", 2)
+    copy("All-reduce in bfloat16")
+    train("hook", *flags)
+    for output in "on", "hook":
+        close(output, "script", 0.02, keys=["train_loss"])
+        assert not same(weights(output), weights("script"))
 
 
 def test_load_data_alone(fashion):
     """The command of slurm/README.md for machines without a network."""
-    [line] = [line for (line,) in LINES if re.match("python -c .*load_data", line)]
+    [line] = {line for [line] in lists(PAGES[ROOT / "slurm" / "README.md"]) if "load_data" in line}
     line = line.replace("'--dataset', 'cifar10'", ", ".join(f"'{flag}'" for flag in fashion))
-    done([Cold(["bash", "-c", line], "log", env=os.environ | PLACE | {"PYTHONPATH": str(ROOT)})])
+    place = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done([Cold(["bash", "-c", line], "log", env=os.environ | place)])
