@@ -1,36 +1,26 @@
 #!/usr/bin/env bash
-# train_ddp_spawn.py on the GPUs of one machine: sbatch slurm/ddp_spawn.sh [flags of the script]
+# Trains with train_ddp_spawn.py on all GPUs of one machine: sbatch slurm/ddp_spawn.sh [its flags]
+# Your script gets --resume --output FOLDER, and must continue from the checkpoint in FOLDER. One
+# that does not would start over at each time limit, up to 20 times: use slurm/minimal.sh for it.
 #SBATCH --job-name=ddp_spawn
-#SBATCH --gres=gpu:2             # EDIT: GPUs; without any, delete the line
-#SBATCH --cpus-per-task=8        # EDIT: CPU cores, about 4 a GPU
-#SBATCH --time=04:00:00          # EDIT: a longer training goes back into the queue and carries on
-##SBATCH --partition=gpu --account=me --mem=32G # EDIT: delete one # if your cluster wants these
-#SBATCH --output=%x-%j.out --open-mode=append # or a requeued job begins its log anew
-#SBATCH --requeue                # or a preemption or a lost machine ends the job for good
-#SBATCH --signal=B:USR1@60       # 60 s before the time limit; or the limit ends the job for good
+#SBATCH --gres=gpu:4              # EDIT: GPUs; if none, delete this and --device cuda
+#SBATCH --cpus-per-task=16        # EDIT: CPU cores, about 4 per GPU
+#SBATCH --time=04:00:00           # EDIT: at this limit the job is queued again, and continues
+##SBATCH --partition=gpu          # EDIT: if your cluster needs it, delete one #; likewise --account
+#SBATCH --output=%x-%j.out --open-mode=append
+#SBATCH --requeue                 # queue the job again if a machine fails
+#SBATCH --signal=B:USR1@60        # send USR1 to this shell 60 s before the time limit: see trap
 
-# module load python; source ~/env/bin/activate # EDIT: your cluster's; delete the first #
-# If compute nodes have no network, load the data on the login node first: slurm/README.md.
-set -euo pipefail
-script=train_ddp_spawn.py # EDIT: your copy; it gets --resume --output FOLDER
-requeues=20 # EDIT: at most, or a limit too short for one checkpoint goes round for ever
-job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID} # the tasks of an array, --array=1-10%1, share one run
-task=$job${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID} # in an array JOB alone means all its tasks
-output=runs/$SLURM_JOB_NAME-$job # a requeued job finds its run here, a new one begins another
-if [[ " $*" =~ " --output"[=\ ]([^ ]+) ]]; then output=${BASH_REMATCH[1]}; fi # --output wins
-code=$output/$job-$(basename "$script") # so a requeued job runs the code that began it
-[[ -e $code ]] || install -D "$script" "$code" # -D makes the folder
-export PYTHONPATH=$PWD:${PYTHONPATH:-} # or the copy does not find modules beside the script
-python=("${PYTHON:-python3}" -u)
-if [[ -n ${CONTAINER:-} ]]; then python=(apptainer exec --nv "$CONTAINER" "${python[@]}"); fi
+# source ~/miniconda3/etc/profile.d/conda.sh; conda activate ENV # EDIT: yours, without the first #
+script=train_ddp_spawn.py # EDIT: your script
+output=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # the same each time this job is queued again
+code=$output/$(basename "$script")
+[[ -e $code ]] || install -D "$script" "$code" # run a copy, so that you can edit the script
+export PYTHONPATH=$PWD:$PYTHONPATH # so that the copy finds the modules beside the script
+trap '((SLURM_RESTART_COUNT < 20)) && scontrol requeue "$SLURM_JOB_ID"' USR1 # at most 20 times
 
-requeue() { ((${SLURM_RESTART_COUNT:-0} < requeues)) && scontrol requeue "$task"; }
-trap 'requeue || echo "not requeued, after ${SLURM_RESTART_COUNT:-0} of $requeues requeues"' USR1
-# In the background: bash runs the trap only after a command in the foreground has ended.
+# EDIT: in a container, write apptainer exec --nv IMAGE.sif before python
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-    "${python[@]}" "$code" --resume --output "$output" "$@" &
-# USR1 ends the first `wait` early: a second one follows. Once srun is over, both have its status.
-wait $! || wait $! || failed=$?
-# Preemption with a GraceTime: srun ends first, and Slurm requeues no job that has ended. So do it.
-if [[ ${failed:-} && $(scontrol show job "$task") = *PreemptTime=[0-9]* ]]; then requeue || true; fi
-exit "${failed:-0}"
+    python -u "$code" --device cuda --resume --output "$output" "$@" &
+wait $! # USR1 ends this wait, and the trap runs ...
+wait $! # ... so wait again; the job ends with the status of srun

@@ -1,40 +1,32 @@
 #!/usr/bin/env bash
-# train_fsdp2.py: sbatch slurm/fsdp2.sh [flags]; four machines: sbatch --nodes 4 ...
+# Trains with train_fsdp2.py: sbatch slurm/fsdp2.sh [its flags]
+# Your script gets --resume --output FOLDER, and must continue from the checkpoint in FOLDER. One
+# that does not would start over at each time limit, up to 20 times: use slurm/minimal.sh for it.
 #SBATCH --job-name=fsdp2
-#SBATCH --nodes=1 --ntasks-per-node=1 # EDIT: machines
-#SBATCH --gres=gpu:4             # EDIT: GPUs of a machine; without any, delete the line
-#SBATCH --cpus-per-task=16       # EDIT: CPU cores of a machine, about 4 a GPU
-#SBATCH --time=04:00:00          # EDIT: a longer training goes back into the queue and carries on
-##SBATCH --partition=gpu --account=me --mem=32G # EDIT: delete one # if your cluster wants these
-#SBATCH --output=%x-%j.out --open-mode=append # or a requeued job begins its log anew
-#SBATCH --requeue                # or a preemption or a lost machine ends the job for good
-#SBATCH --signal=B:USR1@60       # 60 s before the time limit; or the limit ends the job for good
+#SBATCH --nodes=1                 # EDIT: number of machines
+#SBATCH --gres=gpu:4              # EDIT: GPUs per machine; if none, delete this and --device cuda
+#SBATCH --cpus-per-task=16        # EDIT: CPU cores per machine, about 4 per GPU
+#SBATCH --time=04:00:00           # EDIT: at this limit the job is queued again, and continues
+##SBATCH --partition=gpu          # EDIT: if your cluster needs it, delete one #; likewise --account
+#SBATCH --ntasks-per-node=1       # one torchrun per machine, which starts a process per GPU
+#SBATCH --output=%x-%j.out --open-mode=append
+#SBATCH --requeue                 # queue the job again if a machine fails
+#SBATCH --signal=B:USR1@60        # send USR1 to this shell 60 s before the time limit: see trap
 
-# module load python; source ~/env/bin/activate # EDIT: your cluster's; delete the first #
-# If compute nodes have no network, load the data on the login node first: slurm/README.md.
-set -euo pipefail
-script=train_fsdp2.py # EDIT: your copy; it gets --resume --output FOLDER
-requeues=20 # EDIT: at most, or a limit too short for one checkpoint goes round for ever
-job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID} # the tasks of an array, --array=1-10%1, share one run
-task=$job${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID} # in an array JOB alone means all its tasks
-output=runs/$SLURM_JOB_NAME-$job # a requeued job finds its run here, a new one begins another
-if [[ " $*" =~ " --output"[=\ ]([^ ]+) ]]; then output=${BASH_REMATCH[1]}; fi # --output wins
-code=$output/$job-$(basename "$script") # so a requeued job runs the code that began it
-[[ -e $code ]] || install -D "$script" "$code" # -D makes the folder
-export PYTHONPATH=$PWD:${PYTHONPATH:-} # or the copy does not find modules beside the script
-python=("${PYTHON:-python3}" -u)
-if [[ -n ${CONTAINER:-} ]]; then python=(apptainer exec --nv "$CONTAINER" "${python[@]}"); fi
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or torchrun's restarts wait for dead processes
-requeue() { ((${SLURM_RESTART_COUNT:-0} < requeues)) && scontrol requeue "$task"; }
-trap 'requeue || echo "not requeued, after ${SLURM_RESTART_COUNT:-0} of $requeues requeues"' USR1
-# In the background: bash runs the trap only after a command in the foreground has ended.
-srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 "${python[@]}" \
-    -m torch.distributed.run --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" \
-    --max-restarts 3 --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
-    --rdzv-endpoint "$(hostname):$((10000 + SLURM_JOB_ID % 20000))" \
-    "$code" --resume --output "$output" "$@" & # this shell, so hostname, is on the first machine
-# USR1 ends the first `wait` early: a second one follows. Once srun is over, both have its status.
-wait $! || wait $! || failed=$?
-# Preemption with a GraceTime: srun ends first, and Slurm requeues no job that has ended. So do it.
-if [[ ${failed:-} && $(scontrol show job "$task") = *PreemptTime=[0-9]* ]]; then requeue || true; fi
-exit "${failed:-0}"
+# source ~/miniconda3/etc/profile.d/conda.sh; conda activate ENV # EDIT: yours, without the first #
+script=train_fsdp2.py # EDIT: your script
+output=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # the same each time this job is queued again
+code=$output/$(basename "$script")
+[[ -e $code ]] || install -D "$script" "$code" # run a copy, so that you can edit the script
+export PYTHONPATH=$PWD:$PYTHONPATH # so that the copy finds the modules beside the script
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or torchrun's restarts can hang (pytorch#147064)
+port=$((10000 + SLURM_JOB_ID % 20000)) # each job has another, in case two share a machine
+trap '((SLURM_RESTART_COUNT < 20)) && scontrol requeue "$SLURM_JOB_ID"' USR1 # at most 20 times
+
+# EDIT: in a container, write apptainer exec --nv IMAGE.sif before torchrun
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
+    torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" --max-restarts 3 \
+    --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$(hostname):$port" \
+    "$code" --device cuda --resume --output "$output" "$@" &
+wait $! # USR1 ends this wait, and the trap runs ...
+wait $! # ... so wait again; the job ends with the status of srun
