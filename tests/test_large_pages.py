@@ -23,12 +23,12 @@ TIED = """    model = Net(channels, side, classes)
 
 @pytest.mark.slow
 def test_meta_device(fashion):
-    """The model that each rank would have built, whose tied weights are one parameter."""
+    """The model that each rank would have built. Its tied weights stay one parameter (as torch
+    swaps DTensors in `to_empty`; those of a model that is not sharded yet would be two)."""
     changes = {"    return Net(channels, side, classes)\n": TIED}
     for output, titles, killed in ("plain", [], []), ("meta", [META], KILLED):
         copy(*titles, name="fsdp2", **changes)
         train(output, *fashion, *SHORT, name="fsdp2", killed=killed)
-        changes["# model.head.weight = model.embedding."] = "model.fc2[0].weight = model.fc2[1]."
     assert same(weights("meta"), weights("plain"))
     plain, meta = (weights(output, "last.pt")["optimizer"] for output in ("plain", "meta"))
     assert meta["param_groups"] == plain["param_groups"]
