@@ -1,16 +1,14 @@
 """Draw the metrics of runs over the epochs: losses, accuracy, samples a second.
 
-python benchmarks/curves.py runs/*                        # into curves.svg
-python benchmarks/curves.py runs/* --compare --output same.png
+python benchmarks/curves.py runs/*             # into curves.svg
+python benchmarks/curves.py runs/* --compare   # how far are the losses from those of the first?
 
---compare shows whether they are one training run: how far the losses are from those of the first.
-Where a run's output lies beside its folder as FOLDER.log, it marks at which step it was resumed.
+Where a run's output is kept beside its folder as FOLDER.log, crosses mark where it was resumed.
 """
 
 import argparse
 import csv
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +16,8 @@ from matplotlib import pyplot
 
 pyplot.rcParams["svg.fonttype"] = "none"  # letters in an SVG stay letters
 for part in "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color":
-    pyplot.rcParams[part] = "#888888"  # to be read on a light page and on a dark one
-PANELS = {  # what stands over a panel, and the columns in it with their line styles
-    "loss: training (line), test (dashed)": {"train_loss": "-", "test_loss": "--"},
-    "test accuracy": {"test_accuracy": "-"},
-    "samples a second": {"samples_per_second": "-"},
-}
+    pyplot.rcParams[part] = "#888888"  # legible on a light page and on a dark one
+LOSSES = {"train_loss": "-", "test_loss": "--"}
 
 
 def read(folder):
@@ -33,8 +27,8 @@ def read(folder):
     return {name: np.array([float(row[name]) for row in rows]) for name in rows[0]} if rows else {}
 
 
-def draw_panel(axis, title, columns, runs):
-    """A colour for each run; their markers are at different epochs, so that each can be seen."""
+def draw_panel(axis, runs, title, columns):
+    """A color for each run; their markers are at different epochs, so that each can be seen."""
     for number, (name, run) in enumerate(runs.items()):
         every = number % len(run["epoch"]), len(runs)
         for column, style in columns.items():
@@ -43,40 +37,35 @@ def draw_panel(axis, title, columns, runs):
     axis.set(title=title, xlabel="epoch")
 
 
-def draw(runs):
-    """A figure of all panels for {name: columns}."""
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(13, 3.8), layout="constrained")
-    for axis, (title, columns) in zip(axes, PANELS.items()):
-        draw_panel(axis, title, columns, runs)
-    handles, names = axes[1].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=4, framealpha=0)
-    return figure
-
-
-def compare(runs):
-    """A figure of the losses, and of the largest distance of each run from the first one."""
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
-    title, columns = next(iter(PANELS.items()))
-    draw_panel(left, title, columns, runs)
+def draw(runs, compare=False):
+    """A figure of {name: columns}, or of the losses and of each run's distance from the first."""
+    figure, axes = pyplot.subplots(1, 3 - compare, figsize=(13, 4 + compare), layout="constrained")
+    draw_panel(axes[0], runs, "loss: training (line), test (dashed)", LOSSES)
+    if not compare:
+        draw_panel(axes[1], runs, "test accuracy", {"test_accuracy": "-"})
+        draw_panel(axes[2], runs, "samples a second", {"samples_per_second": "-"})
+        handles, names = axes[1].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=4, framealpha=0)
+        return figure
     first, *_ = runs.values()
     for number, (name, run) in enumerate(runs.items()):
         epochs = min(len(run["epoch"]), len(first["epoch"]))
-        apart = [abs(run[key][:epochs] / first[key][:epochs] - 1).max() for key in columns]
-        right.plot(max(1e-8, *apart), name, "o", color=f"C{number % 10}")
-        marks = resumed(f"{name}.log")
-        left.plot(marks, np.interp(marks, run["epoch"], run["train_loss"]), "rx", markersize=12)
-    right.set(xscale="log", xlim=(5e-9, 1), title="largest relative difference of a loss")
-    right.set_xlabel("from the first run; at 1e-8: none")
-    right.invert_yaxis()
+        apart = [abs(run[key][:epochs] / first[key][:epochs] - 1).max() for key in LOSSES]
+        axes[1].plot(max(1e-8, *apart), name, "o", color=f"C{number % 10}")
+        marks = resumed(Path(f"{name}.log"))
+        axes[0].plot(marks, np.interp(marks, run["epoch"], run["train_loss"]), "rx", markersize=12)
+    axes[1].set(xscale="log", xlim=(5e-9, 1), title="largest relative difference of a loss")
+    axes[1].set_xlabel("from the first run; at 1e-8: none")
+    axes[1].invert_yaxis()
     return figure
 
 
 def resumed(log):
-    """The epochs, in fractions, from which a run went on, by what it has printed."""
-    text = Path(log).read_text() if Path(log).exists() else ""
+    """The epochs, in fractions, at which a run was resumed, by what it has printed."""
+    text = log.read_text() if log.exists() else ""
     steps = re.search(r" step \d+/(\d+) ", text)
-    places = re.findall(r", from epoch (\d+), step (\d+) on", text)[1:]
-    return [int(epoch) - 1 + (int(step) - 1) / int(steps[1]) for epoch, step in places]
+    places = re.findall(r": (\d+) epochs and (\d+) steps are done", text)[1:]
+    return [int(epochs) + int(done) / int(steps[1]) for epochs, done in places]
 
 
 if __name__ == "__main__":
@@ -85,12 +74,7 @@ if __name__ == "__main__":
     parser.add_argument("--compare", action="store_true", help="with the first one")
     parser.add_argument("--output", default="curves.svg", help="ends in .svg or .png")
     args = parser.parse_args()
-    found = {folder: read(folder) for folder in args.runs}
-    for name in [name for name, run in found.items() if not run]:
-        print(f"{name}: no metrics.csv with an epoch in it", file=sys.stderr)
-        del found[name]
-    if not found:
-        sys.exit("nothing to draw: name folders that a script has written with --output")
-    figure = compare(found) if args.compare else draw(found)
-    figure.savefig(args.output, bbox_inches="tight", transparent=True)
-    print(f"{len(found)} run(s) drawn: {args.output}")
+    found = {folder: run for folder in args.runs if (run := read(folder))}
+    assert found, "nothing to draw: name folders with a metrics.csv that has an epoch"
+    draw(found, args.compare).savefig(args.output, bbox_inches="tight", transparent=True)
+    print(f"{args.output}:", *found)

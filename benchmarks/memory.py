@@ -2,119 +2,77 @@
 
 OMP_NUM_THREADS=1 python benchmarks/memory.py --processes 1 2 4
 
-The model is that of docs/your_model_and_data.md with 768 units and 14 layers, on CPUs over Gloo.
-It makes five steps, and five more after --resume. All figures are bytes for each parameter of the
-whole model, in the process that has most:
-
-- held: its own parts of parameters, gradients and optimizer state, counted; their mean
-- build, steps, restored: the peak of its memory (RssAnon: without the file that mmap reads)
-  beyond what the imports took, until the model is cut, in the steps, and while last.pt is read
-- saving: what comes on top while last.pt is gathered
+Bytes for each parameter of the whole model, in the process that has most: `held` are its shards of
+parameters, gradients and optimizer state, counted. The others are peaks of its memory (no mapped
+files) beyond what the imports took: until the model is sharded, in steps and evaluation, while
+last.pt is read, and while it is gathered and written.
 """
 
 import argparse
 import os
 import re
-import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from throughput import copy_scripts, markdown, rooms, title, write_text
+from runs import copy_scripts, row, run, table
 
-PROBE = """
+PROBE = r"""
 import threading
-peak = [0]
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+def now():
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
 
 def watch():
     while True:
         peak[0] = max(peak[0], now())
         time.sleep(0.002)
 
+def told(name, function):
+    def wrapped(*args):
+        result = function(*args)
+        print(f"told {name}{dist.get_rank()} {peak[0] - base}", flush=True)
+        peak[0] = now()
+        return result
 
-def now():
-    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
+    return wrapped
 
-
-def tell(name, value):
-    print(f"told {name} {value}", flush=True)
-
-
-def largest(name):
-    tell(name, peak[0] - base)
-    peak[0] = now()
-
+def count(optimizer, *_):
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    count = sum(p.numel() for p in own)
+    own += [p.grad for p in own] + [t for s in optimizer.state.values() for t in s.values()]
+    held = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in own)
+    print(f"told parameters {count}\ntold held{dist.get_rank()} {held}", flush=True)
 
 base = now()
+peak = [base]
 threading.Thread(target=watch, daemon=True).start()
+register_optimizer_step_post_hook(count)
+shard_model, evaluate = told("build", shard_model), told("steps", evaluate)
+load_checkpoint = told("reading", load_checkpoint)
+save_checkpoint = told("saving", save_checkpoint)
 """
-HELD = """            held = [*model.parameters(), *(p.grad for p in model.parameters())]
-            held += [t for s in optimizer.state.values() for t in s.values()]
-            parts = [t.to_local() if isinstance(t, DTensor) else t for t in held]
-            tell("held", sum(4 * part.numel() for part in parts))
-            optimizer.zero_grad()
-"""
-COUNT = "sum(p.numel() for p in model.parameters())"
-EDITS = {  # a line of the script, and what stands there instead
-    "    optimizer, scheduler = build_optimizer(": "    largest('build')\n{}",
-    "    dist.barrier()  # all have read": "    largest('restored' if args.resume else 'new')\n{}",
-    "    for epoch in range(state": f"    tell('parameters', {COUNT})\n    peak[0] = now()\n{{}}",
-    "            optimizer.zero_grad()\n": HELD,
-    "        for buffer in model.buffers():": "        largest('steps')\n{}",
-    "    content = gather(state": "    before = peak[0] = now()\n{}",
-    "    if dist.get_rank() > 0:\n": "    tell(f'saved{dist.get_rank()}', peak[0] - before)\n{}",
-}
-
-
-def measure(folder, processes, flags):
-    """{what: bytes a parameter, of each process} of a run of two steps and of one that goes on."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    words += [processes, folder / "train_fsdp2.py", "--dataset", folder / "text", "--batch-size", 8]
-    words += [*flags, "--epochs", 1, "--output", folder / "out", "--checkpoint-minutes", 1000]
-    text = ""
-    # What is freed goes back to the kernel at once, or its pages would count on.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "100000", "MALLOC_TRIM_THRESHOLD_": "0"}
-    for more in ["--overwrite"], ["--resume", "--epochs", 2]:
-        line = [str(word) for word in [*words, *more]]
-        text += subprocess.run(line, check=True, stdout=-1, text=True, env=environment).stdout
-    found = {}
-    for name, value in re.findall(r"told (\w+) (\d+)", text):
-        found.setdefault(name, []).append(int(value))
-    count = found["parameters"][0]
-    return {name: [value / count for value in values] for name, values in found.items()}
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
-    args = parser.parse_args()
-    args.rounds = 1
-    print(title(args))
-    heads = ["processes", "held", "16 / N", "build", "steps", "restored"]
-    heads += ["saving: rank 0", "others"]
-    print(markdown(heads), "|---" * len(heads) + "|", sep="\n", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        copy_scripts(folder, rooms=rooms("example-100m"))
-        write_text(folder / "text", 40)
-        path = folder / "train_fsdp2.py"
-        end = 'if __name__ == "__main__":'
-        text = path.read_text().replace(end, f"{PROBE}\n\n{end}")
-        for old, new in EDITS.items():
-            assert text.count(old) == 1, old
-            text = text.replace(old, new.replace("{}", old))
-        path.write_text(text)
-        for number in args.processes:
-            for flags in "", "--accumulate 2", "--amp":
-                found = measure(folder, number, flags.split())
-                others = [max(found[name]) for name in found if re.match("saved[1-9]", name)]
-                values = [statistics.mean(found["held"]), 16 / number]
-                values += [max(found[name]) for name in ("build", "steps", "restored", "saved0")]
-                cells = [f"{value:.2f}" for value in [*values, max(others, default=0)]]
-                print(markdown([f"{number} {flags}".strip(), *cells]), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
+    args, flags = parser.parse_known_args()
+    words = "--dataset synthetic --samples 40 --batch-size 8 --optimizer adam --layers 14"
+    # What is freed is given back to the kernel at once, or its pages would still count.
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "100000", "MALLOC_TRIM_THRESHOLD_": "0"}
+    table(0, "processes", "held", "build", "steps", "reading", "saving: rank 0", "saving: others")
+    with tempfile.TemporaryDirectory() as folder:
+        path, output = Path(folder, "train_fsdp2.py"), Path(folder, "out")
+        copy_scripts(path.parent, PROBE)
+        for n in args.processes:
+            for more in "", "--accumulate 2":
+                own, found, cells = [*words.split(), "--units", 768, *flags, *more.split()], {}, []
+                text = run(path, n, [*own, "--epochs", 1, "--overwrite"], output)
+                text += run(path, n, [*own, "--epochs", 2, "--resume"], output)
+                for name, value in re.findall(r"told (\w+) (\d+)", text):
+                    found[name] = max(found.get(name, 0), int(value))
+                for name in "held", "build", "steps", "reading", "saving0", "saving[1-9]":
+                    most = max((v for k, v in found.items() if re.match(name, k)), default=0)
+                    cells.append(f"{most / found['parameters']:.2f}")
+                row(f"{n} {more}".strip(), *cells)

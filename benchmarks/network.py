@@ -1,22 +1,14 @@
-"""What a network does to DistributedDataParallel: two hosts on this machine, joined by a slow link.
+"""DDP and FSDP2 over a link of limited rate: two network namespaces on this machine, a core each.
 
-sudo "$(which python)" benchmarks/network.py --rounds 5
+sudo "$(which python)" benchmarks/network.py --rounds 3
 
-The hosts are network namespaces with half of the cores each, the link is a veth pair, shaped by tc
-in both directions. Each runs one process of train_ddp_spawn.py over Gloo. `example` is the model of
-docs/your_model_and_data.md. Figures are medians over the rounds, ratios those within a round:
-
-- one host: the global batch on one host, with its half of the cores; two hosts: half of it on each
-- accumulate: --accumulate 4 with 4 times the batch: the same bytes for 4 times the images
-- compute: both hosts train alone at the same time, each with its half of the batch, no network
-- bytes / rate: what the gradients take on the link, each byte once in each direction
-- x bound: a step over the larger of the two
-- FSDP2: a step of train_fsdp2.py, and over that of DDP
+Medians over the rounds, ratios within a round. `one`: the batch in one namespace; `two`: half of it
+in each; `accumulate`: 4 times the batch with --accumulate 4, so the same bytes; `predicted`: by
+scaling.py, from a step without the link and from the row of 100 Gbit/s, nearly no limit.
 """
 
 import argparse
 import contextlib
-import csv
 import os
 import statistics
 import subprocess
@@ -25,54 +17,52 @@ import tempfile
 from pathlib import Path
 
 import torch
-from throughput import copy_scripts, markdown, read_metrics, rooms, spread, title, write_text
+from runs import copy_scripts, read_metrics, row, spread, table
+from scaling import buckets, predict, predict_fsdp2
 
+RATES = 100, 10, 1  # Gbit/s
 JOBS = {  # flags, global batch, steps of an epoch
-    "net": ("--dataset synthetic --model net", 64, 300),
-    "mlp": ("--dataset synthetic --model mlp", 1024, 16),
-    "resnet18": ("--dataset synthetic --model resnet18", 128, 4),
-    "example": ("--dataset {folder}/text", 64, 0),  # write_text says how many steps
+    "net": ("--model net", 64, 300),
+    "resnet18": ("--model resnet18", 128, 4),
+    "language": ("--units 128", 64, 8),
 }
 
 
-def call(words):
-    subprocess.run(words.split(), check=True)
-
-
 @contextlib.contextmanager
-def two_hosts():
-    """Two network namespaces, joined by a cable: 10.77.0.1 on v0 and 10.77.0.2 on v1."""
-    hosts = [f"bench{i}-{os.getpid()}" for i in (0, 1)]
+def two_namespaces():
+    """Joined by a cable: 10.77.0.1 on v0 and 10.77.0.2 on v1."""
+    a, b = names = [f"bench{i}-{os.getpid()}" for i in (0, 1)]
+    commands = [f"netns add {a}", f"netns add {b}"]
+    commands.append(f"link add v0 netns {a} type veth peer name v1 netns {b}")
+    for i, name in enumerate(names):
+        commands.append(f"-n {name} addr add 10.77.0.{i + 1}/24 dev v{i}")
+        commands += [f"-n {name} link set v{i} up", f"-n {name} link set lo up"]
     try:
-        for host in hosts:
-            call(f"ip netns add {host}")
-        call(f"ip link add v0 netns {hosts[0]} type veth peer name v1 netns {hosts[1]}")
-        for i, host in enumerate(hosts):
-            call(f"ip -n {host} addr add 10.77.0.{i + 1}/24 dev v{i}")
-            call(f"ip -n {host} link set v{i} up")
-            call(f"ip -n {host} link set lo up")
-        yield hosts
+        for command in commands:
+            subprocess.run(["ip", *command.split()], check=True)
+        yield names
     finally:
-        for host in hosts:
-            call(f"ip netns del {host}")
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name])
 
 
-def shape(hosts, rate):
+def shape(names, rate):
     """Let `rate` Gbit/s through the link, each way, and hardly more after a pause."""
     burst = max(16_000, round(rate * 1e9 / 8 * 1e-4))  # bytes; the kernel must not hand over more
-    limits = f"rate {rate}gbit burst {burst} latency 50ms"
-    for i, host in enumerate(hosts):
-        call(f"ip -n {host} link set v{i} gso_max_size {min(burst, 65536)}")
-        call(f"tc -n {host} qdisc replace dev v{i} root tbf {limits}")
+    for i, name in enumerate(names):
+        words = f"ip -n {name} link set v{i} gso_max_size {min(burst, 65536)}"
+        subprocess.run(words.split(), check=True)
+        words = f"tc -n {name} qdisc replace dev v{i} root tbf rate {rate}gbit burst {burst}"
+        subprocess.run([*words.split(), "latency", "50ms"], check=True)
 
 
-def run(hosts, words):
-    """Run python with these words on each host, HOST being its number."""
+def run(names, words):
+    """Run python with these words in each namespace, NUMBER being its number."""
     cores, started = sorted(os.sched_getaffinity(0)), []
-    for i, host in enumerate(hosts):
-        half = ",".join(map(str, cores[i::2] or cores))
-        line = ["ip", "netns", "exec", host, "taskset", "-c", half, sys.executable]
-        line += [str(word).replace("HOST", str(i)) for word in words]
+    for i, name in enumerate(names):
+        own = ",".join(map(str, cores[i::2] or cores))
+        line = ["ip", "netns", "exec", name, "taskset", "-c", own, sys.executable]
+        line += [str(word).replace("NUMBER", str(i)) for word in words]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": f"v{i}", "CUDA_VISIBLE_DEVICES": ""}
         environment |= {"RANK": str(i), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}  # for train_fsdp2.py
         environment |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "23456"}
@@ -81,68 +71,54 @@ def run(hosts, words):
         sys.exit(f"{words} failed")
 
 
-def measure(args, hosts, job, folder, number):
-    """{(kind of run, Gbit/s): seconds a step}, and the bytes that are sent."""
-    flags, batch, _ = JOBS[job]
-    flags = flags.format(folder=folder).split()
-    flags += ["--epochs", 3, "--overwrite", "--output", f"{folder}/outHOST"]
+def measure(names, job, folder, number):
+    """{(kind of run, Gbit/s): seconds a step}, and the bytes of the gradients."""
+    flags, batch, steps = JOBS[job]
+    flags = ["--dataset", "synthetic", *flags.split()]
+    flags += ["--epochs", 3, "--overwrite", "--output", folder / "outNUMBER"]
     single = [folder / "train_single.py", *flags]
-    ddp = [folder / "train_ddp_spawn.py", *flags, "--timeout", 120, "--world-size", 2]
-    ddp += ["--rank", "HOST", "--init-method", "tcp://10.77.0.1:23456"]
-    cut = [folder / "train_fsdp2.py", *flags, "--timeout", 120]
-    runs = [(("compute", 0), hosts, single, batch // 2), (("alone", 0), hosts[:1], single, batch)]
-    for rate in args.rates:
-        runs.append((("plain", rate), hosts, ddp, batch))
-        runs.append((("cut", rate), hosts, cut, batch))
-        runs.append((("accumulate", rate), hosts, [*ddp, "--accumulate", 4], 4 * batch))
+    ddp = [folder / "train_ddp_spawn.py", *flags, "--world-size", 2, "--rank", "NUMBER"]
+    ddp += ["--init-method", "tcp://10.77.0.1:23456"]
+    runs = [("compute", 100, names, single, batch // 2), ("one", 100, names[:1], single, batch)]
+    for rate in RATES:
+        runs.append(("ddp", rate, names, ddp, batch))
+        runs.append(("fsdp2", rate, names, [folder / "train_fsdp2.py", *flags], batch))
+        runs.append(("accumulate", rate, names, [*ddp, "--accumulate", 4], 4 * batch))
     found, first = {}, number % len(runs)
-    for kind, where, words, size in runs[first:] + runs[:first]:
-        shape(hosts, kind[1] or 100)
-        run(where, [*words, "--batch-size", size])
-        found[kind] = size / read_metrics(folder / "out0")[0]
-    weights = torch.load(folder / "out0" / "model.pt", weights_only=True)
-    return found, sum(w.nbytes for w in weights.values())
+    for kind, rate, where, words, size in runs[first:] + runs[:first]:
+        shape(names, rate)
+        run(where, [*words, "--batch-size", size, "--samples", steps * size])
+        found[kind, rate] = size / read_metrics(folder / "out0")[0]
+    return found, sum(weight.nbytes for weight in torch.load(folder / "out0/model.pt").values())
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
-    add("--rates", nargs="+", type=float, default=[100, 10, 1], help="Gbit/s; 100: as if none")
-    add("--rounds", type=int, default=3)
-    args = parser.parse_args()
-    print(title(args))
-    heads = ["job", "Gbit/s", "one host, images/s", "two hosts", "x one host", "accumulate"]
-    heads += ["x one host", "compute, ms", "bytes / rate, ms", "a step, ms", "x bound"]
-    heads += ["FSDP2, ms", "x DDP"]
-    print(markdown(heads), "|---" * len(heads) + "|", sep="\n", flush=True)
-    rows = []
-    with two_hosts() as hosts, tempfile.TemporaryDirectory() as folder:
-        write_text(Path(folder, "text"), 512)
-        for job in args.jobs:
-            _, batch, steps = JOBS[job]
-            copy_scripts(Path(folder), steps * batch, rooms(job))
-            runs = [measure(args, hosts, job, Path(folder), n) for n in range(args.rounds)]
-            for rate in args.rates:
-                wire = runs[0][1] * 8 / (rate * 1e9)
-                each = [{k: s for (k, r), s in run.items() if r in (0, rate)} for run, _ in runs]
-                row = {kind: statistics.median(run[kind] for run in each) for kind in each[0]}
-                row |= {"job": job, "batch": batch, "rate": rate}
-                cells = [job, f"{rate:g}", f"{batch / row['alone']:.0f}"]
-                for kind, images in ("plain", batch), ("accumulate", 4 * batch):
-                    wins = [images / batch * run["alone"] / run[kind] for run in each]
-                    cells += [f"{images / row[kind]:.0f}", spread(wins, 2)]
-                cells += [f"{1e3 * time:.1f}" for time in (row["compute"], wire, row["plain"])]
-                cells.append(spread([r["plain"] / max(r["compute"], wire) for r in each], 2))
-                cells.append(f"{1e3 * row['cut']:.1f}")
-                cells.append(spread([r["cut"] / r["plain"] for r in each], 2))
-                print(markdown(cells), flush=True)
-                rows.append(row)
-    with open("network.csv", "w") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+def print_rows(job, runs, size):
+    """`runs`: what measure() has found in each round."""
+    step = {kind: statistics.median(run[kind] for run in runs) for kind in runs[0]}
+    batch, compute, cost, cost2 = JOBS[job][1], step["compute", 100], 0, 0
+    for rate in RATES:
+        link, cells = rate * 1e9 / 8, [job, f"{rate:g}", f"{batch / step['one', 100]:.0f}"]
+        for kind, factor in ("ddp", 1), ("accumulate", 4):
+            gains = [factor * run["one", 100] / run[kind, rate] for run in runs]
+            cells += [f"{factor * batch / step[kind, rate]:.0f}", spread(gains, 2)]
+        ddp = predict(compute, buckets(size), 2, link, cost=cost)
+        fsdp2 = predict_fsdp2(compute, size, 1, 2, link, cost=cost2, gpu=False)
+        if rate == 100:  # of the time beyond this the others' cost of a byte is taken
+            cost, cost2 = (step["ddp", 100] - ddp) / size, (step["fsdp2", 100] - fsdp2) / size / 2
+        for kind, predicted in ("ddp", ddp), ("fsdp2", fsdp2):
+            cells += [f"{1e3 * step[kind, rate]:.1f}", f"{1e3 * predicted:.1f}"]
+        row(*cells, spread([run["fsdp2", rate] / run["ddp", rate] for run in runs], 2))
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    heads = ["job", "Gbit/s", "one, samples/s", "two", "x one", "accumulate", "x one"]
+    table(0, *heads, "DDP, ms", "predicted", "FSDP2, ms", "predicted", "x DDP")
+    with two_namespaces() as names, tempfile.TemporaryDirectory() as folder:
+        copy_scripts(Path(folder))
+        for job in args.jobs:
+            rounds = [measure(names, job, Path(folder), number) for number in range(args.rounds)]
+            print_rows(job, [run for run, _ in rounds], rounds[0][1])

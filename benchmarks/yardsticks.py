@@ -1,152 +1,129 @@
-"""What throughput.py compares the scripts with, started as they are, with train_single.py's flags.
+"""What throughput.py compares the scripts with. It has the flags of train_single.py, and a LOOP.
 
-`copied` is the loop that everyone copies from the tutorials; `accelerate` and `lightning` are these
-libraries as in their first examples, without logger, checkpoints and progress bar; `limit` repeats
-the scripts' step on one batch on the device.
+usual: the loop of most tutorials, with `loss.item()` in each step; accelerate, lightning: that loop
+through these libraries, without logger, checkpoints and progress bar; limit: the step alone, on one
+batch that is on the device. Model, optimizer and precision are the scripts' own.
 """
 
-import os
-import sys
 import time
-from pathlib import Path
+from itertools import islice
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.utils.data import DataLoader
-from torchvision import datasets, transforms
+from PIL import Image
+from torch.utils.data import DataLoader, default_collate
+from torchvision import transforms
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # or a copy that lies beside this one
-import train_single as scripts  # noqa: E402
+import train_single as scripts  # the copy that lies beside this one
 
-
-class Clock:
-    """Writes metrics.csv for the training part of each epoch, on rank 0, as the scripts do."""
-
-    def __init__(self, args, images):
-        self.path, self.images = args.output / "metrics.csv", images
-        self.lines = ["seconds,samples_per_second,peak_memory_mib"]
-
-    def start(self):
-        self.begin = time.perf_counter()
-
-    def stop(self):
-        peak = 0
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-            peak = torch.accelerator.max_memory_allocated() / 2**20
-        seconds = time.perf_counter() - self.begin
-        self.lines.append(f"{seconds},{self.images / seconds},{peak}")
-        if os.environ.get("RANK", "0") == "0":
-            self.path.write_text("\n".join(self.lines))
+NORMALIZE = transforms.Normalize((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+TRANSFORM = transforms.Compose([Image.fromarray, transforms.ToTensor(), NORMALIZE])
 
 
-def each_sample(args, train_set):
-    """The loader of most tutorials, for the scripts' synthetic images."""
-    normalize = transforms.Normalize((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    dataset = object.__new__(datasets.CIFAR10)  # nothing is downloaded
-    dataset.data = train_set.tensors[0].permute(0, 2, 3, 1).contiguous().numpy()
-    dataset.targets, dataset.target_transform = train_set.tensors[1].tolist(), None
-    dataset.transform = transforms.Compose([transforms.ToTensor(), normalize])
-    return DataLoader(dataset, args.batch_size, shuffle=True, num_workers=args.workers)
+def collate(samples):
+    return default_collate([(TRANSFORM(image), label) for image, label in samples])
 
 
-def copied(args, train_set, net, clock):
-    net.to(device)
-    trainloader = each_sample(args, train_set)
-    criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
+def per_sample_loader(dataset):
+    """A DataLoader that does for each image of a TensorDataset what torchvision's CIFAR10 does."""
+    images = dataset.tensors[0].permute(0, 2, 3, 1).contiguous().numpy()
+    samples = [*zip(images, dataset.tensors[1].tolist())]
+    options = {"num_workers": args.workers, "persistent_workers": args.workers > 0}
+    options |= {"pin_memory": device.type == "cuda", "shuffle": True, "drop_last": True}
+    return DataLoader(samples, args.batch_size, collate_fn=collate, **options)
+
+
+class CollectionLoader:
+    """The scripts' sampler, loader and `prepare` as one iterable, which shuffles each epoch."""
+
+    def __init__(self, dataset):
+        self.order, self.epoch = scripts.EpochSampler(dataset, args.seed), 0
+        self.loader = scripts.make_loader(args, dataset, args.batch_size, self.order, device)
+
+    def __iter__(self):
+        self.order.set_epoch(self.epoch, start=0)
+        self.epoch += 1
+        yield from (scripts.prepare(args, batch, device) for batch in islice(self.loader, steps))
+
+
+def start():  # an epoch's training
+    seconds.append(-time.perf_counter())
+
+
+def stop():
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    seconds[-1] += time.perf_counter()
+
+
+def usual(model, optimizer, loader, criterion=scripts.loss_function, accelerator=None, wait=True):
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
     for _ in range(args.epochs):
-        clock.start()
-        running_loss = 0.0
-        for inputs, labels in trainloader:
+        start()
+        for inputs, labels in loader:
             inputs, labels = inputs.to(device), labels.to(device)
             optimizer.zero_grad()
-            loss = criterion(net(inputs), labels)
-            loss.backward()
+            with autocast:
+                loss = criterion(model(inputs), labels)
+            accelerator.backward(loss) if accelerator else loss.backward()
             optimizer.step()
-            running_loss += loss.item()
-        clock.stop()
+            if wait:
+                loss.item()
+        stop()
 
 
-def accelerate(args, train_set, net, clock):
+def accelerate(model, optimizer, loader):
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=device.type == "cpu")
-    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
-    net, optimizer, loader = accelerator.prepare(net, optimizer, each_sample(args, train_set))
-    net.train()
-    for _ in range(args.epochs):
-        clock.start()
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(net(inputs), targets)
-            accelerator.backward(loss)
-            optimizer.step()
-        clock.stop()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    usual(model, optimizer, loader, accelerator=accelerator, wait=False)
 
 
-def lightning(args, train_set, net, clock):
+def lightning(model, optimizer, loader):
     from lightning import LightningModule, Trainer
 
     class Classifier(LightningModule):
         def __init__(self):
             super().__init__()
-            self.net = net
-            self.on_train_epoch_start, self.on_train_epoch_end = clock.start, clock.stop
+            self.model = model
+            self.on_train_epoch_start, self.on_train_epoch_end = start, stop
 
         def training_step(self, batch, batch_idx):
-            x, y = batch
-            return nn.functional.cross_entropy(self.net(x), y)
+            inputs, labels = batch
+            return scripts.loss_function(self.model(inputs), labels)
 
         def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=args.lr, momentum=0.9)
+            return optimizer
 
     off = "logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"
     options = dict.fromkeys(off, False) | {"max_epochs": args.epochs}
-    trainer = Trainer(devices=1, **options)
-    trainer.fit(Classifier(), each_sample(args, train_set))
+    Trainer(accelerator=device.type, devices=1, **options).fit(Classifier(), loader)
 
 
-def limit(args, train_set, net, clock):
-    batch_size = args.batch_size // world_size
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.benchmark = True
-    net.to(device)
-    optimizer, _ = scripts.build_optimizer(args, net, steps=1)
-    loader = scripts.make_loader(args, train_set, range(batch_size), batch_size, device)
-    inputs, labels = scripts.prepare(args, next(iter(loader)), device)
+def limit(model, optimizer, loader):
+    batch, criterion = next(iter(loader)), scripts.loss_function
     if args.compile:
-        net.compile(dynamic=False)
-    if world_size > 1:
-        dist.init_process_group()
-        net = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
-    steps = len(train_set) // args.batch_size
-    clock.images = steps * args.batch_size
-    for _ in range(args.epochs):
-        clock.start()
-        for _ in range(steps):
-            optimizer.zero_grad()
-            with autocast:
-                loss = scripts.loss_function(net(inputs), labels)
-            loss.backward()
-            optimizer.step()
-        clock.stop()
+        model.compile(dynamic=False)
+        criterion = torch.compile(criterion, dynamic=False)
+    usual(model, optimizer, [batch] * steps, criterion, wait=False)
 
 
 if __name__ == "__main__":
-    loops = {loop.__name__: loop for loop in (copied, accelerate, lightning, limit)}
+    loops = {loop.__name__: loop for loop in (usual, accelerate, lightning, limit)}
     scripts.parser.add_argument("loop", choices=loops)
+    scripts.parser.add_argument("--per-sample", action="store_true", help="a usual DataLoader")
     args = scripts.parser.parse_args()
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device(args.device)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-    train_set, test_set, classes = scripts.load_data(args)
+    device, seconds = torch.device(args.device), []
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+    train_set, _, classes = scripts.load_data(args)
+    steps = len(train_set) // args.batch_size
     torch.manual_seed(args.seed)
-    net = scripts.build_model(args, train_set[0][0], classes)
-    clock = Clock(args, len(train_set))
-    loops[args.loop](args, train_set, net, clock)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    model = scripts.build_model(args, train_set[0][0], classes).to(device)
+    optimizer, _ = scripts.build_optimizer(args, model, steps)
+    loader = per_sample_loader(train_set) if args.per_sample else CollectionLoader(train_set)
+    loops[args.loop](model, optimizer, loader)
+    rows = ["samples_per_second,peak_memory_mib"]
+    rows += [f"{steps * args.batch_size / time},0" for time in seconds]
+    args.output.mkdir()
+    (args.output / "metrics.csv").write_text("\n".join(rows))
