@@ -3,12 +3,14 @@ from multiprocessing import forkserver
 
 import numpy as np
 import pytest
+import torch
 from helpers import kill, marked
 from PIL import Image
 
 
 def pytest_collection_finish(session):
     os.environ["OMP_NUM_THREADS"] = "1"  # threads of several processes fight for the cores
+    torch.set_num_threads(1)
     forkserver.ensure_running()
 
 

@@ -2,10 +2,11 @@
 
 A tensor "on" a card wraps a CPU tensor and computes for real. An operation that mixes devices or
 cards raises. Each card draws random numbers of its own. The file EMULATED_REPORT/PID says in order
-what a process did: what waited for a card or was copied to it, steps, seeds, files, cards in use.
+what a process did: what waited for a card or was copied to it, steps, the seeds of random numbers,
+files, cards in use.
 What torch has in C++ for GPUs alone has a stand-in: the four copies of nn.DataParallel, and DDP,
 here the mean of each gradient over Gloo. Not emulated: streams, kernels, NCCL, memory, speed,
-torch.compile, --sync-bn, --compress-gradients; autocast leaves all in float32.
+torch.compile, --sync-bn; autocast leaves all in float32.
 """
 
 import os
@@ -64,7 +65,7 @@ def compute(_, function, types, args=(), kwargs=None):
         check(function, name, in_place, tensors, cards)
     inner_args, inner_kwargs = tree_map(real, (args, kwargs))
     if target.type == "emu" and torch.Tag.nondeterministic_seeded in function.tags:
-        out = draw(generators[card], lambda: function(*inner_args, **inner_kwargs))
+        out = draw(card, lambda: function(*inner_args, **inner_kwargs))
     else:
         out = function(*inner_args, **inner_kwargs)
     if out is None or target.type == "cpu":
@@ -88,18 +89,14 @@ def check(function, name, in_place, tensors, cards):
         tell(f"waits: {name}")
 
 
-def draw(generator, operation):
+def draw(card, operation):
     """Random numbers of a card: the CPU's generator stands in for its own."""
+    tell(f"draws on card {card} after seed {generators[card].initial_seed()}")
     with one_at_a_time, torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(generator.get_state())
+        torch.set_rng_state(generators[card].get_state())
         out = operation()
-        generator.set_state(torch.get_rng_state())
+        generators[card].set_state(torch.get_rng_state())
     return out
-
-
-def manual_seed(seed):
-    tell(f"seed {seed} of card {chosen.get()}")
-    generators[chosen.get()].manual_seed(seed)
 
 
 @contextmanager
@@ -188,7 +185,9 @@ def install(cards):
     install.autocast = torch.library.Library("_", "IMPL")  # undone when nothing holds it
     install.autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     torch.emu.get_amp_supported_dtype = lambda: [torch.bfloat16]
-    torch.emu.manual_seed = manual_seed
+    torch.emu.manual_seed = lambda seed: generators[chosen.get()].manual_seed(seed)
+    torch.emu.manual_seed_all = lambda seed: [one.manual_seed(seed) for one in generators]
+    torch.emu._is_in_bad_fork = lambda: False  # torch.manual_seed asks
     torch.emu.device_count = lambda: cards
     torch.accelerator.set_device_index = chosen.set
     torch.accelerator.device_index = device_index

@@ -16,22 +16,26 @@ from pathlib import Path
 import pytest
 import torch
 
+import train_single
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc", "fsdp2"]
 DDP = SCRIPTS[2:5]
 COUNTS = {name: 1 if name in SCRIPTS[:2] else 2 for name in SCRIPTS}  # processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LIMIT = 300  # seconds after which something hangs, on the slowest machine
+START = '\n\nif __name__ == "__main__":\n'
 
 
 def script(name):
     return str(ROOT / f"train_{name}.py")
 
 
-def edited(name, *changes):
-    """The path of a copy of the script. Changes: what stands there, its replacement, and so on."""
+def edited(name, *changes, more=""):
+    """The path of a copy of the script. Changes: what stands there, its replacement, and so on.
+    `more` is code that comes before the start, where it can replace or wrap functions."""
     text, path = Path(script(name)).read_text(), Path(f"edited_{name}.py").resolve()
-    for old, new in zip(changes[::2], changes[1::2], strict=True):
+    for old, new in [*zip(changes[::2], changes[1::2], strict=True), (START, f"\n\n{more}{START}")]:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     path.write_text(text)
@@ -60,11 +64,8 @@ def inside(path, flags, log, folder, environment):
     os.environ.update(environment)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background has none
-    if environment.get("EMULATED_CARDS"):
-        import emulated_accelerator  # it changes torch for the rest of this process
-
-        emulated_accelerator.install(int(environment["EMULATED_CARDS"]))
+    if "EMULATED_CARDS" in environment:  # it changes torch for the rest of this process
+        __import__("emulated_accelerator").install(int(environment["EMULATED_CARDS"]))
     sys.argv, sys.path[:0] = [path, *flags], [os.path.dirname(path)]
     runpy.run_path(path, run_name="__main__")
 
@@ -76,12 +77,12 @@ forks.set_forkserver_preload(["torch", "torchvision", "torch.distributed"])
 class Warm:
     """A script in a fork of a process that has imported torch."""
 
-    def __init__(self, path, flags, log):
+    def __init__(self, path, flags, log, place=()):
         self.log = Path(log).resolve()
         self.log.write_bytes(b"")
-        flags = [str(flag) for flag in flags]
-        place = os.getcwd(), dict(os.environ)  # those of the process that forks are older
-        process = forks.Process(target=inside, args=(path, flags, self.log, *place))
+        environment = {key: str(value) for key, value in {**os.environ, **dict(place)}.items()}
+        words = str(path), [str(flag) for flag in flags], self.log, os.getcwd(), environment
+        process = forks.Process(target=inside, args=words)
         process.start()
         self.pid, self.status = process.pid, lambda: process.exitcode
 
@@ -94,20 +95,15 @@ def torchrun(processes, *words):
 def by_hand(path, *flags, processes=1):
     """Processes that get their places from the environment: srun and Kubernetes do that too, and
     torchrun would import torch once more for each of them."""
-    jobs, place = [], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     place |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    for rank in range(processes):
-        place |= {"RANK": rank, "LOCAL_RANK": rank}
-        with pytest.MonkeyPatch.context() as patch:
-            for key, value in place.items():
-                patch.setenv(key, str(value))
-            jobs.append(Warm(str(path), flags, f"{rank}-{time.monotonic_ns()}.log"))
-    return jobs
+    places = [place | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(processes)]
+    return [Warm(path, flags, f"{time.monotonic_ns()}.log", place) for place in places]
 
 
 def start(name, *flags, processes=1, path=None):
     """Start a script on all its machines. Returns a Warm a machine, or a process."""
-    path, own = str(Path(path or script(name)).resolve()), [[]]
+    path, own = Path(path or script(name)).resolve(), [[]]
     if name in ("ddp_torchrun", "fsdp2"):
         return by_hand(path, *flags, processes=processes)
     if name == "ddp_spawn":
@@ -115,8 +111,7 @@ def start(name, *flags, processes=1, path=None):
     elif processes > 1:  # one process a machine: more of them are more machines
         place = ["--init-method", f"tcp://127.0.0.1:{free_port()}", "--world-size", processes]
         own = [[*place, "--rank", rank] for rank in range(processes)]
-    logs = [f"{name}-{rank}-{time.monotonic_ns()}.log" for rank in range(len(own))]
-    return [Warm(path, [*words, *flags], log) for words, log in zip(own, logs)]
+    return [Warm(path, [*words, *flags], f"{name}-{time.monotonic_ns()}.log") for words in own]
 
 
 def wait_until(condition, limit=LIMIT, pause=0.02):
@@ -156,6 +151,17 @@ def done(jobs, status=0):
 
 def run(name, *flags, status=0, **options):
     return done(start(name, *flags, **options), status)
+
+
+def parse(*flags):
+    return train_single.parser.parse_args(["--device", "cpu", *map(str, flags)])
+
+
+def train(*flags):
+    """train_single.py in the test's own process."""
+    args = parse(*flags)
+    train_single.check_flags(args)
+    train_single.main(args)
 
 
 def wait_for(text, *jobs):

@@ -1,5 +1,5 @@
 """Functions and constants of one name have one text in all six scripts; `main` may differ,
-and what a model that is cut needs in train_fsdp2.py.
+and what a sharded model needs in train_fsdp2.py.
 
 python tests/same_text.py          # says where they differ, status 1 if anywhere
 python tests/same_text.py --fix    # copies the text of the first script that has it into the others
@@ -13,12 +13,12 @@ ROOT = Path(__file__).resolve().parents[1]
 NAMES = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc", "fsdp2"]
 PATHS = [ROOT / f"train_{name}.py" for name in NAMES]
 MAY_DIFFER = {"main", "gpus", "devices", "cores"}
-CUT = {"build_optimizer", "prepare", "evaluate", "save_checkpoint", "restore_checkpoint"}
+SHARDED = {"build_optimizer", "prepare", "evaluate", "save_checkpoint", "load_checkpoint"}
 
 
-def definitions(path):
+def definitions(text):
     """{name: text} of a script's top-level functions, classes and constants."""
-    text, found = path.read_text(), {}
+    found = {}
     for node in ast.parse(text).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
@@ -32,8 +32,8 @@ def compare(paths, fix=False):
     """The differences, each as "name: script"; with `fix` they are mended too."""
     original, differ = {}, []
     for path in paths:
-        text, free = path.read_text(), MAY_DIFFER | (CUT if "fsdp2" in path.name else set())
-        for name, own in definitions(path).items():
+        text, free = path.read_text(), MAY_DIFFER | (SHARDED if "fsdp2" in path.name else set())
+        for name, own in definitions(text).items():
             if name not in free and own != original.setdefault(name, own):
                 differ.append(f"{name}: {path.name}")
                 text = text.replace(own, original[name])
@@ -43,7 +43,6 @@ def compare(paths, fix=False):
 
 
 if __name__ == "__main__":
-    fix = "--fix" in sys.argv
-    differ = compare(PATHS, fix)
+    differ = compare(PATHS, "--fix" in sys.argv)
     print("\n".join(differ) or "all the same")
-    sys.exit(bool(differ) and not fix)
+    sys.exit(bool(differ) and "--fix" not in sys.argv)

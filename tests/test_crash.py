@@ -1,106 +1,153 @@
-"""Runs are killed and go on: bit-identical, each epoch once; and nothing waits for ever."""
+"""Runs are killed and resumed: bit-identical, each epoch once; a run that fails leaves it so."""
 
 import os
 import random
-import re
-import time
+import shutil
+from itertools import count
 from pathlib import Path
 
+import helpers
 import pytest
-from helpers import *
+from helpers import COUNTS, DDP, edited, finish, kill_all, run, same_run, start, train, weights
 
 TRAIN = "--epochs 12 --batch-size 16 --augment --lr-schedule cosine --resume --log-every 4".split()
 TRAIN += ["--checkpoint-minutes", 0]  # a checkpoint every 4 of an epoch's 40 steps
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in [*DDP, "fsdp2"]]
-QUICK = {1: "single", 2: "ddp_multigpu_proc"}  # of the scripts with the same bits
-DIE = "os.kill(os.getpid(), 9)\n"
-PLACES = {  # of the second kill and the third: within the writing of last.pt, before evaluation
-    1: ("        file.flush()\n", f"        {DIE}"),
-    2: ("            sums = evaluate(", f"            {DIE}            sums = evaluate("),
-}
+DROPOUT = """
+plain = build_model
+def build_model(*words):
+    return nn.Sequential(plain(*words), nn.Dropout(0.2))
+"""
+TORN = """
+def torn(content, file):
+    file.write(b"half of it")
+    file.flush()
+    os.kill(os.getpid(), 9)
+torch.save = torn
+"""
+PLACES = {1: TORN, 2: "def evaluate(*_): os.kill(os.getpid(), 9)"}  # of the second and third kill
+MORE = [("dp", 1), *((name, count) for name in [*DDP, "fsdp2"] for count in (1, 2))]
+SLOW = [pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE]
+whole = {}  # the folders of undisturbed runs
 
 
-@pytest.mark.parametrize("name", ["single", *SLOW])
-def test_killed_at_random(fashion, name):
-    """All processes by SIGKILL, three times, twice of them at the worst places."""
-    flags, count, epoch, step = [*fashion, *TRAIN, "--output"], COUNTS[name], 0, 0
-    run("fsdp2" if name == "fsdp2" else QUICK[count], *flags, "whole", processes=count)
-    for i in range(3):
-        path = edited(name, *PLACES[i]) if i in PLACES else None
-        jobs = start(name, *flags, "out", processes=count, path=path)
-        if path:
-            wait_until(lambda: ended(jobs))
-            assert Path("out/last.pt.tmp").exists() == (i == 1)
+@pytest.fixture
+def undisturbed(fashion, tmp_path_factory):
+    """The folder of a run of so many processes, in a script with the same bits as this one."""
+
+    def undisturbed(name, count):
+        name = name if name == "fsdp2" else {1: "single", 2: "ddp_multigpu_proc"}[count]
+        if (name, count) not in whole:
+            folder = whole[name, count] = tmp_path_factory.mktemp("whole")
+            flags, path = [*fashion, *TRAIN, "--output", folder], edited(name, more=DROPOUT)
+            run(name, *flags, processes=count, path=path)
+        return whole[name, count]
+
+    return undisturbed
+
+
+@pytest.mark.parametrize("name, count", [("single", 1), *SLOW])
+def test_killed_at_random(fashion, undisturbed, name, count):
+    """All processes by SIGKILL, four times, twice of them at the worst places."""
+    flags, progress = [*fashion, *TRAIN, "--output", "out"], (0, 0)
+    for i in range(4):
+        path = edited(name, more=DROPOUT + PLACES.get(i, ""))
+        jobs = start(name, *flags, processes=count, path=path)
+        if i in PLACES:
+            assert 0 not in finish(jobs)[0] and Path("out/last.pt.tmp").exists() == (i == 1)
         else:
-            wait_for("/12 step ", *jobs)
-            time.sleep(random.uniform(0, 0.1))  # some 30 of the 480 steps
+            place = progress[0] + random.randrange(2, 4), random.randrange(4, 41, 4)
+            helpers.wait_for("epoch {}/12 step {}/".format(*place), *jobs)
         kill_all(jobs)
-        state, before = weights("out", "last.pt"), (epoch, step)
-        epoch, step = state["epoch"], state["step"]
-        assert before <= (epoch, step) and (i != 2 or step == 40)
-        assert not Path("out/model.pt").exists()
-    text = run(name, *flags, "out", processes=count)
-    assert f"from epoch {epoch + 1}, step {step + 1} on" in text
-    same_run("out", "whole", 12)
+        state, before = weights("out", "last.pt")["progress"], progress
+        progress = state["epoch"], state["step"]
+        assert before <= progress and not Path("out/model.pt").exists()
+    text = run(name, *flags, processes=count, path=edited(name, more=DROPOUT))
+    assert "out: {} epochs and {} steps are done".format(*progress) in text
+    same_run("out", undisturbed(name, count), 12)
 
 
-def test_nothing_is_lost_by_a_forgotten_flag(fashion):
-    """--overwrite begins anew and owns the folder from its start; not beside --resume."""
-    flags = [*fashion, "--output", "out", "--epochs", 1]
-    run("single", *flags)
-    content = {path: path.read_bytes() for path in Path("out").iterdir()}
-    for name in SCRIPTS:
-        by_hand = name in ("ddp_torchrun", "fsdp2")  # where torchrun would end the other ranks
-        text = run(name, *flags, processes=1 if by_hand else COUNTS[name], status=2)
-        machines = 2 if name == "ddp_multigpu_proc" else 1  # each of which says it once
-        assert text.count("--resume goes on with it, --overwrite begins anew") == machines, text
-        assert "rank 0: host" not in text and "Traceback" not in text, text
-        assert content == {path: path.read_bytes() for path in Path("out").iterdir()}
-    text = run("single", *flags, "--resume", "--overwrite", status=2)
-    assert "not allowed with" in text
-    assert content == {path: path.read_bytes() for path in Path("out").iterdir()}
-    [job] = start("single", *flags, "--overwrite", "--seed", 1, "--epochs", 10**6)
-    wait_for("/1000000 step ", job)
-    kill_all([job])
-    assert not Path("out/model.pt").exists() and weights("out", "last.pt")["seed"] == 1
+KILL = """
+left = int(os.environ["WRITES"])
+def count_writes(event, words):
+    global left
+    if event in ("os.remove", "os.rename") or event == "open" and "w" in (words[1] or ""):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), 9)
+sys.addaudithook(count_writes)
+"""
+
+
+@pytest.mark.parametrize("flag, writes", [("--resume", 6), ("--overwrite", 15)])
+def test_killed_at_each_write(fashion, monkeypatch, flag, writes):
+    """A finished run gets another epoch, or is replaced, and is killed at its first write, its
+    second, ...: with --resume it ends as it should, and no model.pt is there until then."""
+    replaced = int(flag == "--overwrite")  # from its first write on, which removes last.pt
+    flags, path = [*fashion, "--epochs", 2, "--seed", replaced], edited("single", more=KILL)
+    train(*flags, "--output", "old", "--epochs", 1, "--seed", 0)
+    train(*flags, "--output", "whole")
+    for number in count(1 + replaced):
+        monkeypatch.setenv("WRITES", str(number))
+        shutil.copytree("old", "out")
+        [status], text = finish(start("single", *flags, "--output", "out", flag, path=path))
+        if status == 0:
+            break
+        assert status == -9 and Path("out/model.pt").exists() == (number == 1 + replaced), text
+        train(*flags, "--output", "out", "--resume")
+        same_run("out", "whole", 2)
+        shutil.rmtree("out")
+    assert number == writes + 1
+
+
+FAULT = """
+plain, plain_loss, done = build_optimizer, loss_function, []
+def build_optimizer(args, model, steps):
+    def after_step(*_):
+        done.append(1)
+        if "FAULT" == "weight" and len(done) == 14:
+            next(model.parameters()).data.mul_(math.inf)
+    optimizer, scheduler = plain(args, model, steps)
+    optimizer.register_step_post_hook(after_step)
+    return optimizer, scheduler
+def loss_function(outputs, labels):
+    first = torch.distributed.is_initialized() and torch.distributed.get_rank() == 0
+    faults = {"loss": len(done) == 13 and not first, "test loss": not torch.is_grad_enabled()}
+    return plain_loss(outputs, labels) + (math.nan if faults.get("FAULT") else 0)
+"""
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (*DDP[::2], "fsdp2")]
+
+
+@pytest.mark.parametrize("name", ["single", DDP[1], *SLOW])
+@pytest.mark.parametrize("fault", ["loss", "weight", "test loss"])
+def test_not_finite(fashion, name, fault):
+    """In step 14, which ends with a progress line, on one rank: the run ends on all."""
+    flags = [*fashion, "--output", "out", "--log-every", 4, "--checkpoint-minutes", 0]
+    path = edited(name, more=FAULT.replace("FAULT", fault))
+    text = run(name, *flags, processes=COUNTS[name], path=path, status=2)
+    says = f"error: the {fault.replace('weight', 'loss')} is not finite; out/last.pt is still good"
+    assert text.count("error: ") == text.count(says) == 1 and "Traceback" not in text, text
+    checkpoint = weights("out", "last.pt")
+    assert checkpoint["progress"]["epoch"] == (fault != "test loss")
+    assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
+    assert not Path("out/model.pt").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp_torchrun", "fsdp2"])
-def test_torchrun_restarts_by_itself(fashion, monkeypatch, name):
+def test_torchrun_restarts_by_itself(fashion, undisturbed, monkeypatch, name):
     """A rank killed by SIGKILL: --max-restarts begins it again, and it ends bit-identical.
 
     Without the variable about every other restart hangs until --timeout. KILLS=20 does more.
     """
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    kills = int(os.environ.get("KILLS", 2))
-    flags = [*fashion, *TRAIN, "--epochs", 4 * kills, "--output"]
-    run("fsdp2" if name == "fsdp2" else QUICK[2], *flags, "whole", processes=2)
-    job = torchrun(2, "--max-restarts", kills, script(name), *flags, "out")
-    for attempt in range(1, kills + 1):
+    kills, path = int(os.environ.get("KILLS", 2)), edited(name, more=DROPOUT)
+    flags = ["--max-restarts", kills, path, *fashion, *TRAIN, "--output", "out"]
+    job = helpers.torchrun(2, *flags)
+    for life in range(1, kills + 1):
         place = f" step {random.randrange(4, 41, 4)}/"
-        wait_until(lambda: place in "".join(job.log.read_text().split("from epoch")[attempt:]))
-        kill(int(random.choice(command("pgrep", "-P", job.pid, "-f", "train_").split())))
+        helpers.wait_until(lambda: place in "".join(helpers.logs([job]).split("are done")[life:]))
+        ranks = helpers.command("pgrep", "-P", job.pid, "-f", "edited_")
+        helpers.kill(int(random.choice(ranks.split())))
     statuses, text = finish([job])
-    assert statuses == [0] and text.count("from epoch") == kills + 1, text
-    same_run("out", "whole", 4 * kills)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_reads_last_pt(fashion):
-    """Each process reads it by itself: that takes one checkpoint's memory and no more. Rank 0 waits
-    for one that reads late before it writes the next one."""
-    peak = 'Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]'
-    written = '(args.output / "last.pt").stat().st_mtime if args.resume else 0'
-    read, end = "    dist.barrier()  # all have read", "    dist.barrier()  # none leaves"
-    late = f"    time.sleep(2 * rank)\n    print('written', {written}, flush=True)\n"
-    tell = f"    print('peak', {peak}, flush=True)\n"
-    path, peaks = edited("ddp_spawn", read, late + read, end, tell + end), []
-    flags = [*fashion, "--model", "mlp", "--repeat", 32, "--optimizer", "adam", "--output", "out"]
-    for more in ["--epochs", 1], ["--epochs", 2, "--resume"]:
-        before = Path("out/last.pt").stat().st_mtime if "--resume" in more else 0
-        text = run("ddp_spawn", *flags, *more, processes=2, path=path)
-        assert re.findall(r"written (\S+)", text) == [str(before)] * 2
-        peaks.append(max(map(int, re.findall(r"peak (\d+)", text))) * 1024)
-    size = Path("out/last.pt").stat().st_size
-    assert size > 10**8 and peaks[1] - peaks[0] < 1.1 * size, (peaks, size)
+    assert statuses == [0] and text.count("steps are done") == kills + 1, text
+    same_run("out", undisturbed(name, 2), 12)

@@ -3,68 +3,107 @@
 import shutil
 from pathlib import Path
 
+import helpers
 import pytest
-from helpers import *
+import torch
+from helpers import COUNTS, DDP, SCRIPTS, Warm, done, parse, run, script, train, weights
 
-NUMBERS = "--batch-size 0", "--batch-size many", "--epochs -1", "--lr -0.1", "--workers -1"
-NUMBERS += "--accumulate 0", "--image-size 0", "--log-every 0", "--checkpoint-minutes -1"
-NUMBERS += "--clip-norm -1", "--warmup-steps -1", "--device cuda", "--model vgg", "--no-such-flag"
-DATA = [
+import train_single as single
+
+NUMBERS = "--batch-size 0,--batch-size many,--epochs -1,--lr -0.1,--workers -1,--accumulate 0,"
+NUMBERS += "--image-size 0,--repeat 0,--log-every 0,--clip-norm -1,--checkpoint-minutes -1,"
+NUMBERS += "--warmup-steps -1,--device cuda,--model vgg,--no-such-flag"
+OTHERS = [
     ("--dataset no_such", "--dataset no_such: neither a known name nor"),
     ("--dataset pictures", "the same sub-folders (classes) as train/"),
     ("--dataset cifar10 --data-dir nothing", "): put the files into --data-dir"),
-    ("{fashion} --batch-size 32 --resume", "needs --batch-size 64"),
-    ("{fashion} --lr 0.1 --resume", "needs --lr 0.001"),
+    ("--resume", "not allowed with argument"),
 ]
 PLACE = [
-    ("--rank -1", "--rank -1"),
-    ("--world-size 0", "--rank 0: 0 machines"),
-    ("--world-size 2", "tcp://HOST:PORT"),
-    ("--init-method file:///no_such/folder/file", "file:///no_such"),
-    ("--world-size 2 --init-method tcp://HOST:1 --batch-size 63", "multiple of the processes"),
+    ("--rank -1", "--rank -1: the 1 machines are numbered from 0"),
+    ("--world-size 0", "--rank 0: the 0 machines"),
+    ("--world-size 2", "several machines need --init-method tcp://HOST:PORT"),
+    ("--init-method file:///no_such/folder/file", "folder does not exist"),
+    ("--world-size 2 --init-method tcp://HOST:1 --batch-size 63", "must be a multiple of"),
     ("--sync-bn", "--sync-bn works on GPUs only"),
 ]
-SPAWNED = [  # the processes add no traceback either
-    ("--nproc-per-node 2 {fashion} --seed 1 --resume", "needs --seed 76"),
-    ("--nproc-per-node 2 {fashion} --batch-size 10000", "has only 640 samples"),
-]
-WRONG = {
-    "single": DATA + [(flags, flags.split()[0]) for flags in NUMBERS],
-    "dp": DATA + [(flag, f"unrecognized arguments: {flag}") for flag in ("--amp", "--compile")],
-    "ddp_spawn": PLACE + SPAWNED,
-    "ddp_multigpu_proc": PLACE + DATA,
-}
+CHANGED = "dataset cifar10 fashion-mnist,image-size 24 32,repeat 2 1,model mlp net,lr 0.1 0.001,"
+CHANGED += "optimizer adam sgd,lr-schedule cosine constant,warmup-steps 9 0,batch-size 32 64,"
+CHANGED += "clip-norm 1 0.0,seed 1 76"  # a flag, its new value, and that of the run
+FREE = "--epochs 3 --accumulate 2 --amp --workers 0 --log-every 3 --clip-norm 0 --lr 1e-3"
 
 
-def snapshot():
-    """What lies in out/, and when it was written."""
-    return {path.name: path.stat().st_mtime_ns for path in Path("out").rglob("*")}
+def content():
+    return {path.name: path.read_bytes() for path in Path("out").iterdir()}
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_one_line(name, data, fashion):
-    run("single", *fashion, "--epochs", 1, "--output", "out")
-    before = snapshot()
-    assert set(before) == {"last.pt", "metrics.csv", "model.pt"}
+@pytest.fixture
+def refused(fashion, capsys):
+    """Asserts that train_single.py refuses these flags, and that its run in out/ stays as it is."""
+
+    def refused(says, flags):
+        before = content()
+        with pytest.raises(SystemExit, match="2"):
+            train(*fashion, "--output", "out", *flags.split())
+        said = capsys.readouterr().err
+        assert says in said and said.count("error: ") == 1 and content() == before
+
+    train(*fashion, "--epochs", 2, "--output", "out")
+    return refused
+
+
+def test_wrong_flags(refused, data):
     shutil.copytree(data / "pictures", "pictures")
     Path("pictures/test/c").rename("pictures/test/d")
-    for flags, says in WRONG[name]:
-        flags = flags.format(fashion=" ".join(map(str, fashion))).split()
-        flags = ["--dataset", "synthetic", "--output", "out", *flags]
-        flags += [] if "--resume" in flags else ["--overwrite"]
-        text = run(name, *flags, status=2)
-        assert says in text and text.count("error: ") == 1 and "Traceback" not in text, text
-        assert snapshot() == before
+    for flags, says in OTHERS + [(flags, flags.split()[0]) for flags in NUMBERS.split(",")]:
+        refused(says, f"--overwrite {flags}")
 
 
-def test_torchrun():
+def test_resumed_with_other_flags(refused, fashion):
+    """Refused before the data are loaded. What may change, and flags of other scripts, may."""
+    resume, started = "--resume --data-dir nothing", "out/last.pt was started"
+    for flag, new, old in (change.split() for change in CHANGED.split(",")):
+        refused(f"{started} with --{flag} {old}: use the same", f"{resume} --{flag} {new}")
+    refused(f"{started} without --augment: use the same flags", f"{resume} --augment")
+    refused("--epochs 1: out/last.pt already has 2 epochs", f"{resume} --epochs 1")
+    train(*fashion, "--output", "out", "--resume", *FREE.split())
+    checkpoint = weights("out", "last.pt")
+    torch.save({"epoch": 1}, "out/last.pt")
+    refused("out/last.pt was written by an older version", resume)
+    checkpoint["flags"] |= {"augment": "True", "mine": "1", "dataset": "pictures"}
+    torch.save(checkpoint, "out/last.pt")
+    refused(f"{started} with --augment: use", f"{resume} --dataset pictures")
+    args = parse("--resume", "--output", "out", "--augment", "--dataset", "moved/pictures")
+    single.check_flags(args)
+    args.mine = 1  # a flag that the user has added
+    single.check_flags(args)
+    with pytest.raises(SystemExit):
+        args.mine = 2
+        single.check_flags(args)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_said_once(fashion, refused, name):
+    """By each machine, not by each rank, and before data are loaded; afterwards by one rank."""
+    machines = 2 if name == DDP[2] else 1
+    wrong = [("--resume --seed 1 --data-dir no", "was started with --seed 76: use", machines)]
+    wrong += [("--data-dir no", "out has a run: --resume continues it, --overwrite", machines)]
+    wrong += [("--overwrite --batch-size 1000", "has only 640 samples", 1)]
+    wrong += [(f"--overwrite {flags}", says, 0) for flags, says in PLACE if name in DDP[::2]]
+    before = content()
+    for flags, says, times in wrong:
+        flags = [*fashion, "--output", "out", *flags.split()]
+        text = run(name, *flags, processes=COUNTS[name] if times else 1, status=2)
+        assert text.count("error: ") == text.count(says) == max(times, 1), text
+        assert "Traceback" not in text and content() == before, text
+
+
+def test_torchrun(monkeypatch):
     path = script("ddp_torchrun")
-    jobs = [Warm(path, [], "alone"), *start("ddp_torchrun", "--batch-size", 63, "--accumulate", 2)]
-    words = [*TORCHRUN, "--standalone", "--max-restarts", 1, path]
-    jobs += [Cold(words, "begins"), Cold([*words, "--resume"], "resumes")]
-    statuses, text = finish(jobs)
-    assert statuses == [2, 2, 1, 1] and "start it with: torchrun --standalone" in text
+    assert "start it with: torchrun --standalone" in done([Warm(path, [], "alone")], 2)
+    text = done([helpers.torchrun(1, "--max-restarts", 1, path)], 1)
     assert "--max-restarts needs --resume, or each restart" in text
-    assert "error: --batch-size has to be a multiple of the proc" in text
-    assert "needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    for name in "ddp_torchrun", "fsdp2":
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in run(name, "--resume", status=2)
     assert not Path("runs").exists()

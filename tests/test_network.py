@@ -6,11 +6,13 @@ import sys
 import time
 from pathlib import Path
 
+import helpers
 import pytest
-from helpers import *
-from network import two_hosts
+from helpers import DDP, Cold, command, finish, logs, marked, run, script, wait_for, wait_until
+from network import two_namespaces
 
 pytestmark = pytest.mark.slow
+RUN = " ".join(helpers.TORCHRUN)
 LONG = ["--dataset", "synthetic", "--epochs", 100000, "--log-every", 1, "--checkpoint-minutes", 0]
 FOLDERS = [("none", "out"), ("out", "none"), ("older", "out")]
 
@@ -19,7 +21,7 @@ FOLDERS = [("none", "out"), ("out", "none"), ("older", "out")]
 def hosts():
     if os.getuid() or not shutil.which("ip"):
         pytest.skip("it needs root and iproute2")
-    with two_hosts() as names:
+    with two_namespaces() as names:
         yield names
 
 
@@ -34,7 +36,7 @@ def static(name, i):
         place = f"--world-size 2 --rank {i} --init-method tcp://10.77.0.1:23456 --timeout 8"
         return f"{sys.executable} {script(name)} {place}"
     place = f"--nnodes 2 --node-rank {i} --master-addr 10.77.0.1 --master-port 23456"
-    return f"{' '.join(TORCHRUN)} {place} --rdzv-conf timeout=8 {script(name)} --timeout 8"
+    return f"{RUN} {place} --rdzv-conf timeout=8 {script(name)} --timeout 8"
 
 
 def elastic(i, meet, path, restarts):
@@ -42,7 +44,7 @@ def elastic(i, meet, path, restarts):
     place = f"--local-addr 10.77.0.{i + 1} --rdzv-endpoint 10.77.0.{meet + 1}:23456 --rdzv-id 1"
     place += f" --rdzv-backend c10d --nnodes 1:2 --max-restarts {restarts} --rdzv-conf"
     place += f" is_host={int(i == meet)},last_call_timeout=4,keep_alive_interval=1"
-    return f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {' '.join(TORCHRUN)} {place} {path} --timeout 30"
+    return f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {RUN} {place} {path} --timeout 30"
 
 
 @pytest.mark.parametrize("name, folders", list(zip(DDP, FOLDERS, strict=True)))
@@ -65,14 +67,14 @@ def test_the_network(hosts, name, folders):
     assert wait_until(lambda: not marked(), 20), text
     command(*f"ip -n {hosts[1]} link set v1 up".split())
     shutil.copytree("out", "older")
-    flags = ["--resume", "--epochs", weights("out", "last.pt")["epoch"] + 1]
-    assert "epoch 1, step 1 on" not in run("single", *LONG, *flags, "--output", "out")
+    flags = ["--resume", "--epochs", helpers.weights("out", "last.pt")["progress"]["epoch"] + 1]
+    assert "out: 0 epochs and 0 steps" not in run("single", *LONG, *flags, "--output", "out")
     content = {path: path.read_bytes() for path in Path().glob("*/*")}
     statuses, text = finish(jobs("--resume", outputs=folders))
-    assert statuses == [1, 1] and "see the same last.pt: put --output on a disk that" in text, text
+    status = 1 if name == "ddp_torchrun" else 2
+    assert statuses == [status] * 2 and text.count("processes see the same last.pt") == 1, text
     statuses, text = finish(jobs())
-    assert set(statuses) == {1 if name == "ddp_torchrun" else 2}, text
-    assert text.count("out has a run: --resume goes on with it, --overwrite begins anew") == 2, text
+    assert statuses == [status] * 2 and text.count("has a run: --resume continues") == 2, text
     assert content == {path: path.read_bytes() for path in Path().glob("*/*")}
 
 
@@ -83,26 +85,26 @@ def test_a_host_that_goes_and_comes_back(hosts, fashion, name, lost):
     flags += ["--checkpoint-minutes", 0, "--resume", "--output"]
     run("single", *flags, "whole")
     slow = 'time.sleep(0.5 * os.path.exists("slow")); loss.backward()'
-    path = edited(name, "loss.backward()", slow)
+    path = helpers.edited(name, "loss.backward()", slow)
     Path("slow").touch()
     jobs = [on_host(hosts, i, elastic(i, 1 - lost, path, 3), *flags, "out") for i in (0, 1)]
     wait_for(" step 4/", jobs[0])
     for pid in command("ip", "netns", "pids", hosts[lost]).split():
-        kill(int(pid))
+        helpers.kill(int(pid))
 
-    assert wait_until(lambda: logs(jobs).count("into out") == 2), "one host"
+    assert wait_until(lambda: logs(jobs).count("are done") == 2), "one host"
     jobs.append(on_host(hosts, lost, elastic(lost, 1 - lost, path, 3), *flags, "out"))
-    assert wait_until(lambda: logs(jobs).count("into out") == 3), "two hosts"
+    assert wait_until(lambda: logs(jobs).count("are done") == 3), "two hosts"
     Path("slow").unlink()
     statuses, text = finish(jobs)
     assert sorted(statuses) == [-9, 0, 0], text
-    assert text.count("rank 1: host") == 2 and text.count("from epoch 1, step 1 on") == 1, text
-    close("out", "whole", keys=("epoch", "train_loss", "test_loss"))
+    assert text.count("rank 1: host") == 2 and text.count("out: 0 epochs and 0 steps") == 1, text
+    helpers.close("out", "whole", keys=("epoch", "train_loss", "test_loss"))
 
 
 def test_torchrun_killed():
     """Its ranks end at the next progress line, or they would write beside the resumed run."""
-    job = torchrun(2, script("ddp_torchrun"), *LONG)
+    job = helpers.torchrun(2, script("ddp_torchrun"), *LONG)
     wait_for(" step 20/", job)
-    kill(job.pid)
+    helpers.kill(job.pid)
     assert wait_until(lambda: not marked(), 20) and "torchrun has been killed" in logs([job])

@@ -1,243 +1,253 @@
-"""One training run in five scripts: the same losses, exact evaluation, the flags, the data."""
+"""One training run in six scripts: the same losses, exact evaluation, the flags, the data."""
 
+import csv
 import math
 import os
-import pickle
 import re
-import runpy
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import helpers
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import pictures
-from helpers import *
+from helpers import COUNTS, DDP, SCRIPTS, close, edited, metrics, parse, run, same, train, weights
+from torch import nn
 from torch.utils.data import TensorDataset
 from torchvision import datasets
 from torchvision.transforms import functional
 
-
-@pytest.fixture(scope="session")
-def parts():
-    """What train_single.py defines."""
-    return runpy.run_path(script("single"), run_name="script")
-
-
-def load(parts, *flags):
-    args = parts["parser"].parse_args([str(flag) for flag in flags])
-    return args, *parts["load_data"](args)
-
+import train_single as single
 
 TWO = [("dp", 1), *((name, 2) for name in [*DDP, "fsdp2"])]
 MORE = [*((name, count) for name in [*DDP, "fsdp2"] for count in (1, 4))]
 
 
 @pytest.mark.parametrize("pairs", [TWO, pytest.param(MORE, marks=pytest.mark.slow)])
-def test_same_losses(pairs, fashion):
-    """The same order too: what is left over after 10 steps are other images in each epoch."""
-    flags = [*fashion, "--epochs", 2, "--batch-size", 60, "--lr", 0.02, "--augment", "--output"]
-    run("single", *flags, "single")
+def test_same_losses(pairs, data, fashion):
+    """The same order too: what is left over after 10 steps are other images in each epoch. With
+    --augment more processes differ as another seed does. MORE: `mlp`, and a folder with fewer test
+    images than processes."""
+    flags = [*fashion, "--epochs", 2, "--batch-size", 60, "--lr", 0.02, "--output"]
+    if pairs == MORE:
+        flags += ["any", "--dataset", data / "pictures", "--model", "mlp", "--output"]
+    train(*flags, "single")
     for name, count in pairs:
         run(name, *flags, f"{name}-{count}", processes=count)
         close(f"{name}-{count}", "single")
     count = pairs[-1][1]  # DDP's runs have the same bits
     assert same(weights(f"ddp_spawn-{count}"), weights(f"ddp_torchrun-{count}"))
+    train(*flags, "one", "--augment")
+    run("ddp_torchrun", *flags, "more", "--augment", processes=count)
+    close("more", "one", 0.1, ["train_loss"])
+    with pytest.raises(AssertionError):
+        close("more", "one", 1e-4, ["train_loss"])
 
 
-def test_accumulate(fashion):
-    """N parts on one process are the run of one part, and of N / 2 parts on two; the norm of the
+def test_accumulate(fashion, monkeypatch):
+    """N micro-batches on one process are the run of one, and of N / 2 on two; the norm of the
     whole gradient is clipped once a step; no evaluation has more samples at once than training."""
-    flags = [*fashion, "--epochs", 2, "--batch-size", 60, "--augment", "--lr", 0.1]
-    flags += ["--clip-norm", 0.01]
-    look = "        x = F.max_pool2d(F.relu(self.conv1(x)), 2)\n"
-    tell = '        print("forward", self.training, len(x), flush=True)\n'
-    run("single", *flags, "--output", "one")
-    run("single", *flags, "--output", "any", "--clip-norm", 0)
+    flags = [*fashion, "--epochs", 2, "--batch-size", 60, "--lr", 0.1, "--clip-norm", 0.01]
+    train(*flags, "--output", "one")
+    train(*flags, "--output", "any", "--clip-norm", 0)
     assert not same(weights("any"), weights("one"))
-    for name, parts, processes in ("single", 4, 1), ("dp", 4, 1), ("ddp_spawn", 2, 2):
-        path = edited(name, look, tell + look)
-        more = ["--output", name, "--accumulate", parts]
-        text = run(name, *flags, *more, processes=processes, path=path)
+    for name in "ddp_torchrun", "fsdp2":
+        run(name, *flags, "--output", name, "--accumulate", 2, processes=2)
         close(name, "one", 1e-5)
-        assert not same(weights(name), weights("one"))  # sums in another order
-        assert set(re.findall(r"forward True (\d+)", text)) == {"15"}
-        assert max(map(int, re.findall(r"forward False (\d+)", text))) == 15
+    sizes, plain = [], single.loss_function
+    monkeypatch.setattr(single, "loss_function", lambda x, y: sizes.append(len(y)) or plain(x, y))
+    train(*flags, "--output", "four", "--accumulate", 4)
+    close("four", "one", 1e-5)
+    assert not same(weights("four"), weights("one"))  # sums in another order
+    assert max(sizes) == 15 and sizes.count(15) >= 2 * 10 * 4
 
 
-def test_a_longer_run(fashion):
-    """--resume with more --epochs follows the longer curve, at each step; warm-up included. Loader
-    workers start with another seed."""
-    step = "            optimizer.step()\n"
-    tell = '            print("rate", run_step, optimizer.param_groups[0]["lr"])\n'
-    begin, seed = "    for epoch in range(state", "    print(torch.initial_seed())\n"
-    path, text = edited("single", step, tell + step, begin, seed + begin), ""
+def test_a_longer_run(fashion, monkeypatch):
+    """--resume with more --epochs follows the longer curve from its second step on; and warm-up."""
+    rates, plain = [], single.build_optimizer
+
+    def watched(*words):
+        optimizer, scheduler = plain(*words)
+        optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+        return optimizer, scheduler
+
+    monkeypatch.setattr(single, "build_optimizer", watched)
     flags = [*fashion, "--output", "out", "--lr-schedule", "cosine", "--warmup-steps", 15]
     for epochs in 1, 4:
-        text += run("single", *flags, "--epochs", epochs, "--resume", path=path)
-    rates = {int(step): float(rate) for step, rate in re.findall(r"rate (\d+) (\S+)", text)}
-    for step in range(1, 41):  # ten steps an epoch
-        cosine = (1 + math.cos(math.pi * (step - 1) / (10 if step <= 10 else 40))) / 2
-        assert rates[step] == pytest.approx(0.001 * min(1, step / 16) * cosine)
-    assert weights("out", "last.pt")["optimizer"]["param_groups"][0]["lr"] < 1e-9
-    assert "\n76\n" in text and "\n86\n" in text
+        train(*flags, "--epochs", epochs, "--resume")
+    for step, rate in enumerate(rates):  # ten steps an epoch
+        cosine = (1 + math.cos(math.pi * step / (10 if step <= 10 else 40))) / 2
+        assert rate == pytest.approx(0.001 * min(1, (step + 1) / 16) * cosine, abs=1e-12)
+    assert len(rates) == 40
 
 
-def test_many_labels(parts, monkeypatch):
-    """More of them than float32 can count."""
-    many = 2**24 + 1
-    monkeypatch.setitem(parts["prepare"].__globals__, "count_correct", lambda *_: (many, many))
-    args, batch = parts["parser"].parse_args([]), (torch.zeros(1, 3, 8, 8), torch.tensor([0]))
-    sums = parts["evaluate"](args, torch.nn.Flatten(), [batch, batch], torch.device("cpu"))
-    assert sums[1:].tolist() == [2 * many, 2 * many]
-
-
-TELL = """    for name, tensor in ddp.state_dict().items():
-        tensors = [torch.empty_like(tensor) for _ in range(world_size)]
-        dist.all_gather(tensors, tensor)
-        assert all(torch.equal(tensors[0], other) for other in tensors), name
-    draws = [torch.empty(4) for _ in range(world_size)]
-    dist.all_gather(draws, torch.rand(4))
-    assert not torch.equal(draws[0], draws[1]), "the same dropout masks"
+WATCH = """
+plain, plain_epoch, plain_start = build_optimizer, finish_epoch, EpochSampler.set_epoch
+def set_epoch(sampler, epoch, start):
+    print(f"rank {sampler.rank}: workers' seed {torch.initial_seed()}\\n", end="", flush=True)
+    plain_start(sampler, epoch, start)
+def build_optimizer(args, model, steps):
+    global tensors, watch
+    tensors, watch = model.state_dict(), torch.profiler.profile()
+    optimizer, scheduler = plain(args, model, steps)
+    after = [int, watch.start, watch.stop, *[int] * steps]  # called one after each step
+    optimizer.register_step_post_hook(lambda *_: after.pop(0)())
+    return optimizer, scheduler
+def finish_epoch(args, progress, sums):
+    calls = {event.key for event in watch.key_averages() if "gloo:" in event.key}
+    tensors["random"] = torch.rand(4)
+    firsts = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in firsts.values():
+        dist.broadcast(tensor, 0)
+    differ = [name for name in tensors if not torch.equal(tensors[name], firsts[name])]
+    print(f"{args.workers} workers, {calls}, not as on rank 0: {differ}\\n", end="", flush=True)
+    return plain_epoch(args, progress, sums)
+EpochSampler.set_epoch = set_epoch
 """
 
 
-@pytest.mark.parametrize("name", [*DDP[:2], pytest.param(DDP[2], marks=pytest.mark.slow)])
-def test_exact_evaluation(fashion, parts, name):
-    """203 test images on 2 processes, recomputed; all ranks end with the same parameters, batch
-    norm's statistics are rank 0's, and each rank draws numbers of its own. 130 images to train on
-    are two whole batches of 64, though two would be left."""
-    steps = "    epoch_steps = len(train_set)"
-    cut = "    train_set = TensorDataset(*(t[:130] for t in train_set.tensors))\n"
-    end = "    dist.barrier()  # none leaves"
-    tell = "    print(torch.initial_seed(), 'workers', args.workers, flush=True)\n"
-    begin = "    for epoch in range(state"
-    path = edited(name, end, TELL + end, steps, cut + steps, begin, tell + begin)
-    flags = [*fashion, "--model", "resnet18", "--epochs", 1, "--accumulate", 2]
-    text = run(name, *flags, "--output", "out", processes=2, path=path)
-    assert "epoch 1/1 step 2/2 " in text
-    # The ranks' loader workers draw other numbers, and share the cores.
-    workers = max(1, len(os.sched_getaffinity(0)) // (1 if name == DDP[2] else 2))
-    assert {f"{seed} workers {min(16, workers)}" for seed in (76, 77)} <= set(text.splitlines())
-    args, _, test_set, classes = load(parts, *flags)
-    model = parts["build_model"](args, test_set[0][0], classes)
+@pytest.mark.parametrize("name", [*DDP[1:], pytest.param(DDP[0], marks=pytest.mark.slow)])
+def test_two_processes(fashion, name):
+    """A step communicates its gradients and nothing else. All ranks end with the same parameters
+    and batch norm averages, each draws its own random numbers, and the loader workers share the
+    cores. 203 test images are evaluated on 2 ranks: recomputed here on one."""
+    flags = [*fashion, "--model", "resnet18", "--epochs", 1, "--accumulate", 2, "--output", "out"]
+    lines = run(name, *flags, processes=2, path=edited(name, more=WATCH)).splitlines()
+    workers = min(16, max(1, single.cores // (1 if name == DDP[2] else 2)))
+    for rank, differ in enumerate(([], ["random"])):
+        told = f"{workers} workers, {{'gloo:all_reduce'}}, not as on rank 0: {differ}"
+        assert {told, f"rank {rank}: workers' seed {76 + rank}"} <= set(lines), lines
+    _, test_set, classes = single.load_data(parse(*flags))
+    model = single.build_model(parse(*flags), test_set[0][0], classes).eval()
     model.load_state_dict(weights("out"))
     images, labels = test_set.tensors
     with torch.no_grad():
-        outputs = model.eval()((images.float() - 127.5) / 64)
-    row = metrics("out")[0]
+        outputs = model((images.float() - 127.5) / 64)
+    [row] = metrics("out")
     assert row["test_accuracy"] == (outputs.argmax(1) == labels).sum().item() / 203
     assert row["test_loss"] == pytest.approx(F.cross_entropy(outputs, labels).item(), rel=1e-5)
 
 
-def test_flags_have_effect(fashion):
+def test_many_labels(monkeypatch):
+    """More of them than float32 can count."""
+    monkeypatch.setattr(single, "count_correct", lambda *_: (2**24 + 1, 2**24 + 1))
+    batch = torch.zeros(1, 3, 8, 8), torch.tensor([0])
+    sums = single.evaluate(parse(), nn.Flatten(), [batch, batch], torch.device("cpu"))
+    assert sums[1:].tolist() == [2 * (2**24 + 1)] * 2
+
+
+def test_flags_have_effect(fashion, capsys, monkeypatch):
     flags = [*fashion, "--epochs", 1, "--output"]
-    text = run("single", *flags, "plain", "--log-every", 5)
+    train(*flags, "plain", "--log-every", 5)
     pattern = r"epoch 1/1 step \d+/10 loss \d\.\d{4} \d+ samples/s \d+\.\d min left"
-    assert len(re.findall(pattern, text)) == 2
-    run("single", *flags, "often", "--log-every", 3, "--checkpoint-minutes", 0)
+    assert len(re.findall(pattern, capsys.readouterr().out)) == 2
+    train(*flags, "often", "--log-every", 3, "--checkpoint-minutes", 0)
     assert same(weights("often"), weights("plain"))  # what is said and saved changes nothing
     for flag in "--augment", "--amp", "--optimizer=adam", "--lr=0.01", "--seed=1":
-        run("single", *flags, flag[2:], flag)
+        train(*flags, flag[2:], flag)
         assert not same(weights("plain"), weights(flag[2:])), flag
-    run("single", *flags, "repeat", "--repeat", 3)
+    train(*flags, "repeat", "--repeat", 3)
     assert weights("repeat")["conv1.weight"].shape == (6, 3, 5, 5)
-    head = "def loss_function(outputs, labels):\n"  # autocast covers evaluation, too
-    path = edited("single", head, head + "    assert outputs.dtype == torch.bfloat16\n")
-    run("single", *flags, "covered", "--amp", path=path)
-    header = Path("plain/metrics.csv").read_text().splitlines()[0]
     columns = "epoch,train_loss,test_loss,test_accuracy,seconds,samples_per_second,peak_memory_mib"
-    assert weights("plain", "last.pt")["metrics"] == metrics("plain") and header == columns
+    assert Path("plain/metrics.csv").read_text().splitlines()[0] == columns
+    assert weights("plain", "last.pt")["progress"]["metrics"] == metrics("plain")
+    types, plain = set(), single.loss_function
+    monkeypatch.setattr(single, "loss_function", lambda x, y: types.add(x.dtype) or plain(x, y))
+    train(*flags, "covered", "--amp")  # evaluation too
+    assert types == {torch.bfloat16}
+
+
+def test_a_metric_of_ones_own(fashion):
+    """A key in finish_epoch is all that it takes, also in a run that was started without it."""
+    line = '        "epoch": progress.epoch + 1,\n'
+    path = edited("single", line, f'{line}        "mine": 7 * progress.epoch,\n')
+    flags = [*fashion, "--output", "out", "--resume", "--epochs"]
+    train(*flags, 1)
+    for epochs in 2, 3:
+        run("single", *flags, epochs, path=path)
+    with open("out/metrics.csv") as file:
+        assert [row["mine"] for row in csv.DictReader(file)] == ["", "7", "14"]
+    train(*flags, 4)
+    assert len(metrics("out")) == 4
 
 
 @pytest.mark.slow
-def test_ddp_flags(fashion):
-    """--compress-gradients and --compile, of the loss too, change little and say nothing."""
-    flags = [*fashion, "--epochs", 1, "--output"]
-    run("ddp_torchrun", *flags, "plain", processes=2)
-    run("ddp_torchrun", *flags, "bf16", "--compress-gradients", processes=2)
-    assert not same(weights("plain"), weights("bf16"))
-    close("bf16", "plain", 1e-3)
-    if shutil.which("g++"):  # which torch.compile needs on a CPU
-        head = "def loss_function(outputs, labels):\n"
-        compiled = "    assert torch.compiler.is_compiling() == torch.is_grad_enabled()\n"
-        path = edited("single", head, head + compiled)
-        assert "Warning" not in run("single", *flags, "compiled", "--compile", path=path)
-        close("compiled", "plain", 1e-3)
+@pytest.mark.skipif(not shutil.which("g++"), reason="which torch.compile needs on a CPU")
+@pytest.mark.parametrize("name", ["single", "ddp_torchrun"])
+def test_compile(fashion, name):
+    """It changes little and says nothing, and compiles the loss too."""
+    head = "def loss_function(outputs, labels):\n"
+    check = "    assert torch.compiler.is_compiling() == torch.is_grad_enabled()\n"
+    flags, path = [*fashion, "--epochs", 1, "--output"], edited(name, head, head + check)
+    train(*flags, "plain")
+    text = run(name, *flags, "out", "--compile", processes=COUNTS[name], path=path)
+    assert "Warning" not in text
+    close("out", "plain", 1e-3)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_check_of_the_set_up(name):
-    """--epochs 0: who is where, and nothing written."""
-    count, flags = COUNTS[name], ["--epochs", 0]
-    old = [*flags, "--local_rank", 0]  # by torch.distributed.launch
-    by_torchrun = name == "ddp_torchrun" and [torchrun(count, script(name), *old)]
-    text = done(by_torchrun or start(name, *flags, processes=count))
-    assert re.search(r"^torch \S+, CUDA \S+, backend \w+$", text, re.M)
-    assert len(re.findall(r"^rank \d: host \S+, device cpu$", text, re.M)) == count
+def test_check_of_the_set_up(name, monkeypatch):
+    """--epochs 0: who is where, and nothing written, nor left in the folder for temporary files."""
+    os.mkdir("temporary")
+    monkeypatch.setenv("TMPDIR", os.path.abspath("temporary"))
+    by_torchrun, count, flags = name == "ddp_torchrun", COUNTS[name], ["--epochs", 0]
+    if by_torchrun:  # --local_rank is passed by torch.distributed.launch
+        jobs = [helpers.torchrun(2, helpers.script(name), *flags, "--local_rank", 0)]
+    text = helpers.done(jobs if by_torchrun else helpers.start(name, *flags, processes=count))
+    version = f"torch {torch.__version__}, backend {'none' if count == 1 else 'gloo'}"
+    reports = re.findall(r"^rank \d: host \S+, device cpu$", text, re.M)
+    assert version in text.splitlines() and len(reports) == count
     assert "destroy_process_group" not in text  # torch's warning that nobody called it
-    assert not Path("runs").exists()
+    assert not os.path.exists("runs") and (by_torchrun or not os.listdir("temporary"))
 
 
-def test_cifar10(parts, monkeypatch):
-    """As it lies on the disk; its checksums can't be those of the real files."""
+def test_data(monkeypatch, data):
+    """torchvision's images are (N, height, width, channels). --image-size resizes those of a
+    folder. Three test images, two of which are evaluated before the first step; with workers."""
     images, labels = pictures(60, 3, 32)
-    folder = Path("cifar-10-batches-py")
-    folder.mkdir()
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
-    for i, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
-        part = slice(10 * i, 10 * i + 10)
-        rows = images[part].transpose(0, 3, 1, 2).reshape(10, -1)
-        (folder / name).write_bytes(pickle.dumps({"labels": labels[part].tolist(), "data": rows}))
-    monkeypatch.setattr(datasets.cifar, "check_integrity", lambda path, md5=None: True)
-    _, train_set, test_set, _ = load(parts, "--dataset", "cifar10", "--data-dir", ".")
-    assert (len(train_set), len(test_set)) == (50, 10)
-    found_images, found_labels = map(torch.cat, zip(train_set.tensors, test_set.tensors))
-    assert np.array_equal(found_images, images.transpose(0, 3, 1, 2))
-    assert np.array_equal(found_labels, labels)
-
-
-def test_folder(parts, data):
-    flags = ["--dataset", data / "pictures"]
-    _, train_set, _, classes = load(parts, *flags, "--image-size", 24)
-    image = train_set[0][0]
-    assert (image.shape, image.dtype, classes) == ((3, 24, 24), torch.uint8, 3)
-    for workers in 0, 2:  # two of the three test images are evaluated before the first step
-        more = ["--workers", workers, "--batch-size", 1, "--epochs", 2, "--output", workers]
-        run("single", *flags, "--augment", *more)
+    stored = SimpleNamespace(data=images, targets=labels.tolist())
+    monkeypatch.setattr(datasets, "CIFAR10", lambda folder, train, download: stored)
+    found = single.load_data(parse())[0].tensors
+    assert np.array_equal(found[0], images.transpose(0, 3, 1, 2))
+    assert np.array_equal(found[1], labels)
+    for dataset, classes in (data / "pictures", 3), ("synthetic", 10):
+        sets = single.load_data(parse("--image-size", 24, "--dataset", dataset))
+        image = sets[0][0][0]
+        assert (image.shape, image.dtype, sets[2]) == ((3, 24, 24), torch.uint8, classes)
+    for workers in 0, 2:
+        flags = ["--dataset", data / "pictures", "--augment", "--batch-size", 1, "--epochs", 2]
+        train(*flags, "--workers", workers, "--output", workers)
     assert same(weights("0"), weights("2"))
     close("0", "2")
 
 
-def test_batches(parts):
-    """uint8 is normalised, floats are left as they are; a TensorDataset's subclass is asked."""
-    args, cpu = parts["parser"].parse_args(["--workers", "0"]), torch.device("cpu")
+def test_batches():
+    """uint8 is normalized, floats are left as they are; a TensorDataset's subclass is asked."""
+    args, cpu = parse("--workers", 0), torch.device("cpu")
     images, labels = torch.randint(256, (9, 3, 8, 8), dtype=torch.uint8), torch.arange(9)
-    prepared = parts["prepare"](args, (images, labels), cpu)[0]
+    prepared = single.prepare(args, (images, labels), cpu)[0]
     assert torch.equal(prepared, (images.float() - 127.5) / 64)
-    assert torch.equal(parts["prepare"](args, (prepared, labels), cpu)[0], prepared)
+    assert torch.equal(single.prepare(args, (prepared, labels), cpu)[0], prepared)
 
     class Negative(TensorDataset):
         def __getitem__(self, index):
             return [-tensor[index] for tensor in self.tensors]
 
-    for kind, sign, order in (TensorDataset, 1, [8, 1, 4]), (Negative, -1, [8, 1, 4]):
-        loader = parts["make_loader"](args, kind(prepared, labels), order, 2, cpu)
+    for kind, sign in (TensorDataset, 1), (Negative, -1):
+        loader = single.make_loader(args, kind(prepared, labels), 2, [8, 1, 4], cpu)
         assert [batch[1].tolist() for batch in loader] == [[8 * sign, 1 * sign], [4 * sign]]
 
 
-def test_augment(parts):
+def test_augment():
     """Each image is torchvision's flip, padding and crop at one of 81 places; half are flipped."""
-    args = parts["parser"].parse_args(["--batch-size", "100"])
-    images, flips = torch.rand(100, 3, 32, 32) + 1, 0
-    whole = parts["augment"](args, images, 7)
-    for image, result in zip(images, whole):
+    images, labels, flips = torch.rand(100, 3, 32, 32) + 1, torch.arange(100), 0
+    results, returned = single.augment(images, labels)
+    for image, result in zip(images, results):
         padded = [functional.pad(x, [4] * 4) for x in (image, functional.hflip(image))]
         places = [(x, i, j) for x in padded for i in range(9) for j in range(9)]
         found = [torch.equal(functional.crop(*place, 32, 32), result) for place in places]
         flips += found.index(True) >= 81
-    assert 30 < flips < 70
-    for rank in range(4):  # a process does its part of that
-        assert torch.equal(parts["augment"](args, images[rank::4], 7, rank, 4), whole[rank::4])
-    assert not torch.equal(parts["augment"](args, images, 8), whole)
+    assert 30 < flips < 70 and torch.equal(returned, labels)
