@@ -2,7 +2,6 @@
 
 python benchmarks/curves.py runs/*             # into curves.svg
 python benchmarks/curves.py runs/* --compare   # how far are the losses from those of the first?
-
 Where a run's output is kept beside its folder as FOLDER.log, crosses mark where it was resumed.
 """
 

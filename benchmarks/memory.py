@@ -2,10 +2,9 @@
 
 OMP_NUM_THREADS=1 python benchmarks/memory.py --processes 1 2 4
 
-Bytes for each parameter of the whole model, in the process that has most: `held` are its shards of
-parameters, gradients and optimizer state, counted. The others are peaks of its memory (no mapped
-files) beyond what the imports took: until the model is sharded, in steps and evaluation, while
-last.pt is read, and while it is gathered and written.
+Bytes for each parameter of the whole model, in the process that has most. `held`: its shards of
+parameters, gradients and optimizer state, counted. The others: peaks of its memory beyond the
+imports', until the model is sharded, in steps, while last.pt is read, while it is written.
 """
 
 import argparse

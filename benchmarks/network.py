@@ -102,7 +102,7 @@ def print_rows(job, runs, size):
             gains = [factor * run["one", 100] / run[kind, rate] for run in runs]
             cells += [f"{factor * batch / step[kind, rate]:.0f}", spread(gains, 2)]
         ddp = predict(compute, buckets(size), 2, link, cost=cost)
-        fsdp2 = predict_fsdp2(compute, size, 1, 2, link, cost=cost2, gpu=False)
+        fsdp2 = predict_fsdp2(compute, size, 2, link, cost=cost2)
         if rate == 100:  # of the time beyond this the others' cost of a byte is taken
             cost, cost2 = (step["ddp", 100] - ddp) / size, (step["fsdp2", 100] - fsdp2) / size / 2
         for kind, predicted in ("ddp", ddp), ("fsdp2", fsdp2):

@@ -1,17 +1,20 @@
 """Predict how DDP scales over a link: will more machines help, before they are booked?
 
-python benchmarks/scaling.py --step 0.232 --gradients 102 --rate 50
+python benchmarks/scaling.py --rate 10 --model resnet18 --batch-size 128 # runs train_single.py
+python benchmarks/scaling.py --rate 10 --step 0.232 --gradients 102      # of a run of yours
 
---step is a step of your run on one machine, batch size / samples a second; --gradients are 4 bytes
-for each parameter. They are taken to be ready evenly over the backward pass, the last two thirds of
-a step, in which DDP sends bucket after bucket. A ring all-reduce of B bytes over n machines takes
-2 (n - 1) latency + 2 (n - 1) / n B / rate (Patarasuk and Yuan, "Bandwidth optimal all-reduce
-algorithms for clusters of workstations", 2009). Efficiency: with the same batch on each machine.
+--step is a step on one machine, --gradients 4 bytes for each parameter. They are taken to be ready
+evenly over the last two thirds of a step, in which DDP sends bucket after bucket. A ring all-reduce
+of B bytes over n machines takes 2 (n - 1) latency + 2 (n - 1) / n B / rate (Patarasuk and Yuan,
+"Bandwidth optimal all-reduce algorithms ...", 2009). The batch on each machine stays the same.
 """
 
 import argparse
+import tempfile
+from pathlib import Path
 
-from runs import row, table
+import torch
+from runs import HERE, read_metrics, row, run, table
 
 
 def buckets(size):
@@ -34,32 +37,31 @@ def predict(step, buckets, machines, rate, latency=0, cost=0.0):
     return max(busy, done)
 
 
-def predict_fsdp2(step, size, blocks, machines, rate, latency=0, cost=0.0, gpu=True, gather=1.0):
-    """As predict, for `size` bytes of parameters, which are gathered twice (`gather`: 0.5 if in
-    bfloat16), and their gradients, scattered: 3 (n - 1) / n of them, where DDP sends 2. A `gpu`
-    computes meanwhile. Without one nothing is hidden, and Gloo scatters by all-reduce."""
-    share = ((1 if gpu else 2) + 2 * gather) * (machines - 1) / machines * size
-    sent = share / rate + 3 * blocks * (machines - 1) * latency
-    if gpu:  # all is hidden but the first block's gathering and the last block's gradients
-        return max(step, sent) + 2 * sent / (3 * blocks)
-    return step + sent + share * cost
+def predict_fsdp2(step, size, machines, rate, cost=0.0):
+    """On CPUs nothing is hidden: parameters are gathered twice, gradients all-reduced by Gloo."""
+    return step + 4 * (machines - 1) / machines * size * (1 / rate + cost)
+
+
+def measure(batch_size, flags):
+    """Seconds of a step of train_single.py on this device, and bytes of its gradients."""
+    flags = ["--dataset", "synthetic", "--batch-size", batch_size, "--epochs", 2, *flags]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "out")
+        run(HERE.parent / "train_single.py", 1, flags, output)
+        size = sum(weight.nbytes for weight in torch.load(output / "model.pt").values())
+        return batch_size / read_metrics(output)[0], size
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--step", type=float, required=True, help="seconds of a step on one machine")
-    add("--gradients", type=float, required=True, help="MB of all, in float32")
-    add("--rate", type=float, default=10, help="of the link, in Gbit/s")
-    add("--fsdp2", type=int, metavar="BLOCKS", help="train_fsdp2.py with so many blocks, too")
-    add("--amp", action="store_true", help="FSDP2 gathers in bfloat16")
-    args = parser.parse_args()
-    more = ["FSDP2, ms", "efficiency"] if args.fsdp2 else []
-    table(0, "machines", "step, ms", "efficiency", *more)
-    size, link = args.gradients * 1e6, (args.rate * 1e9 / 8, 5e-5)  # a usual latency
-    gather = 0.5 if args.amp else 1.0
+    parser.add_argument("--rate", type=float, default=10, help="of the link, in Gbit/s")
+    parser.add_argument("--step", type=float, help="seconds of a step on one machine")
+    parser.add_argument("--gradients", type=float, help="MB of all, in float32; with --step")
+    parser.add_argument("--batch-size", type=int, default=64)
+    args, flags = parser.parse_known_args()
+    known = args.step and args.gradients
+    step, size = (args.step, args.gradients * 1e6) if known else measure(args.batch_size, flags)
+    table(1, "machines", "step, ms", "efficiency")
     for n in (2**power for power in range(1, 11)):
-        found = [predict(args.step, buckets(size), n, *link)]
-        if args.fsdp2:
-            found.append(predict_fsdp2(args.step, size, args.fsdp2, n, *link, gather=gather))
-        row(n, *(text for s in found for text in (f"{1e3 * s:.2f}", f"{args.step / s:.0%}")))
+        seconds = predict(step, buckets(size), n, args.rate * 1e9 / 8, 5e-5)  # a usual latency
+        row(n, f"{1e3 * seconds:.2f}", f"{step / seconds:.0%}")
