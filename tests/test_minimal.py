@@ -160,7 +160,7 @@ def test_commands(monkeypatch):
     assert len(epochs(done([Cold([sys.executable, FILES["one_gpu"]], "log")]))) == 5
     for name in "ddp", "fsdp2":
         assert len(epochs(done([torchrun(2, FILES[name])]))) == 5
-    assert "must be a multiple of" in done(ranks("ddp", processes=3), 1)
+    assert "must be a multiple of" in done([torchrun(3, FILES["ddp"])], 1)
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     path = changed("ddp_resume", "if __name__", TORN)
     text = done([torchrun(2, "--max-restarts", 1, path, *RESUME, "output")])
