@@ -33,8 +33,8 @@ def commands(path, processes, folder):
     if path.name == "train_ddp_spawn.py":
         return [[sys.executable, path, "--nproc-per-node", processes]]
     if path.name == "train_ddp_multigpu_proc.py" and not GPUS:  # a process is a machine
-        place = ["--init-method", f"file://{folder.resolve()}.store", "--world-size", processes, "--rank"]
-        return [[sys.executable, path, *place, rank] for rank in range(processes)]
+        place = [f"--init-method=file://{folder.resolve()}.store", f"--world-size={processes}"]
+        return [[sys.executable, path, *place, f"--rank={rank}"] for rank in range(processes)]
     if path.name in ("train_ddp_torchrun.py", "train_fsdp2.py"):
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
         return [[sys.executable, *torchrun, path]]
