@@ -44,7 +44,7 @@ add("--augment", action="store_true", help="random flips, and shifts by up to 4 
 add("--model", choices=("net", "resnet18", "mlp"), default="net", help="see build_model")
 add("--optimizer", choices=("sgd", "adam"), default="sgd", help="sgd has momentum 0.9")
 add("--lr", type=float, default=0.001, help="learning rate")
-add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="after warm-up")
+add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="see build_optimizer")
 add("--warmup-steps", type=int, default=0, help="steps of linear learning rate warm-up")
 add("--epochs", type=int, default=10, help="0: print the devices, and end")
 add("--batch-size", type=int, default=64, help="global batch size: samples per step, over all GPUs")
@@ -78,14 +78,14 @@ MAY_CHANGE += ["timeout", "init_method", "rank", "world_size", "nproc_per_node"]
 
 
 def stop(message, rank=0):
-    """End with status 2 and a message; of several processes only rank 0 prints it."""
+    """Exit with an error (status 2). In multi-GPU training only the process of rank 0 prints it."""
     if rank == 0:
         print(f"{parser.prog}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
 # ---- The model: put yours here -------------------------------------------------------------------
-# `main` calls build_model, loss_function, count_correct and build_optimizer.
+# The code below calls build_model, loss_function, count_correct and build_optimizer.
 class Net(nn.Module):
     """The CNN of PyTorch's CIFAR-10 tutorial: (N, channels, side, side) -> (N, classes)."""
 
@@ -146,12 +146,11 @@ def build_optimizer(args, model, steps):
 
 
 # ---- The data: put yours here --------------------------------------------------------------------
-# `main` calls load_data, prepare and augment.
+# The code below calls load_data, prepare and augment.
 def load_data(args):
     """Training set, test set, number of classes. A sample is a uint8 image (C, H, W) and an int."""
     if args.dataset == "synthetic":
-        side = args.image_size
-        return synthetic(10_000, side, seed=1), synthetic(2_000, side, seed=2), 10
+        return synthetic(10_000, args.image_size, 1), synthetic(2_000, args.image_size, 2), 10
     if args.dataset in ("cifar10", "fashion-mnist"):
         return load_torchvision(args, train=True), load_torchvision(args, train=False), 10
     folder = Path(args.dataset)
@@ -253,7 +252,7 @@ def make_loader(args, dataset, batch_size, sampler, device):
 def evaluate(args, model, loader, device):
     """A tensor (3,): sum of the losses, correct predictions, and labels, over all batches."""
     model.eval()
-    dtype = torch.float32 if device.type in ("mps", "xpu") else torch.float64  # which they lack
+    dtype = torch.float32 if device.type in ("mps", "xpu") else torch.float64  # not on every GPU
     sums = torch.zeros(3, dtype=dtype, device=device)
     for batch in loader:
         inputs, labels = prepare(args, batch, device)
@@ -319,7 +318,7 @@ def save_checkpoint(args, progress, model, optimizer, scheduler):
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "model.pt").unlink(missing_ok=True)  # only a finished run has one
     with open(args.output / "metrics.csv", "w", newline="") as file:
-        if progress.metrics:  # the newest row sets the columns: older rows may have fewer
+        if progress.metrics:  # columns of the newest row: rows from before a resume may differ
             writer = csv.DictWriter(file, progress.metrics[-1], extrasaction="ignore")
             writer.writeheader()
             writer.writerows(progress.metrics)
@@ -333,7 +332,7 @@ def load_checkpoint(args, model, optimizer, scheduler):
     path = args.output / "last.pt"
     if not args.resume or not path.exists():
         return Progress()
-    mmap = args.device != "cpu"  # one copy per machine (on the CPU the optimizer would keep it)
+    mmap = args.device != "cpu"  # saves memory; on the CPU the optimizer would keep the file mapped
     checkpoint = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -356,7 +355,7 @@ def check_flags(args, world_size=1, rank=0):
         if getattr(args, name) < 0:
             stop(f"--{name.replace('_', '-')} must not be negative", rank)
     if args.batch_size % (world_size * args.accumulate):
-        stop("--batch-size must be a multiple of the processes (GPUs) times --accumulate", rank)
+        stop("--batch-size must be a multiple of --accumulate times the number of processes", rank)
     has_run = args.epochs > 0 and any(args.output.glob("*.pt"))
     if has_run and not (args.resume or args.overwrite):
         stop(f"{args.output} has a run: --resume continues it, --overwrite replaces it", rank)
@@ -367,7 +366,7 @@ def check_flags(args, world_size=1, rank=0):
     if "flags" not in checkpoint:
         stop(f"{path} was written by an older version of this script", rank)
     for name, new in flags(args).items():
-        old = checkpoint["flags"].get(name, new)  # no entry: a flag that only this script has
+        old = checkpoint["flags"].get(name, new)  # no entry: the run's script had no such flag
         if old != new:
             flag = f"--{name.replace('_', '-')}"
             word = "without" if old == "False" else "with"
@@ -450,7 +449,8 @@ def main(local_rank, world_size, args):
     # Train with ddp: its backward pass averages the gradients over all ranks. Evaluate and save
     # model, which has the same weights and does not communicate.
     ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)  # less memory
-    ddp.broadcast_buffers = False  # not in each forward pass: batch norm's are broadcast below
+    # Batch norm's averages: in the loop below. (The constructor's argument for it is deprecated.)
+    ddp.broadcast_buffers = False
     if progress.epoch == progress.step == 0:  # a new run: what can fail later should fail now
         if rank == 0:
             (args.output / "last.pt").unlink(missing_ok=True)  # --resume must not find the old run
@@ -472,7 +472,7 @@ def main(local_rank, world_size, args):
         started = time.perf_counter() - progress.seconds
         for step in range(progress.step + 1, steps_per_epoch + 1):
             if (step - 1) % args.log_every == 0:
-                # Checkpoints end just before such a step, so a resumed run draws the same numbers.
+                # Checkpoints are saved before such a step: a resumed run draws the same numbers.
                 run_step = epoch * steps_per_epoch + step
                 torch.manual_seed(args.seed + run_step * world_size + rank)  # differs per rank
             for micro_step in range(args.accumulate):
@@ -498,7 +498,7 @@ def main(local_rank, world_size, args):
                 progress.step, progress.seconds = step, time.perf_counter() - started
                 if rank == 0:
                     print(progress_line(args, progress, steps_per_epoch), flush=True)
-                weight_norm = nn.utils.get_total_norm(model.parameters())
+                weight_norm = nn.utils.get_total_norm(model.parameters())  # NaN after a bad step
                 if not math.isfinite(progress.loss_sum) or not weight_norm.isfinite():
                     stop(f"the loss is not finite; {args.output}/last.pt is still good", rank)
                 if rank == 0 and time.perf_counter() - saved_at >= args.checkpoint_minutes * 60:
@@ -519,7 +519,7 @@ def main(local_rank, world_size, args):
     if rank == 0:
         save({k: v.cpu() for k, v in model.state_dict().items()}, args.output / "model.pt")
         print(f"finished: {args.output / 'model.pt'}")
-    dist.barrier()  # if saving fails, torchrun can restart all only while no process has ended
+    dist.barrier()  # no process leaves before model.pt is saved
     dist.destroy_process_group()
 
 

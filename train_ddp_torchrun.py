@@ -5,6 +5,7 @@
 """Train an image classifier with DDP: one process per GPU, started by torchrun.
 
 torchrun --standalone --nproc-per-node 4 train_ddp_torchrun.py    # on one machine
+On two machines, one of these lines on each; HOST is the first machine:
 torchrun --nnodes 2 --node-rank 0 --master-addr HOST --nproc-per-node 4 train_ddp_torchrun.py
 torchrun --nnodes 2 --node-rank 1 --master-addr HOST --nproc-per-node 4 train_ddp_torchrun.py
 """
@@ -45,7 +46,7 @@ add("--augment", action="store_true", help="random flips, and shifts by up to 4 
 add("--model", choices=("net", "resnet18", "mlp"), default="net", help="see build_model")
 add("--optimizer", choices=("sgd", "adam"), default="sgd", help="sgd has momentum 0.9")
 add("--lr", type=float, default=0.001, help="learning rate")
-add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="after warm-up")
+add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="see build_optimizer")
 add("--warmup-steps", type=int, default=0, help="steps of linear learning rate warm-up")
 add("--epochs", type=int, default=10, help="0: print the devices, and end")
 add("--batch-size", type=int, default=64, help="global batch size: samples per step, over all GPUs")
@@ -76,14 +77,14 @@ MAY_CHANGE += ["timeout", "local_rank"]
 
 
 def stop(message, rank=0):
-    """End with status 2 and a message; of several processes only rank 0 prints it."""
+    """Exit with an error (status 2). In multi-GPU training only the process of rank 0 prints it."""
     if rank == 0:
         print(f"{parser.prog}: error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
 # ---- The model: put yours here -------------------------------------------------------------------
-# `main` calls build_model, loss_function, count_correct and build_optimizer.
+# The code below calls build_model, loss_function, count_correct and build_optimizer.
 class Net(nn.Module):
     """The CNN of PyTorch's CIFAR-10 tutorial: (N, channels, side, side) -> (N, classes)."""
 
@@ -144,12 +145,11 @@ def build_optimizer(args, model, steps):
 
 
 # ---- The data: put yours here --------------------------------------------------------------------
-# `main` calls load_data, prepare and augment.
+# The code below calls load_data, prepare and augment.
 def load_data(args):
     """Training set, test set, number of classes. A sample is a uint8 image (C, H, W) and an int."""
     if args.dataset == "synthetic":
-        side = args.image_size
-        return synthetic(10_000, side, seed=1), synthetic(2_000, side, seed=2), 10
+        return synthetic(10_000, args.image_size, 1), synthetic(2_000, args.image_size, 2), 10
     if args.dataset in ("cifar10", "fashion-mnist"):
         return load_torchvision(args, train=True), load_torchvision(args, train=False), 10
     folder = Path(args.dataset)
@@ -251,7 +251,7 @@ def make_loader(args, dataset, batch_size, sampler, device):
 def evaluate(args, model, loader, device):
     """A tensor (3,): sum of the losses, correct predictions, and labels, over all batches."""
     model.eval()
-    dtype = torch.float32 if device.type in ("mps", "xpu") else torch.float64  # which they lack
+    dtype = torch.float32 if device.type in ("mps", "xpu") else torch.float64  # not on every GPU
     sums = torch.zeros(3, dtype=dtype, device=device)
     for batch in loader:
         inputs, labels = prepare(args, batch, device)
@@ -317,7 +317,7 @@ def save_checkpoint(args, progress, model, optimizer, scheduler):
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "model.pt").unlink(missing_ok=True)  # only a finished run has one
     with open(args.output / "metrics.csv", "w", newline="") as file:
-        if progress.metrics:  # the newest row sets the columns: older rows may have fewer
+        if progress.metrics:  # columns of the newest row: rows from before a resume may differ
             writer = csv.DictWriter(file, progress.metrics[-1], extrasaction="ignore")
             writer.writeheader()
             writer.writerows(progress.metrics)
@@ -331,7 +331,7 @@ def load_checkpoint(args, model, optimizer, scheduler):
     path = args.output / "last.pt"
     if not args.resume or not path.exists():
         return Progress()
-    mmap = args.device != "cpu"  # one copy per machine (on the CPU the optimizer would keep it)
+    mmap = args.device != "cpu"  # saves memory; on the CPU the optimizer would keep the file mapped
     checkpoint = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -354,7 +354,7 @@ def check_flags(args, world_size=1, rank=0):
         if getattr(args, name) < 0:
             stop(f"--{name.replace('_', '-')} must not be negative", rank)
     if args.batch_size % (world_size * args.accumulate):
-        stop("--batch-size must be a multiple of the processes (GPUs) times --accumulate", rank)
+        stop("--batch-size must be a multiple of --accumulate times the number of processes", rank)
     has_run = args.epochs > 0 and any(args.output.glob("*.pt"))
     if has_run and not (args.resume or args.overwrite):
         stop(f"{args.output} has a run: --resume continues it, --overwrite replaces it", rank)
@@ -365,7 +365,7 @@ def check_flags(args, world_size=1, rank=0):
     if "flags" not in checkpoint:
         stop(f"{path} was written by an older version of this script", rank)
     for name, new in flags(args).items():
-        old = checkpoint["flags"].get(name, new)  # no entry: a flag that only this script has
+        old = checkpoint["flags"].get(name, new)  # no entry: the run's script had no such flag
         if old != new:
             flag = f"--{name.replace('_', '-')}"
             word = "without" if old == "False" else "with"
@@ -405,8 +405,8 @@ def main(args):
     rank = int(os.environ["RANK"])  # set by torchrun: number of this process, over all machines
     local_rank = int(os.environ["LOCAL_RANK"])  # number on its machine: the GPU that it uses
     world_size = int(os.environ["WORLD_SIZE"])  # count of all processes, one per GPU
-    torchrun_pid = os.getppid()  # the parent process
-    device = init_distributed(args, rank, world_size, local_rank, "env://")  # env: by torchrun
+    torchrun_pid = os.getppid()  # the parent process, if torchrun started this one
+    device = init_distributed(args, rank, world_size, local_rank, "env://")  # by MASTER_ADDR
     if args.epochs == 0:
         dist.destroy_process_group()
         return
@@ -451,7 +451,8 @@ def main(args):
     # Train with ddp: its backward pass averages the gradients over all ranks. Evaluate and save
     # model, which has the same weights and does not communicate.
     ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)  # less memory
-    ddp.broadcast_buffers = False  # not in each forward pass: batch norm's are broadcast below
+    # Batch norm's averages: in the loop below. (The constructor's argument for it is deprecated.)
+    ddp.broadcast_buffers = False
     if progress.epoch == progress.step == 0:  # a new run: what can fail later should fail now
         if rank == 0:
             (args.output / "last.pt").unlink(missing_ok=True)  # --resume must not find the old run
@@ -473,7 +474,7 @@ def main(args):
         started = time.perf_counter() - progress.seconds
         for step in range(progress.step + 1, steps_per_epoch + 1):
             if (step - 1) % args.log_every == 0:
-                # Checkpoints end just before such a step, so a resumed run draws the same numbers.
+                # Checkpoints are saved before such a step: a resumed run draws the same numbers.
                 run_step = epoch * steps_per_epoch + step
                 torch.manual_seed(args.seed + run_step * world_size + rank)  # differs per rank
             for micro_step in range(args.accumulate):
@@ -494,14 +495,14 @@ def main(args):
 
             if step % args.log_every == 0 or step == steps_per_epoch:
                 if dist.is_torchelastic_launched() and os.getppid() != torchrun_pid:
-                    stop("torchrun has been killed", rank)  # the run may be resumed already
+                    stop("torchrun has been killed", rank)  # a resumed run may already be writing
                 dist.all_reduce(loss_sum)  # the sum over all ranks
                 progress.loss_sum += loss_sum.item() / world_size  # .item() waits for the GPU
                 loss_sum.zero_()
                 progress.step, progress.seconds = step, time.perf_counter() - started
                 if rank == 0:
                     print(progress_line(args, progress, steps_per_epoch), flush=True)
-                weight_norm = nn.utils.get_total_norm(model.parameters())
+                weight_norm = nn.utils.get_total_norm(model.parameters())  # NaN after a bad step
                 if not math.isfinite(progress.loss_sum) or not weight_norm.isfinite():
                     stop(f"the loss is not finite; {args.output}/last.pt is still good", rank)
                 if rank == 0 and time.perf_counter() - saved_at >= args.checkpoint_minutes * 60:
@@ -522,7 +523,7 @@ def main(args):
     if rank == 0:
         save({k: v.cpu() for k, v in model.state_dict().items()}, args.output / "model.pt")
         print(f"finished: {args.output / 'model.pt'}")
-    dist.barrier()  # if saving fails, torchrun can restart all only while no process has ended
+    dist.barrier()  # rank 0 saves: torchrun cannot restart processes once one has exited
     dist.destroy_process_group()
 
 

@@ -24,7 +24,6 @@ DDP = SCRIPTS[2:5]
 COUNTS = {name: 1 if name in SCRIPTS[:2] else 2 for name in SCRIPTS}  # processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LIMIT = 300  # seconds after which something hangs, on the slowest machine
-START = '\n\nif __name__ == "__main__":\n'
 
 
 def script(name):
@@ -35,7 +34,9 @@ def edited(name, *changes, more=""):
     """The path of a copy of the script. Changes: what stands there, its replacement, and so on.
     `more` is code that comes before the start, where it can replace or wrap functions."""
     text, path = Path(script(name)).read_text(), Path(f"edited_{name}.py").resolve()
-    for old, new in [*zip(changes[::2], changes[1::2], strict=True), (START, f"\n\n{more}{START}")]:
+    start = '\n\nif __name__ == "__main__":\n'
+    changes += start, f"\n\n{more}{start}"
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     path.write_text(text)
@@ -127,17 +128,13 @@ def command(*words):
     return subprocess.check_output(list(map(str, words)), text=True).strip()
 
 
-def ended(jobs):
-    return all(job.status() is not None for job in jobs)
-
-
 def logs(jobs):
     return "\n".join(job.log.read_text() for job in jobs)
 
 
 def finish(jobs, limit=LIMIT):
     """The exit statuses of all, and what they have printed."""
-    wait_until(lambda: ended(jobs), limit)
+    wait_until(lambda: None not in [job.status() for job in jobs], limit)
     statuses = ["still there" if job.status() is None else job.status() for job in jobs]
     return statuses, logs(jobs)
 
@@ -166,17 +163,16 @@ def train(*flags):
 
 def wait_for(text, *jobs):
     """Until `text` is in a log of these."""
-    wait_until(lambda: text in logs(jobs) or ended(jobs))
+    wait_until(lambda: text in logs(jobs) or None not in [job.status() for job in jobs])
     assert text in logs(jobs), (text, logs(jobs))
 
 
 def marked():
     """The processes that this test has started by a command, and theirs."""
     mark, found = f"TEST_FOLDER={os.environ['TEST_FOLDER']}".encode(), []
-    for folder in Path("/proc").glob("[0-9]*"):
+    for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it has just ended
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
+            found += [int(path.parent.name)] * (mark in path.read_bytes().split(b"\0"))
     return sorted(set(found) - {os.getpid()})
 
 
@@ -188,8 +184,7 @@ def kill(pid):
 def kill_all(jobs):
     """SIGKILL for all processes of a run, on all its machines."""
     for job in jobs:
-        with suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)  # its own session: nothing but what the test started
+        kill(-job.pid)  # its own session: nothing but what the test started
     for pid in marked():
         kill(pid)
     assert "still there" not in finish(jobs, 20)[0]

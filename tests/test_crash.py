@@ -27,26 +27,17 @@ torch.save = torn
 PLACES = {1: TORN, 2: "def evaluate(*_): os.kill(os.getpid(), 9)"}  # of the second and third kill
 MORE = [("dp", 1), *((name, count) for name in [*DDP, "fsdp2"] for count in (1, 2))]
 SLOW = [pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE]
-whole = {}  # the folders of undisturbed runs
 
 
-@pytest.fixture
-def undisturbed(fashion, tmp_path_factory):
-    """The folder of a run of so many processes, in a script with the same bits as this one."""
-
-    def undisturbed(name, count):
-        name = name if name == "fsdp2" else {1: "single", 2: "ddp_multigpu_proc"}[count]
-        if (name, count) not in whole:
-            folder = whole[name, count] = tmp_path_factory.mktemp("whole")
-            flags, path = [*fashion, *TRAIN, "--output", folder], edited(name, more=DROPOUT)
-            run(name, *flags, processes=count, path=path)
-        return whole[name, count]
-
-    return undisturbed
+def undisturbed(name, count, *flags):
+    """The same run in whole/, by a script with the same bits."""
+    name = name if name == "fsdp2" else {1: "single", 2: "ddp_multigpu_proc"}[count]
+    path = edited(name, more=DROPOUT)
+    run(name, *flags, "--output", "whole", processes=count, path=path)
 
 
 @pytest.mark.parametrize("name, count", [("single", 1), *SLOW])
-def test_killed_at_random(fashion, undisturbed, name, count):
+def test_killed_at_random(fashion, name, count):
     """All processes by SIGKILL, four times, twice of them at the worst places."""
     flags, progress = [*fashion, *TRAIN, "--output", "out"], (0, 0)
     for i in range(4):
@@ -63,7 +54,8 @@ def test_killed_at_random(fashion, undisturbed, name, count):
         assert before <= progress and not Path("out/model.pt").exists()
     text = run(name, *flags, processes=count, path=edited(name, more=DROPOUT))
     assert "out: {} epochs and {} steps are done".format(*progress) in text
-    same_run("out", undisturbed(name, count), 12)
+    undisturbed(name, count, *flags)
+    same_run("out", "whole", 12)
 
 
 KILL = """
@@ -134,15 +126,13 @@ def test_not_finite(fashion, name, fault):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp_torchrun", "fsdp2"])
-def test_torchrun_restarts_by_itself(fashion, undisturbed, monkeypatch, name):
-    """A rank killed by SIGKILL: --max-restarts begins it again, and it ends bit-identical.
-
-    Without the variable about every other restart hangs until --timeout. KILLS=20 does more.
-    """
+def test_torchrun_restarts_by_itself(fashion, monkeypatch, name):
+    """A rank killed by SIGKILL: --max-restarts starts all again, and it ends bit-identical. Without
+    the variable about every other restart hangs until --timeout. KILLS=20 does more."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     kills, path = int(os.environ.get("KILLS", 2)), edited(name, more=DROPOUT)
-    flags = ["--max-restarts", kills, path, *fashion, *TRAIN, "--output", "out"]
-    job = helpers.torchrun(2, *flags)
+    flags = [*fashion, *TRAIN, "--output", "out"]
+    job = helpers.torchrun(2, "--max-restarts", kills, path, *flags)
     for life in range(1, kills + 1):
         place = f" step {random.randrange(4, 41, 4)}/"
         helpers.wait_until(lambda: place in "".join(helpers.logs([job]).split("are done")[life:]))
@@ -150,4 +140,5 @@ def test_torchrun_restarts_by_itself(fashion, undisturbed, monkeypatch, name):
         helpers.kill(int(random.choice(ranks.split())))
     statuses, text = finish([job])
     assert statuses == [0] and text.count("steps are done") == kills + 1, text
-    same_run("out", undisturbed(name, 2), 12)
+    undisturbed(name, 2, *flags)
+    same_run("out", "whole", 12)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from conftest import pictures
 from helpers import COUNTS, DDP, SCRIPTS, close, edited, metrics, parse, run, same, train, weights
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DistributedSampler, TensorDataset
 from torchvision import datasets
 from torchvision.transforms import functional
 
@@ -33,7 +33,8 @@ def test_same_losses(pairs, data, fashion):
     images than processes."""
     flags = [*fashion, "--epochs", 2, "--batch-size", 60, "--lr", 0.02, "--output"]
     if pairs == MORE:
-        flags += ["any", "--dataset", data / "pictures", "--model", "mlp", "--output"]
+        flags += ["any", "--dataset", data / "pictures", "--model", "mlp"]
+        flags += ["--workers", 0, "--output"]
     train(*flags, "single")
     for name, count in pairs:
         run(name, *flags, f"{name}-{count}", processes=count)
@@ -97,7 +98,7 @@ def build_optimizer(args, model, steps):
     optimizer.register_step_post_hook(lambda *_: after.pop(0)())
     return optimizer, scheduler
 def finish_epoch(args, progress, sums):
-    calls = {event.key for event in watch.key_averages() if "gloo:" in event.key}
+    calls = {event.key: event.count for event in watch.key_averages() if "gloo:" in event.key}
     tensors["random"] = torch.rand(4)
     firsts = {name: tensor.clone() for name, tensor in tensors.items()}
     for tensor in firsts.values():
@@ -111,14 +112,14 @@ EpochSampler.set_epoch = set_epoch
 
 @pytest.mark.parametrize("name", [*DDP[1:], pytest.param(DDP[0], marks=pytest.mark.slow)])
 def test_two_processes(fashion, name):
-    """A step communicates its gradients and nothing else. All ranks end with the same parameters
+    """A step communicates its gradients, in three buckets, and nothing else. All ranks end with the same parameters
     and batch norm averages, each draws its own random numbers, and the loader workers share the
     cores. 203 test images are evaluated on 2 ranks: recomputed here on one."""
     flags = [*fashion, "--model", "resnet18", "--epochs", 1, "--accumulate", 2, "--output", "out"]
     lines = run(name, *flags, processes=2, path=edited(name, more=WATCH)).splitlines()
     workers = min(16, max(1, single.cores // (1 if name == DDP[2] else 2)))
     for rank, differ in enumerate(([], ["random"])):
-        told = f"{workers} workers, {{'gloo:all_reduce'}}, not as on rank 0: {differ}"
+        told = f"{workers} workers, {{'gloo:all_reduce': 3}}, not as on rank 0: {differ}"
         assert {told, f"rank {rank}: workers' seed {76 + rank}"} <= set(lines), lines
     _, test_set, classes = single.load_data(parse(*flags))
     model = single.build_model(parse(*flags), test_set[0][0], classes).eval()
@@ -225,7 +226,15 @@ def test_data(monkeypatch, data):
 
 
 def test_batches():
-    """uint8 is normalized, floats are left as they are; a TensorDataset's subclass is asked."""
+    """DistributedSampler's order. uint8 is normalized, floats are left as they are; a subclass of
+    TensorDataset is asked."""
+    own, torchs = (
+        single.EpochSampler(range(10), 7, 1, 2),
+        DistributedSampler(range(10), 2, 1, seed=7),
+    )
+    own.set_epoch(3, start=2)
+    torchs.set_epoch(3)
+    assert list(own) == list(torchs)[2:]
     args, cpu = parse("--workers", 0), torch.device("cpu")
     images, labels = torch.randint(256, (9, 3, 8, 8), dtype=torch.uint8), torch.arange(9)
     prepared = single.prepare(args, (images, labels), cpu)[0]
