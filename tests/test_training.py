@@ -112,9 +112,9 @@ EpochSampler.set_epoch = set_epoch
 
 @pytest.mark.parametrize("name", [*DDP[1:], pytest.param(DDP[0], marks=pytest.mark.slow)])
 def test_two_processes(fashion, name):
-    """A step communicates its gradients, in three buckets, and nothing else. All ranks end with the same parameters
-    and batch norm averages, each draws its own random numbers, and the loader workers share the
-    cores. 203 test images are evaluated on 2 ranks: recomputed here on one."""
+    """A step communicates its gradients, in three buckets, and nothing else. All ranks end with the
+    same parameters and batch norm averages, each draws its own random numbers, and the loader
+    workers share the cores. 203 test images are evaluated on 2 ranks: recomputed here on one."""
     flags = [*fashion, "--model", "resnet18", "--epochs", 1, "--accumulate", 2, "--output", "out"]
     lines = run(name, *flags, processes=2, path=edited(name, more=WATCH)).splitlines()
     workers = min(16, max(1, single.cores // (1 if name == DDP[2] else 2)))
