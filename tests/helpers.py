@@ -65,6 +65,8 @@ def inside(path, flags, log, folder, environment):
     os.environ.update(environment)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(min(seconds, 1))  # as stop() does, for torchrun
     if "EMULATED_CARDS" in environment:  # it changes torch for the rest of this process
         __import__("emulated_accelerator").install(int(environment["EMULATED_CARDS"]))
     sys.argv, sys.path[:0] = [path, *flags], [os.path.dirname(path)]

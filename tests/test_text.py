@@ -14,7 +14,7 @@ BANNERS += ["Progress and checkpoints: nothing to change here", "Main"]
 CALLED = {MODEL: {"build_model", "loss_function", "count_correct", "build_optimizer", "BLOCKS"}}
 CALLED |= {DATA: {"load_data", "prepare", "augment"}}  # from outside of their rooms
 LINES = {"single": (460, 85), "dp": (460, 85), "fsdp2": (610, 135)}  # of the file, of main
-GONE = r"ctypes|\bgc\.|atexit|fcntl|\bsignal\b|os\._exit|__class__|\b\w+\._[a-z]|prctl|BaseExcep"
+GONE = r"ctypes|\bgc\.|atexit|fcntl|\bsignal\.|os\._exit|__class__|\b\w+\._[a-z]|prctl|BaseExcep"
 
 
 def used(text):
@@ -38,7 +38,7 @@ def test_a_page(path):
         assert own & used(text.replace(room, "")) == called and own <= called | used(room)
     other = PATHS[3 if name == "fsdp2" else 0]
     diff = subprocess.run(["diff", other, path], capture_output=True, text=True).stdout
-    assert len(re.findall(r"^[<>]", diff, re.M)) <= 165
+    assert len(re.findall(r"^[<>]", diff, re.M)) <= 180
     assert re.findall(GONE, text) == []
     modules = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.M))
     assert modules <= set(sys.stdlib_module_names) | {"torch", "torchvision", "numpy"}
