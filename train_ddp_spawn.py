@@ -56,7 +56,7 @@ devices = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 devices = [name for name in devices if name != "mps"]  # DDP has no backend for it
 add("--device", choices=devices, default=devices[0])
-add("--workers", type=int, help="data loading processes, per GPU; None: its share of the cores")
+add("--workers", type=int, help="data loading processes of a GPU; default: its share of the cores")
 add("--amp", action="store_true", help="bfloat16 mixed precision, fast from Ampere on")
 add("--compile", action="store_true", help="torch.compile")
 add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder of the run")
@@ -81,6 +81,8 @@ def stop(message, rank=0):
     """Exit with an error (status 2). In multi-GPU training only the process of rank 0 prints it."""
     if rank == 0:
         print(f"{parser.prog}: error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(10)  # torchrun ends all processes when the first exits: let rank 0 print
     sys.exit(2)
 
 
@@ -288,7 +290,7 @@ def finish_epoch(args, progress, sums):
     """Add a row to the metrics and return its line; `progress` moves to the next epoch."""
     loss_sum, correct, count = sums.tolist()
     has_memory = args.device not in ("cpu", "mps")
-    row = {
+    row = {  # use plain Python numbers: last.pt is read with weights_only=True
         "epoch": progress.epoch + 1,
         "train_loss": progress.loss_sum / progress.step,
         "test_loss": loss_sum / max(1, count),
@@ -369,8 +371,8 @@ def check_flags(args, world_size=1, rank=0):
         old = checkpoint["flags"].get(name, new)  # no entry: the run's script had no such flag
         if old != new:
             flag = f"--{name.replace('_', '-')}"
-            word = "without" if old == "False" else "with"
-            value = "" if old in ("True", "False") else f" {old}"
+            word = "without" if old in ("False", "None") else "with"
+            value = "" if old in ("True", "False", "None") else f" {old}"
             stop(f"{path} was started {word} {flag}{value}: use the same flags", rank)
     epoch, step = checkpoint["progress"]["epoch"], checkpoint["progress"]["step"]
     if (epoch, step) > (args.epochs, 0):
@@ -402,8 +404,7 @@ def init_distributed(args, rank, world_size, local_rank, init_method):
 
 
 def main(local_rank, world_size, args):
-    # spawn starts one process per GPU, with local_rank = 0, 1, 2, ... on each machine.
-    rank = args.rank * args.nproc_per_node + local_rank  # among all processes
+    rank = args.rank * args.nproc_per_node + local_rank  # local_rank: 0, 1, ... on each machine
     device = init_distributed(args, rank, world_size, local_rank, args.init_method)
     if args.epochs == 0:
         dist.destroy_process_group()
@@ -456,9 +457,8 @@ def main(local_rank, world_size, args):
             (args.output / "last.pt").unlink(missing_ok=True)  # --resume must not find the old run
         with autocast:
             evaluate(args, model, islice(test_loader, 2), device)
-        if rank == 0:
-            save_checkpoint(args, progress, model, optimizer, scheduler)
     if rank == 0:
+        save_checkpoint(args, progress, model, optimizer, scheduler)
         done = f"{progress.epoch} epochs and {progress.step} steps are done"
         print(f"{args.output}: {done}", flush=True)
 
@@ -525,12 +525,12 @@ def main(local_rank, world_size, args):
 
 if __name__ == "__main__":
     args = parser.parse_args()
+    if args.nproc_per_node < 1:
+        stop("--nproc-per-node must be at least 1")
     cores = max(1, cores // args.nproc_per_node)  # per process
     os.environ.setdefault("OMP_NUM_THREADS", str(cores))  # or each process would use all cores
     args.workers = min(16, cores) if args.workers is None else args.workers
     world_size = args.world_size * args.nproc_per_node  # the number of all processes
-    if args.nproc_per_node < 1:
-        stop("--nproc-per-node must be at least 1")
     if not 0 <= args.rank < args.world_size:
         stop(f"--rank {args.rank}: the {args.world_size} machines are numbered from 0")
     if args.world_size > 1 and not args.init_method:
@@ -542,9 +542,9 @@ if __name__ == "__main__":
         stop(f"more processes than the {gpus} GPUs")
     if args.sync_bn and (args.device == "cpu" or args.compile):
         stop("--sync-bn works on GPUs only, and not with --compile")
-    with tempfile.TemporaryDirectory() as folder:  # where the processes of one machine meet
+    with tempfile.TemporaryDirectory() as folder:  # the processes of one machine rendezvous here
         args.init_method = args.init_method or f"file://{folder}/store"
         try:
             torch.multiprocessing.spawn(main, (world_size, args), args.nproc_per_node)
-        except torch.multiprocessing.ProcessExitedException as error:  # it has said why
-            sys.exit(max(1, error.exit_code))
+        except torch.multiprocessing.ProcessExitedException as error:
+            sys.exit(error.exit_code if error.exit_code > 0 else str(error))  # killed: say how

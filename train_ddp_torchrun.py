@@ -59,7 +59,7 @@ cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # per process
 devices = [name for name in devices if name != "mps"]  # DDP has no backend for it
 add("--device", choices=devices, default=devices[0])
-add("--workers", type=int, default=min(16, cores), help="data loading processes, per GPU")
+add("--workers", type=int, default=min(16, cores), help="loader processes per training process")
 add("--amp", action="store_true", help="bfloat16 mixed precision, fast from Ampere on")
 add("--compile", action="store_true", help="torch.compile")
 add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder of the run")
@@ -80,6 +80,8 @@ def stop(message, rank=0):
     """Exit with an error (status 2). In multi-GPU training only the process of rank 0 prints it."""
     if rank == 0:
         print(f"{parser.prog}: error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(10)  # torchrun ends all processes when the first exits: let rank 0 print
     sys.exit(2)
 
 
@@ -287,7 +289,7 @@ def finish_epoch(args, progress, sums):
     """Add a row to the metrics and return its line; `progress` moves to the next epoch."""
     loss_sum, correct, count = sums.tolist()
     has_memory = args.device not in ("cpu", "mps")
-    row = {
+    row = {  # use plain Python numbers: last.pt is read with weights_only=True
         "epoch": progress.epoch + 1,
         "train_loss": progress.loss_sum / progress.step,
         "test_loss": loss_sum / max(1, count),
@@ -368,8 +370,8 @@ def check_flags(args, world_size=1, rank=0):
         old = checkpoint["flags"].get(name, new)  # no entry: the run's script had no such flag
         if old != new:
             flag = f"--{name.replace('_', '-')}"
-            word = "without" if old == "False" else "with"
-            value = "" if old in ("True", "False") else f" {old}"
+            word = "without" if old in ("False", "None") else "with"
+            value = "" if old in ("True", "False", "None") else f" {old}"
             stop(f"{path} was started {word} {flag}{value}: use the same flags", rank)
     epoch, step = checkpoint["progress"]["epoch"], checkpoint["progress"]["step"]
     if (epoch, step) > (args.epochs, 0):
@@ -458,9 +460,8 @@ def main(args):
             (args.output / "last.pt").unlink(missing_ok=True)  # --resume must not find the old run
         with autocast:
             evaluate(args, model, islice(test_loader, 2), device)
-        if rank == 0:
-            save_checkpoint(args, progress, model, optimizer, scheduler)
     if rank == 0:
+        save_checkpoint(args, progress, model, optimizer, scheduler)
         done = f"{progress.epoch} epochs and {progress.step} steps are done"
         print(f"{args.output}: {done}", flush=True)
 

@@ -60,7 +60,7 @@ cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # per process
 devices = [name for name in devices if name != "mps"]  # FSDP2 has no backend for it
 add("--device", choices=devices, default=devices[0])
-add("--workers", type=int, default=min(16, cores), help="data loading processes, per GPU")
+add("--workers", type=int, default=min(16, cores), help="loader processes per training process")
 add("--amp", action="store_true", help="bfloat16 mixed precision, fast from Ampere on")
 add("--compile", action="store_true", help="torch.compile")
 add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder of the run")
@@ -81,6 +81,8 @@ def stop(message, rank=0):
     """Exit with an error (status 2). In multi-GPU training only the process of rank 0 prints it."""
     if rank == 0:
         print(f"{parser.prog}: error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(10)  # torchrun ends all processes when the first exits: let rank 0 print
     sys.exit(2)
 
 
@@ -295,7 +297,7 @@ def finish_epoch(args, progress, sums):
     """Add a row to the metrics and return its line; `progress` moves to the next epoch."""
     loss_sum, correct, count = sums.tolist()
     has_memory = args.device not in ("cpu", "mps")
-    row = {
+    row = {  # use plain Python numbers: last.pt is read with weights_only=True
         "epoch": progress.epoch + 1,
         "train_loss": progress.loss_sum / progress.step,
         "test_loss": loss_sum / max(1, count),
@@ -344,19 +346,21 @@ def shard(tensor, like):
 
 
 def save_checkpoint(args, progress, model, optimizer, scheduler):
-    checkpoint = {"flags": flags(args), "progress": asdict(progress), "model": model.state_dict()}
-    checkpoint |= {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    checkpoint = gather(checkpoint)
-    if dist.get_rank() > 0:
-        return
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "model.pt").unlink(missing_ok=True)  # only a finished run has one
-    with open(args.output / "metrics.csv", "w", newline="") as file:
-        if progress.metrics:  # columns of the newest row: rows from before a resume may differ
-            writer = csv.DictWriter(file, progress.metrics[-1], extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(progress.metrics)
-    save(checkpoint, args.output / "last.pt")
+    started = time.perf_counter()
+    checkpoint = gather({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    own = {"flags": flags(args), "progress": asdict(progress), "scheduler": scheduler.state_dict()}
+    if dist.get_rank() == 0:
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "model.pt").unlink(missing_ok=True)  # only a finished run has one
+        with open(args.output / "metrics.csv", "w", newline="") as file:
+            if progress.metrics:  # columns of the newest row: rows from before a resume may differ
+                writer = csv.DictWriter(file, progress.metrics[-1], extrasaction="ignore")
+                writer.writeheader()
+                writer.writerows(progress.metrics)
+        save(own | checkpoint, args.output / "last.pt")
+    dist.barrier()  # wait for rank 0 with --timeout, which the groups of --shard do not have
+    now = time.perf_counter()
+    return now + max(args.checkpoint_minutes * 60, 30 * (now - started))  # when to save again
 
 
 def load_checkpoint(args, model, optimizer, scheduler):
@@ -406,8 +410,8 @@ def check_flags(args, world_size=1, rank=0):
         old = checkpoint["flags"].get(name, new)  # no entry: the run's script had no such flag
         if old != new:
             flag = f"--{name.replace('_', '-')}"
-            word = "without" if old == "False" else "with"
-            value = "" if old in ("True", "False") else f" {old}"
+            word = "without" if old in ("False", "None") else "with"
+            value = "" if old in ("True", "False", "None") else f" {old}"
             stop(f"{path} was started {word} {flag}{value}: use the same flags", rank)
     epoch, step = checkpoint["progress"]["epoch"], checkpoint["progress"]["step"]
     if (epoch, step) > (args.epochs, 0):
@@ -452,7 +456,8 @@ def shard_model(args, model, device, world_size, rank):
         shape, names = (world_size // args.shard, args.shard), ("copy", "shard")
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy()
-    if args.amp and not any("BatchNorm" in type(m).__name__ for m in model.modules()):
+    has_batch_norm = any("BatchNorm" in type(module).__name__ for module in model.modules())
+    if args.amp and args.device != "cpu" and not has_batch_norm:
         # Gather blocks in bfloat16: autocast alone keeps copies of all weights until backward.
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     if args.compile:
@@ -499,7 +504,7 @@ def main(args):
     train_loader = make_loader(args, train_set, micro_batch, sampler, device)
     test_indices = range(rank, len(test_set), world_size)  # each sample once, on one of the ranks
     test_loader = make_loader(args, test_set, micro_batch, test_indices, device)
-    passes = math.ceil(math.ceil(len(test_set) / world_size) / micro_batch)  # of the longest rank
+    passes = math.ceil(math.ceil(len(test_set) / world_size) / micro_batch)  # of the rank with most
     spare = default_collate([train_set[0]])
 
     # Model
@@ -519,14 +524,13 @@ def main(args):
             (args.output / "last.pt").unlink(missing_ok=True)  # --resume must not find the old run
         with autocast, torch.compiler.set_stance("force_eager"):
             evaluate(args, model, islice(test_loader, 2), min(2, passes), spare, device)
-        save_checkpoint(args, progress, model, optimizer, scheduler)
+    next_save = save_checkpoint(args, progress, model, optimizer, scheduler)
     if rank == 0:
         done = f"{progress.epoch} epochs and {progress.step} steps are done"
         print(f"{args.output}: {done}", flush=True)
 
     # Training
     torch.manual_seed(args.seed + rank)  # different random numbers in each rank's loader workers
-    next_save = time.perf_counter() + args.checkpoint_minutes * 60
     for epoch in range(progress.epoch, args.epochs):
         sampler.set_epoch(epoch, start=progress.step * rank_batch)
         batches = iter(train_loader)
@@ -567,10 +571,7 @@ def main(args):
                 is_due = torch.tensor(int(time.perf_counter() >= next_save), device=device)
                 dist.broadcast(is_due, 0)  # all ranks save together, by rank 0's clock
                 if is_due.item():
-                    before = time.perf_counter()
-                    save_checkpoint(args, progress, model, optimizer, scheduler)
-                    now = time.perf_counter()  # and save for at most a thirtieth of the time:
-                    next_save = now + max(args.checkpoint_minutes * 60, 30 * (now - before))
+                    next_save = save_checkpoint(args, progress, model, optimizer, scheduler)
 
         for buffer in model.buffers():  # batch norm's averages: all ranks take those of rank 0
             dist.broadcast(buffer, 0)
@@ -582,7 +583,7 @@ def main(args):
         epoch_line = finish_epoch(args, progress, sums)
         if rank == 0:
             print(epoch_line, flush=True)
-        save_checkpoint(args, progress, model, optimizer, scheduler)
+        next_save = save_checkpoint(args, progress, model, optimizer, scheduler)
     weights = gather(model.state_dict())
     if rank == 0:
         save(weights, args.output / "model.pt")

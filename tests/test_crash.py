@@ -70,7 +70,7 @@ sys.addaudithook(count_writes)
 """
 
 
-@pytest.mark.parametrize("flag, writes", [("--resume", 6), ("--overwrite", 15)])
+@pytest.mark.parametrize("flag, writes", [("--resume", 10), ("--overwrite", 15)])
 def test_killed_at_each_write(fashion, monkeypatch, flag, writes):
     """A finished run gets another epoch, or is replaced, and is killed at its first write, its
     second, ...: with --resume it ends as it should, and no model.pt is there until then."""

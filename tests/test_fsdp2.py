@@ -30,9 +30,8 @@ def test_checkpoints_of_all_scripts(fashion):
     line = "                    saved_at = time.perf_counter()\n"
     crash = "                    assert epoch * 10 + step < {}\n"  # an epoch has ten steps
     run("single", *flags, "out", path=edited("single", line, line + crash.format(14)), status=1)
-    save = "next_save = now + max(args.checkpoint_minutes * 60, 30 * (now - before))\n"
-    crash = crash.format(17)
-    changes = [save, f"next_save = now\n{crash}", ZERO, HELD]
+    save = "                    next_save = save_checkpoint(args, progress, model, optimizer, scheduler)\n"
+    changes = [save, f"{save}{crash.format(17)}", "30 * (now - started)", "0", ZERO, HELD]
     statuses, text = finish(
         start("fsdp2", *flags, "out", processes=3, path=edited("fsdp2", *changes))
     )
@@ -95,7 +94,8 @@ def test_mixed_precision_and_compile(fashion):
     cut = "    fully_shard(model, mesh=mesh)"
     tell = "lambda layer, _: print('types', layer.weight.dtype, flush=True)"
     hook = f"    blocks[0].register_forward_pre_hook({tell})\n{cut}"
-    path = edited("fsdp2", BLOCKS, "BLOCKS = (nn.Linear,)", cut, hook)
+    on_cpu = 'args.device != "cpu" and '
+    path = edited("fsdp2", BLOCKS, "BLOCKS = (nn.Linear,)", cut, hook, on_cpu, "")
     run("single", *flags, "single", "--amp")
     text = run("fsdp2", *flags, "amp", "--amp", processes=2, path=path)
     close("amp", "single", 1e-2, ("train_loss", "test_loss"))
