@@ -2,8 +2,7 @@
 
 A tensor "on" a card wraps a CPU tensor and computes for real. An operation that mixes devices or
 cards raises. Each card draws random numbers of its own. The file EMULATED_REPORT/PID says in order
-what a process did: what waited for a card or was copied to it, steps, the seeds of random numbers,
-files, cards in use.
+what a process did: what waited for a card, steps, the seeds of random numbers, cards in use.
 What torch has in C++ for GPUs alone has a stand-in: the four copies of nn.DataParallel, and DDP,
 here the mean of each gradient over Gloo. Not emulated: streams, kernels, NCCL, memory, speed,
 torch.compile, --sync-bn; autocast leaves all in float32.
@@ -57,10 +56,9 @@ def compute(_, function, types, args=(), kwargs=None):
     if name in ("copy_", "_to_copy"):
         target = args[0].device if in_place else target
         free = kwargs.get("non_blocking") or args[2:] == (True,)
-        if cards and target.type == "cpu":
-            tell("waits: copy to the CPU")
-        elif target.type == "emu" and not isinstance(args[in_place], Emulated):
-            tell("copies" if free else "copies and waits")
+        from_cpu = target.type == "emu" and not isinstance(args[in_place], Emulated)
+        if cards and target.type == "cpu" or from_cpu and not free:
+            tell("waits: copy")
     elif cards:
         check(function, name, in_place, tensors, cards)
     inner_args, inner_kwargs = tree_map(real, (args, kwargs))
@@ -138,21 +136,20 @@ class Mode(TorchDispatchMode):  # for what makes a tensor on a card out of none,
 
 
 # nn.DataParallel's copies between cards.
-def scatter(tensor, devices, chunk_sizes=None, dim=0, streams=None, *, out=None):
-    parts = real(tensor).chunk(len(devices), dim)
+def scatter(tensor, devices, *_):
+    parts = real(tensor).chunk(len(devices))
     return tuple(Emulated(part.clone(), card) for part, card in zip(parts, devices))
 
 
-def broadcast_coalesced(tensors, devices, buffer_size=0):
-    others = [[Emulated(t.inner.clone(), card) for t in tensors] for card in devices[1:]]
-    return [tensors, *others]
+def broadcast_coalesced(tensors, devices):
+    return [tensors, *([Emulated(t.inner.clone(), card) for t in tensors] for card in devices[1:])]
 
 
-def reduce_add_coalesced(inputs, destination=None, buffer_size=0):
+def reduce_add_coalesced(inputs, destination):
     return tuple(Emulated(sum(map(real, each)), destination) for each in zip(*inputs))
 
 
-def gather(tensors, dim=0, destination=None, *, out=None):
+def gather(tensors, dim, destination):
     return Emulated(torch.cat([real(t) for t in tensors], dim), destination or 0)
 
 
@@ -203,8 +200,7 @@ def install(cards):
         return tensor(data, **options).to(device or "cpu")
 
     def emulated_save(content, file, **options):
-        kinds = {v.device.type for v in tree_leaves(content) if isinstance(v, torch.Tensor)}
-        tell(f"waits: save {os.path.basename(file.name)} from {' '.join(sorted(kinds))}")
+        tell("waits: save")
         save(tree_map(real, content), file, **options)
 
     def emulated_load(file, map_location=None, **options):
