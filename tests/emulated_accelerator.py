@@ -1,7 +1,7 @@
 """A make-believe accelerator `emu` in pure Python, which the training scripts take for a GPU.
 
 A tensor "on" a card wraps a CPU tensor and computes for real. An operation that mixes devices or
-cards raises. Each card draws random numbers of its own. The file EMULATED_REPORT/PID says in order
+cards raises. Random numbers are those of the CPU. The file EMULATED_REPORT/PID says in order
 what a process did: what waited for a card, steps, the seeds of random numbers, cards in use.
 What torch has in C++ for GPUs alone has a stand-in: the four copies of nn.DataParallel, and DDP,
 here the mean of each gradient over Gloo. Not emulated: streams, kernels, NCCL, memory, speed,
@@ -10,7 +10,6 @@ torch.compile, --sync-bn; autocast leaves all in float32.
 
 import os
 import sys
-import threading
 from contextlib import contextmanager
 from contextvars import ContextVar
 from unittest.mock import patch
@@ -23,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-generators, seen = [], set()  # a generator for each card; the cards in use
-one_at_a_time = threading.Lock()  # for drawing: DataParallel's replicas are threads
+seen = set()  # the cards in use
 chosen = ContextVar("card", default=0)  # a thread begins with card 0, as in CUDA
 
 
@@ -62,10 +60,7 @@ def compute(_, function, types, args=(), kwargs=None):
     elif cards:
         check(function, name, in_place, tensors, cards)
     inner_args, inner_kwargs = tree_map(real, (args, kwargs))
-    if target.type == "emu" and torch.Tag.nondeterministic_seeded in function.tags:
-        out = draw(card, lambda: function(*inner_args, **inner_kwargs))
-    else:
-        out = function(*inner_args, **inner_kwargs)
+    out = function(*inner_args, **inner_kwargs)
     if out is None or target.type == "cpu":
         return out
     if in_place:
@@ -85,16 +80,6 @@ def check(function, name, in_place, tensors, cards):
     waits = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     if waits & set(function.tags) and (name != "index" or tensors[1].dtype == torch.bool):
         tell(f"waits: {name}")
-
-
-def draw(card, operation):
-    """Random numbers of a card: the CPU's generator stands in for its own."""
-    tell(f"draws on card {card} after seed {generators[card].initial_seed()}")
-    with one_at_a_time, torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(generators[card].get_state())
-        out = operation()
-        generators[card].set_state(torch.get_rng_state())
-    return out
 
 
 @contextmanager
@@ -158,17 +143,16 @@ class DistributedDataParallel(nn.Module):
 
     def __init__(self, module, gradient_as_bucket_view=False):
         super().__init__()
-        self.module, self.sync, self.expect = module, True, False
+        self.module, self.sync = module, True
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(self.reduce)
 
     def reduce(self, parameter):
-        if self.expect:
+        if self.sync:
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
 
     def forward(self, *inputs):
-        self.expect = self.sync  # a forward pass past this wrapper is not reduced, as with torch's
         return self.module(*inputs)
 
     def no_sync(self):
@@ -178,12 +162,11 @@ class DistributedDataParallel(nn.Module):
 def install(cards):
     """Make torch believe in an accelerator with so many cards, until the process ends."""
     _setup_privateuseone_for_python_backend("emu")
-    generators.extend(torch.Generator() for _ in range(cards))
     install.autocast = torch.library.Library("_", "IMPL")  # undone when nothing holds it
     install.autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     torch.emu.get_amp_supported_dtype = lambda: [torch.bfloat16]
-    torch.emu.manual_seed = lambda seed: generators[chosen.get()].manual_seed(seed)
-    torch.emu.manual_seed_all = lambda seed: [one.manual_seed(seed) for one in generators]
+    torch.emu.manual_seed = lambda seed: tell(f"seeds card {chosen.get()} with {seed}")
+    torch.emu.manual_seed_all = lambda seed: [tell(f"seeds card {i} with {seed}") for i in seen]
     torch.emu._is_in_bad_fork = lambda: False  # torch.manual_seed asks
     torch.emu.device_count = lambda: cards
     torch.accelerator.set_device_index = chosen.set

@@ -6,17 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import DDP, SCRIPTS, close, done, edited, kill_all, start, train
+from helpers import SCRIPTS, close, done, kill_all, start, train
 
 pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
 FLAGS = ["--accumulate", 2, "--clip-norm", 1, "--lr", 0.02, "--log-every", 4, "--resume"]
-DRAW = """
-plain = Net.forward
-def forward(net, x):
-    F.dropout(x, training=net.training)  # it draws, and changes nothing
-    return plain(net, x)
-Net.forward = forward
-"""
 
 
 @pytest.fixture
@@ -48,12 +41,12 @@ def cpu(data, tmp_path_factory):
 
 def check(output, cards, steps):
     """`cards`: those that each process uses. It waits for them at progress lines alone. `steps`:
-    the numbers of those that it takes, and of the one before. Returns who draws after which seed:
-    (process, card, seed)."""
+    the numbers of those that it takes, and of the one before. Returns the seeds between these."""
     reports = [path.read_text() for path in Path(f"{output}-report").iterdir()]
     reports = [text for text in reports if "uses card" in text]
     used = ["".join(sorted(re.findall(r"uses card (\d)", text))) for text in reports]
     assert sorted(used) == cards
+    seeds = []
     for text in reports:
         told = re.split(r"^\S+ step\n", text, flags=re.M)  # what comes before and after each
         waits = [step for step, part in zip(steps, told, strict=True) if "waits" in part]
@@ -61,8 +54,9 @@ def check(output, cards, steps):
         allowed = {"main", "make_loader", "__iter__", "load_checkpoint", "finish_epoch", "save"}
         assert set(re.findall(r"^(\w+):\d+ .*waits", text, re.M)) <= allowed
         assert set(re.findall(r"load to (.*)", text)) <= {"cpu by mmap"}
-    draws = [re.findall(r"draws on card (\d) after seed (\d+)", text) for text in reports]
-    return {(process, *draw) for process, text in enumerate(draws) for draw in text}
+        for part in told:  # of each card, the last one
+            seeds += dict(re.findall(r"seeds card (\d) with (\d+)", part)).values()
+    return seeds
 
 
 # What each process uses on a machine with two cards.
@@ -75,10 +69,10 @@ def test_cards_agree_with_the_cpu(launch, cpu, fashion, name):
     there in train_single.py on the CPU again. Each card has a seed of its own from one progress
     line to the next."""
     shutil.copytree(cpu / "1", "out")
-    flags = [*fashion, *FLAGS, "--epochs"]
-    done(launch(name, "out", *flags, 2, processes=len(TWO[name]), path=edited(name, more=DRAW)))
-    draws = check("out", TWO[name], steps=range(10, 21))
-    assert len({seed for *_, seed in draws}) == len(draws) == 3 * sum(map(len, TWO[name])), draws
+    flags, cards = [*fashion, *FLAGS, "--epochs"], TWO[name]
+    done(launch(name, "out", *flags, 2, processes=len(cards)))
+    seeds = check("out", cards, steps=range(10, 21))
+    assert len(set(seeds)) == len(seeds) == 3 * len("".join(cards)), seeds
     train(*flags, 3, "--output", "out")
     close("out", cpu / "3", 1e-5)
 
@@ -100,13 +94,12 @@ def test_nothing_waits_between_progress_lines(launch, data, fashion, flags):
 
 
 def test_what_is_refused(launch):
-    """More processes than cards, and what several GPUs in a process, or --sync-bn, cannot do."""
-    three = [launch(name, f"{name}-3", "--batch-size", 60, processes=3) for name in DDP[:2]]
-    for job in three:  # the rank without a GPU says it
-        assert "more processes than the 2 GPUs" in done(job[-1:], 2)
-    kill_all(three[1])  # where torchrun would
+    """More processes than cards, which the one without a card says, and what several GPUs in a
+    process, or --sync-bn, cannot do."""
+    jobs = launch("ddp_torchrun", "3", "--batch-size", 60, processes=3)
+    assert "more processes than the 2 GPUs" in done(jobs[-1:], 2)
+    kill_all(jobs)  # as torchrun does
     says = "--amp, --compile and --sync-bn do not work with several GPUs in one process"
-    assert says in done(launch(DDP[2], "amp", "--amp"), 2)
-    for name in DDP:
-        job = launch(name, f"{name}-both", "--sync-bn", "--compile", cards=1)
-        assert "--sync-bn works on GPUs only, and not with --compile" in done(job, 2)
+    assert says in done(launch("ddp_multigpu_proc", "amp", "--amp"), 2)
+    job = launch("ddp_torchrun", "both", "--sync-bn", "--compile", cards=1)
+    assert "--sync-bn works on GPUs only, and not with --compile" in done(job, 2)

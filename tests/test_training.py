@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import pictures
 from helpers import COUNTS, DDP, SCRIPTS, close, edited, metrics, parse, run, same, train, weights
+from torch import nn
 from torch.utils.data import DistributedSampler, TensorDataset
 from torchvision import datasets
 from torchvision.transforms import functional
@@ -47,23 +47,20 @@ def test_same_losses(runs, data, fashion):
         close("more", "one", keys=["train_loss"])
 
 
-def test_a_longer_run(fashion, monkeypatch):
-    """--resume with more --epochs follows the longer curve from its second step on; and warm-up."""
-    rates, plain = [], single.build_optimizer
-
-    def watched(*words):
-        optimizer, scheduler = plain(*words)
-        optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
-        return optimizer, scheduler
-
-    monkeypatch.setattr(single, "build_optimizer", watched)
-    flags = [*fashion, "--output", "out", "--lr-schedule", "cosine", "--warmup-steps", 15]
-    for epochs in 1, 4:
-        train(*flags, "--epochs", epochs, "--resume")
-    for step, rate in enumerate(rates):  # ten steps an epoch
-        cosine = (1 + math.cos(math.pi * step / (10 if step <= 10 else 40))) / 2
-        assert rate == pytest.approx(0.001 * min(1, (step + 1) / 16) * cosine, abs=1e-12)
-    assert len(rates) == 40
+def test_a_longer_run():
+    """Warm-up and cosine; a run that is resumed with more steps follows the longer curve."""
+    args = parse("--lr-schedule", "cosine", "--warmup-steps", 15)
+    states = [part.state_dict() for part in single.build_optimizer(args, nn.Linear(1, 1), 10)]
+    for steps, done in (10, range(10)), (40, range(10, 40)):
+        both = optimizer, scheduler = single.build_optimizer(args, nn.Linear(1, 1), steps)
+        [part.load_state_dict(state) for part, state in zip(both, states)]
+        for step in done:
+            cosine = (1 + math.cos(math.pi * step / (10 if step <= 10 else 40))) / 2
+            rate = 0.001 * min(1, (step + 1) / 16) * cosine
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(rate, abs=1e-12)
+            optimizer.step()
+            scheduler.step()
+        states = [part.state_dict() for part in both]
 
 
 WATCH = """
@@ -101,15 +98,13 @@ def test_two_processes(fashion, name):
     workers = min(16, max(1, single.cores // (1 if name == DDP[2] else 2)))
     for differ in [], ["workers' seed", "random"]:
         assert f"{workers} workers, {{'gloo:all_reduce': 3}}, differ: {differ}" in lines, lines
-    _, test_set, classes = single.load_data(parse(*flags))
-    model = single.build_model(parse(*flags), test_set[0][0], classes).eval()
+    args, [row] = parse(*flags), metrics("out")
+    _, test_set, classes = single.load_data(args)
+    model = single.build_model(args, test_set[0][0], classes)
     model.load_state_dict(weights("out"))
-    images, labels = test_set.tensors
-    with torch.no_grad():
-        outputs = model((images.float() - 127.5) / 64)
-    [row] = metrics("out")
-    assert row["test_accuracy"] == (outputs.argmax(1) == labels).sum().item() / 203
-    assert row["test_loss"] == pytest.approx(F.cross_entropy(outputs, labels).item(), rel=1e-5)
+    loss, correct, _ = single.evaluate(args, model, [test_set.tensors], torch.device("cpu")) / 203
+    assert row["test_accuracy"] == correct
+    assert row["test_loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_flags_have_effect(fashion, monkeypatch):
@@ -194,14 +189,8 @@ def test_data(monkeypatch, data):
     assert same(weights("0"), weights("2"))
 
 
-class Negative(TensorDataset):
-    def __getitem__(self, index):
-        return [-tensor[index] for tensor in self.tensors]
-
-
 def test_batches():
-    """DistributedSampler's order. uint8 is normalized, floats are left as they are; a subclass of
-    TensorDataset is asked."""
+    """DistributedSampler's order. uint8 is normalized, floats are left as they are."""
     own = single.EpochSampler(range(10), 7, 1, 2)
     torchs = DistributedSampler(range(10), 2, 1, seed=7)
     own.set_epoch(3, start=2)
@@ -212,9 +201,8 @@ def test_batches():
     prepared = single.prepare(args, (images, labels), cpu)[0]
     assert torch.equal(prepared, (images.float() - 127.5) / 64)
     assert torch.equal(single.prepare(args, (prepared, labels), cpu)[0], prepared)
-    for kind, sign in (TensorDataset, 1), (Negative, -1):
-        loader = single.make_loader(args, kind(prepared, labels), 2, [8, 1, 4], cpu)
-        assert [batch[1].tolist() for batch in loader] == [[8 * sign, 1 * sign], [4 * sign]]
+    loader = single.make_loader(args, TensorDataset(prepared, labels), 2, [8, 1, 4], cpu)
+    assert [batch[1].tolist() for batch in loader] == [[8, 1], [4]]
 
 
 def test_augment():
