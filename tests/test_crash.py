@@ -17,14 +17,6 @@ plain = build_model
 def build_model(*words):
     return nn.Sequential(plain(*words), nn.Dropout(0.2))
 """
-TORN = """
-def torn(content, file):
-    file.write(b"half of it")
-    file.flush()
-    os.kill(os.getpid(), 9)
-torch.save = torn
-"""
-PLACES = {1: TORN, 2: "def evaluate(*_): os.kill(os.getpid(), 9)"}  # of the second and third kill
 MORE = [("dp", 1), *((name, count) for name in [*DDP, "fsdp2"] for count in (1, 2))]
 SLOW = [pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE]
 
@@ -38,24 +30,21 @@ def undisturbed(name, count, *flags):
 
 @pytest.mark.parametrize("name, count", [("single", 1), *SLOW])
 def test_killed_at_random(fashion, name, count):
-    """All processes by SIGKILL, four times, twice of them at the worst places."""
-    flags, progress = [*fashion, *TRAIN, "--output", "out"], (0, 0)
-    for i in range(4):
-        path = edited(name, more=DROPOUT + PLACES.get(i, ""))
+    """All processes by SIGKILL, three times."""
+    flags, path = [*fashion, *TRAIN, "--output", "out"], edited(name, more=DROPOUT)
+    progress = 0, 0
+    for _ in range(3):
         jobs = start(name, *flags, processes=count, path=path)
-        if i in PLACES:
-            assert 0 not in finish(jobs)[0] and Path("out/last.pt.tmp").exists() == (i == 1)
-        else:
-            place = progress[0] + random.randrange(2, 4), random.randrange(4, 41, 4)
-            helpers.wait_for("epoch {}/12 step {}/".format(*place), *jobs)
+        place = progress[0] + random.randrange(2, 4), random.randrange(4, 41, 4)
+        helpers.wait_for("epoch {}/12 step {}/".format(*place), *jobs)
         kill_all(jobs)
-        state, before = weights("out", "last.pt")["progress"], progress
+        state = weights("out", "last.pt")["progress"]
         progress = state["epoch"], state["step"]
-        assert before <= progress and not Path("out/model.pt").exists()
-    text = run(name, *flags, processes=count, path=edited(name, more=DROPOUT))
+        assert not Path("out/model.pt").exists()
+    text = run(name, *flags, processes=count, path=path)
     assert "out: {} epochs and {} steps are done".format(*progress) in text
     undisturbed(name, count, *flags)
-    same_run("out", "whole", 12)
+    same_run("out", "whole")
 
 
 KILL = """
@@ -86,7 +75,7 @@ def test_killed_at_each_write(fashion, monkeypatch, flag, writes):
             break
         assert status == -9 and Path("out/model.pt").exists() == (number == 1 + replaced), text
         train(*flags, "--output", "out", "--resume")
-        same_run("out", "whole", 2)
+        same_run("out", "whole")
         shutil.rmtree("out")
     assert number == writes + 1
 
@@ -141,4 +130,4 @@ def test_torchrun_restarts_by_itself(fashion, monkeypatch, name):
     statuses, text = finish([job])
     assert statuses == [0] and text.count("steps are done") == kills + 1, text
     undisturbed(name, 2, *flags)
-    same_run("out", "whole", 12)
+    same_run("out", "whole")
