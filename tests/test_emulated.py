@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import SCRIPTS, close, done, kill_all, start, train
+from helpers import SCRIPTS, close, done, start, train
 
 pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
 FLAGS = ["--accumulate", 2, "--clip-norm", 1, "--lr", 0.02, "--log-every", 4, "--resume"]
@@ -91,15 +91,3 @@ def test_nothing_waits_between_progress_lines(launch, data, fashion, flags):
     train(*[flag for flag in flags if flag != "--amp"], "--output", "cpu")
     check("cards", ["0"], steps=range(21))
     close("cards", "cpu", 1e-5)
-
-
-def test_what_is_refused(launch):
-    """More processes than cards, which the one without a card says, and what several GPUs in a
-    process, or --sync-bn, cannot do."""
-    jobs = launch("ddp_torchrun", "3", "--batch-size", 60, processes=3)
-    assert "more processes than the 2 GPUs" in done(jobs[-1:], 2)
-    kill_all(jobs)  # as torchrun does
-    says = "--amp, --compile and --sync-bn do not work with several GPUs in one process"
-    assert says in done(launch("ddp_multigpu_proc", "amp", "--amp"), 2)
-    job = launch("ddp_torchrun", "both", "--sync-bn", "--compile", cards=1)
-    assert "--sync-bn works on GPUs only, and not with --compile" in done(job, 2)
