@@ -11,18 +11,21 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
-from cluster import cluster, missing, start_machine
+from cluster import cluster, missing
 from helpers import DDP, LIMIT, ROOT, SCRIPTS, close, command, edited, wait_until, weights
 
 pytestmark = pytest.mark.slow
-PAIR, TRAINED = ["node0", "node1"], SCRIPTS[:5]  # fsdp2.sh is ddp_torchrun.sh with another script
+PAIR, TRAINED = ["node0", "node1"], SCRIPTS[1:5]  # fsdp2.sh is ddp_torchrun.sh with another script
 CODE = {name: f"train_{name}.py" for name in SCRIPTS} | dict.fromkeys(PAIR, "train_ddp_spawn.py")
 WARN = ["scancel", "--signal=USR1", "--batch"]  # as Slurm does before a time limit
 FLAGS = "--dataset synthetic --epochs 2 --checkpoint-minutes 0 --log-every 1".split()
 OPTIONS = {"dp": "-p spare", "ddp_spawn": "-p patient", "whole": "--gres=gpu:2"}
-OPTIONS |= {"ddp_torchrun": "-p frail --nodes=2 --gres=gpu:1", "two": "--nodes=2 --gres=gpu:1"}
+OPTIONS |= {"ddp_torchrun": "--nodes=2 --gres=gpu:1", "two": "--nodes=2 --gres=gpu:1"}
 OPTIONS |= {"array": "--array=0-1%1 --no-requeue --output=%x-%A.out", "resume": "--gres=gpu:2"}
 OUTPUTS = dict.fromkeys(PAIR, "runs/pair") | {"array": "runs/array", "whole": "runs/whole"}
+PAGE = (ROOT / "slurm" / "README.md").read_text()  # with the last line for a GraceTime
+EDITS = {"ddp_spawn": ["wait $! # ... so", re.search(r"^wait .*sleep .*", PAGE, re.M)[0] + " #"]}
+EDITS |= {"resume": [CODE["ddp_torchrun"], "minimal/ddp_resume.py"]}
 STANDS = """
 LIFE = os.environ.get("SLURM_ARRAY_TASK_ID", os.environ.get("SLURM_RESTART_COUNT", "0"))
 STANDS = os.environ["STANDS"] == LIFE
@@ -34,19 +37,13 @@ CHANGES += ["loss.backward()", "time.sleep(9999 * (STANDS and step == 3)); loss.
 MINIMAL = ['"num_workers": 4, "persistent_workers": True', '"num_workers": 0']
 MINIMAL += ["import os\n", "import os\nimport time\n" + STANDS]
 MINIMAL += ["sampler.set", "time.sleep(9999 * (STANDS and epoch == 2)); sampler.set"]
-# For a GraceTime (slurm/README.md): srun ends first, and Slurm requeues no job that has ended.
-GRACE = 'scontrol show job "$SLURM_JOB_ID" | grep PreemptTime=2 && scontrol requeue "$SLURM_JOB_ID"'
-EDITS = {"ddp_spawn": ["wait $! # ... so", f"wait $! || ({GRACE}) #"]}
-EDITS |= {"resume": [CODE["ddp_torchrun"], "minimal/ddp_resume.py"]}
-EDITS |= {"array": [CODE["single"], "in_array.py"]}
 STAND_IN = """\
 import os, sys, time
 import beside
-print(f"arguments {sys.argv}, {os.environ['SLURM_CPUS_PER_TASK']} cores\\n", end="")  # in one piece
-if "fail" in sys.argv and int(os.environ["SLURM_PROCID"]) + 1 == int(os.environ["SLURM_NTASKS"]):
-    raise KeyError("mine")
-time.sleep(9999 * ("wrong" not in sys.argv))
-sys.exit(2)
+if os.environ.get("LOCAL_RANK", "0") == "0":
+    print("arguments", sys.argv)
+time.sleep(9999 * (sys.argv[-1] not in "12"))
+sys.exit(int(sys.argv[-1]))
 """
 
 
@@ -54,7 +51,7 @@ def changed(path, *changes):
     """The path of a copy of the file, with these changes."""
     text = (ROOT / path).read_text()
     for old, new in zip(changes[::2], changes[1::2], strict=True):
-        assert old in text, old
+        text.index(old)  # no AssertionError: test_minimal.py's test_broken waits for those
         text = text.replace(old, new)
     Path(path).parent.mkdir(exist_ok=True)
     Path(path).write_text(text)
@@ -89,19 +86,18 @@ class Job:
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory, data):
-    """{name: job}. When all stand, their scripts are edited and each job is disturbed."""
+    """{name: job}. When all stand, each job is disturbed."""
     if missing() or torch.accelerator.is_available():
-        pytest.skip(missing() or "its pretended GPUs would be mixed up with the real ones")
+        pytest.skip("needs root, no GPU, and apt-get install slurm-wlm munge")
     folder, jobs = tmp_path_factory.mktemp("slurm"), {}
-    with pytest.MonkeyPatch.context() as patch, cluster(folder) as machines:
+    with pytest.MonkeyPatch.context() as patch, cluster(folder, patch):
         patch.chdir(tmp_path_factory.mktemp("train"))
-        os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # until the end
-        os.environ.update(PYTHON=sys.executable, OMP_NUM_THREADS="1")
+        patch.setenv("PYTHON", sys.executable)
         os.symlink(data, "data")
         for name in "ddp", "ddp_resume":
             changed(f"minimal/{name}.py", *MINIMAL)
-        for name, code in [("single", "in_array.py"), *list(CODE.items())[:5]]:
-            edited(name, *CHANGES).rename(code)
+        for name in SCRIPTS[:5]:
+            edited(name, *CHANGES).rename(CODE[name])
 
         def train(name, *flags, file=None, stands="0"):
             if isinstance(file, str):
@@ -109,9 +105,9 @@ def trainings(tmp_path_factory, data):
             options = [f"--export=ALL,STANDS={stands}", *OPTIONS.get(name, "").split()]
             jobs[name] = Job(name, *flags, options=options, file=file)
 
-        minimal, srun = ROOT / "slurm" / "minimal.sh", ROOT / "tests" / "srun.sh"
+        minimal = ROOT / "slurm" / "minimal.sh"
         train("quiet", *FLAGS, file="single", stands="")
-        train("srun", *FLAGS, file=srun, stands="")
+        train("srun", *FLAGS, file=ROOT / "tests" / "srun.sh", stands="")
         train("whole", "minimal/ddp_resume.py", "--output", "runs/whole", file=minimal, stands="")
         train("two", "minimal/ddp.py", file=minimal, stands="")
         for name in TRAINED:
@@ -124,77 +120,59 @@ def trainings(tmp_path_factory, data):
         for name in ["array", "node0", *TRAINED]:
             jobs[name].wait_for("epoch 1/2 step 2/")  # then the checkpoint of step 1 is whole
         jobs["resume"].wait_for("epoch 1:")
-        for name in ["minimal/ddp_resume.py", *(CODE[name] for name in TRAINED)]:
-            Path(name).write_text("raise SystemExit('edited')\n")
         # Preempts dp at once, and ddp_spawn with a SIGTERM and a GraceTime.
-        urgent = "sbatch -p urgent --nodes=2 --gres=gpu:40 --output=/dev/null --wrap=hostname"
-        command(*urgent.split())
-        machines["node4"].kill()
+        command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 -o /dev/null --wrap=hostname".split())
         command(*WARN, jobs["array"].task)
         jobs["array"].wait_for("presently disabled")  # its requeueing
         command("scancel", jobs["array"].task)
-        limited = [jobs[name] for name in ("single", "ddp_multigpu_proc", "resume", "node0")]
+        limited = [jobs[name] for name in ("resume", *TRAINED[2:], "node0")]
         for job in limited:
             command("scontrol", "update", f"job={job.number}", "endtime=now+80")  # USR1 within 30 s
         for job in limited:
             job.wait_for("DUE TO JOB REQUEUE")
             command("scontrol", "update", f"job={job.number}", "timelimit=60")  # of its next life
-        jobs["ddp_torchrun"].wait_for("DUE TO NODE FAILURE")
-        machines["node4"] = start_machine(folder, "node4")
         jobs["array"].task = f"{jobs['array'].number}_1"
         yield jobs
 
 
 def test_what_the_files_start(trainings, work):
-    """Arguments of a stand-in. A job that is warned comes back with the code that began it, once as
-    `requeues` is 1 here. If the last task fails, all end, and the log names it. Without the GPUs
-    that the file asks for, the script ends in a line."""
+    """A stand-in, with these arguments. A job that is warned comes back with the code that began
+    it, once as `requeues` is 1 here. One of a pair comes back, too, if it fails while the other is
+    there, but not after a wrong flag."""
     Path("beside.py").touch()
     for name in SCRIPTS:
         Path(CODE[name]).write_text(STAND_IN)
-    jobs = []
-    for name, code in CODE.items():
-        file = changed(f"slurm/{name}.sh", "COUNT < 20", "COUNT < 1")
-        jobs.append(Job(name, "--lr", "a b", options=["--nodes=1"], file=file))
-    failing = [Job(name, "fail", options=["--nodes=2"]) for name in SCRIPTS[3:]]
-    lives = [4 if job.name in ("ddp_torchrun", "fsdp2") else 1 for job in jobs]  # its GPUs
-    for job, processes in zip(jobs, lives):
-        job.wait_for("arguments", processes)
-        code = f"{job.number}-{CODE[job.name]}" if job.name in PAIR else CODE[job.name]
-        flags = f"'--device', 'cuda', '--resume', '--output', '{job.output}', (.*, )?'--lr', 'a b'"
-        line = rf"arguments \['{job.output}/{code}', {flags}(, '--rank', '0')?\], (4|16) cores"
-        assert re.search(line, job.log()), job.log()
+    files = {name: changed(f"slurm/{name}.sh", "COUNT < 20", "COUNT < 1") for name in CODE}
+    jobs = [Job(name, "--lr", "a b", options=["--nodes=1"], file=files[name]) for name in CODE]
+    for job in jobs:
+        job.wait_for("arguments")
+        words = rf"'{job.output}/\S+', '--device', 'cuda', '--resume', '--output', '{job.output}'"
+        assert re.search(rf"arguments \[{words}, .*'--lr', 'a b'", job.log()), job.log()
+    for name in PAIR:
+        Job(name, 2).ended("FAILED")
+        Job(name, 1, file=files[name]).ended("FAILED", restarts=1)
     for name in SCRIPTS:
         Path(CODE[name]).write_text(STAND_IN.replace("arguments", "edited"))
     for job in jobs:
         command(*WARN, job.number)
-    for job, processes in zip(jobs, lives):
-        job.wait_for("arguments", 2 * processes)
+    for job in jobs:
+        job.wait_for("arguments", 2)
         command(*WARN, job.number)
     time.sleep(1)
     for job in jobs:
-        assert (job.show("JobState"), job.show("Restarts")) == ("RUNNING", "1")
         command("scancel", job.number)
-    for job in failing:
-        job.ended("FAILED")
-        assert re.search(r"srun: error: node(\d): task \1: Exited with exit code 1", job.log())
-    Path(CODE["single"]).write_bytes((ROOT / CODE["single"]).read_bytes())
-    refused = Job("single")
-    refused.ended("FAILED")
-    assert "argument --device: invalid choice: 'cuda'" in refused.log()
+        job.ended("CANCELLED", restarts=1)
+    Job("node0", 1).ended("FAILED")
 
 
 @pytest.mark.parametrize("name", [*TRAINED, "array", "node0"])
 def test_it_continues(trainings, name, monkeypatch):
-    """In its own folder, from a checkpoint, with the code that began it, to the end of an
-    undisturbed run."""
+    """In its own folder, from a checkpoint, to the end of an undisturbed run."""
     job, quiet = trainings[name], trainings["srun" if name in [*DDP, "node0"] else "quiet"]
     monkeypatch.chdir(job.file.parent)
     job.ended(restarts=0 if name == "array" else 1)
-    assert job.log().count(": 0 epochs and 0 steps are done") == 1, job.log()
     assert re.search(": 0 epochs and [12] steps are done", job.log()), job.log()
     quiet.ended()
-    assert len(helpers.metrics(job.output)) == 2
     close(job.output, quiet.output, 1e-6)
     assert helpers.same(weights(job.output), weights(quiet.output))
 
@@ -203,30 +181,8 @@ def test_minimal(trainings, monkeypatch):
     """minimal/ddp_resume.py over a time limit, and minimal.sh on one machine and on two."""
     resume, whole, two = (trainings[name] for name in ("resume", "whole", "two"))
     monkeypatch.chdir(resume.file.parent)
-    for job in resume, whole, two:
-        job.ended(restarts=1 if job is resume else 0)
+    for job, restarts in (resume, 1), (whole, 0), (two, 0):
+        job.ended(restarts=restarts)
         assert re.findall(r"epoch (\d)", job.log()) == list("01234")
     assert re.findall("epoch.*", resume.log()) == re.findall("epoch.*", whole.log())
     assert helpers.same(weights(resume.output), weights(whole.output))
-
-
-def test_the_end_of_a_pair(trainings, work):
-    """If one is gone the other comes back, too, but not after a wrong flag, and not if the other
-    job has left the queue."""
-    trainings["node1"].ended(restarts=1)
-    Path("beside.py").touch()
-    Path("train_ddp_spawn.py").write_text(STAND_IN)
-    files = [changed(f"slurm/{name}.sh", "COUNT < 20", "COUNT < 1") for name in PAIR]
-    waiting = [Job(name) for name in PAIR]
-    for job in waiting:
-        job.wait_for("arguments")
-    for job in [Job(name, "wrong") for name in PAIR]:
-        job.ended("FAILED")
-        assert job.show("ExitCode") == "2:0"
-    for job in [Job(name, "fail", file=file) for name, file in zip(PAIR, files)]:
-        job.ended("FAILED", restarts=1)
-    for job in waiting:
-        command("scancel", job.number)
-        job.ended("CANCELLED")
-    for name in PAIR:
-        Job(name, "fail").ended("FAILED")
