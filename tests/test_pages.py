@@ -24,28 +24,21 @@ ROOMS = re.findall(r"^```python\n((?:BLOCKS|def load)(?:.*\n)*?)```", GUIDE, re.
 FLAG = re.search(r"`(add\(.+\))`", GUIDE)[1]
 FLAGS = re.search(r"my_training\.py --dataset tests (--.*)", GUIDE)[1].split()
 FLAGS = ["--dataset", "texts", "--epochs", 2, "--batch-size", 16, "--log-every", 1, *FLAGS]
-INSTEAD = [  # what is run instead of a part of a command, and why
-    (r"^python3 -m venv .*/bin/python ", "python ", "an environment takes 5 GB"),
-    (r"HOST", "127.0.0.1", "one machine plays both"),
-    (r"/shared/folder", "{folder}", "likewise"),
-    (r"23456|29400", "{port}", "somebody may have it"),
-    (r" --amp|--image-size 224", "", "minutes on a CPU"),
-    (r"--batch-size \d+", "--batch-size 16", "the small data sets are smaller"),
-    (r"^(?!.*--dataset)(.*)", r"\1 --dataset fashion-mnist", "CIFAR-10 takes a network"),
-    (r"--epochs [1-9]\d*", "", "minutes on a CPU"),
-    (r"^(?!.*--epochs)(?!.*--resume)(.*)", r"\1 --epochs 1", "likewise"),
-    (r"^(?!.*--epochs)(.*)", r"\1 --epochs 2", "a resumed run has something to do"),
-    (r"$", " --data-dir {data}", "a download takes a network"),
-]
-NOT_RUN = [  # beginnings of commands, and why they are not run here
-    (r"python3 -m venv .* -m pytest$", "it would run this test"),
-    (r".* my_(training|script)\.py", "test_example and test_minimal.py do"),
-    (r"(sbatch|srun|scontrol|squeue|scancel|export) ", "test_slurm.py does, on a cluster"),
-    (r".*(python\S*|bash) (benchmarks/|-m pytest .* tests/)", "hours, or what runs anyhow"),
-    (
-        r"(mpirun|docker|apptainer|kubectl|nvidia-smi|source|pip|for pid in) |  |done|#",
-        "no training",
-    ),
+INSTEAD = {  # what is run instead of a part of a command
+    r"^python3 -m venv .*/bin/python ": "python ",  # an environment takes 5 GB
+    r"HOST": "127.0.0.1",
+    r"/shared/folder": "{folder}",
+    r"23456|29400": "{port}",  # somebody may have it
+    r" --world-size 2 --rank 0": "",  # test_network.py has two machines
+    r" --amp": "",  # minutes on a CPU
+    r"^(?!.*--dataset)(.*)": r"\1 --dataset fashion-mnist",  # CIFAR-10 takes a network
+}
+SMALL = ["--batch-size", 16, "--image-size", 32, "--data-dir"]  # flags behind the others
+NOT_RUN = [  # test_alike, test_minimal.py and test_slurm.py do, it takes hours, or trains nothing
+    r"python3 -m venv .* -m pytest$|.* my_(training|script)\.py",
+    r"(sbatch|srun|scontrol|squeue|scancel|export) ",
+    r".*(python\S*|bash) (benchmarks/|-m pytest .* tests/)",
+    r"(mpirun|docker|apptainer|kubectl|nvidia-smi|source|pip|for pid in) |  |done|#",
 ]
 TRAINS = re.compile(r"(?:[A-Z_]+=\S+ )*(?:torchrun (.*)|python3? |.*/python )(train_\w+\.py)(.*)")
 ORDER = re.split("\n## From", README)[0]  # its commands run one after the other
@@ -58,6 +51,8 @@ def commands(text):
     return [tuple(filter(TRAINS.match, lines)) for lines in found if any(map(TRAINS.match, lines))]
 
 
+FIRST = sum(commands(ORDER), ())
+FIRST += (*(line + " --resume" for line in FIRST if "runs/mine" in line),)
 RUN = {lines: None for text in PAGES.values() for lines in commands(text.removeprefix(ORDER))}
 
 
@@ -73,8 +68,8 @@ def test_pages():
             titles = [re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles]
             assert path.exists() and anchor in titles, (page, target)
         for line in "".join(code[2] for code in CODE.findall(text) if code[0] == "sh").splitlines():
-            assert any(re.match(no, line) for no, _ in NOT_RUN) != bool(TRAINS.match(line)), line
-    assert sum(len(text.split()) for text in PAGES.values()) <= 11_500
+            assert any(re.match(no, line) for no in NOT_RUN) != bool(TRAINS.match(line)), line
+    assert sum(len(text.split()) for text in PAGES.values()) <= 11_000
 
 
 def test_quotes():
@@ -92,47 +87,40 @@ def test_quotes():
 
 
 def try_all(lines, data):
-    """Commands one after the other, those of two machines at once: what each has printed. torchrun
-    would import torch as well: only its flags are read, and its two processes started."""
+    """Commands one after the other: what each has printed. Of torchrun, which would import torch as
+    well, only the flags are read, and two processes started."""
     for path in ROOT.glob("train_*.py"):
         text = path.read_text().replace("synthetic(10_000", "synthetic(96")
         Path(path.name).write_text(text.replace("synthetic(2_000", "synthetic(40"))
     Path("my_images").symlink_to(data / "pictures")
-    texts, jobs, values = [], [], {"data": data, "folder": os.getcwd()}
-    for i, line in enumerate(lines):
-        values["port"] = values["port"] if jobs else helpers.free_port()
-        for pattern, other, _ in INSTEAD:
-            line = re.sub(pattern, other.format(**values), line)
+    texts = []
+    for line in lines:
+        for pattern, other in INSTEAD.items():
+            other = other.format(folder=os.getcwd(), port=helpers.free_port())
+            line = re.sub(pattern, other, line)
         torchrun, name, flags = TRAINS.match(line).groups()
-        if torchrun is None:
-            jobs.append(Warm(name, shlex.split(flags, comments=True), f"{i}.log"))
-        elif get_args_parser().parse_args([*torchrun.split(), name]).node_rank == 0:
-            jobs += by_hand(name, *shlex.split(flags), processes=1 + ("node 1 " not in torchrun))
-        if " --rank 0" not in line or " --rank 1" not in "".join(lines[i + 1 : i + 2]):
-            texts.append(done(jobs) if jobs else "")
-            jobs = []
+        epochs = 0 if "--epochs 0" in line else 1 + ("--resume" in line)
+        flags = [*shlex.split(flags, comments=True), *SMALL, data, "--epochs", epochs]
+        if torchrun is not None:
+            get_args_parser().parse_args([*torchrun.split(), name])
+        if "rank 1" not in line:  # the second machine's command
+            alone = torchrun is None
+            jobs = [Warm(name, flags, "log")] if alone else by_hand(name, *flags, processes=2)
+            texts.append(done(jobs))
     return texts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lines", RUN, ids=lambda lines: re.sub(r"\W+", "-", lines[0])[-40:])
+@pytest.mark.parametrize("lines", [FIRST, *RUN], ids=lambda x: re.sub(r"\W+", "-", x[0])[-40:])
 def test_commands(lines, data):
-    try_all(lines, data)
-    assert any("--epochs 0" in line for line in lines) or list(Path().glob("runs/*/model.pt"))
-
-
-@pytest.mark.slow
-def test_readme_in_order(data):
-    """Its first commands, one after the other in one folder; the output is of the printed form."""
-    lines = list(sum(commands(ORDER), ()))
-    [mine] = [i for i, line in enumerate(lines) if "runs/mine" in line]
-    lines.insert(mine + 1, lines[mine] + " --resume")
+    """README.md's first ones in order, with output of the printed form; each of the others."""
     texts = try_all(lines, data)
-    assert "1 epochs and 0 steps are done" in texts[mine + 1] and len(metrics("runs/mine")) == 2
-    [shown] = [code[2] for code in CODE.findall(ORDER) if not code[0]]
-    [text] = [text for text in texts if "runs/cpu" in text]
-    masks = [re.sub(r"\S*\d\S*|host \w+", "#", text).split() for text in (text, shown)]
-    assert masks[0] == masks[1]
+    assert any("--epochs 0" in line for line in lines) or list(Path().glob("runs/*/model.pt"))
+    if lines == FIRST:
+        assert "1 epochs and 0 steps are done" in texts[-1]
+        texts += [code[2] for code in CODE.findall(ORDER) if not code[0]]
+        masks = [re.sub(r"\S*\d\S*|host \w+", "#", text).split() for text in texts]
+        assert masks[-1] in masks[:-1]
 
 
 def copy(*titles, name="ddp_torchrun", rooms=False, **changes):
@@ -158,71 +146,49 @@ def copy(*titles, name="ddp_torchrun", rooms=False, **changes):
         text = text.replace(old, new)
     Path("my_script.py").write_text(text)
     Path("texts").mkdir(exist_ok=True)
-    Path("texts", "a.md").write_text(README[:6500] * 2)
+    text = (README[:6500] * 2).encode()[: 200 * 64 + 1]
+    for name, part in ("a.md", text), ("train.bin", text[:11521]), ("test.bin", text[11520:]):
+        Path("texts", name).write_bytes(part)
 
 
-def train(output, *flags, name="ddp_torchrun", processes=2, killed=()):
-    """Run my_script.py, which is killed when it prints each of `killed`: what it has printed."""
-    flags, printed = [*flags, "--resume", "--output", output], ""
-    options = {"processes": 1 if name == "single" else processes, "path": "my_script.py"}
-    for line in killed:
-        jobs = helpers.start(name, *flags, **options)
-        helpers.wait_for(line, *jobs)
-        helpers.kill_all(jobs)
-        printed += helpers.logs(jobs)
-    return printed + run(name, *flags, **options)
-
-
-def test_example():
-    """It learns; a run that is killed, one with data that are not in memory, and one whose layers
-    keep no activations have the same losses."""
-    for title in "killed", "whole", "Data larger than memory", "Less memory for activations":
-        copy(*[title] * (" " in title), name="single", rooms=True)
-        text = Path("texts", "a.md").read_bytes()
-        middle = (len(text) - 1) // 64 * 9 // 10 * 64
-        Path("texts", "train.bin").write_bytes(text[: middle + 1])
-        Path("texts", "test.bin").write_bytes(text[middle:])
-        killed = ["epoch 2/2 step 3/"] if title == "killed" else []
-        train(title, *FLAGS, "--checkpoint-minutes", 0, name="single", killed=killed)
-        close(title, "killed", 1e-6)
-    assert same(weights("killed"), weights("whole"))
-    first, last = metrics("whole")
-    assert last["test_loss"] < first["test_loss"] and last["test_accuracy"] > 0.1
+def train(output, *flags, name="ddp_torchrun", processes=2):
+    """Run my_script.py in this folder, where it resumes: what it has printed."""
+    processes = 1 if name == "single" else processes
+    flags = [*flags, "--resume", "--output", output]
+    return run(name, *flags, processes=processes, path="my_script.py")
 
 
 SHORT = ["--batch-size", 16, "--epochs", 3, "--lr", 0.001, "--log-every", 10]
-KILLED = ["epoch 1/3 step 20/", "epoch 2/3 step 30/"]
+SMALLER = "Data larger than memory", "Less memory for activations"
 EXACT, CLASSES = "A loss that ignores labels", "Imbalanced classes"
 ADDED = ["The best model", "Early stopping", "The norm of the gradient", "TensorBoard", CLASSES]
-ADDED += ["An average of the weights", "Predictions of all test samples"]
+ADDED += ["An average of the weights", "Predictions of all test samples", "Is it the loader?"]
+ADDED += ["Communication or computation?"]
 FROZEN = "Pretrained weights and frozen layers"
-WRITER = """
-class SummaryWriter:
-    def __init__(self, folder, purge_step): self.flush = list
-    def add_scalar(self, *event): print("event", *event, flush=True)
-"""
 
 
 @pytest.mark.slow
 def test_recipes(fashion):
-    """A killed run leaves the same files and events; only the head of a frozen network is trained;
-    a run that stalls is stopped."""
+    """A resumed run leaves the same files; only the head of a frozen network is trained; a run that
+    stalls is stopped."""
     changes = {"train_set.targets": "train_set.tensors[1]", '(weights="DEFAULT")': "()"}
-    changes["from torch.utils.tensorboard import SummaryWriter\n"] = WRITER
+    changes["torch.utils.tensorboard import SummaryWriter"] = "unittest import mock"
+    changes |= {"> 60:": "> 0:", "SummaryWriter(args.output / ": "mock.MagicMock(name="}
     copy(*ADDED, FROZEN, **changes)
     flags, names = [*fashion, *SHORT, "--repeat", 3], ("model.pt", "best.pt", "ema.pt")
-    texts = [train("whole", *flags)]
-    texts.append(train("killed", *flags, "--checkpoint-minutes", 0, killed=KILLED))
-    events = [set(re.findall(r"event .*|gradient norm .*", text)) for text in texts]
-    assert events[0] == events[1] and len(events[0]) == 3 * (4 + 4 + 1)
-    whole, killed = ([weights(output, name) for name in names] for output in ("whole", "killed"))
-    assert all(map(same, whole, killed)) and not same(whole[0], whole[2])
+    text = train("whole", *flags)
+    assert all(text.count(says) for says in ("the loader alone: ", "aten::", "gradient norm "))
+    assert "ProfilerStep#23" in Path("whole", "trace.json").read_text()
+    for epochs in 1, 3:
+        train("parts", *flags, "--epochs", epochs)
+    whole, parts = ([weights(output, name) for name in names] for output in ("whole", "parts"))
+    assert all(map(same, whole, parts)) and not same(whole[0], whole[2])
     losses = [row["test_loss"] for row in metrics("whole")]
     assert same(*whole[:2]) == (losses[2] == min(losses))
     torch.manual_seed(76)
     backbone = models.resnet18().state_dict()
-    names = [name for name in backbone if not name.startswith("fc.")]
-    assert all(torch.equal(backbone[name], whole[0][f"backbone.{name}"]) for name in names)
+    frozen = {name: whole[0].get(f"backbone.{name}", backbone[name]) for name in backbone}
+    assert same(frozen, backbone)
     for epochs in (8, 9):  # the second run is stopped before it begins
         train("stalled", *flags, "--lr", 0, "--epochs", epochs, processes=epochs - 7)
         os.rename("stalled/predictions.pt", f"{epochs}.pt")
@@ -231,47 +197,29 @@ def test_recipes(fashion):
 
 
 CONTRAST = "A contrastive loss over the whole batch"
-ALIKE = {  # recipe: what the data set needs, and a mistake
-    "": ("", "", "ddp(inputs)", "model(inputs)"),
-    EXACT: ("images, labels\n", "images, labels.where(labels > 6, -100)\n", "* own *", "*"),
-    CLASSES: ("train_set.targets", "train_set.tensors[1]", "drawn[self.rank ::", "drawn[0 ::"),
-    CONTRAST: ("normalize(outputs", "normalize(outputs.view(-1, 2, 5)", "dist.get_rank() *", "0 *"),
+[HALF] = [part.split("\n")[0] for part in SECTIONS if "torch.amp.GradScaler(" in part]
+ALIKE = {  # recipes: what the data set needs
+    (): {},
+    SMALLER: {},
+    (EXACT,): {"images, labels\n": "images, labels.where(labels > 6, -100)\n"},
+    (CLASSES,): {"train_set.targets": "train_set.tensors[1]"},
+    (CONTRAST,): {"normalize(outputs": "normalize(outputs.view(-1, 2, 5)"},
+    (HALF, "All-reduce in bfloat16"): {"enabled=args.amp": "enabled=world_size > 1"},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ALIKE)
-def test_alike(fashion, recipe):
-    """On one process, on two, and in micro-batches but for the contrasts; not with the mistake."""
-    (old, new, right, wrong), losses = ALIKE[recipe], []
-    flags = [*fashion, *SHORT, "--epochs", 1] if recipe else [*FLAGS, "--dropout", 0]
-    for mistake, processes, parts in (right, 1, 1), (right, 2, 1), (right, 2, 2), (wrong, 2, 1):
-        copy(*filter(None, [recipe]), rooms=not recipe, **{old: new, right: mistake})
-        train(f"{len(losses)}", *flags, "--accumulate", parts, processes=processes)
-        losses.append(metrics(f"{len(losses)}")[-1]["train_loss"])
-    alike = [loss == pytest.approx(losses[0], rel=1e-4) for loss in losses]
-    assert alike == [True, True, recipe != CONTRAST, False], losses
-
-
-@pytest.mark.slow
-def test_half_precision(fashion):
-    """float16 with a scaler, and gradients all-reduced in bfloat16, are near the script's run; with
-    the scaler switched off it is that run."""
-    [float16] = [part.split("\n")[0] for part in SECTIONS if "torch.amp.GradScaler(" in part]
-    run("ddp_torchrun", *fashion, *SHORT, "--output", "script", processes=2)
-    amp = ["--clip-norm", 100, "--amp", "--accumulate", 2]
-    hook = "All-reduce in bfloat16"
-    for output, title, flags in ("off", float16, []), ("on", float16, amp), ("hook", hook, []):
-        copy(title)
-        train(output, *fashion, *SHORT, *flags)
-        close(output, "script", 0.02, keys=["train_loss"])
-        assert same(weights(output), weights("script")) == (output == "off")
-
-
-def test_load_data_alone(fashion):
-    """The command of slurm/README.md for machines without a network."""
-    [code] = re.findall(r'python -c "(.*load_data.*)"', PAGES[ROOT / "slurm" / "README.md"])
-    exec(code.replace("'--dataset', 'cifar10'", ", ".join(f"'{flag}'" for flag in fashion)))
+@pytest.mark.parametrize("recipes", ALIKE)
+def test_alike(fashion, recipes):
+    """On one process, on two, and in micro-batches but for the contrasts; float16 is near."""
+    example = recipes in ((), SMALLER)
+    flags = [*FLAGS, "--dropout", 0] if example else [*fashion, *SHORT, "--epochs", 1]
+    copy(*recipes, rooms=example, **ALIKE[recipes])
+    for output, processes, parts in ("one", 1, 1), ("two", 2, 1), ("parts", 2, 2):
+        train(output, *flags, "--accumulate", parts, processes=processes)
+        if recipes != (CONTRAST,) or parts == 1:
+            close(output, "one", 0.02 if HALF in recipes else 1e-4, keys=["train_loss"])
+    assert not example or 0 < metrics("one")[1]["test_loss"] < metrics("one")[0]["test_loss"]
 
 
 LOOP = """
@@ -287,8 +235,11 @@ for epoch in range(9):
 """
 
 
-def test_own_loop():
-    """The code of docs/what_ddp_changes.md: two ranks that measure other losses stop together."""
+def test_own_loop(fashion):
+    """slurm/README.md's command for a machine without a network, and the code of
+    docs/what_ddp_changes.md: two ranks that measure other losses stop together."""
+    [code] = re.findall(r'python -c "(.*load_data.*)"', PAGES[ROOT / "slurm" / "README.md"])
+    exec(code.replace("'--dataset', 'cifar10'", ", ".join(f"'{flag}'" for flag in fashion)))
     codes = CODE.findall(PAGES[ROOT / "docs" / "what_ddp_changes.md"])
     stop, *codes = [code for language, script, code in codes if language and not script]
     codes = [LOOP, textwrap.indent(stop, "    "), "model(torch.ones(2)).sum().backward()\n", *codes]
