@@ -57,7 +57,8 @@ RUN = {lines: None for text in PAGES.values() for lines in commands(text.removep
 
 
 def test_pages():
-    """Short; each link leads to a file, and to a heading in it; each command is run, or listed."""
+    """Short; each link leads to a file, and to a heading; each command is run, or listed; what
+    "```python train_dp.py" begins stands so in this script."""
     assert len(README.splitlines()) <= 140 and len(README.split()) <= 1200
     plain = {page: CODE.sub("", text) for page, text in PAGES.items()}
     for page, text in PAGES.items():
@@ -67,17 +68,15 @@ def test_pages():
             titles = re.findall(r"^#+ (.*)", plain[path].lower() if anchor else "# ", re.M)
             titles = [re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles]
             assert path.exists() and anchor in titles, (page, target)
+        for _, name, content in CODE.findall(text):
+            assert not name or f"\n{content}" in (ROOT / name).read_text(), (page, content)
         for line in "".join(code[2] for code in CODE.findall(text) if code[0] == "sh").splitlines():
             assert any(re.match(no, line) for no in NOT_RUN) != bool(TRAINS.match(line)), line
     assert sum(len(text.split()) for text in PAGES.values()) <= 11_000
 
 
-def test_quotes():
-    """What "```python train_dp.py" begins stands so in this script; README.md's diff is the real
-    one, without some of the unchanged lines."""
-    for page, text in PAGES.items():
-        for _, name, content in CODE.findall(text):
-            assert not name or f"\n{content}" in (ROOT / name).read_text(), (page, content)
+def test_diff():
+    """README.md's is the real one, without some of the unchanged lines."""
     [diff] = [code[2].splitlines() for code in CODE.findall(README) if code[0] == "diff"]
     old, new = ((ROOT / "minimal" / f"{n}.py").read_text().splitlines() for n in ("one_gpu", "ddp"))
     lines = list(difflib.unified_diff(old, new, n=999, lineterm=""))[3:]
