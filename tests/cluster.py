@@ -2,7 +2,6 @@
 and Debian's packages slurm-wlm and munge. Everything that it writes is in one folder."""
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,13 +12,6 @@ from helpers import wait_until
 
 MACHINES = ["node0", "node1", "node2", "node3"]
 HOSTS = "127.0.0.1 node0\n127.0.0.2 node1\n127.0.0.3 node2\n127.0.0.4 node3\n"
-CONF = Path(__file__).with_name("slurm.conf").read_text()
-
-
-def missing():
-    """Whether there can be no cluster here."""
-    found = [shutil.which(name, path="/usr/bin:/usr/sbin") for name in ("munged", "slurmctld")]
-    return os.getuid() != 0 or None in found
 
 
 def write_files(folder):
@@ -33,7 +25,8 @@ def write_files(folder):
     line = "NodeName={} NodeAddr=127.0.0.1 Port={} CPUs=199 Gres=gpu:40\n"
     nodes = "".join(map(line.format, MACHINES, ports))
     host, version = socket.gethostname(), 1 if Path("/sys/fs/cgroup/cpuset").exists() else 2
-    (folder / "slurm.conf").write_text(CONF.format(**locals()))
+    conf = Path(__file__).with_name("slurm.conf").read_text()
+    (folder / "slurm.conf").write_text(conf.format(**locals()))
     (folder / "gres.conf").write_text(f"Name=gpu AutoDetect=off File={folder}/gpu[0-39]\n")
     (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\n")
     (folder / "hosts").write_text(Path("/etc/hosts").read_text() + HOSTS)

@@ -4,6 +4,7 @@ scripts that stand still before step 3 in their first life (in an array, in its 
 
 import os
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
-from cluster import cluster, missing
+from cluster import cluster
 from helpers import DDP, LIMIT, ROOT, SCRIPTS, close, command, edited, wait_until, weights
 
 pytestmark = pytest.mark.slow
@@ -87,7 +88,8 @@ class Job:
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory, data):
     """{name: job}. When all stand, each job is disturbed."""
-    if missing() or torch.accelerator.is_available():
+    installed = all(shutil.which(name, path="/usr/sbin") for name in ("slurmctld", "munged"))
+    if os.getuid() or not installed or torch.accelerator.is_available():
         pytest.skip("needs root, no GPU, and apt-get install slurm-wlm munge")
     folder, jobs = tmp_path_factory.mktemp("slurm"), {}
     with pytest.MonkeyPatch.context() as patch, cluster(folder, patch):
@@ -184,5 +186,4 @@ def test_minimal(trainings, monkeypatch):
     for job, restarts in (resume, 1), (whole, 0), (two, 0):
         job.ended(restarts=restarts)
         assert re.findall(r"epoch (\d)", job.log()) == list("01234")
-    assert re.findall("epoch.*", resume.log()) == re.findall("epoch.*", whole.log())
     assert helpers.same(weights(resume.output), weights(whole.output))
