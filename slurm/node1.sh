@@ -6,15 +6,15 @@
 #SBATCH --nodelist=node1          # EDIT: the name of this machine
 #SBATCH --gres=gpu:4              # EDIT: GPUs; if none, delete this and --device cuda
 #SBATCH --cpus-per-task=16        # EDIT: CPU cores, about 4 per GPU
-#SBATCH --time=04:00:00           # EDIT: at this limit the job is queued again, and continues
-##SBATCH --partition=gpu          # EDIT: if your cluster needs it, delete one #; likewise --account
+#SBATCH --time=04:00:00           # EDIT: at this limit the job is requeued, and continues
+##SBATCH --partition=gpu          # EDIT: if your cluster needs it, delete one #; likewise for --account
 #SBATCH --output=%x-%j.out --open-mode=append
-#SBATCH --requeue                 # queue the job again if a machine fails
+#SBATCH --requeue                 # requeue the job if a node fails
 #SBATCH --signal=B:USR1@60        # send USR1 to this shell 60 s before the time limit: see trap
 
 # source ~/miniconda3/etc/profile.d/conda.sh; conda activate ENV # EDIT: yours, without the first #
 script=train_ddp_spawn.py # EDIT: your script
-output=runs/pair # EDIT: another folder for another training, the same in both files
+output=runs/pair # EDIT: a new folder for each run, the same in both files
 meet=tcp://node0:23456 # EDIT: machine 0 and a free port, the same in both files
 code=$output/$SLURM_JOB_ID-$(basename "$script")
 [[ -e $code ]] || install -D "$script" "$code" # run a copy, so that you can edit the script
