@@ -335,7 +335,7 @@ def load_checkpoint(args, model, optimizer, scheduler):
     path = args.output / "last.pt"
     if not args.resume or not path.exists():
         return Progress()
-    mmap = args.device != "cpu"  # saves memory; on the CPU the optimizer would keep the file mapped
+    mmap = args.device != "cpu"  # saves memory; a CPU optimizer would go on using the file
     checkpoint = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -451,7 +451,7 @@ def main(args):
     # All three have the same weights. Train with ddp: its backward pass averages the gradients over
     # all ranks. Evaluate with parallel, and save model: they do not communicate with other ranks.
     ddp = nn.parallel.DistributedDataParallel(parallel, gradient_as_bucket_view=True)
-    # Batch norm's averages: in the loop below. (The constructor's argument for it is deprecated.)
+    # DDP would copy rank 0's buffers in each forward pass; the loop below does it once an epoch.
     ddp.broadcast_buffers = False
     if progress.epoch == progress.step == 0:  # a new run: what can fail later should fail now
         if rank == 0:
@@ -473,7 +473,7 @@ def main(args):
         started = time.perf_counter() - progress.seconds
         for step in range(progress.step + 1, steps_per_epoch + 1):
             if (step - 1) % args.log_every == 0:
-                # Checkpoints are saved before such a step: a resumed run draws the same numbers.
+                # Checkpoints are saved before such steps: with the same --log-every, numbers repeat
                 run_step = epoch * steps_per_epoch + step
                 seed = args.seed + (run_step * world_size + rank) * gpus
                 torch.manual_seed(seed)  # others on each rank,

@@ -334,7 +334,7 @@ def load_checkpoint(args, model, optimizer, scheduler):
     path = args.output / "last.pt"
     if not args.resume or not path.exists():
         return Progress()
-    mmap = args.device != "cpu"  # saves memory; on the CPU the optimizer would keep the file mapped
+    mmap = args.device != "cpu"  # saves memory; a CPU optimizer would go on using the file
     checkpoint = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -450,7 +450,7 @@ def main(local_rank, world_size, args):
     # Train with ddp: its backward pass averages the gradients over all ranks. Evaluate and save
     # model, which has the same weights and does not communicate.
     ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)  # less memory
-    # Batch norm's averages: in the loop below. (The constructor's argument for it is deprecated.)
+    # DDP would copy rank 0's buffers in each forward pass; the loop below does it once an epoch.
     ddp.broadcast_buffers = False
     if progress.epoch == progress.step == 0:  # a new run: what can fail later should fail now
         if rank == 0:
@@ -472,7 +472,7 @@ def main(local_rank, world_size, args):
         started = time.perf_counter() - progress.seconds
         for step in range(progress.step + 1, steps_per_epoch + 1):
             if (step - 1) % args.log_every == 0:
-                # Checkpoints are saved before such a step: a resumed run draws the same numbers.
+                # Checkpoints are saved before such steps: with the same --log-every, numbers repeat
                 run_step = epoch * steps_per_epoch + step
                 torch.manual_seed(args.seed + run_step * world_size + rank)  # differs per rank
             for micro_step in range(args.accumulate):

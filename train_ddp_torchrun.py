@@ -333,7 +333,7 @@ def load_checkpoint(args, model, optimizer, scheduler):
     path = args.output / "last.pt"
     if not args.resume or not path.exists():
         return Progress()
-    mmap = args.device != "cpu"  # saves memory; on the CPU the optimizer would keep the file mapped
+    mmap = args.device != "cpu"  # saves memory; a CPU optimizer would go on using the file
     checkpoint = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -407,8 +407,8 @@ def main(args):
     rank = int(os.environ["RANK"])  # set by torchrun: number of this process, over all machines
     local_rank = int(os.environ["LOCAL_RANK"])  # number on its machine: the GPU that it uses
     world_size = int(os.environ["WORLD_SIZE"])  # count of all processes, one per GPU
-    torchrun_pid = os.getppid()  # the parent process, if torchrun started this one
-    device = init_distributed(args, rank, world_size, local_rank, "env://")  # by MASTER_ADDR
+    torchrun_pid = os.getppid()  # after kill -9 of torchrun, this process would live on
+    device = init_distributed(args, rank, world_size, local_rank, "env://")  # torchrun's address
     if args.epochs == 0:
         dist.destroy_process_group()
         return
@@ -453,7 +453,7 @@ def main(args):
     # Train with ddp: its backward pass averages the gradients over all ranks. Evaluate and save
     # model, which has the same weights and does not communicate.
     ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)  # less memory
-    # Batch norm's averages: in the loop below. (The constructor's argument for it is deprecated.)
+    # DDP would copy rank 0's buffers in each forward pass; the loop below does it once an epoch.
     ddp.broadcast_buffers = False
     if progress.epoch == progress.step == 0:  # a new run: what can fail later should fail now
         if rank == 0:
@@ -475,7 +475,7 @@ def main(args):
         started = time.perf_counter() - progress.seconds
         for step in range(progress.step + 1, steps_per_epoch + 1):
             if (step - 1) % args.log_every == 0:
-                # Checkpoints are saved before such a step: a resumed run draws the same numbers.
+                # Checkpoints are saved before such steps: with the same --log-every, numbers repeat
                 run_step = epoch * steps_per_epoch + step
                 torch.manual_seed(args.seed + run_step * world_size + rank)  # differs per rank
             for micro_step in range(args.accumulate):
@@ -524,7 +524,7 @@ def main(args):
     if rank == 0:
         save({k: v.cpu() for k, v in model.state_dict().items()}, args.output / "model.pt")
         print(f"finished: {args.output / 'model.pt'}")
-    dist.barrier()  # rank 0 saves: torchrun cannot restart processes once one has exited
+    dist.barrier()  # wait for rank 0: once a process has exited, torchrun cannot restart the run
     dist.destroy_process_group()
 
 
@@ -538,9 +538,9 @@ if __name__ == "__main__":
         stop(f"more processes than the {torch.accelerator.device_count()} GPUs")
     if args.sync_bn and (args.device == "cpu" or args.compile):
         stop("--sync-bn works on GPUs only, and not with --compile", local_rank)
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":  # set by torchrun --max-restarts
         if not args.resume:
             stop("--max-restarts needs --resume, or each restart would start over", local_rank)
         if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":  # or restarts can hang
-            stop("--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", local_rank)
+            stop("--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 exported", local_rank)
     main(args)

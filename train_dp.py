@@ -321,7 +321,7 @@ def load_checkpoint(args, model, optimizer, scheduler):
     path = args.output / "last.pt"
     if not args.resume or not path.exists():
         return Progress()
-    mmap = args.device != "cpu"  # saves memory; on the CPU the optimizer would keep the file mapped
+    mmap = args.device != "cpu"  # saves memory; a CPU optimizer would go on using the file
     checkpoint = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -412,7 +412,7 @@ def main(args):
         started = time.perf_counter() - progress.seconds
         for step in range(progress.step + 1, steps_per_epoch + 1):
             if (step - 1) % args.log_every == 0:
-                # Checkpoints are saved before such a step: a resumed run draws the same numbers.
+                # Checkpoints are saved before such steps: with the same --log-every, numbers repeat
                 seed = args.seed + (epoch * steps_per_epoch + step) * gpus
                 torch.manual_seed(seed)
                 for i in range(1, gpus):  # each GPU draws its own numbers

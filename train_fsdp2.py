@@ -478,8 +478,8 @@ def main(args):
     rank = int(os.environ["RANK"])  # set by torchrun: number of this process, over all machines
     local_rank = int(os.environ["LOCAL_RANK"])  # number on its machine: the GPU that it uses
     world_size = int(os.environ["WORLD_SIZE"])  # count of all processes, one per GPU
-    torchrun_pid = os.getppid()  # the parent process, if torchrun started this one
-    device = init_distributed(args, rank, world_size, local_rank, "env://")  # by MASTER_ADDR
+    torchrun_pid = os.getppid()  # after kill -9 of torchrun, this process would live on
+    device = init_distributed(args, rank, world_size, local_rank, "env://")  # torchrun's address
     if args.epochs == 0:
         dist.destroy_process_group()
         return
@@ -538,7 +538,7 @@ def main(args):
         started = time.perf_counter() - progress.seconds
         for step in range(progress.step + 1, steps_per_epoch + 1):
             if (step - 1) % args.log_every == 0:
-                # Checkpoints are saved before such a step: a resumed run draws the same numbers.
+                # Checkpoints are saved before such steps: with the same --log-every, numbers repeat
                 run_step = epoch * steps_per_epoch + step
                 torch.manual_seed(args.seed + run_step * world_size + rank)  # differs per rank
             for micro_step in range(args.accumulate):
@@ -588,7 +588,7 @@ def main(args):
     if rank == 0:
         save(weights, args.output / "model.pt")
         print(f"finished: {args.output / 'model.pt'}")
-    dist.barrier()  # rank 0 saves: torchrun cannot restart processes once one has exited
+    dist.barrier()  # wait for rank 0: once a process has exited, torchrun cannot restart the run
     dist.destroy_process_group()
 
 
@@ -602,9 +602,9 @@ if __name__ == "__main__":
         stop(f"more processes than the {torch.accelerator.device_count()} GPUs")
     if args.shard < 0 or args.shard and world_size % args.shard:
         stop("the number of processes must be a multiple of --shard", local_rank)
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":  # set by torchrun --max-restarts
         if not args.resume:
             stop("--max-restarts needs --resume, or each restart would start over", local_rank)
         if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":  # or restarts can hang
-            stop("--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", local_rank)
+            stop("--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 exported", local_rank)
     main(args)

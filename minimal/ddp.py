@@ -16,7 +16,7 @@ def main():
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each process uses its own GPU
     dist.init_process_group(device_id=device if device.type == "cuda" else None)  # joins the others
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # number among all machines', count
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # this process's index, their count
     if 256 % world_size != 0:  # the batch of 256 images is split across the processes
         raise SystemExit("the batch size, 256, must be a multiple of the number of processes")
     torch.manual_seed(0)
@@ -33,7 +33,7 @@ def main():
     sampler = DistributedSampler(train_set)  # shuffles, and gives each rank its own images
     batch_size = 256 // world_size  # of this process
     train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
-    test_subset = Subset(test_set, range(rank, len(test_set), world_size))  # each N-th image
+    test_subset = Subset(test_set, range(rank, len(test_set), world_size))  # each image on one rank
     test_loader = DataLoader(test_subset, batch_size=256, **options)
 
     model = nn.Sequential(
@@ -72,7 +72,7 @@ def main():
             print(f"epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.4f}")
 
     if rank == 0:
-        torch.save(model.state_dict(), "model.pt")  # not ddp: its names begin with "module."
+        torch.save(model.state_dict(), "model.pt")  # not ddp: its keys begin with "module."
     dist.destroy_process_group()
 
 

@@ -30,7 +30,7 @@ def main():
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each process uses its own GPU
     dist.init_process_group(device_id=device if device.type == "cuda" else None)  # joins the others
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # number among all machines', count
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # this process's index, their count
     if args.batch_size % world_size != 0:
         raise SystemExit("--batch-size must be a multiple of the number of processes")
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def main():
     sampler = DistributedSampler(train_set)  # shuffles, and gives each rank its own images
     batch_size = args.batch_size // world_size  # of this process
     train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
-    test_subset = Subset(test_set, range(rank, len(test_set), world_size))  # each N-th image
+    test_subset = Subset(test_set, range(rank, len(test_set), world_size))  # each image on one rank
     test_loader = DataLoader(test_subset, batch_size=256, **options)
 
     model = nn.Sequential(

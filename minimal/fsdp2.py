@@ -18,7 +18,7 @@ def main():
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each process uses its own GPU
     dist.init_process_group(device_id=device if device.type == "cuda" else None)  # joins the others
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # number among all machines', count
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # this process's index, their count
     if 256 % world_size != 0:  # the batch of 256 images is split across the processes
         raise SystemExit("the batch size, 256, must be a multiple of the number of processes")
     torch.manual_seed(0)  # all ranks must build the same model: FSDP2 does not see to it

@@ -23,7 +23,7 @@ SCRIPTS = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc", "fs
 DDP = SCRIPTS[2:5]
 COUNTS = {name: 1 if name in SCRIPTS[:2] else 2 for name in SCRIPTS}  # processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-LIMIT = 300  # seconds after which something hangs, on the slowest machine
+LIMIT = 900  # seconds after which something hangs, on the slowest machine
 
 
 def script(name):
