@@ -65,7 +65,8 @@ def test_a_host_that_goes_and_comes_back(hosts, fashion, name, lost):
     flags += ["--checkpoint-minutes", 0, "--resume", "--output"]
     run("single", *flags, "whole")
     slow = 'time.sleep(0.5 * os.path.exists("slow")); loss.backward()'
-    path = helpers.edited(name, "loss.backward()", slow)
+    often = ["30 * (now - started)", "0"] if name == "fsdp2" else []  # save at each progress line
+    path = helpers.edited(name, "loss.backward()", slow, *often)
     Path("slow").touch()
     jobs = [on_host(hosts, i, elastic(i, 1 - lost, path), *flags, "out") for i in (0, 1)]
     wait_for(" step 4/", jobs[0])
