@@ -18,7 +18,7 @@ script=train_fsdp2.py # EDIT: your script
 output=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # the same each time this job is requeued
 code=$output/$(basename "$script")
 [[ -e $code ]] || install -D "$script" "$code" # run a copy, so that you can edit the script
-export PYTHONPATH=$PWD:$PYTHONPATH # so that the copy finds the modules beside the script
+export PYTHONPATH=$PWD:${script%/*}:$PYTHONPATH # for modules here and beside the script
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or torchrun's restarts can hang (pytorch#135712)
 port=$((10000 + SLURM_JOB_ID % 20000)) # its own port, in case two jobs share a node
 trap '((SLURM_RESTART_COUNT < 20)) && scontrol requeue "$SLURM_JOB_ID"' USR1 # at most 20 times

@@ -18,7 +18,7 @@ output=runs/pair # EDIT: a new folder for each run, the same in both files
 meet=tcp://node0:23456 # EDIT: machine 0 and a free port, the same in both files
 code=$output/$SLURM_JOB_ID-$(basename "$script")
 [[ -e $code ]] || install -D "$script" "$code" # run a copy, so that you can edit the script
-export PYTHONPATH=$PWD:$PYTHONPATH # so that the copy finds the modules beside the script
+export PYTHONPATH=$PWD:${script%/*}:$PYTHONPATH # for modules here and beside the script
 requeue() { ((SLURM_RESTART_COUNT < 20)) && scontrol requeue "$SLURM_JOB_ID"; } # at most 20 times
 trap requeue USR1
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \

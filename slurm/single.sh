@@ -16,7 +16,7 @@ script=train_single.py # EDIT: your script
 output=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # the same each time this job is requeued
 code=$output/$(basename "$script")
 [[ -e $code ]] || install -D "$script" "$code" # run a copy, so that you can edit the script
-export PYTHONPATH=$PWD:$PYTHONPATH # so that the copy finds the modules beside the script
+export PYTHONPATH=$PWD:${script%/*}:$PYTHONPATH # for modules here and beside the script
 trap '((SLURM_RESTART_COUNT < 20)) && scontrol requeue "$SLURM_JOB_ID"' USR1 # at most 20 times
 
 # EDIT: in a container, write apptainer exec --nv IMAGE.sif before python

@@ -40,7 +40,7 @@ MINIMAL += ["import os\n", "import os\nimport time\n" + STANDS]
 MINIMAL += ["sampler.set", "time.sleep(9999 * (STANDS and epoch == 2)); sampler.set"]
 STAND_IN = """\
 import os, sys, time
-import beside
+import beside, here
 if os.environ.get("LOCAL_RANK", "0") == "0":
     print("arguments", sys.argv)
 time.sleep(9999 * (sys.argv[-1] not in "12"))
@@ -141,20 +141,23 @@ def test_what_the_files_start(trainings, work):
     """A stand-in, with these arguments. A job that is warned comes back with the code that began
     it, once as `requeues` is 1 here. One of a pair comes back, too, if it fails while the other is
     there, but not after a wrong flag."""
-    Path("beside.py").touch()
+    os.mkdir("own")
+    for path in "here.py", "own/beside.py":
+        Path(path).touch()
     for name in SCRIPTS:
-        Path(CODE[name]).write_text(STAND_IN)
-    files = {name: changed(f"slurm/{name}.sh", "COUNT < 20", "COUNT < 1") for name in CODE}
+        Path("own", CODE[name]).write_text(STAND_IN)
+    edits = ["COUNT < 20", "COUNT < 1", "script=", "script=own/"]
+    files = {name: changed(f"slurm/{name}.sh", *edits) for name in CODE}
     jobs = [Job(name, "--lr", "a b", options=["--nodes=1"], file=files[name]) for name in CODE]
     for job in jobs:
         job.wait_for("arguments")
         words = rf"'{job.output}/\S+', '--device', 'cuda', '--resume', '--output', '{job.output}'"
         assert re.search(rf"arguments \[{words}, .*'--lr', 'a b'", job.log()), job.log()
     for name in PAIR:
-        Job(name, 2).ended("FAILED")
+        Job(name, 2, file=files[name]).ended("FAILED")
         Job(name, 1, file=files[name]).ended("FAILED", restarts=1)
     for name in SCRIPTS:
-        Path(CODE[name]).write_text(STAND_IN.replace("arguments", "edited"))
+        Path("own", CODE[name]).write_text(STAND_IN.replace("arguments", "edited"))
     for job in jobs:
         command(*WARN, job.number)
     for job in jobs:
@@ -164,7 +167,7 @@ def test_what_the_files_start(trainings, work):
     for job in jobs:
         command("scancel", job.number)
         job.ended("CANCELLED", restarts=1)
-    Job("node0", 1).ended("FAILED")
+    Job("node0", 1, file=files["node0"]).ended("FAILED")
 
 
 @pytest.mark.parametrize("name", [*TRAINED, "array", "node0"])
