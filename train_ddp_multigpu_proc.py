@@ -412,7 +412,7 @@ def main(args):
         dist.destroy_process_group()
         return
     torch.set_float32_matmul_precision("high")  # allow TF32
-    torch.backends.cudnn.benchmark = True  # search for the fastest convolution algorithms
+    torch.backends.cudnn.benchmark = gpus == 1  # DataParallel's threads would search in each step
 
     # Data
     if rank == 0:  # it may download

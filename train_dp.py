@@ -376,7 +376,7 @@ def main(args):
     if args.epochs == 0:
         return
     torch.set_float32_matmul_precision("high")  # allow TF32
-    torch.backends.cudnn.benchmark = True  # search for the fastest convolution algorithms
+    torch.backends.cudnn.benchmark = gpus == 1  # DataParallel's threads would search in each step
 
     # Data
     train_set, test_set, classes = load_data(args)

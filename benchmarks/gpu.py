@@ -77,8 +77,8 @@ def resume(folder):
     """The weights of a second undisturbed run, and of one killed and resumed, beside the first."""
     table(ALL, "script", "GPUs", "flags", "killed after", "undisturbed", "resumed")
     copy_scripts(folder)
-    flags = ["--batch-size", args.batch_size, "--epochs", 4, "--log-every", 5, *args.flags]
-    flags += ["--checkpoint-minutes", 0, "--resume"]
+    flags = ["--epochs", 4, "--log-every", 5, "--checkpoint-minutes", 0, "--resume", *args.flags]
+    flags += ["--batch-size", args.batch_size // ALL * ALL]  # each process's share is whole
     for name, n in (("single", 1), ("ddp_torchrun", ALL), ("fsdp2", ALL))[: args.first]:
         for more in (["--augment"], ["--amp", "--compile"])[: args.first]:
             words = folder / f"train_{name}.py", n, [*flags, *more]

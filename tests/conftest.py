@@ -11,6 +11,8 @@ from PIL import Image
 def pytest_collection_finish(session):
     os.environ["OMP_NUM_THREADS"] = "1"  # threads of several processes fight for the cores
     torch.set_num_threads(1)
+    if not any("gpu" in test.keywords for test in session.items):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before the server imports torch
     forkserver.ensure_running()
 
 
