@@ -8,8 +8,8 @@ import torch
 from helpers import same, weights
 from test_pages import copy, train
 
-META, FILE, PARTS = "Built on the meta device", "A pretrained file", "Checkpoints in parts"
-OFFLOAD, BYTES = "Parameters in the host's memory", "Less communication, more memory"
+META, FILE, PARTS = "Building on the meta device", "A pretrained file", "Sharded checkpoints"
+OFFLOAD, BYTES = "CPU offload", "Less communication, more memory"
 LAST = torch.channels_last
 SHORT = ["--batch-size", 32, "--optimizer", "adam", "--epochs"]
 TIED = """    model = Net(channels, side, classes)
