@@ -87,7 +87,7 @@ def main():
         for buffer in model.buffers():  # batch norm's running averages differ: take those of rank 0
             dist.broadcast(buffer, 0)
         model.eval()
-        correct = torch.tensor(0, device=device)  # likewise
+        correct = torch.tensor(0, device=device)  # a tensor, too
         with torch.no_grad():
             for images, labels in test_loader:
                 images, labels = images.to(device), labels.to(device)
