@@ -205,7 +205,7 @@ def augment(inputs, labels):
     padded = F.pad(torch.where(flip, inputs.flip(3), inputs), (4, 4, 4, 4))
     shifts = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: (N, C, 9, 9, H, W)
     y, x = torch.randint(9, (2, count), device=inputs.device)
-    return shifts[torch.arange(count, device=inputs.device), :, y, x], labels  # (N, C, H, W): image i at its y and x
+    return shifts[torch.arange(count, device=inputs.device), :, y, x], labels  # (N, C, H, W)
 
 
 # ---- Training: nothing to change here ------------------------------------------------------------
@@ -334,7 +334,7 @@ def load_checkpoint(args, model, optimizer, scheduler):
     path = args.output / "last.pt"
     if not args.resume or not path.exists():
         return Progress()
-    mmap = args.device != "cpu"  # processes share one copy; on a CPU, the file would be the optimizer's memory
+    mmap = args.device != "cpu"  # processes share one copy; on a CPU, it would be written to
     checkpoint = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -472,7 +472,7 @@ def main(local_rank, world_size, args):
         started = time.perf_counter() - progress.seconds
         for step in range(progress.step + 1, steps_per_epoch + 1):
             if (step - 1) % args.log_every == 0:
-                # so that a resumed run draws the same random numbers as an uninterrupted one
+                # So that a resumed run draws the same random numbers as an uninterrupted one
                 run_step = epoch * steps_per_epoch + step
                 torch.manual_seed(args.seed + run_step * world_size + rank)  # differs per rank
             for micro_step in range(args.accumulate):
@@ -498,7 +498,7 @@ def main(local_rank, world_size, args):
                 progress.step, progress.seconds = step, time.perf_counter() - started
                 if rank == 0:
                     print(progress_line(args, progress, steps_per_epoch), flush=True)
-                weight_norm = nn.utils.get_total_norm(model.parameters())  # the last step may break them
+                weight_norm = nn.utils.get_total_norm(model.parameters())  # NaN after a bad step
                 if not math.isfinite(progress.loss_sum) or not weight_norm.isfinite():
                     stop(f"the loss is not finite; {args.output}/last.pt is still good", rank)
                 if rank == 0 and time.perf_counter() - saved_at >= args.checkpoint_minutes * 60:

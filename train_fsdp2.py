@@ -209,7 +209,7 @@ def augment(inputs, labels):
     padded = F.pad(torch.where(flip, inputs.flip(3), inputs), (4, 4, 4, 4))
     shifts = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: (N, C, 9, 9, H, W)
     y, x = torch.randint(9, (2, count), device=inputs.device)
-    return shifts[torch.arange(count, device=inputs.device), :, y, x], labels  # (N, C, H, W): image i at its y and x
+    return shifts[torch.arange(count, device=inputs.device), :, y, x], labels  # (N, C, H, W)
 
 
 # ---- Training: nothing to change here ------------------------------------------------------------
@@ -538,7 +538,7 @@ def main(args):
         started = time.perf_counter() - progress.seconds
         for step in range(progress.step + 1, steps_per_epoch + 1):
             if (step - 1) % args.log_every == 0:
-                # so that a resumed run draws the same random numbers as an uninterrupted one
+                # So that a resumed run draws the same random numbers as an uninterrupted one
                 run_step = epoch * steps_per_epoch + step
                 torch.manual_seed(args.seed + run_step * world_size + rank)  # differs per rank
             for micro_step in range(args.accumulate):
