@@ -466,7 +466,7 @@ def shard_model(args, model, device, world_size, rank):
     model.to(memory_format=torch.contiguous_format)  # fully_shard supports no other
     for block in reversed(blocks):  # inner ones before outer ones
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh)  # what is in no block
+    fully_shard(model, mesh=mesh)  # everything else
     if len(list(model.parameters())) > count:
         stop("a block shares a weight with another, or with the rest: change BLOCKS", rank)
     if rank == 0:
