@@ -3,6 +3,7 @@
 import csv
 import math
 import re
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -107,25 +108,19 @@ def test_two_processes(fashion, name):
 
 
 def test_flags_have_effect(fashion, monkeypatch):
-    """--amp and --accumulate have it on evaluation too. --compile compiles the loss too."""
-    seen, plain, compiled = set(), single.loss_function, []
+    """--amp and --accumulate have it on evaluation too."""
+    seen, plain = set(), single.loss_function
 
     def loss_function(outputs, labels):
         seen.add((outputs.dtype, len(labels)))
         return plain(outputs, labels)
 
-    def compile(function, dynamic):
-        compiled.append(function.__name__)
-        return function
-
     monkeypatch.setattr(single, "loss_function", loss_function)
-    monkeypatch.setattr(torch, "compile", compile)
     flags = [*fashion, "--epochs", 1, "--output"]
     train(*flags, "plain")
     columns = "epoch train_loss test_loss test_accuracy seconds samples_per_second peak_memory_mib"
     assert list(metrics("plain")[0]) == columns.split()
-    train(*flags, "often", "--log-every", 3, "--checkpoint-minutes", 0, "--compile")
-    assert compiled == ["_call_impl", "loss_function"]  # of the model, and the loss
+    train(*flags, "often", "--log-every", 3, "--checkpoint-minutes", 0)
     assert same(weights("often"), weights("plain"))  # what is said and saved changes nothing
     for flag in "--augment", "--amp", "--optimizer=adam", "--lr=0.01", "--seed=1":
         train(*flags, flag[2:], flag)
@@ -146,6 +141,19 @@ def test_a_metric_of_ones_own(fashion):
         run("single", *flags, epochs, path=path)
     with open("out/metrics.csv") as file:
         assert [row["mine"] for row in csv.DictReader(file)] == ["", "7", "14"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="which torch.compile needs on a CPU")
+def test_compile(fashion):
+    """It changes little and says nothing, and compiles the loss too."""
+    head = "def loss_function(outputs, labels):\n"
+    check = "    assert torch.compiler.is_compiling() == torch.is_grad_enabled()\n"
+    flags, path = [*fashion, "--epochs", 1, "--output"], edited("ddp_torchrun", head, head + check)
+    train(*flags, "plain")
+    text = run("ddp_torchrun", *flags, "out", "--compile", processes=2, path=path)
+    assert "Warning" not in text
+    close("out", "plain", 1e-3)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
