@@ -236,8 +236,8 @@ class TensorLoader:
             yield [t.index_select(0, indices[i : i + self.batch_size]) for t in self.tensors]
 
 
-def make_loader(args, dataset, batch_size, sampler, device):
-    # A TensorDataset is copied to the device as a whole. If it does not fit: use StackDataset.
+def make_loader(args, dataset, batch_size, sampler, device, keep_workers=False):
+    # A TensorDataset is copied to the device. One that does not fit: use another class of Dataset.
     if type(dataset) is TensorDataset:
         return TensorLoader([tensor.to(device) for tensor in dataset.tensors], batch_size, sampler)
     return DataLoader(
@@ -245,7 +245,7 @@ def make_loader(args, dataset, batch_size, sampler, device):
         batch_size,
         sampler=sampler,
         num_workers=args.workers,
-        persistent_workers=args.workers > 0 and isinstance(sampler, EpochSampler),  # training only
+        persistent_workers=keep_workers and args.workers > 0,  # from one epoch to the next
         pin_memory=device.type in ("cuda", "xpu"),
     )
 
@@ -334,7 +334,7 @@ def load_checkpoint(args, model, optimizer, scheduler):
     path = args.output / "last.pt"
     if not args.resume or not path.exists():
         return Progress()
-    mmap = args.device != "cpu"  # saves memory; on a CPU, the optimizer would keep the file open
+    mmap = args.device != "cpu"  # less memory; on a CPU, the optimizer would keep using the file
     checkpoint = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -371,7 +371,7 @@ def check_flags(args, world_size=1, rank=0):
         old = checkpoint["flags"].get(name, new)  # no entry: the run's script had no such flag
         if old != new:
             flag = f"--{name.replace('_', '-')}"
-            word = "without" if old in ("False", "None") else "with"
+            word = "without" if old in ("False", "None") else "with"  # "False": a switch was off
             value = "" if old in ("True", "False", "None") else f" {old}"
             stop(f"{path} was started {word} {flag}{value}: use the same flags", rank)
     epoch, step = checkpoint["progress"]["epoch"], checkpoint["progress"]["step"]
@@ -392,7 +392,7 @@ def init_distributed(args, rank, world_size, local_rank, init_method):
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=args.timeout),
-        device_id=None if args.device == "cpu" else device,  # the GPU of this process
+        device_id=None if args.device == "cpu" else device,  # or NCCL guesses the GPU
     )
     name = f"{device}, {torch.cuda.get_device_name()}" if args.device == "cuda" else device
     reports = [None] * world_size  # all_gather_object fills it, one entry per rank
@@ -427,7 +427,7 @@ def main(local_rank, world_size, args):
     rank_batch = args.batch_size // world_size
     micro_batch = rank_batch // args.accumulate
     sampler = EpochSampler(train_set, args.seed, rank, world_size)
-    train_loader = make_loader(args, train_set, micro_batch, sampler, device)
+    train_loader = make_loader(args, train_set, micro_batch, sampler, device, keep_workers=True)
     test_indices = range(rank, len(test_set), world_size)  # each sample once, on one of the ranks
     test_loader = make_loader(args, test_set, micro_batch, test_indices, device)
 
@@ -439,7 +439,7 @@ def main(local_rank, world_size, args):
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.compile:
         model.compile(dynamic=False)  # in place: the names in its state_dict stay
-        criterion = torch.compile(loss_function, dynamic=False)
+        criterion = torch.compile(loss_function, dynamic=False)  # all batches have one shape
     optimizer, scheduler = build_optimizer(args, model, args.epochs * steps_per_epoch)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
     progress = load_checkpoint(args, model, optimizer, scheduler)
@@ -450,7 +450,7 @@ def main(local_rank, world_size, args):
     # Train with ddp: its backward pass averages the gradients over all ranks. Evaluate and save
     # model, which has the same weights and does not communicate.
     ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)  # less memory
-    # DDP would copy rank 0's buffers in each forward pass; the loop below does it once an epoch.
+    # DDP would copy buffers (batch norm's averages) in each forward pass: once an epoch is enough.
     ddp.broadcast_buffers = False
     if progress.epoch == progress.step == 0:  # a new run: what can fail later should fail now
         if rank == 0:
@@ -498,7 +498,7 @@ def main(local_rank, world_size, args):
                 progress.step, progress.seconds = step, time.perf_counter() - started
                 if rank == 0:
                     print(progress_line(args, progress, steps_per_epoch), flush=True)
-                weight_norm = nn.utils.get_total_norm(model.parameters())  # NaN after a bad step
+                weight_norm = nn.utils.get_total_norm(model.parameters())  # NaN if a weight is
                 if not math.isfinite(progress.loss_sum) or not weight_norm.isfinite():
                     stop(f"the loss is not finite; {args.output}/last.pt is still good", rank)
                 if rank == 0 and time.perf_counter() - saved_at >= args.checkpoint_minutes * 60:

@@ -223,8 +223,8 @@ class TensorLoader:
             yield [t.index_select(0, indices[i : i + self.batch_size]) for t in self.tensors]
 
 
-def make_loader(args, dataset, batch_size, sampler, device):
-    # A TensorDataset is copied to the device as a whole. If it does not fit: use StackDataset.
+def make_loader(args, dataset, batch_size, sampler, device, keep_workers=False):
+    # A TensorDataset is copied to the device. One that does not fit: use another class of Dataset.
     if type(dataset) is TensorDataset:
         return TensorLoader([tensor.to(device) for tensor in dataset.tensors], batch_size, sampler)
     return DataLoader(
@@ -232,7 +232,7 @@ def make_loader(args, dataset, batch_size, sampler, device):
         batch_size,
         sampler=sampler,
         num_workers=args.workers,
-        persistent_workers=args.workers > 0 and isinstance(sampler, EpochSampler),  # training only
+        persistent_workers=keep_workers and args.workers > 0,  # from one epoch to the next
         pin_memory=device.type in ("cuda", "xpu"),
     )
 
@@ -321,7 +321,7 @@ def load_checkpoint(args, model, optimizer, scheduler):
     path = args.output / "last.pt"
     if not args.resume or not path.exists():
         return Progress()
-    mmap = args.device != "cpu"  # saves memory; on a CPU, the optimizer would keep the file open
+    mmap = args.device != "cpu"  # less memory; on a CPU, the optimizer would keep using the file
     checkpoint = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -358,7 +358,7 @@ def check_flags(args, world_size=1, rank=0):
         old = checkpoint["flags"].get(name, new)  # no entry: the run's script had no such flag
         if old != new:
             flag = f"--{name.replace('_', '-')}"
-            word = "without" if old in ("False", "None") else "with"
+            word = "without" if old in ("False", "None") else "with"  # "False": a switch was off
             value = "" if old in ("True", "False", "None") else f" {old}"
             stop(f"{path} was started {word} {flag}{value}: use the same flags", rank)
     epoch, step = checkpoint["progress"]["epoch"], checkpoint["progress"]["step"]
@@ -385,7 +385,7 @@ def main(args):
         stop(f"--batch-size: the training set has only {len(train_set)} samples")
     micro_batch = args.batch_size // args.accumulate
     sampler = EpochSampler(train_set, args.seed)
-    train_loader = make_loader(args, train_set, micro_batch, sampler, device)
+    train_loader = make_loader(args, train_set, micro_batch, sampler, device, keep_workers=True)
     test_indices = range(len(test_set))  # any iterable can be a sampler
     test_loader = make_loader(args, test_set, micro_batch, test_indices, device)
 
@@ -436,7 +436,7 @@ def main(args):
                 loss_sum.zero_()
                 progress.step, progress.seconds = step, time.perf_counter() - started
                 print(progress_line(args, progress, steps_per_epoch), flush=True)
-                weight_norm = nn.utils.get_total_norm(model.parameters())  # NaN after a bad step
+                weight_norm = nn.utils.get_total_norm(model.parameters())  # NaN if a weight is
                 if not math.isfinite(progress.loss_sum) or not weight_norm.isfinite():
                     stop(f"the loss is not finite; {args.output}/last.pt is still good")
                 if time.perf_counter() - saved_at >= args.checkpoint_minutes * 60:

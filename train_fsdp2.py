@@ -57,7 +57,7 @@ add("--seed", type=int, default=76, help="of weights, sample order and random nu
 accelerator = torch.accelerator.current_accelerator(check_available=True)
 devices = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # per process
+cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # torchrun sets it
 devices = [name for name in devices if name != "mps"]  # FSDP2 has no backend for it
 add("--device", choices=devices, default=devices[0])
 add("--workers", type=int, default=min(16, cores), help="loader processes per training process")
@@ -73,7 +73,7 @@ MAY_CHANGE = ["epochs", "accumulate", "device", "workers", "amp", "compile", "da
 MAY_CHANGE += ["resume", "overwrite", "checkpoint_minutes", "log_every"]
 add("--shard", type=int, default=0, help="GPUs that share one copy of the model; 0: all GPUs")
 add("--timeout", type=int, default=1800, help="seconds to wait for another process")
-add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)  # old launchers pass it
+add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)  # torch.distributed.launch
 MAY_CHANGE += ["shard", "timeout", "local_rank"]
 
 
@@ -240,8 +240,8 @@ class TensorLoader:
             yield [t.index_select(0, indices[i : i + self.batch_size]) for t in self.tensors]
 
 
-def make_loader(args, dataset, batch_size, sampler, device):
-    # A TensorDataset is copied to the device as a whole. If it does not fit: use StackDataset.
+def make_loader(args, dataset, batch_size, sampler, device, keep_workers=False):
+    # A TensorDataset is copied to the device. One that does not fit: use another class of Dataset.
     if type(dataset) is TensorDataset:
         return TensorLoader([tensor.to(device) for tensor in dataset.tensors], batch_size, sampler)
     return DataLoader(
@@ -249,7 +249,7 @@ def make_loader(args, dataset, batch_size, sampler, device):
         batch_size,
         sampler=sampler,
         num_workers=args.workers,
-        persistent_workers=args.workers > 0 and isinstance(sampler, EpochSampler),  # training only
+        persistent_workers=keep_workers and args.workers > 0,  # from one epoch to the next
         pin_memory=device.type in ("cuda", "xpu"),
     )
 
@@ -410,7 +410,7 @@ def check_flags(args, world_size=1, rank=0):
         old = checkpoint["flags"].get(name, new)  # no entry: the run's script had no such flag
         if old != new:
             flag = f"--{name.replace('_', '-')}"
-            word = "without" if old in ("False", "None") else "with"
+            word = "without" if old in ("False", "None") else "with"  # "False": a switch was off
             value = "" if old in ("True", "False", "None") else f" {old}"
             stop(f"{path} was started {word} {flag}{value}: use the same flags", rank)
     epoch, step = checkpoint["progress"]["epoch"], checkpoint["progress"]["step"]
@@ -431,7 +431,7 @@ def init_distributed(args, rank, world_size, local_rank, init_method):
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=args.timeout),
-        device_id=None if args.device == "cpu" else device,  # the GPU of this process
+        device_id=None if args.device == "cpu" else device,  # or NCCL guesses the GPU
     )
     name = f"{device}, {torch.cuda.get_device_name()}" if args.device == "cuda" else device
     reports = [None] * world_size  # all_gather_object fills it, one entry per rank
@@ -457,8 +457,7 @@ def shard_model(args, model, device, world_size, rank):
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy()
     has_batch_norm = any("BatchNorm" in type(module).__name__ for module in model.modules())
-    if args.amp and args.device != "cpu" and not has_batch_norm:
-        # Gather blocks in bfloat16: autocast alone keeps copies of all weights until backward.
+    if args.amp and args.device != "cpu" and not has_batch_norm:  # gather in bfloat16: less memory
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     if args.compile:
         for module in blocks if blocks else [model]:  # without FSDP2's hooks, which break a graph
@@ -479,7 +478,7 @@ def main(args):
     local_rank = int(os.environ["LOCAL_RANK"])  # number on its machine: the GPU that it uses
     world_size = int(os.environ["WORLD_SIZE"])  # count of all processes, one per GPU
     torchrun_pid = os.getppid()  # after kill -9 of torchrun, this process would live on
-    device = init_distributed(args, rank, world_size, local_rank, "env://")  # torchrun's address
+    device = init_distributed(args, rank, world_size, local_rank, "env://")  # uses MASTER_ADDR
     if args.epochs == 0:
         dist.destroy_process_group()
         return
@@ -501,7 +500,7 @@ def main(args):
     rank_batch = args.batch_size // world_size
     micro_batch = rank_batch // args.accumulate
     sampler = EpochSampler(train_set, args.seed, rank, world_size)
-    train_loader = make_loader(args, train_set, micro_batch, sampler, device)
+    train_loader = make_loader(args, train_set, micro_batch, sampler, device, keep_workers=True)
     test_indices = range(rank, len(test_set), world_size)  # each sample once, on one of the ranks
     test_loader = make_loader(args, test_set, micro_batch, test_indices, device)
     passes = math.ceil(math.ceil(len(test_set) / world_size) / micro_batch)  # of the rank with most
@@ -590,6 +589,7 @@ def main(args):
         print(f"finished: {args.output / 'model.pt'}")
     dist.barrier()  # wait for rank 0: once a process has exited, torchrun cannot restart the run
     dist.destroy_process_group()
+    time.sleep(1)  # on a CPU, Gloo's threads must end before Python does (pytorch/pytorch#179291)
 
 
 if __name__ == "__main__":
