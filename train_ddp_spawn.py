@@ -245,7 +245,7 @@ def make_loader(args, dataset, batch_size, sampler, device, keep_workers=False):
         batch_size,
         sampler=sampler,
         num_workers=args.workers,
-        persistent_workers=keep_workers and args.workers > 0,  # from one epoch to the next
+        persistent_workers=keep_workers and args.workers > 0,  # idle ones take memory
         pin_memory=device.type in ("cuda", "xpu"),
     )
 
@@ -334,7 +334,7 @@ def load_checkpoint(args, model, optimizer, scheduler):
     path = args.output / "last.pt"
     if not args.resume or not path.exists():
         return Progress()
-    mmap = args.device != "cpu"  # less memory; on a CPU, the optimizer would keep using the file
+    mmap = args.device != "cpu"  # saves memory on the way to a GPU
     checkpoint = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -358,7 +358,7 @@ def check_flags(args, world_size=1, rank=0):
             stop(f"--{name.replace('_', '-')} must not be negative", rank)
     if args.batch_size % (world_size * args.accumulate):
         stop("--batch-size must be a multiple of --accumulate times the number of processes", rank)
-    has_run = args.epochs > 0 and any(args.output.glob("*.pt"))
+    has_run = args.epochs > 0 and any(args.output.glob("*.pt"))  # last.pt or model.pt
     if has_run and not (args.resume or args.overwrite):
         stop(f"{args.output} has a run: --resume continues it, --overwrite replaces it", rank)
     path = args.output / "last.pt"
@@ -371,7 +371,7 @@ def check_flags(args, world_size=1, rank=0):
         old = checkpoint["flags"].get(name, new)  # no entry: the run's script had no such flag
         if old != new:
             flag = f"--{name.replace('_', '-')}"
-            word = "without" if old in ("False", "None") else "with"  # "False": a switch was off
+            word = "without" if old in ("False", "None") else "with"  # it was not given
             value = "" if old in ("True", "False", "None") else f" {old}"
             stop(f"{path} was started {word} {flag}{value}: use the same flags", rank)
     epoch, step = checkpoint["progress"]["epoch"], checkpoint["progress"]["step"]
@@ -439,7 +439,7 @@ def main(local_rank, world_size, args):
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.compile:
         model.compile(dynamic=False)  # in place: the names in its state_dict stay
-        criterion = torch.compile(loss_function, dynamic=False)  # all batches have one shape
+        criterion = torch.compile(loss_function, dynamic=False)  # training batches have one shape
     optimizer, scheduler = build_optimizer(args, model, args.epochs * steps_per_epoch)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
     progress = load_checkpoint(args, model, optimizer, scheduler)
@@ -451,14 +451,14 @@ def main(local_rank, world_size, args):
     # model, which has the same weights and does not communicate.
     ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)  # less memory
     # DDP would copy buffers (batch norm's averages) in each forward pass: once an epoch is enough.
-    ddp.broadcast_buffers = False
+    ddp.broadcast_buffers = False  # as an argument, it is deprecated
     if progress.epoch == progress.step == 0:  # a new run: what can fail later should fail now
         if rank == 0:
-            (args.output / "last.pt").unlink(missing_ok=True)  # if killed now, --resume starts over
+            (args.output / "last.pt").unlink(missing_ok=True)  # the old run's, after --overwrite
         with autocast:
             evaluate(args, model, islice(test_loader, 2), device)
     if rank == 0:
-        save_checkpoint(args, progress, model, optimizer, scheduler)
+        save_checkpoint(args, progress, model, optimizer, scheduler)  # is the disk full?
         done = f"{progress.epoch} epochs and {progress.step} steps are done"
         print(f"{args.output}: {done}", flush=True)
 
@@ -472,7 +472,7 @@ def main(local_rank, world_size, args):
         started = time.perf_counter() - progress.seconds
         for step in range(progress.step + 1, steps_per_epoch + 1):
             if (step - 1) % args.log_every == 0:
-                # So that a resumed run draws the same random numbers as an uninterrupted one
+                # A resumed run may start at this step, and must draw the same random numbers.
                 run_step = epoch * steps_per_epoch + step
                 torch.manual_seed(args.seed + run_step * world_size + rank)  # differs per rank
             for micro_step in range(args.accumulate):

@@ -232,7 +232,7 @@ def make_loader(args, dataset, batch_size, sampler, device, keep_workers=False):
         batch_size,
         sampler=sampler,
         num_workers=args.workers,
-        persistent_workers=keep_workers and args.workers > 0,  # from one epoch to the next
+        persistent_workers=keep_workers and args.workers > 0,  # idle ones take memory
         pin_memory=device.type in ("cuda", "xpu"),
     )
 
@@ -321,7 +321,7 @@ def load_checkpoint(args, model, optimizer, scheduler):
     path = args.output / "last.pt"
     if not args.resume or not path.exists():
         return Progress()
-    mmap = args.device != "cpu"  # less memory; on a CPU, the optimizer would keep using the file
+    mmap = args.device != "cpu"  # saves memory on the way to a GPU
     checkpoint = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -345,7 +345,7 @@ def check_flags(args, world_size=1, rank=0):
             stop(f"--{name.replace('_', '-')} must not be negative", rank)
     if args.batch_size % (world_size * args.accumulate):
         stop("--batch-size must be a multiple of --accumulate times the number of processes", rank)
-    has_run = args.epochs > 0 and any(args.output.glob("*.pt"))
+    has_run = args.epochs > 0 and any(args.output.glob("*.pt"))  # last.pt or model.pt
     if has_run and not (args.resume or args.overwrite):
         stop(f"{args.output} has a run: --resume continues it, --overwrite replaces it", rank)
     path = args.output / "last.pt"
@@ -358,7 +358,7 @@ def check_flags(args, world_size=1, rank=0):
         old = checkpoint["flags"].get(name, new)  # no entry: the run's script had no such flag
         if old != new:
             flag = f"--{name.replace('_', '-')}"
-            word = "without" if old in ("False", "None") else "with"  # "False": a switch was off
+            word = "without" if old in ("False", "None") else "with"  # it was not given
             value = "" if old in ("True", "False", "None") else f" {old}"
             stop(f"{path} was started {word} {flag}{value}: use the same flags", rank)
     epoch, step = checkpoint["progress"]["epoch"], checkpoint["progress"]["step"]
@@ -371,7 +371,7 @@ def main(args):
     device = torch.device(args.device)
     gpus = 1 if args.device == "cpu" else torch.accelerator.device_count()
     name = f"{device}, {gpus} x {torch.cuda.get_device_name()}" if args.device == "cuda" else device
-    print(f"torch {torch.__version__}, backend none")  # no communication between processes
+    print(f"torch {torch.__version__}, backend none")  # as the scripts for several GPUs print
     print(f"rank 0: host {socket.gethostname()}, device {name}", flush=True)
     if args.epochs == 0:
         return
@@ -398,9 +398,9 @@ def main(args):
     optimizer, scheduler = build_optimizer(args, model, args.epochs * steps_per_epoch)
     progress = load_checkpoint(args, model, optimizer, scheduler)
     if progress.epoch == progress.step == 0:  # a new run: what can fail later should fail now
-        (args.output / "last.pt").unlink(missing_ok=True)  # if killed now, --resume starts over
+        (args.output / "last.pt").unlink(missing_ok=True)  # the old run's, after --overwrite
         evaluate(args, parallel, islice(test_loader, 2), device)
-    save_checkpoint(args, progress, model, optimizer, scheduler)
+    save_checkpoint(args, progress, model, optimizer, scheduler)  # is the disk full?
     print(f"{args.output}: {progress.epoch} epochs and {progress.step} steps are done", flush=True)
 
     # Training
@@ -412,7 +412,7 @@ def main(args):
         started = time.perf_counter() - progress.seconds
         for step in range(progress.step + 1, steps_per_epoch + 1):
             if (step - 1) % args.log_every == 0:
-                # So that a resumed run draws the same random numbers as an uninterrupted one
+                # A resumed run may start at this step, and must draw the same random numbers.
                 seed = args.seed + (epoch * steps_per_epoch + step) * gpus
                 torch.manual_seed(seed)
                 for i in range(1, gpus):  # each GPU draws its own numbers

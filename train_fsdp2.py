@@ -73,7 +73,7 @@ MAY_CHANGE = ["epochs", "accumulate", "device", "workers", "amp", "compile", "da
 MAY_CHANGE += ["resume", "overwrite", "checkpoint_minutes", "log_every"]
 add("--shard", type=int, default=0, help="GPUs that share one copy of the model; 0: all GPUs")
 add("--timeout", type=int, default=1800, help="seconds to wait for another process")
-add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)  # torch.distributed.launch
+add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)  # old launchers; unused
 MAY_CHANGE += ["shard", "timeout", "local_rank"]
 
 
@@ -249,7 +249,7 @@ def make_loader(args, dataset, batch_size, sampler, device, keep_workers=False):
         batch_size,
         sampler=sampler,
         num_workers=args.workers,
-        persistent_workers=keep_workers and args.workers > 0,  # from one epoch to the next
+        persistent_workers=keep_workers and args.workers > 0,  # idle ones take memory
         pin_memory=device.type in ("cuda", "xpu"),
     )
 
@@ -397,7 +397,7 @@ def check_flags(args, world_size=1, rank=0):
             stop(f"--{name.replace('_', '-')} must not be negative", rank)
     if args.batch_size % (world_size * args.accumulate):
         stop("--batch-size must be a multiple of --accumulate times the number of processes", rank)
-    has_run = args.epochs > 0 and any(args.output.glob("*.pt"))
+    has_run = args.epochs > 0 and any(args.output.glob("*.pt"))  # last.pt or model.pt
     if has_run and not (args.resume or args.overwrite):
         stop(f"{args.output} has a run: --resume continues it, --overwrite replaces it", rank)
     path = args.output / "last.pt"
@@ -410,7 +410,7 @@ def check_flags(args, world_size=1, rank=0):
         old = checkpoint["flags"].get(name, new)  # no entry: the run's script had no such flag
         if old != new:
             flag = f"--{name.replace('_', '-')}"
-            word = "without" if old in ("False", "None") else "with"  # "False": a switch was off
+            word = "without" if old in ("False", "None") else "with"  # it was not given
             value = "" if old in ("True", "False", "None") else f" {old}"
             stop(f"{path} was started {word} {flag}{value}: use the same flags", rank)
     epoch, step = checkpoint["progress"]["epoch"], checkpoint["progress"]["step"]
@@ -520,10 +520,10 @@ def main(args):
         stop("not all processes see the same last.pt: put --output on a disk that all share", rank)
     if progress.epoch == progress.step == 0:  # a new run: what can fail later should fail now
         if rank == 0:
-            (args.output / "last.pt").unlink(missing_ok=True)  # if killed now, --resume starts over
+            (args.output / "last.pt").unlink(missing_ok=True)  # the old run's, after --overwrite
         with autocast, torch.compiler.set_stance("force_eager"):
             evaluate(args, model, islice(test_loader, 2), min(2, passes), spare, device)
-    next_save = save_checkpoint(args, progress, model, optimizer, scheduler)
+    next_save = save_checkpoint(args, progress, model, optimizer, scheduler)  # is the disk full?
     if rank == 0:
         done = f"{progress.epoch} epochs and {progress.step} steps are done"
         print(f"{args.output}: {done}", flush=True)
@@ -537,7 +537,7 @@ def main(args):
         started = time.perf_counter() - progress.seconds
         for step in range(progress.step + 1, steps_per_epoch + 1):
             if (step - 1) % args.log_every == 0:
-                # So that a resumed run draws the same random numbers as an uninterrupted one
+                # A resumed run may start at this step, and must draw the same random numbers.
                 run_step = epoch * steps_per_epoch + step
                 torch.manual_seed(args.seed + run_step * world_size + rank)  # differs per rank
             for micro_step in range(args.accumulate):

@@ -14,7 +14,7 @@
 #SBATCH --signal=B:USR1@60        # send USR1 to this shell 60 s before the time limit: see trap
 
 # source ~/miniconda3/etc/profile.d/conda.sh; conda activate ENV # EDIT: yours, without the first #
-script=train_ddp_torchrun.py # EDIT: yours; if it has no such flag, delete --device cuda below
+script=train_ddp_torchrun.py # EDIT: yours; delete --device cuda below if it does not accept that
 output=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # the same each time this job is requeued
 code=$output/$(basename "$script")
 [[ -e $code ]] || install -D "$script" "$code" # run a copy, so that you can edit the script
