@@ -28,8 +28,8 @@ chosen = ContextVar("card", default=0)  # a thread begins with card 0, as in CUD
 
 def tell(what):
     """A line of the report: the function of the script that we are in, and what it does."""
-    frame, names = sys._getframe(), ("train_", "edited_")
-    while frame and not os.path.basename(frame.f_code.co_filename).startswith(names):
+    frame = sys._getframe()
+    while frame and not os.path.basename(frame.f_code.co_filename).startswith("train_"):
         frame = frame.f_back
     where = f"{frame.f_code.co_name}:{frame.f_lineno}" if frame else "elsewhere:0"
     with open(f"{os.environ['EMULATED_REPORT']}/{os.getpid()}", "a") as file:

@@ -5,9 +5,9 @@ import os
 import re
 import sys
 
+import helpers
 import pytest
-from helpers import ROOT, Cold, Warm, by_hand, done, kill_all, same, torchrun, wait_for, weights
-from test_slurm import changed
+from helpers import ROOT, Cold, Warm, by_hand, changed, done, kill_all, torchrun, wait_for, weights
 
 LINES = {"one_gpu": 55, "ddp": 80, "ddp_resume": 110, "fsdp2": 90}
 FILES = {name: ROOT / "minimal" / f"{name}.py" for name in LINES}
@@ -76,7 +76,7 @@ def test_ddp_resume():
     assert re.findall(r"epoch (\d)", job.log.read_text())[:4] == list("0112")
     run("parts"), run("whole")
     os.remove("whole/model.pt")
-    assert run("whole") == [] and same(weights("parts"), weights("whole"))
+    assert run("whole") == [] and helpers.same(weights("parts"), weights("whole"))
     assert "has a run" in done(ranks("ddp_resume", flags=RESUME[:4] + ["--output", "whole"]), 1)
 
 

@@ -13,7 +13,7 @@ import helpers
 import pytest
 import torch
 from cluster import cluster
-from helpers import DDP, LIMIT, ROOT, SCRIPTS, close, command, edited, wait_until, weights
+from helpers import DDP, LIMIT, ROOT, SCRIPTS, changed, close, command, wait_until, weights
 
 pytestmark = pytest.mark.slow
 PAIR, TRAINED = ["node0", "node1"], SCRIPTS[1:5]  # fsdp2.sh is ddp_torchrun.sh with another script
@@ -46,17 +46,6 @@ if os.environ.get("LOCAL_RANK", "0") == "0":
 time.sleep(9999 * (sys.argv[-1] not in "12"))
 sys.exit(int(sys.argv[-1]))
 """
-
-
-def changed(path, *changes):
-    """The path of a copy of the file, with these changes."""
-    text = (ROOT / path).read_text()
-    for old, new in zip(changes[::2], changes[1::2], strict=True):
-        assert old in text, old
-        text = text.replace(old, new)
-    Path(path).parent.mkdir(exist_ok=True)
-    Path(path).write_text(text)
-    return path
 
 
 class Job:
@@ -99,7 +88,7 @@ def trainings(tmp_path_factory, data):
         for name in "ddp", "ddp_resume":
             changed(f"minimal/{name}.py", *MINIMAL)
         for name in SCRIPTS[:5]:
-            edited(name, *CHANGES).rename(CODE[name])
+            changed(CODE[name], *CHANGES)
 
         def train(name, *flags, file=None, stands="0"):
             if isinstance(file, str):
