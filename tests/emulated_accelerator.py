@@ -5,7 +5,7 @@ cards raises. Random numbers are those of the CPU. The file EMULATED_REPORT/PID 
 what a process did: what waited for a card, steps, the seeds of random numbers, cards in use.
 What torch has in C++ for GPUs alone has a stand-in: the four copies of nn.DataParallel, and DDP,
 here the mean of each gradient over Gloo. Not emulated: streams, kernels, NCCL, memory, speed,
-torch.compile, --sync-bn; autocast leaves all in float32.
+torch.compile, --sync-bn, --amp.
 """
 
 import os
@@ -162,8 +162,6 @@ class DistributedDataParallel(nn.Module):
 def install(cards):
     """Make torch believe in an accelerator with so many cards, until the process ends."""
     _setup_privateuseone_for_python_backend("emu")
-    install.autocast = torch.library.Library("_", "IMPL")  # undone when nothing holds it
-    install.autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     torch.emu.get_amp_supported_dtype = lambda: [torch.bfloat16]
     torch.emu.manual_seed = lambda seed: tell(f"seeds card {chosen.get()} with {seed}")
     torch.emu.manual_seed_all = lambda seed: [tell(f"seeds card {i} with {seed}") for i in seen]

@@ -6,10 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import test_pages
 import torch
 from helpers import close, edited, finish, run, same, start, weights
-from test_pages import copy, train
+from test_pages import SHORT, copy, train
 
 BLOCKS = "BLOCKS = (models.resnet.BasicBlock, nn.TransformerEncoderLayer)"
 ZERO = "            optimizer.zero_grad()\n"
@@ -112,47 +111,33 @@ def test_other_weights_on_another_rank(fashion):
     assert text.count(says) == 1 and "Traceback" not in text and not Path("runs").exists(), text
 
 
-SHORT = [*test_pages.SHORT, "--optimizer", "adam"]
-META, FILE, PARTS = "Building on the meta device", "A pretrained file", "Sharded checkpoints"
-OFFLOAD, BYTES = "CPU offload", "Less communication, more memory"
-TIED = """    model = Net(channels, side, classes)
-    model.fc2 = nn.Sequential(*(nn.Linear(120, size) for size in (120, 120, 84)))
-    model.fc2[0].weight = model.fc2[1].weight
-    return model
-"""
-
-
-@pytest.mark.slow
-def test_meta_device(fashion):
-    """The model that each rank would have built, or that is in a file, also of tensors that are in
-    channels_last. Its tied weights stay one parameter (as torch swaps DTensors in `to_empty`)."""
-    flags, changes = [*fashion, *SHORT], {"    return Net(channels, side, classes)\n": TIED}
-    for output, *titles in ["first"], ["plain"], ["meta", META], ["file", META, FILE]:
-        copy(*titles, name="fsdp2", **changes)
-        for epochs in 1, 2:
-            lr = 0 if output == "first" else 0.001
-            train(output, *flags, "--epochs", epochs, "--lr", lr, name="fsdp2")
-        pretrained = weights("first")
-        filters = pretrained["conv2.weight"].to(memory_format=torch.channels_last)
-        torch.save(pretrained | {"conv2.weight": filters}, "pretrained.pt")
-    for output in "meta", "file":
-        assert same(weights(output), weights("plain")), output
+META = "Building on the meta device"
+RECIPES = {"first": [], "plain": [], "meta": [META], "file": [META, "A pretrained file"]}
+RECIPES |= {"parts": ["Sharded checkpoints"], "bytes": ["Less communication, more memory"]}
+RECIPES |= {"offload": ["CPU offload"]}
 
 
 @pytest.mark.slow
 def test_recipes(fashion):
-    """Each recipe ends with the weights of the script, also resumed. Blocks stay gathered with one
-    of them."""
+    """Those of docs/large_models.md end with the weights of the script, also resumed: the weights
+    that each rank would have built, or that are in a file, be they in channels_last, whole and
+    sharded checkpoints. Blocks stay gathered with one of them."""
     show, kinds = "print('is a', type(model.fc1.weight).__name__, flush=True)", {}
     changes = {"BLOCKS = (models.resnet.BasicBlock,": "BLOCKS = (nn.Linear,"}
     changes["loss.backward()"] = f"{show}; loss.backward()"
-    for output, *titles in ["plain"], ["parts", PARTS], ["bytes", BYTES], ["offload", OFFLOAD]:
+    for output, titles in RECIPES.items():
         if output == "offload":  # there is no CUDA here
             changes |= {",cuda:nccl": "", "OffloadPolicy()": "OffloadPolicy(pin_memory=False)"}
         copy(*titles, name="fsdp2", **changes)
-        printed = train(output, *fashion, *SHORT, "--epochs", 1, name="fsdp2")
-        printed += train(output, *fashion, *SHORT, "--epochs", 2, name="fsdp2")
+        flags = [*fashion, *SHORT, "--optimizer", "adam"]
+        flags += ["--lr", 0.0 if output == "first" else 0.001, "--epochs"]
+        printed = "".join(train(output, *flags, count, name="fsdp2") for count in (1, 2))
         kinds[output] = set(re.findall(r"is a (\w+)", printed))
-        assert same(weights(output), weights("plain")), output
+        if output == "first":
+            pretrained = weights("first")
+            filters = pretrained["conv2.weight"].to(memory_format=torch.channels_last)
+            torch.save(pretrained | {"conv2.weight": filters}, "pretrained.pt")
+        else:
+            assert same(weights(output), weights("plain")), output
     assert kinds["plain"] == kinds["offload"] == {"DTensor"} and kinds["bytes"] == {"Parameter"}
     assert [path.name for path in Path("parts").glob("parts-*")] == ["parts-2-0"]

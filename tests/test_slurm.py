@@ -5,18 +5,21 @@ scripts that stand still before step 3 in their first life (in an array, in its 
 import os
 import re
 import shutil
+import socket
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import helpers
 import pytest
 import torch
-from cluster import cluster
-from helpers import DDP, LIMIT, ROOT, SCRIPTS, changed, close, command, wait_until, weights
+from helpers import DDP, LIMIT, ROOT, SCRIPTS, Cold, changed, close, command, wait_until, weights
 
 pytestmark = pytest.mark.slow
-PAIR, TRAINED = ["node0", "node1"], SCRIPTS[1:5]  # fsdp2.sh is ddp_torchrun.sh with another script
+MACHINES = ["node0", "node1", "node2", "node3"]
+HOSTS = "127.0.0.1 node0\n127.0.0.2 node1\n127.0.0.3 node2\n127.0.0.4 node3\n"
+PAIR, TRAINED = MACHINES[:2], SCRIPTS[1:5]  # fsdp2.sh is ddp_torchrun.sh with another script
 CODE = {name: f"train_{name}.py" for name in SCRIPTS} | dict.fromkeys(PAIR, "train_ddp_spawn.py")
 WARN = ["scancel", "--signal=USR1", "--batch"]  # as Slurm does before a time limit
 FLAGS = "--dataset synthetic --epochs 2 --checkpoint-minutes 0 --log-every 1".split()
@@ -46,6 +49,52 @@ if os.environ.get("LOCAL_RANK", "0") == "0":
 time.sleep(9999 * (sys.argv[-1] not in "12"))
 sys.exit(int(sys.argv[-1]))
 """
+
+
+def write_files(folder):
+    for name in "munge", "state", *(f"spool-{machine}" for machine in MACHINES):
+        (folder / name).mkdir()
+    (folder / "munge" / "key").write_bytes(os.urandom(128))
+    for number in range(40):
+        command("mknod", folder / f"gpu{number}", "c", 1, 3)
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(5)]
+    ports = [server.getsockname()[1] for server in servers]
+    line = "NodeName={} NodeAddr=127.0.0.1 Port={} CPUs=199 Gres=gpu:40\n"
+    nodes = "".join(map(line.format, MACHINES, ports))
+    host, version = socket.gethostname(), 1 if Path("/sys/fs/cgroup/cpuset").exists() else 2
+    conf = (ROOT / "tests" / "slurm.conf").read_text()
+    (folder / "slurm.conf").write_text(conf.format(**locals()))
+    (folder / "gres.conf").write_text(f"Name=gpu AutoDetect=off File={folder}/gpu[0-39]\n")
+    (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\n")
+    (folder / "hosts").write_text(Path("/etc/hosts").read_text() + HOSTS)
+
+
+@contextmanager
+def cluster(folder, patch):
+    """Four machines on this one, each with its own name, process numbers, and pretended cores and
+    GPUs. SLURM_CONF points Slurm's commands at them. All that they write is in the folder."""
+    folder = Path(folder).resolve()  # Slurm's daemons look for relative paths elsewhere
+    write_files(folder)
+    patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin")
+    patch.setenv("SLURM_CONF", f"{folder}/slurm.conf")
+    munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
+    munge = ["munged", "-F", "--force", "-S", folder / "munge" / "socket", *munge]
+    daemons = [Cold(munge, folder / "munged.out")]
+    try:
+        assert wait_until((folder / "munge" / "socket").exists), "munged"
+        daemons.append(Cold(["slurmctld", "-D"], folder / "slurmctld.out"))
+        own = "unshare --mount --uts --pid --fork --mount-proc --kill-child sh -c".split()
+        for name in MACHINES:
+            hosts = f"hostname {name}; mount --bind {folder}/hosts /etc/hosts"
+            words = [*own, f"{hosts}; slurmd -D -N {name}; exit"]
+            daemons.append(Cold(words, folder / f"{name}.out"))
+        ready = "sinfo -h -o '%t %D' 2> /dev/null | grep -qx 'idle 4'"
+        assert wait_until(lambda: os.system(ready) == 0, pause=0.2), "the machines"
+        yield
+    finally:
+        for daemon in reversed(daemons):
+            helpers.kill(daemon.pid)
+            helpers.finish([daemon])
 
 
 class Job:
