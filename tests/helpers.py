@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from same_text import ROOT, SCRIPTS
 
 import train_single
 
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc", "fsdp2"]
 DDP = SCRIPTS[2:5]
 COUNTS = {name: 1 if name in SCRIPTS[:2] else 2 for name in SCRIPTS}  # processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

@@ -96,9 +96,12 @@ def test_diff():
     assert all(line in rest for line in diff)  # in this order
 
 
-def try_all(lines, data):
-    """Commands one after the other: what each has printed. Of torchrun, which would import torch as
-    well, only the flags are read, and two processes started."""
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [FIRST, *RUN], ids=lambda x: re.sub(r"\W+", "-", x[0])[-40:])
+def test_commands(lines, data):
+    """README.md's first ones in order, with output of the printed form; each of the others. Of
+    torchrun, which would import torch as well, only the flags are read, and two processes
+    started."""
     for path in ROOT.glob("train_*.py"):
         text = path.read_text().replace("synthetic(10_000", "synthetic(96")
         Path(path.name).write_text(text.replace("synthetic(2_000", "synthetic(40"))
@@ -117,14 +120,6 @@ def try_all(lines, data):
             alone = torchrun is None
             jobs = [Warm(name, flags, "log")] if alone else by_hand(name, *flags, processes=2)
             texts.append(done(jobs))
-    return texts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lines", [FIRST, *RUN], ids=lambda x: re.sub(r"\W+", "-", x[0])[-40:])
-def test_commands(lines, data):
-    """README.md's first ones in order, with output of the printed form; each of the others."""
-    texts = try_all(lines, data)
     assert any("--epochs 0" in line for line in lines) or list(Path().glob("runs/*/model.pt"))
     if lines == FIRST:
         assert "1 epochs and 0 steps are done" in texts[-1]

@@ -1,6 +1,6 @@
 """The sbatch files on a real Slurm, which only holds a requeued job for 5 s instead of 120. Nothing
 goes by the clock: a job is disturbed when its log shows how far it is. Trainings run copies of the
-scripts that stand still before step 3 in their first life (in an array, in its first task)."""
+scripts that stand still before step 3 in their first life."""
 
 import os
 import re
@@ -25,14 +25,13 @@ WARN = ["scancel", "--signal=USR1", "--batch"]  # as Slurm does before a time li
 FLAGS = "--dataset synthetic --epochs 2 --checkpoint-minutes 0 --log-every 1".split()
 OPTIONS = {"dp": "-p spare", "ddp_spawn": "-p patient", "whole": "--gres=gpu:2"}
 OPTIONS |= {"ddp_torchrun": "--nodes=2 --gres=gpu:1", "two": "--nodes=2 --gres=gpu:1"}
-OPTIONS |= {"array": "--array=0-1%1 --no-requeue --output=%x-%A.out", "resume": "--gres=gpu:2"}
-OUTPUTS = dict.fromkeys(PAIR, "runs/pair") | {"array": "runs/array", "whole": "runs/whole"}
+OPTIONS |= {"resume": "--gres=gpu:2"}
+OUTPUTS = dict.fromkeys(PAIR, "runs/pair") | {"whole": "runs/whole"}
 PAGE = (ROOT / "slurm" / "README.md").read_text()  # with the last line for a GraceTime
 EDITS = {"ddp_spawn": ["wait $! # ... so", re.search(r"^wait .*sleep .*", PAGE, re.M)[0] + " #"]}
 EDITS |= {"resume": [CODE["ddp_torchrun"], "minimal/ddp_resume.py"]}
 STANDS = """
-LIFE = os.environ.get("SLURM_ARRAY_TASK_ID", os.environ.get("SLURM_RESTART_COUNT", "0"))
-STANDS = os.environ["STANDS"] == LIFE
+STANDS = os.environ["STANDS"] == os.environ.get("SLURM_RESTART_COUNT", "0")
 """
 # Without torchvision and with less data a start takes half the time.
 CHANGES = ["from torchvision import datasets, models\n", STANDS, "from torchvision.t", "# "]
@@ -51,12 +50,14 @@ sys.exit(int(sys.argv[-1]))
 """
 
 
-def write_files(folder):
+@contextmanager
+def cluster(folder, patch):
+    """Four machines on this one, each with its own name, process numbers, and pretended cores and
+    GPUs. SLURM_CONF points Slurm's commands at them. All that they write is in the folder."""
+    folder = Path(folder).resolve()  # Slurm's daemons look for relative paths elsewhere
     for name in "munge", "state", *(f"spool-{machine}" for machine in MACHINES):
         (folder / name).mkdir()
     (folder / "munge" / "key").write_bytes(os.urandom(128))
-    for number in range(40):
-        command("mknod", folder / f"gpu{number}", "c", 1, 3)
     servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(5)]
     ports = [server.getsockname()[1] for server in servers]
     line = "NodeName={} NodeAddr=127.0.0.1 Port={} CPUs=199 Gres=gpu:40\n"
@@ -64,17 +65,9 @@ def write_files(folder):
     host, version = socket.gethostname(), 1 if Path("/sys/fs/cgroup/cpuset").exists() else 2
     conf = (ROOT / "tests" / "slurm.conf").read_text()
     (folder / "slurm.conf").write_text(conf.format(**locals()))
-    (folder / "gres.conf").write_text(f"Name=gpu AutoDetect=off File={folder}/gpu[0-39]\n")
+    (folder / "gres.conf").write_text("Name=gpu AutoDetect=off Count=40\n")
     (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\n")
     (folder / "hosts").write_text(Path("/etc/hosts").read_text() + HOSTS)
-
-
-@contextmanager
-def cluster(folder, patch):
-    """Four machines on this one, each with its own name, process numbers, and pretended cores and
-    GPUs. SLURM_CONF points Slurm's commands at them. All that they write is in the folder."""
-    folder = Path(folder).resolve()  # Slurm's daemons look for relative paths elsewhere
-    write_files(folder)
     patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin")
     patch.setenv("SLURM_CONF", f"{folder}/slurm.conf")
     munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
@@ -102,11 +95,11 @@ class Job:
         file = file or ROOT / "slurm" / f"{name}.sh"
         words = ["sbatch", "--parsable", f"--job-name={name}", *options, file, *flags]
         self.name, self.number = name, command(*words)
-        self.task, self.file = self.number, Path(f"{name}-{self.number}.out").resolve()
+        self.file = Path(f"{name}-{self.number}.out").resolve()
         self.output = OUTPUTS.get(name, f"runs/{name}-{self.number}")
 
     def show(self, field):
-        return re.search(rf"\b{field}=(\S*)", command("scontrol", "show", "job", self.task))[1]
+        return re.search(rf"\b{field}=(\S*)", command("scontrol", "show", "job", self.number))[1]
 
     def log(self):
         return self.file.read_text() if self.file.exists() else ""
@@ -153,25 +146,19 @@ def trainings(tmp_path_factory, data):
         for name in TRAINED:
             train(name, *FLAGS, *["--nproc-per-node", 2] * (name == "ddp_spawn"), file=name)
         train("resume", file="ddp_torchrun")
-        train("array", *FLAGS, "--output", "runs/array", file="single")
         train("node0", *FLAGS, file="node0")
         train("node1", *FLAGS, file="node1", stands="")
-        jobs["array"].task += "_0"
-        for name in ["array", "node0", *TRAINED]:
+        for name in ["node0", *TRAINED]:
             jobs[name].wait_for("epoch 1/2 step 2/")  # then the checkpoint of step 1 is whole
         jobs["resume"].wait_for("epoch 1:")
         # Preempts dp at once, and ddp_spawn with a SIGTERM and a GraceTime.
         command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 -o /dev/null --wrap=hostname".split())
-        command(*WARN, jobs["array"].task)
-        jobs["array"].wait_for("presently disabled")  # its requeueing
-        command("scancel", jobs["array"].task)
         limited = [jobs[name] for name in ("resume", *TRAINED[2:], "node0")]
         for job in limited:
             command("scontrol", "update", f"job={job.number}", "endtime=now+80")  # USR1 within 30 s
         for job in limited:
             job.wait_for("DUE TO JOB REQUEUE")
             command("scontrol", "update", f"job={job.number}", "timelimit=60")  # of its next life
-        jobs["array"].task = f"{jobs['array'].number}_1"
         yield jobs
 
 
@@ -208,12 +195,12 @@ def test_what_the_files_start(trainings, work):
     Job("node0", 1, file=files["node0"]).ended("FAILED")
 
 
-@pytest.mark.parametrize("name", [*TRAINED, "array", "node0"])
+@pytest.mark.parametrize("name", [*TRAINED, "node0"])
 def test_it_continues(trainings, name, monkeypatch):
     """In its own folder, from a checkpoint, to the end of an undisturbed run."""
     job, quiet = trainings[name], trainings["srun" if name in [*DDP, "node0"] else "quiet"]
     monkeypatch.chdir(job.file.parent)
-    job.ended(restarts=0 if name == "array" else 1)
+    job.ended(restarts=1)
     assert re.search(": 0 epochs and [12] steps are done", job.log()), job.log()
     quiet.ended()
     close(job.output, quiet.output, 1e-6)
