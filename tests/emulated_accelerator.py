@@ -175,7 +175,7 @@ def install(cards):
     nn.parallel.DistributedDataParallel = DistributedDataParallel
 
     tensor, save, load = torch.tensor, torch.save, torch.load
-    init, all_reduce, broadcast = dist.init_process_group, dist.all_reduce, dist.broadcast
+    init, all_reduce = dist.init_process_group, dist.all_reduce
 
     def emulated_tensor(data, *, device=None, **options):
         return tensor(data, **options).to(device or "cpu")
@@ -192,5 +192,4 @@ def install(cards):
     dist.init_process_group = lambda *names, device_id=None, **options: init(*names, **options)
     dist.Backend.default_device_backend_map["emu"] = "gloo"
     dist.all_reduce = lambda tensor: all_reduce(real(tensor))
-    dist.broadcast = lambda tensor, source: broadcast(real(tensor), source)
     Mode().__enter__()

@@ -20,13 +20,6 @@ MORE = [("dp", 1), *((name, count) for name in [*DDP, "fsdp2"] for count in (1, 
 SLOW = [pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE]
 
 
-def undisturbed(name, count, *flags):
-    """The same run in whole/, by a script with the same bits."""
-    name = name if name == "fsdp2" else {1: "single", 2: "ddp_multigpu_proc"}[count]
-    path = edited(name, more=DROPOUT)
-    run(name, *flags, "--output", "whole", processes=count, path=path)
-
-
 @pytest.mark.parametrize("name, count", [("single", 1), *SLOW])
 def test_killed_at_random(fashion, name, count):
     """All processes by SIGKILL, three times."""
@@ -42,7 +35,7 @@ def test_killed_at_random(fashion, name, count):
         assert not Path("out/model.pt").exists()
     text = run(name, *flags, processes=count, path=path)
     assert "out: {} epochs and {} steps are done".format(*progress) in text
-    undisturbed(name, count, *flags)
+    run(name, *flags, "--output", "whole", processes=count, path=path)
     same_run("out", "whole")
 
 
@@ -119,8 +112,8 @@ def test_torchrun(fashion, monkeypatch, name):
     ranks end at the next progress line, or they would write beside the resumed run, which ends
     bit-identical. Without the variable about every other restart hangs until --timeout."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    flags = [*fashion, *TRAIN, "--output", "out"]
-    words = [2, "--max-restarts", 2, edited(name, more=DROPOUT), *flags]
+    flags, path = [*fashion, *TRAIN, "--output", "out"], edited(name, more=DROPOUT)
+    words = [2, "--max-restarts", 2, path, *flags]
     job = helpers.torchrun(*words)
     for life in (1, 2, 3):
         place = f" step {random.randrange(4, 41, 4)}/"
@@ -131,5 +124,5 @@ def test_torchrun(fashion, monkeypatch, name):
     text = helpers.logs([job])
     assert "torchrun has been killed" in text and text.count("steps are done") == 3, text
     helpers.done([helpers.torchrun(*words)])
-    undisturbed(name, 2, *flags)
+    run(name, *flags, "--output", "whole", processes=2, path=path)
     same_run("out", "whole")

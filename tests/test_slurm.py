@@ -37,8 +37,7 @@ STANDS = os.environ["STANDS"] == os.environ.get("SLURM_RESTART_COUNT", "0")
 CHANGES = ["from torchvision import datasets, models\n", STANDS, "from torchvision.t", "# "]
 CHANGES += ["(10_000, ", "(640, ", "(2_000, ", "(203, "]
 CHANGES += ["loss.backward()", "time.sleep(9999 * (STANDS and step == 3)); loss.backward()"]
-MINIMAL = ['"num_workers": 4, "persistent_workers": True', '"num_workers": 0']
-MINIMAL += ["import os\n", "import os\nimport time\n" + STANDS]
+MINIMAL = ["import os\n", "import os\nimport time\n" + STANDS]
 MINIMAL += ["sampler.set", "time.sleep(9999 * (STANDS and epoch == 2)); sampler.set"]
 STAND_IN = """\
 import os, sys, time
@@ -58,8 +57,7 @@ def cluster(folder, patch):
     for name in "munge", "state", *(f"spool-{machine}" for machine in MACHINES):
         (folder / name).mkdir()
     (folder / "munge" / "key").write_bytes(os.urandom(128))
-    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(5)]
-    ports = [server.getsockname()[1] for server in servers]
+    ports = [helpers.free_port() for _ in range(5)]
     line = "NodeName={} NodeAddr=127.0.0.1 Port={} CPUs=199 Gres=gpu:40\n"
     nodes = "".join(map(line.format, MACHINES, ports))
     host, version = socket.gethostname(), 1 if Path("/sys/fs/cgroup/cpuset").exists() else 2
@@ -91,10 +89,9 @@ def cluster(folder, patch):
 
 
 class Job:
-    def __init__(self, name, *flags, options=(), file=None):
-        file = file or ROOT / "slurm" / f"{name}.sh"
+    def __init__(self, name, *flags, file, options=()):
         words = ["sbatch", "--parsable", f"--job-name={name}", *options, file, *flags]
-        self.name, self.number = name, command(*words)
+        self.number = command(*words)
         self.file = Path(f"{name}-{self.number}.out").resolve()
         self.output = OUTPUTS.get(name, f"runs/{name}-{self.number}")
 
