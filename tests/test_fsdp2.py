@@ -119,9 +119,8 @@ RECIPES |= {"offload": ["CPU offload"]}
 
 @pytest.mark.slow
 def test_recipes(fashion):
-    """Those of docs/large_models.md end with the weights of the script, also resumed: the weights
-    that each rank would have built, or that are in a file, be they in channels_last, whole and
-    sharded checkpoints. Blocks stay gathered with one of them."""
+    """Those of docs/large_models.md end with the weights of the script, also resumed; a file's may
+    be in channels_last. Blocks stay gathered with one of them."""
     show, kinds = "print('is a', type(model.fc1.weight).__name__, flush=True)", {}
     changes = {"BLOCKS = (models.resnet.BasicBlock,": "BLOCKS = (nn.Linear,"}
     changes["loss.backward()"] = f"{show}; loss.backward()"

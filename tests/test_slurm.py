@@ -57,13 +57,15 @@ def cluster(folder, patch):
     for name in "munge", "state", *(f"spool-{machine}" for machine in MACHINES):
         (folder / name).mkdir()
     (folder / "munge" / "key").write_bytes(os.urandom(128))
+    for number in range(40):
+        command("mknod", folder / f"gpu{number}", "c", 1, 3)
     ports = [helpers.free_port() for _ in range(5)]
     line = "NodeName={} NodeAddr=127.0.0.1 Port={} CPUs=199 Gres=gpu:40\n"
     nodes = "".join(map(line.format, MACHINES, ports))
     host, version = socket.gethostname(), 1 if Path("/sys/fs/cgroup/cpuset").exists() else 2
     conf = (ROOT / "tests" / "slurm.conf").read_text()
     (folder / "slurm.conf").write_text(conf.format(**locals()))
-    (folder / "gres.conf").write_text("Name=gpu AutoDetect=off Count=40\n")
+    (folder / "gres.conf").write_text(f"Name=gpu AutoDetect=off File={folder}/gpu[0-39]\n")
     (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\n")
     (folder / "hosts").write_text(Path("/etc/hosts").read_text() + HOSTS)
     patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin")

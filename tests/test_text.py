@@ -16,8 +16,7 @@ GONE = r"ctypes|\bgc\.|atexit|fcntl|\bsignal\.|os\._exit|__class__|\b\w+\._[a-z]
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_page(path):
-    """Short, each function in the room that it has in train_single.py, and without machinery;
-    test_gpu.py's changes to it fit."""
+    """Short, in the rooms of train_single.py, without machinery; test_gpu.py's changes fit."""
     text, name = path.read_text(), path.stem.removeprefix("train_")
     found, (lines, main) = definitions(text), LINES.get(name, (550, 125))
     assert set(definitions(ORIGINAL)) <= set(found) and compare(PATHS) == []
