@@ -17,10 +17,8 @@ def pytest_collection_finish(session):
 
 
 @pytest.fixture(autouse=True)
-def work(request, tmp_path, monkeypatch):
-    """Each test works in an empty folder, without network and, unless marked so, without GPU."""
-    if "gpu" not in request.keywords:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+def work(tmp_path, monkeypatch):
+    """Each test works in an empty folder, without network."""
     monkeypatch.chdir(tmp_path)
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens: no download, ever

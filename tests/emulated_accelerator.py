@@ -5,7 +5,7 @@ cards raises. Random numbers are those of the CPU. The file EMULATED_REPORT/PID 
 what a process did: what waited for a card, steps, the seeds of random numbers, cards in use.
 What torch has in C++ for GPUs alone has a stand-in: the four copies of nn.DataParallel, and DDP,
 here the mean of each gradient over Gloo. Not emulated: streams, kernels, NCCL, memory, speed,
-torch.compile, --sync-bn; autocast leaves all in float32.
+torch.compile, --sync-bn, --amp.
 """
 
 import os
@@ -28,8 +28,8 @@ chosen = ContextVar("card", default=0)  # a thread begins with card 0, as in CUD
 
 def tell(what):
     """A line of the report: the function of the script that we are in, and what it does."""
-    frame, names = sys._getframe(), ("train_", "edited_")
-    while frame and not os.path.basename(frame.f_code.co_filename).startswith(names):
+    frame = sys._getframe()
+    while frame and not os.path.basename(frame.f_code.co_filename).startswith("train_"):
         frame = frame.f_back
     where = f"{frame.f_code.co_name}:{frame.f_lineno}" if frame else "elsewhere:0"
     with open(f"{os.environ['EMULATED_REPORT']}/{os.getpid()}", "a") as file:
@@ -162,8 +162,6 @@ class DistributedDataParallel(nn.Module):
 def install(cards):
     """Make torch believe in an accelerator with so many cards, until the process ends."""
     _setup_privateuseone_for_python_backend("emu")
-    install.autocast = torch.library.Library("_", "IMPL")  # undone when nothing holds it
-    install.autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     torch.emu.get_amp_supported_dtype = lambda: [torch.bfloat16]
     torch.emu.manual_seed = lambda seed: tell(f"seeds card {chosen.get()} with {seed}")
     torch.emu.manual_seed_all = lambda seed: [tell(f"seeds card {i} with {seed}") for i in seen]
@@ -177,7 +175,7 @@ def install(cards):
     nn.parallel.DistributedDataParallel = DistributedDataParallel
 
     tensor, save, load = torch.tensor, torch.save, torch.load
-    init, all_reduce, broadcast = dist.init_process_group, dist.all_reduce, dist.broadcast
+    init, all_reduce = dist.init_process_group, dist.all_reduce
 
     def emulated_tensor(data, *, device=None, **options):
         return tensor(data, **options).to(device or "cpu")
@@ -194,5 +192,4 @@ def install(cards):
     dist.init_process_group = lambda *names, device_id=None, **options: init(*names, **options)
     dist.Backend.default_device_backend_map["emu"] = "gloo"
     dist.all_reduce = lambda tensor: all_reduce(real(tensor))
-    dist.broadcast = lambda tensor, source: broadcast(real(tensor), source)
     Mode().__enter__()

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from same_text import ROOT, SCRIPTS
 
 import train_single
 
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc", "fsdp2"]
 DDP = SCRIPTS[2:5]
 COUNTS = {name: 1 if name in SCRIPTS[:2] else 2 for name in SCRIPTS}  # processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -30,17 +29,22 @@ def script(name):
     return str(ROOT / f"train_{name}.py")
 
 
-def edited(name, *changes, more=""):
-    """The path of a copy of the script. Changes: what stands there, its replacement, and so on.
-    `more` is code that comes before the start, where it can replace or wrap functions."""
-    text, path = Path(script(name)).read_text(), Path(f"edited_{name}.py").resolve()
-    start = '\n\nif __name__ == "__main__":\n'
-    changes += start, f"\n\n{more}{start}"
+def changed(path, *changes):
+    """The path of a copy of the file. Changes: what stands there, its replacement, and so on."""
+    text, copy = (ROOT / path).read_text(), Path(path).resolve()
     for old, new in zip(changes[::2], changes[1::2], strict=True):
-        assert text.count(old) == 1, old
+        assert old in text, old
         text = text.replace(old, new)
-    path.write_text(text)
-    return path
+    copy.parent.mkdir(exist_ok=True)
+    copy.write_text(text)
+    return copy
+
+
+def edited(name, *changes, more=""):
+    """The same of a script. `more` is code that comes before the start, where it can replace or
+    wrap functions."""
+    start = '\n\nif __name__ == "__main__":\n'
+    return changed(f"train_{name}.py", *changes, start, f"\n\n{more}{start}")
 
 
 def free_port():

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc", "fsdp2"]
-PATHS = [ROOT / f"train_{name}.py" for name in NAMES]
+SCRIPTS = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc", "fsdp2"]
+PATHS = [ROOT / f"train_{name}.py" for name in SCRIPTS]
 MAY_DIFFER = {"main", "gpus", "devices", "cores"}
 SHARDED = {"build_optimizer", "prepare", "evaluate", "save_checkpoint", "load_checkpoint"}
 

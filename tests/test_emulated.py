@@ -5,25 +5,20 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import SCRIPTS, close, done, start, train
+from helpers import SCRIPTS, close, run, train
 
 pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
 FLAGS = ["--accumulate", 2, "--clip-norm", 1, "--lr", 0.02, "--log-every", 4, "--resume"]
 
 
-@pytest.fixture
-def launch(monkeypatch):
-    """Start a script on so many cards."""
+def launch(monkeypatch, name, output, *flags, cards=2, **options):
+    """Start a script on so many cards, and wait for its end."""
+    report = Path(f"{output}-report").resolve()
+    report.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "emulated"))
-
-    def launch(name, output, *flags, cards=2, **options):
-        report = Path(f"{output}-report").resolve()
-        report.mkdir()
-        monkeypatch.setenv("EMULATED_CARDS", str(cards))
-        monkeypatch.setenv("EMULATED_REPORT", str(report))
-        return start(name, *flags, "--output", output, **options)
-
-    return launch
+    monkeypatch.setenv("EMULATED_CARDS", str(cards))
+    monkeypatch.setenv("EMULATED_REPORT", str(report))
+    run(name, *flags, "--output", output, **options)
 
 
 def check(output, cards, steps):
@@ -51,13 +46,13 @@ TWO = dict(zip(SCRIPTS, (["0"], ["01"], ["0", "1"], ["0", "1"], ["01", "01"]))) 
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_cards_agree_with_the_cpu(launch, fashion, name):
+def test_cards_agree_with_the_cpu(monkeypatch, fashion, name):
     """A checkpoint of train_single.py on the CPU goes on in each script on two cards, and from
     there in train_single.py on the CPU again. Each card has a seed of its own from one progress
     line to the next."""
     flags, cards = [*fashion, *FLAGS, "--epochs"], TWO[name]
     train(*flags, 1, "--output", "out")
-    done(launch(name, "out", *flags, 2, processes=len(cards)))
+    launch(monkeypatch, name, "out", *flags, 2, processes=len(cards))
     seeds = check("out", cards, steps=range(10, 21))
     assert len(set(seeds)) == len(seeds) == 3 * len("".join(cards)), seeds
     for output in "out", "cpu":
@@ -68,14 +63,13 @@ def test_cards_agree_with_the_cpu(launch, fashion, name):
 MANY = "--augment --optimizer adam --accumulate 4 --clip-norm 0.1 --lr-schedule cosine".split()
 
 
-@pytest.mark.parametrize("flags", [[], MANY, ["--amp", "--augment", "--workers", 2]])
-def test_nothing_waits_between_progress_lines(launch, data, fashion, flags):
+@pytest.mark.parametrize("flags", [[], MANY, ["--augment", "--workers", 2]])
+def test_nothing_waits_between_progress_lines(monkeypatch, data, fashion, flags):
     """Nor without flags, with many, and with workers that read a folder; for two epochs."""
-    if "--amp" in flags:
+    if "--workers" in flags:
         fashion = ["--dataset", data / "pictures", "--batch-size", 9]
     flags = [*fashion, "--epochs", 2, "--log-every", 4, *flags]
-    done(launch("single", "cards", *flags, cards=1))
-    # On the make-believe cards --amp changes no number.
-    train(*[flag for flag in flags if flag != "--amp"], "--output", "cpu")
+    launch(monkeypatch, "single", "cards", *flags, cards=1)
+    train(*flags, "--output", "cpu")
     check("cards", ["0"], steps=range(21))
     close("cards", "cpu", 1e-5)

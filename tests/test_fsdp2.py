@@ -1,11 +1,14 @@
-"""train_fsdp2.py: the same run with a sharded model, and what only it can do."""
+"""train_fsdp2.py: the same run with a sharded model, and what only it can do. The recipes of
+docs/large_models.md do what they say."""
 
 import re
 import shutil
 from pathlib import Path
 
 import pytest
-from helpers import close, edited, finish, run, start, weights
+import torch
+from helpers import close, edited, finish, run, same, start, weights
+from test_pages import SHORT, copy, train
 
 BLOCKS = "BLOCKS = (models.resnet.BasicBlock, nn.TransformerEncoderLayer)"
 ZERO = "            optimizer.zero_grad()\n"
@@ -106,3 +109,34 @@ def test_other_weights_on_another_rank(fashion):
     text = run("fsdp2", *fashion, path=edited("fsdp2", build, load), status=2, processes=2)
     says = "build_model gives different weights on different ranks"
     assert text.count(says) == 1 and "Traceback" not in text and not Path("runs").exists(), text
+
+
+META = "Building on the meta device"
+RECIPES = {"first": [], "plain": [], "meta": [META], "file": [META, "A pretrained file"]}
+RECIPES |= {"parts": ["Sharded checkpoints"], "bytes": ["Less communication, more memory"]}
+RECIPES |= {"offload": ["CPU offload"]}
+
+
+@pytest.mark.slow
+def test_recipes(fashion):
+    """Those of docs/large_models.md end with the weights of the script, also resumed; a file's may
+    be in channels_last. Blocks stay gathered with one of them."""
+    show, kinds = "print('is a', type(model.fc1.weight).__name__, flush=True)", {}
+    changes = {"BLOCKS = (models.resnet.BasicBlock,": "BLOCKS = (nn.Linear,"}
+    changes["loss.backward()"] = f"{show}; loss.backward()"
+    for output, titles in RECIPES.items():
+        if output == "offload":  # there is no CUDA here
+            changes |= {",cuda:nccl": "", "OffloadPolicy()": "OffloadPolicy(pin_memory=False)"}
+        copy(*titles, name="fsdp2", **changes)
+        flags = [*fashion, *SHORT, "--optimizer", "adam"]
+        flags += ["--lr", 0.0 if output == "first" else 0.001, "--epochs"]
+        printed = "".join(train(output, *flags, count, name="fsdp2") for count in (1, 2))
+        kinds[output] = set(re.findall(r"is a (\w+)", printed))
+        if output == "first":
+            pretrained = weights("first")
+            filters = pretrained["conv2.weight"].to(memory_format=torch.channels_last)
+            torch.save(pretrained | {"conv2.weight": filters}, "pretrained.pt")
+        else:
+            assert same(weights(output), weights("plain")), output
+    assert kinds["plain"] == kinds["offload"] == {"DTensor"} and kinds["bytes"] == {"Parameter"}
+    assert [path.name for path in Path("parts").glob("parts-*")] == ["parts-2-0"]

@@ -80,11 +80,3 @@ def test_a_host_that_goes_and_comes_back(hosts, fashion, name, lost):
     assert sorted(statuses) == [-9, 0, 0], text
     assert text.count("rank 1: host") == 2 and text.count("out: 0 epochs and 0 steps") == 1, text
     helpers.close("out", "whole", keys=("epoch", "train_loss", "test_loss"))
-
-
-def test_torchrun_killed():
-    """Its ranks end at the next progress line, or they would write beside the resumed run."""
-    job = helpers.torchrun(2, script("ddp_torchrun"), *LONG)
-    wait_for(" step 20/", job)
-    helpers.kill(job.pid)
-    assert wait_until(lambda: not marked(), 20) and "torchrun has been killed" in logs([job])

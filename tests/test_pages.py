@@ -4,13 +4,14 @@ import difflib
 import os
 import re
 import shlex
+import sys
 import textwrap
 from pathlib import Path
 
 import helpers
 import pytest
 import torch
-from helpers import ROOT, Warm, by_hand, close, done, metrics, run, same, weights
+from helpers import ROOT, Cold, Warm, by_hand, close, done, metrics, run, same, weights
 from torch.distributed.run import get_args_parser
 from torchvision import models
 
@@ -75,19 +76,31 @@ def test_pages():
     assert sum(len(text.split()) for text in PAGES.values()) <= 11_000
 
 
+@pytest.mark.slow
+def test_gpu_sh():
+    """benchmarks/gpu.sh, with tiny runs: its tables have all their rows."""
+    environment = os.environ | {"TINY": "1", "OUT": os.getcwd(), "PYTHON": sys.executable}
+    done([Cold(["bash", ROOT / "benchmarks" / "gpu.sh"], "log", env=environment)])
+    tables = "".join(path.read_text() for path in Path().glob("*.md"))
+    assert "nan" not in tables and tables.count("\n| train_") == 6 + 3 + 1 + 1
+
+
 def test_diff():
-    """README.md's is the real one, without some of the unchanged lines."""
+    """README.md's is the real one, without some of the unchanged lines, and short."""
     [diff] = [code[2].splitlines() for code in CODE.findall(README) if code[0] == "diff"]
     old, new = ((ROOT / "minimal" / f"{n}.py").read_text().splitlines() for n in ("one_gpu", "ddp"))
     lines = list(difflib.unified_diff(old, new, n=999, lineterm=""))[3:]
-    assert [x for x in diff if x[0] in "+-"] == [x for x in lines if x[0] in "+-"]
+    changes = [line for line in lines if line[0] in "+-"]
+    assert [line for line in diff if line[0] in "+-"] == changes and len(changes) <= 60
     rest = iter(lines)
     assert all(line in rest for line in diff)  # in this order
 
 
-def try_all(lines, data):
-    """Commands one after the other: what each has printed. Of torchrun, which would import torch as
-    well, only the flags are read, and two processes started."""
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [FIRST, *RUN], ids=lambda x: re.sub(r"\W+", "-", x[0])[-40:])
+def test_commands(lines, data):
+    """README.md's first ones in order, with output of the printed form; each of the others. Of
+    torchrun only the flags are read: two processes are started without it."""
     for path in ROOT.glob("train_*.py"):
         text = path.read_text().replace("synthetic(10_000", "synthetic(96")
         Path(path.name).write_text(text.replace("synthetic(2_000", "synthetic(40"))
@@ -106,14 +119,6 @@ def try_all(lines, data):
             alone = torchrun is None
             jobs = [Warm(name, flags, "log")] if alone else by_hand(name, *flags, processes=2)
             texts.append(done(jobs))
-    return texts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lines", [FIRST, *RUN], ids=lambda x: re.sub(r"\W+", "-", x[0])[-40:])
-def test_commands(lines, data):
-    """README.md's first ones in order, with output of the printed form; each of the others."""
-    texts = try_all(lines, data)
     assert any("--epochs 0" in line for line in lines) or list(Path().glob("runs/*/model.pt"))
     if lines == FIRST:
         assert "1 epochs and 0 steps are done" in texts[-1]
@@ -152,7 +157,6 @@ def copy(*titles, name="ddp_torchrun", rooms=False, **changes):
 
 def train(output, *flags, name="ddp_torchrun", processes=2):
     """Run my_script.py in this folder, where it resumes: what it has printed."""
-    processes = 1 if name == "single" else processes
     flags = [*flags, "--resume", "--output", output]
     return run(name, *flags, processes=processes, path="my_script.py")
 

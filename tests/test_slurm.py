@@ -1,42 +1,43 @@
 """The sbatch files on a real Slurm, which only holds a requeued job for 5 s instead of 120. Nothing
 goes by the clock: a job is disturbed when its log shows how far it is. Trainings run copies of the
-scripts that stand still before step 3 in their first life (in an array, in its first task)."""
+scripts that stand still before step 3 in their first life."""
 
 import os
 import re
 import shutil
+import socket
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import helpers
 import pytest
 import torch
-from cluster import cluster
-from helpers import DDP, LIMIT, ROOT, SCRIPTS, close, command, edited, wait_until, weights
+from helpers import DDP, LIMIT, ROOT, SCRIPTS, Cold, changed, close, command, wait_until, weights
 
 pytestmark = pytest.mark.slow
-PAIR, TRAINED = ["node0", "node1"], SCRIPTS[1:5]  # fsdp2.sh is ddp_torchrun.sh with another script
+MACHINES = ["node0", "node1", "node2", "node3"]
+HOSTS = "127.0.0.1 node0\n127.0.0.2 node1\n127.0.0.3 node2\n127.0.0.4 node3\n"
+PAIR, TRAINED = MACHINES[:2], SCRIPTS[1:5]  # fsdp2.sh is ddp_torchrun.sh with another script
 CODE = {name: f"train_{name}.py" for name in SCRIPTS} | dict.fromkeys(PAIR, "train_ddp_spawn.py")
 WARN = ["scancel", "--signal=USR1", "--batch"]  # as Slurm does before a time limit
 FLAGS = "--dataset synthetic --epochs 2 --checkpoint-minutes 0 --log-every 1".split()
 OPTIONS = {"dp": "-p spare", "ddp_spawn": "-p patient", "whole": "--gres=gpu:2"}
 OPTIONS |= {"ddp_torchrun": "--nodes=2 --gres=gpu:1", "two": "--nodes=2 --gres=gpu:1"}
-OPTIONS |= {"array": "--array=0-1%1 --no-requeue --output=%x-%A.out", "resume": "--gres=gpu:2"}
-OUTPUTS = dict.fromkeys(PAIR, "runs/pair") | {"array": "runs/array", "whole": "runs/whole"}
+OPTIONS |= {"resume": "--gres=gpu:2"}
+OUTPUTS = dict.fromkeys(PAIR, "runs/pair") | {"whole": "runs/whole"}
 PAGE = (ROOT / "slurm" / "README.md").read_text()  # with the last line for a GraceTime
 EDITS = {"ddp_spawn": ["wait $! # ... so", re.search(r"^wait .*sleep .*", PAGE, re.M)[0] + " #"]}
 EDITS |= {"resume": [CODE["ddp_torchrun"], "minimal/ddp_resume.py"]}
 STANDS = """
-LIFE = os.environ.get("SLURM_ARRAY_TASK_ID", os.environ.get("SLURM_RESTART_COUNT", "0"))
-STANDS = os.environ["STANDS"] == LIFE
+STANDS = os.environ["STANDS"] == os.environ.get("SLURM_RESTART_COUNT", "0")
 """
 # Without torchvision and with less data a start takes half the time.
 CHANGES = ["from torchvision import datasets, models\n", STANDS, "from torchvision.t", "# "]
 CHANGES += ["(10_000, ", "(640, ", "(2_000, ", "(203, "]
 CHANGES += ["loss.backward()", "time.sleep(9999 * (STANDS and step == 3)); loss.backward()"]
-MINIMAL = ['"num_workers": 4, "persistent_workers": True', '"num_workers": 0']
-MINIMAL += ["import os\n", "import os\nimport time\n" + STANDS]
+MINIMAL = ["import os\n", "import os\nimport time\n" + STANDS]
 MINIMAL += ["sampler.set", "time.sleep(9999 * (STANDS and epoch == 2)); sampler.set"]
 STAND_IN = """\
 import os, sys, time
@@ -48,27 +49,56 @@ sys.exit(int(sys.argv[-1]))
 """
 
 
-def changed(path, *changes):
-    """The path of a copy of the file, with these changes."""
-    text = (ROOT / path).read_text()
-    for old, new in zip(changes[::2], changes[1::2], strict=True):
-        text.index(old)  # no AssertionError: test_minimal.py's test_broken waits for those
-        text = text.replace(old, new)
-    Path(path).parent.mkdir(exist_ok=True)
-    Path(path).write_text(text)
-    return path
+@contextmanager
+def cluster(folder, patch):
+    """Four machines on this one, each with its own name, process numbers, and pretended cores and
+    GPUs. SLURM_CONF points Slurm's commands at them. All that they write is in the folder."""
+    folder = Path(folder).resolve()  # Slurm's daemons look for relative paths elsewhere
+    for name in "munge", "state", *(f"spool-{machine}" for machine in MACHINES):
+        (folder / name).mkdir()
+    (folder / "munge" / "key").write_bytes(os.urandom(128))
+    for number in range(40):
+        command("mknod", folder / f"gpu{number}", "c", 1, 3)
+    ports = [helpers.free_port() for _ in range(5)]
+    line = "NodeName={} NodeAddr=127.0.0.1 Port={} CPUs=199 Gres=gpu:40\n"
+    nodes = "".join(map(line.format, MACHINES, ports))
+    host, version = socket.gethostname(), 1 if Path("/sys/fs/cgroup/cpuset").exists() else 2
+    conf = (ROOT / "tests" / "slurm.conf").read_text()
+    (folder / "slurm.conf").write_text(conf.format(**locals()))
+    (folder / "gres.conf").write_text(f"Name=gpu AutoDetect=off File={folder}/gpu[0-39]\n")
+    (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\n")
+    (folder / "hosts").write_text(Path("/etc/hosts").read_text() + HOSTS)
+    patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin")
+    patch.setenv("SLURM_CONF", f"{folder}/slurm.conf")
+    munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
+    munge = ["munged", "-F", "--force", "-S", folder / "munge" / "socket", *munge]
+    daemons = [Cold(munge, folder / "munged.out")]
+    try:
+        assert wait_until((folder / "munge" / "socket").exists), "munged"
+        daemons.append(Cold(["slurmctld", "-D"], folder / "slurmctld.out"))
+        own = "unshare --mount --uts --pid --fork --mount-proc --kill-child sh -c".split()
+        for name in MACHINES:
+            hosts = f"hostname {name}; mount --bind {folder}/hosts /etc/hosts"
+            words = [*own, f"{hosts}; slurmd -D -N {name}; exit"]
+            daemons.append(Cold(words, folder / f"{name}.out"))
+        ready = "sinfo -h -o '%t %D' 2> /dev/null | grep -qx 'idle 4'"
+        assert wait_until(lambda: os.system(ready) == 0, pause=0.2), "the machines"
+        yield
+    finally:
+        for daemon in reversed(daemons):
+            helpers.kill(daemon.pid)
+            helpers.finish([daemon])
 
 
 class Job:
-    def __init__(self, name, *flags, options=(), file=None):
-        file = file or ROOT / "slurm" / f"{name}.sh"
+    def __init__(self, name, *flags, file, options=()):
         words = ["sbatch", "--parsable", f"--job-name={name}", *options, file, *flags]
-        self.name, self.number = name, command(*words)
-        self.task, self.file = self.number, Path(f"{name}-{self.number}.out").resolve()
+        self.number = command(*words)
+        self.file = Path(f"{name}-{self.number}.out").resolve()
         self.output = OUTPUTS.get(name, f"runs/{name}-{self.number}")
 
     def show(self, field):
-        return re.search(rf"\b{field}=(\S*)", command("scontrol", "show", "job", self.task))[1]
+        return re.search(rf"\b{field}=(\S*)", command("scontrol", "show", "job", self.number))[1]
 
     def log(self):
         return self.file.read_text() if self.file.exists() else ""
@@ -99,7 +129,7 @@ def trainings(tmp_path_factory, data):
         for name in "ddp", "ddp_resume":
             changed(f"minimal/{name}.py", *MINIMAL)
         for name in SCRIPTS[:5]:
-            edited(name, *CHANGES).rename(CODE[name])
+            changed(CODE[name], *CHANGES)
 
         def train(name, *flags, file=None, stands="0"):
             if isinstance(file, str):
@@ -115,25 +145,19 @@ def trainings(tmp_path_factory, data):
         for name in TRAINED:
             train(name, *FLAGS, *["--nproc-per-node", 2] * (name == "ddp_spawn"), file=name)
         train("resume", file="ddp_torchrun")
-        train("array", *FLAGS, "--output", "runs/array", file="single")
         train("node0", *FLAGS, file="node0")
         train("node1", *FLAGS, file="node1", stands="")
-        jobs["array"].task += "_0"
-        for name in ["array", "node0", *TRAINED]:
+        for name in ["node0", *TRAINED]:
             jobs[name].wait_for("epoch 1/2 step 2/")  # then the checkpoint of step 1 is whole
         jobs["resume"].wait_for("epoch 1:")
         # Preempts dp at once, and ddp_spawn with a SIGTERM and a GraceTime.
         command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 -o /dev/null --wrap=hostname".split())
-        command(*WARN, jobs["array"].task)
-        jobs["array"].wait_for("presently disabled")  # its requeueing
-        command("scancel", jobs["array"].task)
         limited = [jobs[name] for name in ("resume", *TRAINED[2:], "node0")]
         for job in limited:
             command("scontrol", "update", f"job={job.number}", "endtime=now+80")  # USR1 within 30 s
         for job in limited:
             job.wait_for("DUE TO JOB REQUEUE")
             command("scontrol", "update", f"job={job.number}", "timelimit=60")  # of its next life
-        jobs["array"].task = f"{jobs['array'].number}_1"
         yield jobs
 
 
@@ -170,12 +194,12 @@ def test_what_the_files_start(trainings, work):
     Job("node0", 1, file=files["node0"]).ended("FAILED")
 
 
-@pytest.mark.parametrize("name", [*TRAINED, "array", "node0"])
+@pytest.mark.parametrize("name", [*TRAINED, "node0"])
 def test_it_continues(trainings, name, monkeypatch):
     """In its own folder, from a checkpoint, to the end of an undisturbed run."""
     job, quiet = trainings[name], trainings["srun" if name in [*DDP, "node0"] else "quiet"]
     monkeypatch.chdir(job.file.parent)
-    job.ended(restarts=0 if name == "array" else 1)
+    job.ended(restarts=1)
     assert re.search(": 0 epochs and [12] steps are done", job.log()), job.log()
     quiet.ended()
     close(job.output, quiet.output, 1e-6)

@@ -27,8 +27,8 @@ MORE = [*((name, count, 1) for name in [*DDP, "fsdp2"] for count in (1, 4))]
 @pytest.mark.parametrize("runs", [TWO, pytest.param(MORE, marks=pytest.mark.slow)])
 def test_same_losses(runs, data, fashion):
     """The same order too: what is left over after 10 steps are other images in each epoch. The norm
-    of the whole gradient is clipped, once a step. With --augment more processes differ as another
-    seed does. MORE: `mlp`, and a folder with fewer test images than processes."""
+    of the whole gradient is clipped, once a step. 203 test images are evaluated on two ranks, or in
+    micro-batches. MORE: `mlp`, and a folder with fewer test images than processes."""
     flags = [*fashion, "--epochs", 2, "--batch-size", 60, "--lr", 0.1, "--clip-norm", 0.1]
     if runs == MORE:
         flags += ["--dataset", data / "pictures", "--model", "mlp", "--workers", 0]
@@ -38,13 +38,6 @@ def test_same_losses(runs, data, fashion):
         run(name, *flags, f"{name}-{count}", "--accumulate", parts, processes=count)
         close(f"{name}-{count}", "single")
     assert same(weights(f"ddp_spawn-{count}"), weights(f"ddp_multigpu_proc-{count}"))
-    train(*flags, "not_clipped", "--clip-norm", 0)
-    assert not same(weights("not_clipped"), weights("single"))
-    train(*flags, "one", "--augment")
-    run("ddp_torchrun", *flags, "more", "--augment", processes=count)
-    close("more", "one", 0.1, ["train_loss"])
-    with pytest.raises(AssertionError):
-        close("more", "one", keys=["train_loss"])
 
 
 def test_a_longer_run():
@@ -92,19 +85,12 @@ EpochSampler.set_epoch = set_epoch
 def test_two_processes(fashion, name):
     """A step communicates its gradients, in three buckets, and nothing else. All ranks end with the
     same parameters and batch norm averages, each draws its own random numbers, and the loader
-    workers share the cores. 203 test images are evaluated on 2 ranks: recomputed here on one."""
+    workers share the cores."""
     flags = [*fashion, "--model", "resnet18", "--epochs", 1, "--accumulate", 2, "--output", "out"]
     lines = run(name, *flags, processes=2, path=edited(name, more=WATCH)).splitlines()
     workers = min(16, max(1, single.cores // (1 if name == DDP[2] else 2)))
     for differ in [], ["workers' seed", "random"]:
         assert f"{workers} workers, {{'gloo:all_reduce': 3}}, differ: {differ}" in lines, lines
-    args, [row] = parse(*flags), metrics("out")
-    _, test_set, classes = single.load_data(args)
-    model = single.build_model(args, test_set[0][0], classes)
-    model.load_state_dict(weights("out"))
-    loss, correct, _ = single.evaluate(args, model, [test_set.tensors], torch.device("cpu")) / 203
-    assert row["test_accuracy"] == correct
-    assert row["test_loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_flags_have_effect(fashion, monkeypatch):
@@ -122,7 +108,7 @@ def test_flags_have_effect(fashion, monkeypatch):
     assert list(metrics("plain")[0]) == columns.split()
     train(*flags, "often", "--log-every", 3, "--checkpoint-minutes", 0)
     assert same(weights("often"), weights("plain"))  # what is said and saved changes nothing
-    for flag in "--augment", "--amp", "--optimizer=adam", "--lr=0.01", "--seed=1":
+    for flag in "--augment", "--amp", "--optimizer=adam", "--lr=0.01", "--seed=1", "--clip-norm=.1":
         train(*flags, flag[2:], flag)
         assert not same(weights("plain"), weights(flag[2:])), flag
     seen.clear()
@@ -172,7 +158,7 @@ def test_check_of_the_set_up(name, work, monkeypatch):
 
 def test_data(monkeypatch, data):
     """torchvision's images are (N, height, width, channels). --image-size is that of synthetic
-    images, and resizes those of a folder. Workers that read it change nothing."""
+    images, and resizes those of a folder."""
     images, labels = pictures(60, 3, 32)
     stored = SimpleNamespace(data=images, targets=labels.tolist())
     monkeypatch.setattr(datasets, "CIFAR10", lambda folder, train, download: stored)
@@ -183,10 +169,6 @@ def test_data(monkeypatch, data):
         sets = single.load_data(parse("--image-size", 24, "--dataset", dataset))
         image = sets[0][0][0]
         assert (image.shape, image.dtype, sets[2]) == ((3, 24, 24), torch.uint8, classes)
-    for workers in 0, 2:
-        flags = ["--dataset", data / "pictures", "--augment", "--batch-size", 1, "--epochs", 2]
-        train(*flags, "--workers", workers, "--output", workers)
-    assert same(weights("0"), weights("2"))
 
 
 def test_order():
