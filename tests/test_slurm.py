@@ -92,8 +92,7 @@ def cluster(folder, patch):
 
 class Job:
     def __init__(self, name, *flags, file, options=()):
-        words = ["sbatch", "--parsable", f"--job-name={name}", *options, file, *flags]
-        self.number = command(*words)
+        self.number = command("sbatch", "--parsable", f"--job-name={name}", *options, file, *flags)
         self.file = Path(f"{name}-{self.number}.out").resolve()
         self.output = OUTPUTS.get(name, f"runs/{name}-{self.number}")
 
