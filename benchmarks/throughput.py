@@ -29,7 +29,7 @@ def contestants(args, folder):
     loops, script = folder / "yardsticks.py", folder / "train_single.py"
     found = {"limit": (loops, ["limit", *args.flags]), "single": (script, args.flags)}
     for name in PEERS:
-        found[f"{name}, this collection's loader"] = loops, [name]
+        found[f"{name}, this repository's loader"] = loops, [name]
         for workers in args.workers:
             flags = [name, "--per-sample", "--workers", workers]
             found[f"{name}, DataLoader, {workers} workers"] = loops, flags

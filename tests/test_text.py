@@ -1,10 +1,11 @@
-"""The six files as texts: what is shared is the same, and what is promised about them holds."""
+"""The six files as texts hold what is promised about them; benchmarks/gpu.sh would run."""
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
-from helpers import edited
+from helpers import ROOT, command, edited
 from same_text import PATHS, compare, definitions
 from test_gpu import BEGIN, END, TELL, WATCH
 
@@ -27,3 +28,12 @@ def test_a_page(path):
     modules = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.M))
     assert modules <= set(sys.stdlib_module_names) | {"torch", "torchvision", "numpy"}
     edited(name, END, TELL + END, BEGIN, WATCH + BEGIN)
+
+
+@pytest.mark.slow
+def test_gpu_sh():
+    """benchmarks/gpu.sh, with tiny runs: its tables have all their rows."""
+    words = ["env", "TINY=1", f"OUT={Path().resolve()}", f"PYTHON={sys.executable}", "bash"]
+    command(*words, ROOT / "benchmarks" / "gpu.sh")
+    tables = "".join(path.read_text() for path in Path().glob("*.md"))
+    assert "nan" not in tables and tables.count("\n| train_") == 6 + 3 + 1 + 1
