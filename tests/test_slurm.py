@@ -107,7 +107,7 @@ class Job:
 
     def wait_for(self, text, times=1):
         wait_until(lambda: self.log().count(text) >= times or self.over(), 2 * LIMIT, 0.2)
-        assert self.log().count(text) >= times, self.log()
+        assert wait_until(lambda: self.log().count(text) >= times, 5), self.log()
 
     def ended(self, state="COMPLETED", restarts=0):
         wait_until(self.over, 2 * LIMIT, 0.2)
@@ -165,8 +165,7 @@ def test_what_the_files_start(trainings, work):
     it, once as `requeues` is 1 here. One of a pair comes back, too, if it fails while the other is
     there, but not after a wrong flag."""
     os.mkdir("own")
-    for path in "here.py", "own/beside.py":
-        Path(path).touch()
+    command("touch", "here.py", "own/beside.py")
     for name in SCRIPTS:
         Path("own", CODE[name]).write_text(STAND_IN)
     edits = ["COUNT < 20", "COUNT < 1", "script=", "script=own/"]
@@ -190,6 +189,7 @@ def test_what_the_files_start(trainings, work):
     for job in jobs:
         command("scancel", job.number)
         job.ended("CANCELLED", restarts=1)
+    wait_until(trainings["node1"].over, 2 * LIMIT, 0.2)  # while it is there, node0 is requeued
     Job("node0", 1, file=files["node0"]).ended("FAILED")
 
 
