@@ -459,7 +459,7 @@ def main(args):
         with autocast:
             evaluate(args, parallel, islice(test_loader, 2), device)
     if rank == 0:
-        save_checkpoint(args, progress, model, optimizer, scheduler)  # is the disk full?
+        save_checkpoint(args, progress, model, optimizer, scheduler)  # finds a full disk now
         done = f"{progress.epoch} epochs and {progress.step} steps are done"
         print(f"{args.output}: {done}", flush=True)
 

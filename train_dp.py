@@ -400,7 +400,7 @@ def main(args):
     if progress.epoch == progress.step == 0:  # a new run: what can fail later should fail now
         (args.output / "last.pt").unlink(missing_ok=True)  # the old run's, after --overwrite
         evaluate(args, parallel, islice(test_loader, 2), device)
-    save_checkpoint(args, progress, model, optimizer, scheduler)  # is the disk full?
+    save_checkpoint(args, progress, model, optimizer, scheduler)  # finds a full disk now
     print(f"{args.output}: {progress.epoch} epochs and {progress.step} steps are done", flush=True)
 
     # Training

@@ -523,7 +523,7 @@ def main(args):
             (args.output / "last.pt").unlink(missing_ok=True)  # the old run's, after --overwrite
         with autocast, torch.compiler.set_stance("force_eager"):
             evaluate(args, model, islice(test_loader, 2), min(2, passes), spare, device)
-    next_save = save_checkpoint(args, progress, model, optimizer, scheduler)  # is the disk full?
+    next_save = save_checkpoint(args, progress, model, optimizer, scheduler)  # finds a full disk
     if rank == 0:
         done = f"{progress.epoch} epochs and {progress.step} steps are done"
         print(f"{args.output}: {done}", flush=True)

@@ -403,7 +403,7 @@ def main(args):
         (args.output / "last.pt").unlink(missing_ok=True)  # the old run's, after --overwrite
         with autocast:
             evaluate(args, model, islice(test_loader, 2), device)
-    save_checkpoint(args, progress, model, optimizer, scheduler)  # is the disk full?
+    save_checkpoint(args, progress, model, optimizer, scheduler)  # finds a full disk now
     print(f"{args.output}: {progress.epoch} epochs and {progress.step} steps are done", flush=True)
 
     # Training

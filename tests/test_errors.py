@@ -88,19 +88,14 @@ def test_said_once(fashion, refused, name):
         assert "Traceback" not in text and content() == before, text
 
 
-APART = """
-if os.environ["RANK"] == "1":
-    os.chdir("elsewhere")
-"""
-
-
 @pytest.mark.parametrize("name", ["ddp_torchrun", "fsdp2"])
 def test_torchrun(fashion, monkeypatch, name):
     """What the scripts that it starts refuse, also to go on where ranks do not see one last.pt."""
     os.mkdir("elsewhere")
     assert "start it with: torchrun --standalone" in done([Warm(script(name), [], "alone")], 2)
     train(*fashion, "--epochs", 1, "--output", "out")
-    flags, path = [*fashion, "--resume", "--output", "out"], edited(name, more=APART)
+    flags = [*fashion, "--resume", "--output", "out"]
+    path = edited(name, more='if os.environ["RANK"] == "1": os.chdir("elsewhere")')
     text = run(name, *flags, path=path, processes=2, status=2)
     assert text.count("error: not all processes see the same last.pt") == 1, text
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")

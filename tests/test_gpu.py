@@ -10,7 +10,6 @@ from helpers import DDP, SCRIPTS, close, edited, run
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU")]
 JOB = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.01, "--output"]
-LOSSES = ["train_loss", "test_loss"]
 PARTS = ["--accumulate", 2, "--clip-norm", 1, "--batch-size", 96]
 FLAGS = [], ["--amp"], ["--compile"], PARTS, ["--model", "resnet18", "--amp", "--sync-bn"]
 TWO = dict.fromkeys([*DDP[:2], "fsdp2"], min(GPUS, 2))  # processes of those with a GPU each
@@ -31,7 +30,7 @@ def test_trains(name, flags):
     assert not re.search("is currently unknown|Guessing device|destroy_process_group", text), text
     device = ["--device", "cuda" if flags else "cpu"]
     run("single", *JOB, "single", *[flag for flag in flags if flag != "--sync-bn"], *device)
-    close("out", "single", 1e-3 if flags == PARTS else 5e-2, LOSSES, 1e-2)
+    close("out", "single", 1e-3 if flags == PARTS else 5e-2, ["train_loss", "test_loss"], 1e-2)
 
 
 MORE = [], ["--augment"], ["--accumulate", 2, "--clip-norm", 1, "--amp", "--optimizer", "adam"]
