@@ -338,11 +338,10 @@ def progress_line(args, progress, steps_per_epoch, loss, lr, norm):
     """`loss` is the mean since the last line, `norm` that of the last step's gradient."""
     speed = progress.step * args.batch_size / progress.seconds
     steps_left = (args.epochs - progress.epoch) * steps_per_epoch - progress.step
-    return (
-        f"epoch {progress.epoch + 1}/{args.epochs} step {progress.step}/{steps_per_epoch} "
-        f"loss {loss:.4f} lr {lr:.2e} gradient norm {norm:.2e} {speed:.0f} samples/s "
-        f"{steps_left * args.batch_size / speed / 60:.1f} min left"
-    )
+    minutes_left = steps_left * args.batch_size / speed / 60
+    place = f"epoch {progress.epoch + 1}/{args.epochs} step {progress.step}/{steps_per_epoch}"
+    state = f"loss {loss:.4f} lr {lr:.2e} gradient norm {norm:.2e}"
+    return f"{place} {state} {speed:.0f} samples/s {minutes_left:.1f} min left"
 
 
 def finish_epoch(args, progress, sums):
@@ -616,16 +615,14 @@ def main(args):
     dist.all_gather_object(starts, (progress.epoch, progress.step))  # waits until all have loaded
     if len(set(starts)) > 1:
         raise SystemExit("the processes see different files: put --output on a shared disk")
-    if progress.epoch == progress.step == 0:  # a new run: what can fail later should fail now
-        with autocast, torch.compiler.set_stance("force_eager"):
-            evaluate(args, model, [sample], 1, sample, device)
+    with autocast, torch.compiler.set_stance("force_eager"):  # what would fail should fail now
+        evaluate(args, model, [sample], 1, sample, device)
     next_save = save_checkpoint(args, progress, state)  # finds a full disk now
     if rank == 0:
         print(
             f"{args.output}: {progress.epoch} epochs and {progress.step} steps are done", flush=True
         )
 
-    # Training
     for epoch in range(progress.epoch, args.epochs):
         sampler.set_epoch(epoch, start=progress.step * rank_batch)
         torch.manual_seed(args.seed + epoch * world_size + rank)  # for the loader's workers
