@@ -484,7 +484,8 @@ def check_flags(args, world_size=1):
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":  # torchrun has --max-restarts
         if not args.resume or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
             parser.error("--max-restarts needs --resume, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-    if args.epochs == 0 or args.overwrite or not any(args.output.glob("*.pt")):
+    has_run = any(args.output.glob("*.pt")) or any(args.output.glob("epoch-*"))  # any script's
+    if args.epochs == 0 or args.overwrite or not has_run:
         return
     if not args.resume:
         parser.error(f"{args.output} has a run: --resume continues it, --overwrite replaces it")
