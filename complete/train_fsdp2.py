@@ -247,7 +247,7 @@ def prepare(args, batch, device, train=False):
 @functools.cache  # copied to the device once: a copy in each step would wait for the GPU
 def normalization(pretrained, device):
     """Mean and standard deviation (C or 1, 1, 1) of pixels from 0 to 255, on the device."""
-    mean, std = [115], [58]  # of ImageNet, over the channels
+    mean, std = [115.0], [58.0]  # of ImageNet, over the channels
     if pretrained:
         preset = models.get_model_weights(pretrained).DEFAULT.transforms()
         mean, std = ([255 * x for x in values] for values in (preset.mean, preset.std))
