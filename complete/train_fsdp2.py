@@ -169,7 +169,7 @@ def load_data(args):
         parser.error(f"--dataset {folder}: neither a known name nor a folder with train/ and test/")
     # A margin for random crops: 256 pixels for 224. Tiny images would only be blurred.
     side = args.image_size * 8 // 7 if args.image_size >= 64 else args.image_size
-    transform = v2.Compose([v2.Resize(side), v2.CenterCrop(side), v2.PILToTensor()])
+    transform = v2.Compose([v2.PILToTensor(), v2.Resize(side), v2.CenterCrop(side)])
     loader = functools.partial(load_image, side=side)
     train_set = datasets.ImageFolder(folder / "train", transform, loader=loader)
     test_set = datasets.ImageFolder(folder / "test", transform, loader=loader)
