@@ -239,12 +239,14 @@ def test_what_each_rank_draws():
     """Random numbers differ by epoch, rank and GPU; batch norm's averages are rank 0's on all."""
     line = "        started = time.time()\n"
     tell = "        for generator in torch.cuda.default_generators or [None]:\n"
-    tell += '            print("draws", torch.rand(1, generator=generator).item(), flush=True)\n'
+    draw = "torch.rand(1, generator=generator).item()"
+    tell += f'            print(f"draws {{{draw}}}\\n", end="", flush=True)\n'
     two = ["gpus = torch.accelerator.device_count()", "gpus = 2"]
     gpus = "torch.cuda.default_generators = torch.Generator(), torch.Generator()\n"
     norm = "nn.Conv2d(3, 6, 5)", "nn.Sequential(nn.Conv2d(3, 6, 5), nn.BatchNorm2d(6))"
     end = "    dist.destroy_process_group()\n"
-    say = '    print("holds", *(b.double().sum().item() for b in model.buffers()), flush=True)\n'
+    held = "[b.double().sum().item() for b in model.buffers()]"
+    say = f'    print(f"holds {{{held}}}\\n", end="", flush=True)\n'
     for name, draws in zip(SMALL, (1, 2, 2, 2, 4, 2)):
         changes = [*norm, line, tell + line, *([end, say + end] if name in DISTRIBUTED else [])]
         if name in ("dp", "ddp_multigpu_proc"):
@@ -293,7 +295,7 @@ def test_cifar10():
     found = "datasets.cifar.check_integrity = lambda path, md5: os.path.exists(path)\n"
     flags = [*FLAGS, "out", "--dataset", "cifar10", "--epochs", 8]
     text = run("single", *flags, path=small("single", more=found))
-    assert epochs(text)[7][1] > 0.2 and len(epochs(text)) == 8, text
+    assert epochs(text)[0][0] > 2.2 and epochs(text)[7][0] < 1.8, text
 
 
 WAITS = {"to_device", "main", "save"}  # copies of what is not pinned; once an epoch; at its end
