@@ -6,8 +6,8 @@ python benchmarks/images.py --folder my_images   # yours, with train/CLASS/ and 
 Contestants: torchvision's reference pipeline (references/classification/presets.py with PIL), a
 folder in complete/train_ddp.py, the same folder after pack_images.py, and as a limit the plain
 reading of the files' bytes in one process. Each round runs all of them; ratios are taken within a
-round. The files are in the page cache, so this measures the CPU, not the disk. Images per CPU second
-count the time of all processes together: what one core delivers, also on a machine that is shared.
+round. The files are in the page cache, so this measures the CPU, not the disk. Images per CPU
+second count the time of all processes: what one core delivers, even on a machine that is shared.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import train_ddp  # noqa: E402
 
 # Width, height, JPEG quality and strength of the finest noise, for the bits per pixel of ImageNet's
 # files (110 kB) and of a phone's photographs (4 MB); and the number of files.
-SIZES = {"ImageNet": (500, 375, 95, 7, 120), "12 megapixels": (4000, 3000, 90, 6, 12)}
+SIZES = {"ImageNet": (500, 375, 95, 7, 120), "12 megapixels": (4000, 3000, 90, 6, 8)}
 
 
 def make_image(width, height, noise, random):
