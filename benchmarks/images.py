@@ -116,7 +116,7 @@ def measure(args, name, folder):
         subprocess.run([*command, "--workers", str(args.workers)], check=True, stdout=sys.stderr)
         found = {"torchvision's reference": reference(folder / "train"), "folder": ours(folder)}
         found |= {"packed": ours(packed), "reading the files": Bytes(folder / "train")}
-        counts, speeds = dict.fromkeys(found, 4 * args.batch_size), {key: [] for key in found}
+        counts, speeds = dict.fromkeys(found, 2 * args.batch_size), {key: [] for key in found}
         for number in range(-1, args.rounds):  # the first only finds out how many images to take
             for key, dataset in found.items():
                 workers = args.workers if key != "reading the files" else 0
@@ -141,6 +141,7 @@ def measure(args, name, folder):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, help="measure this one instead")
+    parser.add_argument("--sizes", nargs="+", default=[*SIZES], choices=[*SIZES])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10, help="of each measurement")
     parser.add_argument("--workers", type=int, default=2, help="processes of the DataLoader")
@@ -148,7 +149,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if args.folder:
         measure(args, args.folder.name, args.folder)
-    for name, values in SIZES.items() if not args.folder else ():
+    for name in args.sizes if not args.folder else ():
         with tempfile.TemporaryDirectory() as folder:
-            make_folder(Path(folder), *values)
+            make_folder(Path(folder), *SIZES[name])
             measure(args, name, Path(folder))
