@@ -264,7 +264,7 @@ def random_crops(images, height, width):
     transforms[:, 0, 0], transforms[:, 1, 1] = zoom * flip, zoom
     transforms[:, :, 2] = shift * (1 - zoom)[:, None]
     grid = F.affine_grid(transforms, (count, channels, height, width), align_corners=False)
-    return F.grid_sample(images, grid, align_corners=False)
+    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
 # ---- Loaders and evaluation ----------------------------------------------------------------------
