@@ -393,8 +393,8 @@ def write_fashion_mnist(count=8):
 def test_grey_images_for_a_model_of_torchvision():
     write_fashion_mnist()
     flags = ["--dataset", "fashion-mnist", "--batch-size", 4, "--epochs", 1, "--augment"]
-    weights = train(*flags, "--model", "resnet18")
-    assert weights["conv1.weight"].shape[1] == 3
+    weights = train(*flags, "--model", "shufflenet_v2_x0_5")
+    assert weights["conv1.0.weight"].shape[1] == 3
     assert train(*flags, "--output", "net")["conv1.weight"].shape[1] == 1
 
 
@@ -412,7 +412,7 @@ def pretrained(monkeypatch):
     return weights
 
 
-FINE_TUNE = ["--model", "shufflenet_v2_x0_5", "--pretrained", "--image-size", 64, "--batch-size", 8]
+FINE_TUNE = ["--model", "shufflenet_v2_x0_5", "--pretrained", "--image-size", 32, "--batch-size", 8]
 FINE_TUNE += ["--epochs", 1, "--dataset"]
 
 
