@@ -32,11 +32,15 @@ AVERAGE = """    decay = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
 UPDATE = "            average.update_parameters(model)\n"
 
 
+# FSDP2 saves less often: no more than a thirtieth of the time is spent saving.
+OFTEN = {DDP: [], FSDP2: ["30 * (now - started)", "0"]}
+
+
 def own_state(name):
     """A copy of a script that has dropout, a confusion matrix, and a second optimizer; with DDP
     also an average of the weights."""
     own, step = (OWN + AVERAGE, STEP + UPDATE) if name == DDP else (OWN, STEP)
-    return edited(name, LOAD, own + LOAD, ZERO, step, more=DROPOUT + CONFUSION)
+    return edited(name, *OFTEN[name], LOAD, own + LOAD, ZERO, step, more=DROPOUT + CONFUSION)
 
 
 def same_run(output, other):
@@ -138,7 +142,7 @@ def loss_function(outputs, labels):
 def test_not_finite(fashion, name, fault):
     """In step 14, which ends with a progress line 16, on one rank: the run ends on all."""
     flags = [*fashion, "--output", "out", "--log-every", 4, "--checkpoint-minutes", 0]
-    path = edited(name, more=FAULT.replace("FAULT", fault))
+    path = edited(name, *OFTEN[name], more=FAULT.replace("FAULT", fault))
     text = run(name, *flags, processes=2, path=path, status=1)
     says = "test loss not finite" if fault == "test loss" else "loss or weights not finite"
     assert f"{says}: out/last.pt is good" in text and "Traceback" not in text, text
@@ -163,7 +167,7 @@ def test_one_rank_sees_that_torchrun_is_gone(fashion, monkeypatch, name):
     """All end there, in a line, and none waits for the other, or writes."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     flags = [*fashion, *TRAIN, "--output", "out"]
-    text = run(name, *flags, processes=2, path=edited(name, more=ORPHAN), status=1)
+    text = run(name, *flags, processes=2, path=edited(name, *OFTEN[name], more=ORPHAN), status=1)
     assert text.count("torchrun was killed") in (1, 2) and "Traceback" not in text, text
     assert weights("out", "last.pt")["progress"]["step"] == 8
 

@@ -1,24 +1,25 @@
-"""The scripts on a make-believe accelerator: what they would do on a machine with two GPUs.
+"""complete/train_ddp.py on a make-believe accelerator: what it would do on a machine with two GPUs.
 Each process leaves a report of what it did with the cards: see emulated_accelerator.py."""
 
 import re
 from pathlib import Path
 
 import pytest
-from helpers import SCRIPTS, close, run, train
+from helpers import COMPLETE, close, run, train
 
 pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
+DDP = COMPLETE[0]
 FLAGS = ["--accumulate", 2, "--clip-norm", 1, "--lr", 0.02, "--log-every", 4, "--resume"]
 
 
-def launch(monkeypatch, name, output, *flags, cards=2, **options):
-    """Start a script on so many cards, and wait for its end."""
+def launch(monkeypatch, output, *flags, cards=2, **options):
+    """Start the script on so many cards, and wait for its end."""
     report = Path(f"{output}-report").resolve()
     report.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "emulated"))
     monkeypatch.setenv("EMULATED_CARDS", str(cards))
     monkeypatch.setenv("EMULATED_REPORT", str(report))
-    run(name, *flags, "--output", output, **options)
+    run(DDP, *flags, "--output", output, **options)
 
 
 def check(output, cards, steps):
@@ -41,35 +42,31 @@ def check(output, cards, steps):
     return seeds
 
 
-# What each process uses on a machine with two cards.
-TWO = dict(zip(SCRIPTS, (["0"], ["01"], ["0", "1"], ["0", "1"], ["01", "01"])))  # not FSDP2
-
-
-@pytest.mark.parametrize("name", TWO)
-def test_cards_agree_with_the_cpu(monkeypatch, fashion, name):
-    """A checkpoint of train_single.py on the CPU goes on in each script on two cards, and from
-    there in train_single.py on the CPU again. Each card has a seed of its own from one progress
-    line to the next."""
-    flags, cards = [*fashion, *FLAGS, "--epochs"], TWO[name]
+def test_cards_agree_with_the_cpu(monkeypatch, fashion):
+    """A checkpoint from the CPU goes on in two processes, each with a card of its own, and from
+    there on the CPU again. Each has a seed of its own from one progress line to the next."""
+    flags = [*fashion, *FLAGS, "--epochs"]
     train(*flags, 1, "--output", "out")
-    launch(monkeypatch, name, "out", *flags, 2, processes=len(cards))
-    seeds = check("out", cards, steps=range(10, 21))
-    assert len(set(seeds)) == len(seeds) == 3 * len("".join(cards)), seeds
+    launch(monkeypatch, "out", *flags, 2, processes=2)
+    seeds = check("out", ["0", "1"], steps=range(10, 21))
+    assert len(set(seeds)) == len(seeds) == 3 * 2, seeds
     for output in "out", "cpu":
         train(*flags, 3, "--output", output)
     close("out", "cpu", 1e-5)
 
 
-MANY = "--augment --optimizer adam --accumulate 4 --clip-norm 0.1 --lr-schedule cosine".split()
+MANY = "--augment --optimizer adamw --weight-decay 0.1 --accumulate 4 --clip-norm 0.1".split()
+MANY += ["--lr-schedule", "cosine"]
+FOLDER = ["--workers", 2, "--augment", "--model", "mlp"]
 
 
-@pytest.mark.parametrize("flags", [[], MANY, ["--augment", "--workers", 2]])
+@pytest.mark.parametrize("flags", [[], MANY, FOLDER], ids=["none", "many", "folder"])
 def test_nothing_waits_between_progress_lines(monkeypatch, data, fashion, flags):
     """Nor without flags, with many, and with workers that read a folder; for two epochs."""
     if "--workers" in flags:
         fashion = ["--dataset", data / "pictures", "--batch-size", 9]
     flags = [*fashion, "--epochs", 2, "--log-every", 4, *flags]
-    launch(monkeypatch, "single", "cards", *flags, cards=1)
+    launch(monkeypatch, "cards", *flags, cards=1, processes=0)
     train(*flags, "--output", "cpu")
     check("cards", ["0"], steps=range(21))
     close("cards", "cpu", 1e-5)
