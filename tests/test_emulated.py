@@ -1,11 +1,13 @@
 """complete/train_ddp.py on a make-believe accelerator: what it would do on a machine with two GPUs.
 Each process leaves a report of what it did with the cards: see emulated_accelerator.py."""
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
-from helpers import COMPLETE, close, run, train
+import train_ddp
+from helpers import COMPLETE, close, edited, run, train
 
 pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
 DDP = COMPLETE[0]
@@ -22,20 +24,30 @@ def launch(monkeypatch, output, *flags, cards=2, **options):
     run(DDP, *flags, "--output", output, **options)
 
 
+def lines_of(function):
+    lines, first = inspect.getsourcelines(function)
+    return range(first, first + len(lines))
+
+
 def check(output, cards, steps):
-    """`cards`: those that each process uses. It waits for them at progress lines alone. `steps`:
-    the numbers of those that it takes, and of the one before. Returns the seeds between these."""
+    """`cards`: those that each process uses. It waits for them at progress lines alone, and after
+    an epoch's evaluation. `steps`: the numbers of those that it takes, and of the one before.
+    Returns the seeds between these."""
     reports = [path.read_text() for path in Path(f"{output}-report").iterdir()]
     reports = [text for text in reports if "uses card" in text]
     used = ["".join(sorted(re.findall(r"uses card (\d)", text))) for text in reports]
     assert sorted(used) == cards
     seeds = []
     for text in reports:
-        told = re.split(r"^\S+ step\n", text, flags=re.M)  # what comes before and after each
+        # What comes before and after each step, of two groups of parameters.
+        told = re.split(r"(?:^\S+ step\n){2}", text, flags=re.M)
         waits = [step for step, part in zip(steps, told, strict=True) if "waits" in part]
         assert waits == [step for step in steps if step % 10 % 4 == 0], text  # 10 an epoch
-        allowed = {"main", "make_loader", "__iter__", "load_checkpoint", "finish_epoch", "save"}
-        assert set(re.findall(r"^(\w+):\d+ .*waits", text, re.M)) <= allowed
+        for part in told[1:]:
+            places = [int(line) for line in re.findall(r"^\S+:(\d+) waits", part, re.M)]
+            assert not set(places) & set(lines_of(train_ddp.prepare)), text
+            own = [place for place in places if place in lines_of(train_ddp.evaluate)]
+            assert len(own) <= 3, text  # one for each of the sums
         assert set(re.findall(r"load to (.*)", text)) <= {"cpu by mmap"}
         for part in told:  # of each card, the last one
             seeds += dict(re.findall(r"seeds card (\d) with (\d+)", part)).values()
@@ -66,7 +78,8 @@ def test_nothing_waits_between_progress_lines(monkeypatch, data, fashion, flags)
     if "--workers" in flags:
         fashion = ["--dataset", data / "pictures", "--batch-size", 9]
     flags = [*fashion, "--epochs", 2, "--log-every", 4, *flags]
-    launch(monkeypatch, "cards", *flags, cards=1, processes=0)
+    path = edited(DDP, '("cuda", "xpu")', '("cuda", "xpu", "emu")')  # whose memory is pinned
+    launch(monkeypatch, "cards", *flags, cards=1, processes=0, path=path)
     train(*flags, "--output", "cpu")
     check("cards", ["0"], steps=range(21))
     close("cards", "cpu", 1e-5)

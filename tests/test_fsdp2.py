@@ -1,4 +1,4 @@
-"""train_fsdp2.py: the same run with a sharded model, and what only it can do. The recipes of
+"""complete/train_fsdp2.py: the same run with a sharded model, and what only it can do. The recipes of
 docs/large_models.md do what they say."""
 
 import re
