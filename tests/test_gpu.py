@@ -2,13 +2,15 @@
 `pytest -m gpu` on a machine with one GPU or more; the others are in test_emulated.py too."""
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import DDP, SCRIPTS, close, edited, run
+from helpers import DDP, ROOT, SCRIPTS, close, command, edited, run
 
 GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU")]
+needs_gpu = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 JOB = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.01, "--output"]
 PARTS = ["--accumulate", 2, "--clip-norm", 1, "--batch-size", 96]
 FLAGS = [], ["--amp"], ["--compile"], PARTS, ["--model", "resnet18", "--amp", "--sync-bn"]
@@ -17,6 +19,8 @@ BEGIN = "            for micro_step in range(args.accumulate):\n"  # of a step
 END = "            if step % args.log_every == 0 or step == steps_per_epoch:\n"
 
 
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("flags", FLAGS)
 def test_trains(name, flags):
@@ -46,6 +50,8 @@ TELL = """            if step == 22:
 """
 
 
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("more", MORE)
 def test_nothing_waits_between_progress_lines(data, name, more):
@@ -62,3 +68,12 @@ def test_nothing_waits_between_progress_lines(data, name, more):
         assert text.count("watched") == TWO.get(name, 1) and "LaunchKernel" in text
         assert name not in ("single", "ddp_torchrun") or f"set True True {not own}" in text
         assert not re.search("StreamSync|EventSync|Pageable", text), text
+
+
+@pytest.mark.slow
+def test_gpu_sh():
+    """benchmarks/gpu.sh on a CPU, with tiny runs: its tables have all their rows."""
+    words = ["env", "TINY=1", f"OUT={Path().resolve()}", f"PYTHON={sys.executable}", "bash"]
+    command(*words, ROOT / "benchmarks" / "gpu.sh")
+    tables = "".join(path.read_text() for path in Path().glob("*.md"))
+    assert "nan" not in tables and tables.count("\n| train_") == 6 + 3 + 1 + 1
