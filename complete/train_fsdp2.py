@@ -1,35 +1,34 @@
-# /// script
-# requires-python = ">=3.10"
-# dependencies = ["torch>=2.9", "torchvision", "numpy"]
-# ///
-"""Train an image classifier with FSDP2: each GPU holds a shard of the model, not all of it.
+"""Train a model that is too large for one GPU with FSDP2: each GPU holds a shard of it.
 
-torchrun --standalone --nproc-per-node 4 train_fsdp2.py    # on one machine
-On two machines, one of these lines on each; HOST is the first machine:
-torchrun --nnodes 2 --node-rank 0 --master-addr HOST --nproc-per-node 4 train_fsdp2.py
-torchrun --nnodes 2 --node-rank 1 --master-addr HOST --nproc-per-node 4 train_fsdp2.py
+torchrun --standalone --nproc-per-node gpu complete/train_fsdp2.py       # all GPUs of a machine
+torchrun --nnodes 2 --node-rank 0 --master-addr HOST --nproc-per-node gpu complete/train_fsdp2.py
+
+As complete/train_ddp.py, whose checkpoints it resumes, and the reverse. BLOCKS names your layers.
 """
 
 import argparse
 import csv
+import functools
+import json
 import math
 import os
 import socket
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from PIL import Image, ImageOps
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 from torchvision import datasets, models
 from torchvision.transforms import v2
 
@@ -41,12 +40,15 @@ parser.usage = "%(prog)s [flags]; --help lists them"
 add = parser.add_argument
 add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic, or a folder")
 add("--data-dir", default="data", help="where torchvision's data sets are stored")
-add("--image-size", type=int, default=32, help="side of synthetic images, or of a folder's")
-add("--repeat", type=int, default=1, help="repeat the channels, to test with a larger input")
-add("--augment", action="store_true", help="random flips, and shifts by up to 4 pixels")
-add("--model", choices=("net", "resnet18", "mlp"), default="net", help="see build_model")
-add("--optimizer", choices=("sgd", "adam"), default="sgd", help="sgd has momentum 0.9")
+add("--image-size", type=int, default=32, help="side of what the model sees; smaller images stay")
+add("--augment", action="store_true", help="random crops and flips")
+names = ["net", "mlp", *models.list_models(module=models)]
+add("--model", choices=names, metavar="NAME", default="net", help="net, mlp, or torchvision's")
+add("--pretrained", action="store_true", help="start from torchvision's ImageNet weights")
+add("--init", default="", metavar="FILE", help="start from another run's model.pt or last.pt")
+add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="sgd has momentum 0.9")
 add("--lr", type=float, default=0.001, help="learning rate")
+add("--weight-decay", type=float, default=0.0, help="usual: 1e-4 with sgd, 0.05 with adamw")
 add("--lr-schedule", choices=("constant", "cosine"), default="constant", help="see build_optimizer")
 add("--warmup-steps", type=int, default=0, help="steps of linear learning rate warm-up")
 add("--epochs", type=int, default=10, help="0: print the devices, and end")
@@ -54,14 +56,15 @@ add("--batch-size", type=int, default=64, help="global batch size: samples per s
 add("--accumulate", type=int, default=1, help="micro-batches per step: saves memory")
 add("--clip-norm", type=float, default=0.0, help="maximum norm of the gradient; 0: no clipping")
 add("--seed", type=int, default=76, help="of weights, sample order and random numbers")
-accelerator = torch.accelerator.current_accelerator(check_available=True)
-devices = ["cpu"] if accelerator is None else [accelerator.type, "cpu"]
-cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # torchrun sets it
-devices = [name for name in devices if name != "mps"]  # FSDP2 has no backend for it
+gpu = torch.accelerator.current_accelerator(check_available=True)
+devices = ["cpu"] if gpu is None or gpu.type == "mps" else [gpu.type, "cpu"]  # not for mps
+# torchrun, the parent of all ranks, may have bound each to some of its own cores (--numa-binding).
+owner = os.getppid() if "LOCAL_WORLD_SIZE" in os.environ else 0  # 0: this process
+cores = len(os.sched_getaffinity(owner)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 add("--device", choices=devices, default=devices[0])
 add("--workers", type=int, default=min(16, cores), help="loader processes per training process")
-add("--amp", action="store_true", help="bfloat16 mixed precision, fast from Ampere on")
+add("--amp", action="store_true", help="mixed precision: bfloat16, or float16 before Ampere")
 add("--compile", action="store_true", help="torch.compile")
 add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder of the run")
 group = parser.add_mutually_exclusive_group()
@@ -69,25 +72,15 @@ group.add_argument("--resume", action="store_true", help="continue the run in --
 group.add_argument("--overwrite", action="store_true", help="replace the run in --output")
 add("--checkpoint-minutes", type=float, default=5, help="time between checkpoints in an epoch")
 add("--log-every", type=int, default=100, help="steps between two progress lines")
-MAY_CHANGE = ["epochs", "accumulate", "device", "workers", "amp", "compile", "data_dir", "output"]
-MAY_CHANGE += ["resume", "overwrite", "checkpoint_minutes", "log_every"]
-add("--shard", type=int, default=0, help="GPUs that share one copy of the model; 0: all GPUs")
 add("--timeout", type=int, default=1800, help="seconds to wait for another process")
-add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)  # old launchers; unused
-MAY_CHANGE += ["shard", "timeout", "local_rank"]
-
-
-def stop(message, rank=0):
-    """Exit with an error (status 2). In multi-GPU training only the process of rank 0 prints it."""
-    if rank == 0:
-        print(f"{parser.prog}: error: {message}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(10)  # torchrun ends all processes when the first exits: let rank 0 print
-    sys.exit(2)
+MAY_CHANGE = ["epochs", "accumulate", "device", "workers", "amp", "compile", "data_dir", "output"]
+MAY_CHANGE += ["resume", "overwrite", "checkpoint_minutes", "log_every", "timeout"]
+add("--shard", type=int, default=0, help="GPUs that share one copy of the model; 0: all GPUs")
+MAY_CHANGE += ["shard"]
 
 
 # ---- The model: put yours here -------------------------------------------------------------------
-# The code below uses build_model, loss_function, count_correct, build_optimizer and BLOCKS.
+# The code below uses build_model, BLOCKS, loss_function, count, metrics and build_optimizer.
 class Net(nn.Module):
     """The CNN of PyTorch's CIFAR-10 tutorial: (N, channels, side, side) -> (N, classes)."""
 
@@ -107,23 +100,20 @@ class Net(nn.Module):
         return self.fc3(F.relu(self.fc2(x)))
 
 
-def build_model(args, image, classes):
-    """A network for images of the shape of `image`, (C, H, W)."""
-    channels, side = image.shape[0] * args.repeat, image.shape[1]
-    if args.model == "resnet18":
-        model = models.resnet18(num_classes=classes)
-        if channels != 3:
-            model.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
-        # Tensor cores prefer channels_last. On mps, some versions of torch give wrong results.
-        return model if args.device == "mps" else model.to(memory_format=torch.channels_last)
+def build_model(args, inputs, classes):
+    """A network for a batch of the shape of `inputs`, (N, C, H, W)."""
+    channels, side = inputs.shape[1:3]
+    if args.model == "net":
+        return Net(channels, side, classes)
     if args.model == "mlp":
         hidden = nn.Linear(channels * side * side, 512)
         return nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Linear(512, classes))
-    return Net(channels, side, classes)
+    return models.get_model(args.model, num_classes=classes)
 
 
 # The classes of the layers that repeat. A GPU gathers the weights of one such layer at a time.
-BLOCKS = (models.resnet.BasicBlock, nn.TransformerEncoderLayer)
+BLOCKS = (models.resnet.BasicBlock, models.resnet.Bottleneck, nn.TransformerEncoderLayer)
+BLOCKS += (models.vision_transformer.EncoderBlock, models.convnext.CNBlock)
 
 
 def loss_function(outputs, labels):
@@ -131,17 +121,28 @@ def loss_function(outputs, labels):
     return F.cross_entropy(outputs, labels)
 
 
-def count_correct(outputs, labels):
-    """The number of correct predictions, and the number of labels."""
-    return (outputs.argmax(1) == labels).sum(), labels.numel()
+def count(outputs, labels):
+    """What `metrics` needs of a batch: numbers or tensors that are summed over the test set.
+    "labels", how many there are, is needed for the mean test loss."""
+    return {"labels": labels.numel(), "correct": (outputs.argmax(1) == labels).sum()}
+
+
+def metrics(sums):
+    """Columns of metrics.csv, from the sums of `count` over the test set (float64 tensors)."""
+    return {"test_accuracy": sums["correct"] / sums["labels"]}
 
 
 def build_optimizer(args, model, steps):
     """The optimizer and its learning rate schedule, which is stepped `steps` times in the run."""
-    if args.optimizer == "adam":
-        optimizer = torch.optim.Adam(model.parameters(), args.lr, fused=True)
+    # Weight decay would pull batch norm's scales, and biases, to 0: they have one dimension.
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    settings = {"lr": args.lr, "weight_decay": args.weight_decay}
+    if args.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(groups, fused=True, **settings)  # SGD cannot, with shards
     else:
-        optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)  # FSDP2: not fused
+        optimizer = torch.optim.SGD(groups, momentum=0.9, **settings)
 
     def factor(step):  # what --lr is multiplied by
         warmup = min(1, (step + 1) / (args.warmup_steps + 1))
@@ -152,22 +153,55 @@ def build_optimizer(args, model, steps):
 
 
 # ---- The data: put yours here --------------------------------------------------------------------
-# The code below calls load_data, prepare and augment.
+# The code below calls load_data and prepare.
 def load_data(args):
-    """Training set, test set, number of classes. A sample is a uint8 image (C, H, W) and an int."""
+    """Training set, test set, number of classes. A sample is a uint8 image (C, H, W) and an int.
+    A TensorDataset is copied to the device as a whole; any other Dataset gets a DataLoader."""
     if args.dataset == "synthetic":
         return synthetic(10_000, args.image_size, 1), synthetic(2_000, args.image_size, 2), 10
     if args.dataset in ("cifar10", "fashion-mnist"):
         return load_torchvision(args, train=True), load_torchvision(args, train=False), 10
     folder = Path(args.dataset)
+    if (folder / "classes.json").exists():  # written by pack_images.py
+        classes = json.loads((folder / "classes.json").read_text())
+        return PackedImages(folder / "train"), PackedImages(folder / "test"), len(classes)
     if not (folder / "train").is_dir() or not (folder / "test").is_dir():
-        stop(f"--dataset {folder}: neither a known name nor a folder with train/ and test/")
-    transform = v2.Compose([v2.PILToTensor(), v2.Resize((args.image_size, args.image_size))])
-    train_set = datasets.ImageFolder(folder / "train", transform)
-    test_set = datasets.ImageFolder(folder / "test", transform)
+        parser.error(f"--dataset {folder}: neither a known name nor a folder with train/ and test/")
+    # A margin for random crops: 256 pixels for 224. Tiny images would only be blurred.
+    side = args.image_size * 8 // 7 if args.image_size >= 64 else args.image_size
+    transform = v2.Compose([v2.Resize(side), v2.CenterCrop(side), v2.PILToTensor()])
+    loader = functools.partial(load_image, side=side)
+    train_set = datasets.ImageFolder(folder / "train", transform, loader=loader)
+    test_set = datasets.ImageFolder(folder / "test", transform, loader=loader)
     if test_set.classes != train_set.classes:
-        stop(f"--dataset {folder}: test/ needs the same sub-folders (classes) as train/")
+        parser.error(f"--dataset {folder}: test/ needs the same sub-folders (classes) as train/")
     return train_set, test_set, len(train_set.classes)
+
+
+def load_image(path, side):
+    """The image in a file, upright and in RGB. Of a large one at least `side` pixels a side."""
+    with Image.open(path) as image:
+        image.draft("RGB", (side, side))  # decodes a large JPEG at 1/2, 1/4 or 1/8 of its size
+        image = ImageOps.exif_transpose(image)  # as the camera was held
+        if image.mode.startswith("I"):  # 16 bits a pixel, which convert() would clip to 8
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        return image.convert("RGB")
+
+
+class PackedImages(Dataset):
+    """Images that pack_images.py has decoded: PATH.bin has their pixels, PATH.npy their classes."""
+
+    def __init__(self, path):
+        self.path, self.targets = f"{path}.bin", np.load(f"{path}.npy")
+        self.size = os.path.getsize(self.path) // len(self.targets)  # bytes of an image
+        self.side = math.isqrt(self.size // 3)
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, i):
+        pixels = np.fromfile(self.path, np.uint8, self.size, offset=i * self.size)
+        return torch.from_numpy(pixels).view(3, self.side, self.side), int(self.targets[i])
 
 
 def load_torchvision(args, train):
@@ -175,9 +209,11 @@ def load_torchvision(args, train):
     try:
         dataset = kind(args.data_dir, train, download=True)
     except (OSError, RuntimeError) as error:
-        stop(f"no download ({str(error).splitlines()[0]}): put the files into --data-dir")
+        parser.error(f"no download ({str(error).splitlines()[0]}): put the files into --data-dir")
     images = torch.as_tensor(dataset.data)  # (N, H, W) or (N, H, W, C)
     images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
+    if args.model not in ("net", "mlp"):
+        images = images.expand(-1, 3, -1, -1)  # grey images for torchvision's models
     return TensorDataset(images, torch.as_tensor(dataset.targets))
 
 
@@ -191,28 +227,47 @@ def synthetic(count, side, seed):
     return TensorDataset(images.add_(patterns[labels]), labels)
 
 
-def prepare(args, batch, device):
-    """Copy a batch to the device, where uint8 images become normalized floats."""
-    non_blocking = device.type != "mps"  # on mps a copy could be used before it is complete
-    images, labels = (tensor.to(device, non_blocking=non_blocking) for tensor in batch)
-    if images.dtype == torch.uint8:
-        images = (images.float() - 127.5) / 64  # mean about 0, standard deviation about 1
-    if args.repeat > 1:
-        images = images.repeat(1, args.repeat, 1, 1)
-    return images, labels
+def prepare(args, batch, device, train=False):
+    """Copy a batch to the device. Images are cropped to --image-size, at random in training."""
+    images, labels = (tensor.to(device, non_blocking=tensor.is_pinned()) for tensor in batch)
+    if images.dtype != torch.uint8:
+        return images, labels
+    mean, std = normalization(args.model if args.pretrained else None, device)
+    images = (images - mean) / std
+    height, width = (min(args.image_size, side) for side in images.shape[2:])
+    if train and args.augment:
+        images = random_crops(images, height, width)
+    else:
+        top, left = (images.shape[2] - height) // 2, (images.shape[3] - width) // 2
+        images = images[:, :, top : top + height, left : left + width]
+    # The weights of a sharded model cannot be channels_last, which tensor cores prefer.
+    return images.contiguous(memory_format=torch.channels_last), labels
 
 
-def augment(inputs, labels):
-    """With --augment: flip half of the images (N, C, H, W), and shift each by up to 4 pixels."""
-    count, _, height, width = inputs.shape
-    flip = torch.rand(count, 1, 1, 1, device=inputs.device) < 0.5
-    padded = F.pad(torch.where(flip, inputs.flip(3), inputs), (4, 4, 4, 4))
-    shifts = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: (N, C, 9, 9, H, W)
-    y, x = torch.randint(9, (2, count), device=inputs.device)
-    return shifts[torch.arange(count, device=inputs.device), :, y, x], labels  # (N, C, H, W)
+@functools.cache  # copied to the device once: a copy in each step would wait for the GPU
+def normalization(pretrained, device):
+    """Mean and standard deviation (C or 1, 1, 1) of pixels from 0 to 255, on the device."""
+    mean, std = [115.0], [58.0]  # of ImageNet, over the channels
+    if pretrained:
+        preset = models.get_model_weights(pretrained).DEFAULT.transforms()
+        mean, std = ([255 * x for x in values] for values in (preset.mean, preset.std))
+    return [torch.tensor(values, device=device).view(-1, 1, 1) for values in (mean, std)]
 
 
-# ---- Training: nothing to change here ------------------------------------------------------------
+def random_crops(images, height, width):
+    """A random part of each image (N, C, H, W), scaled to (height, width). Half are flipped."""
+    count, channels = images.shape[:2]
+    zoom = torch.empty(count, device=images.device).uniform_(0.6, 1)  # part of the image's side
+    flip = torch.randint(2, (count,), device=images.device) * 2 - 1
+    shift = torch.empty(count, 2, device=images.device).uniform_(-1, 1)
+    transforms = torch.zeros(count, 2, 3, device=images.device)  # see F.affine_grid
+    transforms[:, 0, 0], transforms[:, 1, 1] = zoom * flip, zoom
+    transforms[:, :, 2] = shift * (1 - zoom)[:, None]
+    grid = F.affine_grid(transforms, (count, channels, height, width), align_corners=False)
+    return F.grid_sample(images, grid, align_corners=False)
+
+
+# ---- Loaders and evaluation ----------------------------------------------------------------------
 class EpochSampler(Sampler):
     """Shuffles each epoch; can skip its first samples. Each rank (process) has its own share."""
 
@@ -240,41 +295,36 @@ class TensorLoader:
             yield [t.index_select(0, indices[i : i + self.batch_size]) for t in self.tensors]
 
 
-def make_loader(args, dataset, batch_size, sampler, device, keep_workers=False):
-    # A TensorDataset is copied to the device. One that does not fit: use another class of Dataset.
+def make_loader(args, dataset, batch_size, sampler, device):
     if type(dataset) is TensorDataset:
         return TensorLoader([tensor.to(device) for tensor in dataset.tensors], batch_size, sampler)
-    return DataLoader(
-        dataset,
-        batch_size,
-        sampler=sampler,
-        num_workers=args.workers,
-        persistent_workers=keep_workers and args.workers > 0,  # idle ones take memory
-        pin_memory=device.type in ("cuda", "xpu"),
-    )
+    options = {"num_workers": args.workers, "persistent_workers": args.workers > 0}
+    options["pin_memory"] = device.type in ("cuda", "xpu")
+    return DataLoader(dataset, batch_size, sampler=sampler, **options)
 
 
 @torch.no_grad()
 def evaluate(args, model, loader, passes, spare, device):
-    """A tensor (3,): sum of the losses, correct predictions, and labels, over all batches."""
+    """Sums over all batches: of the losses, and of what `count` returns. A forward pass
+    communicates, so every rank makes `passes`, with the batch `spare` when its own are used up."""
     model.eval()
-    dtype = torch.float32 if device.type in ("mps", "xpu") else torch.float64  # not on every GPU
-    sums = torch.zeros(3, dtype=dtype, device=device)
+    dtype = torch.float32 if device.type == "xpu" else torch.float64  # not on every xpu
+    sums = {}
     for batch in loader:
         inputs, labels = prepare(args, batch, device)
         outputs = model(inputs)
-        correct, count = count_correct(outputs, labels)
-        sums[0] += loss_function(outputs, labels) * count
-        sums[1] += correct
-        sums[2] += count
+        counts = count(outputs, labels)
+        counts["loss"] = loss_function(outputs, labels) * counts["labels"]
+        for name, value in counts.items():
+            sums[name] = sums.get(name, 0) + torch.as_tensor(value).to(dtype)
         passes -= 1
-    for _ in range(passes):  # a forward pass communicates: all ranks must make the same number
+    for _ in range(passes):
         model(prepare(args, spare, device)[0])
     model.train()
-    return sums
+    return {name: value.to(device) for name, value in sums.items()}
 
 
-# ---- Progress and checkpoints: nothing to change here --------------------------------------------
+# ---- Progress and checkpoints --------------------------------------------------------------------
 @dataclass
 class Progress:
     epoch: int = 0  # finished epochs
@@ -284,34 +334,34 @@ class Progress:
     metrics: list = field(default_factory=list)  # a dictionary for each finished epoch
 
 
-def progress_line(args, progress, steps_per_epoch):
-    position = f"epoch {progress.epoch + 1}/{args.epochs} step {progress.step}/{steps_per_epoch}"
-    loss = progress.loss_sum / progress.step
+def progress_line(args, progress, steps_per_epoch, loss, lr, norm):
+    """`loss` is the mean since the last line, `norm` that of the last step's gradient."""
     speed = progress.step * args.batch_size / progress.seconds
     steps_left = (args.epochs - progress.epoch) * steps_per_epoch - progress.step
     minutes_left = steps_left * args.batch_size / speed / 60
-    return f"{position} loss {loss:.4f} {speed:.0f} samples/s {minutes_left:.1f} min left"
+    place = f"epoch {progress.epoch + 1}/{args.epochs} step {progress.step}/{steps_per_epoch}"
+    state = f"loss {loss:.4f} lr {lr:.2e} gradient norm {norm:.2e}"
+    return f"{place} {state} {speed:.0f} samples/s {minutes_left:.1f} min left"
 
 
 def finish_epoch(args, progress, sums):
     """Add a row to the metrics and return its line; `progress` moves to the next epoch."""
-    loss_sum, correct, count = sums.tolist()
-    has_memory = args.device not in ("cpu", "mps")
-    row = {  # use plain Python numbers: last.pt is read with weights_only=True
+    sums = {name: value.cpu() for name, value in sums.items()}
+    memory = torch.accelerator.max_memory_allocated() if args.device != "cpu" else 0
+    row = {
         "epoch": progress.epoch + 1,
         "train_loss": progress.loss_sum / progress.step,
-        "test_loss": loss_sum / max(1, count),
-        "test_accuracy": correct / max(1, count),
+        "test_loss": (sums["loss"] / sums["labels"]).item(),
+        **{name: float(value) for name, value in metrics(sums).items()},
         "seconds": progress.seconds,  # without evaluation
         "samples_per_second": progress.step * args.batch_size / progress.seconds,
-        "peak_memory_mib": torch.accelerator.max_memory_allocated() / 2**20 if has_memory else 0,
+        "peak_memory_mib": memory / 2**20,
     }
     progress.metrics.append(row)
     progress.epoch += 1
     progress.step, progress.loss_sum, progress.seconds = 0, 0.0, 0.0
-    line = "epoch {epoch}: train loss {train_loss:.4f} test loss {test_loss:.4f} "
-    line += "accuracy {test_accuracy:.4f} {seconds:.1f} s"
-    return line.format(**row)
+    shown = [f"{name.replace('_', ' ')} {row[name]:.4f}" for name in list(row)[1:-3]]
+    return f"epoch {row['epoch']}: {' '.join(shown)} {row['seconds']:.1f} s"
 
 
 def save(content, path):
@@ -320,6 +370,8 @@ def save(content, path):
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())  # without it a power failure could leave a new, empty file
+    # Fails for what could not be read on the day of the resume, such as a Path. Reads no weights.
+    torch.load(f"{path}.tmp", map_location="cpu", mmap=True, weights_only=True)
     os.replace(f"{path}.tmp", path)
 
 
@@ -345,81 +397,115 @@ def shard(tensor, like):
     return result
 
 
-def save_checkpoint(args, progress, model, optimizer, scheduler):
+def save_checkpoint(args, progress, state):
+    """Write last.pt; `state` maps names to what has a state_dict: the model, the optimizer, ...
+    After an epoch with the lowest test loss so far, write best.pt too. All ranks must call it.
+    Returns the time of the next one: no more than a thirtieth of the time is spent saving."""
     started = time.perf_counter()
-    checkpoint = gather({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    own = {"flags": flags(args), "progress": asdict(progress), "scheduler": scheduler.state_dict()}
+    checkpoint = {name: gather(part.state_dict()) for name, part in state.items()}
+    checkpoint |= {"flags": fixed_flags(args), "progress": asdict(progress), "scaler": {}}
     if dist.get_rank() == 0:
         args.output.mkdir(parents=True, exist_ok=True)
         (args.output / "model.pt").unlink(missing_ok=True)  # only a finished run has one
+        losses = [row["test_loss"] for row in progress.metrics]
+        if not losses:
+            (args.output / "best.pt").unlink(missing_ok=True)  # of a run that --overwrite replaces
+        elif progress.step == 0 and losses[-1] == min(losses):
+            save(checkpoint["model"], args.output / "best.pt")
         with open(args.output / "metrics.csv", "w", newline="") as file:
             if progress.metrics:  # columns of the newest row: rows from before a resume may differ
                 writer = csv.DictWriter(file, progress.metrics[-1], extrasaction="ignore")
                 writer.writeheader()
                 writer.writerows(progress.metrics)
-        save(own | checkpoint, args.output / "last.pt")
-    dist.barrier()  # wait for rank 0 with --timeout, which the groups of --shard do not have
+        save(checkpoint, args.output / "last.pt")
+    dist.barrier()  # wait for rank 0
     now = time.perf_counter()
-    return now + max(args.checkpoint_minutes * 60, 30 * (now - started))  # when to save again
+    return now + max(args.checkpoint_minutes * 60, 30 * (now - started))
 
 
-def load_checkpoint(args, model, optimizer, scheduler):
+def load_checkpoint(args, state):
     """With --resume, restore the run in --output. Returns its progress, or that of a new run."""
     path = args.output / "last.pt"
     if not args.resume or not path.exists():
         return Progress()
     checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    own = model.state_dict()
-    model.load_state_dict({name: shard(t, own[name]) for name, t in checkpoint["model"].items()})
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, tensors in checkpoint["optimizer"]["state"].items():
-        tensors.update({k: shard(t, parameters[i]) for k, t in tensors.items() if t is not None})
-    for saved, group in zip(checkpoint["optimizer"]["param_groups"], optimizer.param_groups):
-        saved["fused"] = group.get("fused")  # another script may have written it
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    scheduler.load_state_dict(checkpoint["scheduler"])
+    for name, part in state.items():
+        saved = checkpoint[name]
+        if isinstance(part, nn.Module):
+            own = part.state_dict()
+            saved = {key: shard(tensor, own[key]) for key, tensor in saved.items()}
+        if isinstance(part, torch.optim.Optimizer):
+            parameters = [p for group in part.param_groups for p in group["params"]]
+            for i, entry in saved["state"].items():
+                entry.update(
+                    {k: shard(t, parameters[i]) for k, t in entry.items() if t is not None}
+                )
+            for old, new in zip(saved["param_groups"], part.param_groups):
+                old["fused"] = new.get("fused")  # train_ddp.py may have written it
+        part.load_state_dict(saved)
     return Progress(**checkpoint["progress"])
 
 
-def flags(args):
+def initialize(args, model):
+    """Load the weights that --pretrained or --init asks for: a new run starts from them."""
+    if args.init:
+        weights = torch.load(args.init, map_location="cpu", weights_only=True)
+        model.load_state_dict(weights.get("model", weights))  # of a last.pt, or a model.pt
+    if args.pretrained:
+        weights = models.get_model(args.model, weights="DEFAULT").state_dict()
+        own = model.state_dict()  # the last layer has 1000 classes in `weights`: it stays random
+        fitting = {name: w for name, w in weights.items() if w.shape == own[name].shape}
+        model.load_state_dict(fitting, strict=False)
+
+
+def fixed_flags(args):
     """The flags that must be the same when the run is resumed."""
-    fixed = {name: str(value) for name, value in vars(args).items() if name not in MAY_CHANGE}
+    fixed = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
     return fixed | {"dataset": Path(args.dataset).name}  # its folder may be moved
 
 
-def check_flags(args, world_size=1, rank=0):
-    """Refuse impossible flags, and to resume a run with other flags or fewer epochs."""
-    for name in ("image_size", "repeat", "batch_size", "accumulate", "log_every"):
+def check_flags(args, world_size=1):
+    """Refuse what cannot work, before anything is written."""
+    for name in ("image_size", "batch_size", "accumulate", "log_every", "timeout"):
         if getattr(args, name) < 1:
-            stop(f"--{name.replace('_', '-')} must be at least 1", rank)
-    for name in ("lr", "warmup_steps", "epochs", "clip_norm", "workers", "checkpoint_minutes"):
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("lr", "weight_decay", "warmup_steps", "epochs", "clip_norm", "workers"):
         if getattr(args, name) < 0:
-            stop(f"--{name.replace('_', '-')} must not be negative", rank)
+            parser.error(f"--{name.replace('_', '-')} must not be negative")
     if args.batch_size % (world_size * args.accumulate):
-        stop("--batch-size must be a multiple of --accumulate times the number of processes", rank)
-    has_run = args.epochs > 0 and any(args.output.glob("*.pt"))  # last.pt or model.pt
-    if has_run and not (args.resume or args.overwrite):
-        stop(f"{args.output} has a run: --resume continues it, --overwrite replaces it", rank)
-    path = args.output / "last.pt"
-    if not has_run or not args.resume or not path.exists():
+        parser.error("--batch-size must be a multiple of --accumulate times the processes")
+    if args.pretrained and (args.init or args.model in ("net", "mlp")):
+        parser.error("--pretrained needs one of torchvision's models as --model, and no --init")
+    if args.model in ("googlenet", "inception_v3"):
+        parser.error(f"--model {args.model} has several outputs in training: use another model")
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+    if "RANK" not in os.environ and int(tasks) > 1:  # each would be rank 0, in one folder
+        parser.error(f"{tasks} processes without ranks: start torchrun, once per machine")
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":  # torchrun has --max-restarts
+        if not args.resume or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+            parser.error("--max-restarts needs --resume, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    has_run = any(args.output.glob("*.pt")) or any(args.output.glob("epoch-*"))  # any script's
+    if args.epochs == 0 or args.overwrite or not has_run:
         return
-    checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    if "flags" not in checkpoint:
-        stop(f"{path} was written by an older version of this script", rank)
-    for name, new in flags(args).items():
+    if not args.resume:
+        parser.error(f"{args.output} has a run: --resume continues it, --overwrite replaces it")
+    path, checkpoint = args.output / "last.pt", {}
+    if path.exists():
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if not {"flags", "progress", "scaler"} <= checkpoint.keys():
+        parser.error(f"{args.output} has a run of another script or version: use another --output")
+    for name, new in fixed_flags(args).items():
         old = checkpoint["flags"].get(name, new)  # no entry: the run's script had no such flag
         if old != new:
-            flag = f"--{name.replace('_', '-')}"
-            word = "without" if old in ("False", "None") else "with"  # it was not given
-            value = "" if old in ("True", "False", "None") else f" {old}"
-            stop(f"{path} was started {word} {flag}{value}: use the same flags", rank)
+            flag = name.replace("_", "-")
+            parser.error(f"{path} was started with --{flag} {old}, not {new}: use the same flags")
     epoch, step = checkpoint["progress"]["epoch"], checkpoint["progress"]["step"]
-    if (epoch, step) > (args.epochs, 0):
-        stop(f"--epochs {args.epochs}: {path} already has {epoch} epochs and {step} steps", rank)
+    if epoch + (step > 0) > args.epochs:
+        parser.error(f"--epochs {args.epochs}: {path} already has {epoch} epochs and {step} steps")
 
 
-# ---- Main ----------------------------------------------------------------------------------------
-def init_distributed(args, rank, world_size, local_rank, init_method):
+# ---- Main: the training loop ---------------------------------------------------------------------
+def init_distributed(args, rank, world_size, local_rank):
     """Join the other processes. Returns this process's device."""
     device = torch.device("cpu")
     if args.device != "cpu":
@@ -427,7 +513,7 @@ def init_distributed(args, rank, world_size, local_rank, init_method):
         torch.accelerator.set_device_index(local_rank)  # or all processes would use GPU 0
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # NCCL for CUDA, Gloo for the CPU
-        init_method=init_method,
+        store=None if "RANK" in os.environ else dist.HashStore(),  # no other process to find
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=args.timeout),
@@ -448,13 +534,21 @@ def shard_model(args, model, device, world_size, rank):
     checksum = sum(p.detach().sum(dtype=torch.float64).item() for p in model.parameters())
     dist.all_gather_object(checksums, checksum)
     if not all(math.isclose(checksum, other, rel_tol=1e-6) for other in checksums):
-        stop("build_model gives different weights on different ranks: load files on all", rank)
+        raise SystemExit(
+            "build_model gives other weights on other ranks: load files on all of them"
+        )
     blocks = [module for module in model.modules() if isinstance(module, BLOCKS)]
     count = len(list(model.parameters()))
-    shape, names = (world_size,), ("shard",)
-    if 0 < args.shard < world_size:  # several copies of the model (HSDP)
-        shape, names = (world_size // args.shard, args.shard), ("copy", "shard")
-    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
+    mesh = dist.init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    if 0 < args.shard < world_size:  # several copies of the model (HSDP): a row of ranks has one
+        ranks, timeout = (
+            torch.arange(world_size).view(-1, args.shard),
+            timedelta(seconds=args.timeout),
+        )
+        rows, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
+        columns, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
+        names = ("copy", "shard")
+        mesh = DeviceMesh.from_group([columns, rows], device.type, ranks, mesh_dim_names=names)
     policy = MixedPrecisionPolicy()
     has_batch_norm = any("BatchNorm" in type(module).__name__ for module in model.modules())
     if args.amp and args.device != "cpu" and not has_batch_norm:  # gather in bfloat16: less memory
@@ -462,76 +556,77 @@ def shard_model(args, model, device, world_size, rank):
     if args.compile:
         for module in blocks if blocks else [model]:  # without FSDP2's hooks, which break a graph
             module.forward = torch.compile(module.forward, dynamic=False)
-    model.to(memory_format=torch.contiguous_format)  # fully_shard supports no other
     for block in reversed(blocks):  # inner ones before outer ones
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)  # everything else
     if len(list(model.parameters())) > count:
-        stop("a block shares a weight with another, or with the rest: change BLOCKS", rank)
+        raise SystemExit("a block shares a weight with another, or with the rest: change BLOCKS")
     if rank == 0:
         print(f"{len(blocks)} blocks; each copy of the model on {mesh.shape[-1]} ranks")
 
 
 @record  # the traceback of the rank that failed appears in torchrun's summary
 def main(args):
-    rank = int(os.environ["RANK"])  # set by torchrun: number of this process, over all machines
-    local_rank = int(os.environ["LOCAL_RANK"])  # number on its machine: the GPU that it uses
-    world_size = int(os.environ["WORLD_SIZE"])  # count of all processes, one per GPU
-    torchrun_pid = os.getppid()  # after kill -9 of torchrun, this process would live on
-    device = init_distributed(args, rank, world_size, local_rank, "env://")  # uses MASTER_ADDR
+    # torchrun sets these. Without it, this is the only process.
+    rank = int(os.environ.get("RANK", 0))  # number of this process, over all machines
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))  # number on its machine: the GPU that it uses
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # count of all processes, one per GPU
+    torchrun_pid = os.getppid()
+    device = init_distributed(args, rank, world_size, local_rank)
     if args.epochs == 0:
         dist.destroy_process_group()
         return
     torch.set_float32_matmul_precision("high")  # allow TF32
-    torch.backends.cudnn.benchmark = True  # search for the fastest convolution algorithms
+    torch.backends.cudnn.benchmark = torch.version.hip is None  # on ROCm it searches for minutes
 
-    # Data: rank 0 loads first, as it may download; then one process per machine; then the others
-    if rank == 0:
-        train_set, test_set, classes = load_data(args)
-    dist.barrier()
-    if local_rank == 0 and rank > 0:
-        train_set, test_set, classes = load_data(args)
-    dist.barrier()
-    if local_rank > 0:
-        train_set, test_set, classes = load_data(args)
+    # Data: rank 0 loads first, as it may download; then one process per machine; then the others.
+    for is_my_turn in (rank == 0, local_rank == 0 and rank > 0, local_rank > 0):
+        if is_my_turn:
+            train_set, test_set, classes = load_data(args)
+            if len(train_set) < args.batch_size:
+                parser.error(f"--batch-size: the training set has only {len(train_set)} samples")
+            if len(test_set) < world_size:
+                parser.error(f"only {len(test_set)} test samples, for {world_size} processes")
+        dist.barrier()
     steps_per_epoch = len(train_set) // args.batch_size  # the last, incomplete batch is not used
-    if steps_per_epoch == 0:
-        stop(f"--batch-size: the training set has only {len(train_set)} samples", rank)
     rank_batch = args.batch_size // world_size
     micro_batch = rank_batch // args.accumulate
     sampler = EpochSampler(train_set, args.seed, rank, world_size)
-    train_loader = make_loader(args, train_set, micro_batch, sampler, device, keep_workers=True)
+    train_loader = make_loader(args, train_set, micro_batch, sampler, device)
     test_indices = range(rank, len(test_set), world_size)  # each sample once, on one of the ranks
     test_loader = make_loader(args, test_set, micro_batch, test_indices, device)
+    sample = default_collate([test_set[0]])  # a batch of one
     passes = math.ceil(math.ceil(len(test_set) / world_size) / micro_batch)  # of the rank with most
-    spare = default_collate([train_set[0]])
 
-    # Model
+    # Model: on the CPU, with the same weights on all ranks. A GPU gets its shard alone.
     torch.manual_seed(args.seed)
-    model = build_model(args, train_set[0][0], classes)  # on the CPU: a GPU gets only its shard
+    model = build_model(args, prepare(args, sample, device)[0], classes)
+    is_new = not (args.resume and (args.output / "last.pt").exists())
+    for is_my_turn in (rank == 0, rank > 0):  # rank 0 first, as it may download
+        if is_new and is_my_turn:
+            initialize(args, model)
+        dist.barrier()
     shard_model(args, model, device, world_size, rank)
     criterion = torch.compile(loss_function, dynamic=False) if args.compile else loss_function
     optimizer, scheduler = build_optimizer(args, model, args.epochs * steps_per_epoch)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
-    progress = load_checkpoint(args, model, optimizer, scheduler)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    progress = load_checkpoint(args, state)
     starts = [None] * world_size
     dist.all_gather_object(starts, (progress.epoch, progress.step))  # waits until all have loaded
     if len(set(starts)) > 1:
-        stop("not all processes see the same last.pt: put --output on a disk that all share", rank)
-    if progress.epoch == progress.step == 0:  # a new run: what can fail later should fail now
-        if rank == 0:
-            (args.output / "last.pt").unlink(missing_ok=True)  # the old run's, after --overwrite
-        with autocast, torch.compiler.set_stance("force_eager"):
-            evaluate(args, model, islice(test_loader, 2), min(2, passes), spare, device)
-    next_save = save_checkpoint(args, progress, model, optimizer, scheduler)  # finds a full disk
+        raise SystemExit("the processes see different files: put --output on a shared disk")
+    with autocast, torch.compiler.set_stance("force_eager"):  # what would fail should fail now
+        evaluate(args, model, [sample], 1, sample, device)
+    next_save = save_checkpoint(args, progress, state)  # finds a full disk now
     if rank == 0:
-        done = f"{progress.epoch} epochs and {progress.step} steps are done"
-        print(f"{args.output}: {done}", flush=True)
+        print(
+            f"{args.output}: {progress.epoch} epochs and {progress.step} steps are done", flush=True
+        )
 
-    # Training
-    torch.manual_seed(args.seed + rank)  # different random numbers in each rank's loader workers
     for epoch in range(progress.epoch, args.epochs):
         sampler.set_epoch(epoch, start=progress.step * rank_batch)
+        torch.manual_seed(args.seed + epoch * world_size + rank)  # for the loader's workers
         batches = iter(train_loader)
         loss_sum = torch.zeros((), device=device)  # since the last progress line
         started = time.perf_counter() - progress.seconds
@@ -541,70 +636,76 @@ def main(args):
                 run_step = epoch * steps_per_epoch + step
                 torch.manual_seed(args.seed + run_step * world_size + rank)  # differs per rank
             for micro_step in range(args.accumulate):
-                inputs, labels = prepare(args, next(batches), device)
-                if args.augment:
-                    inputs, labels = augment(inputs, labels)
+                inputs, labels = prepare(args, next(batches), device, train=True)
                 model.set_requires_all_reduce(micro_step == args.accumulate - 1)  # between copies
                 with autocast:
                     loss = criterion(model(inputs), labels) / args.accumulate
                 loss.backward()
                 loss_sum += loss.detach()
-            if args.clip_norm:
-                nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)
+            log = step % args.log_every == 0 or step == steps_per_epoch
+            if args.clip_norm or log:
+                limit = args.clip_norm or math.inf  # inf: the norm is computed, nothing is clipped
+                norm = nn.utils.clip_grad_norm_(model.parameters(), limit).full_tensor()
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
 
-            if step % args.log_every == 0 or step == steps_per_epoch:
-                if dist.is_torchelastic_launched() and os.getppid() != torchrun_pid:
-                    stop("torchrun has been killed", rank)  # a resumed run may already be writing
-                dist.all_reduce(loss_sum)  # the sum over all ranks
-                progress.loss_sum += loss_sum.item() / world_size  # .item() waits for the GPU
+            if log:
+                # After kill -9 of torchrun its ranks would live on, and write beside a resumed run.
+                orphaned = dist.is_torchelastic_launched() and os.getppid() != torchrun_pid
+                totals = torch.stack([loss_sum, torch.tensor(float(orphaned), device=device)])
+                dist.all_reduce(totals)  # the sums over all ranks, which all end together
+                loss, orphans = totals.tolist()  # waits for the GPU
+                if orphans > 0:
+                    raise SystemExit("torchrun was killed")
                 loss_sum.zero_()
+                progress.loss_sum += loss / world_size
+                loss /= world_size * (step - progress.step)  # the mean since the last line
                 progress.step, progress.seconds = step, time.perf_counter() - started
                 if rank == 0:
-                    print(progress_line(args, progress, steps_per_epoch), flush=True)
+                    lr = scheduler.get_last_lr()[0]
+                    line = progress_line(args, progress, steps_per_epoch, loss, lr, norm)
+                    print(line, flush=True)
                 weight_norm = nn.utils.get_total_norm(model.parameters()).full_tensor()
-                if not math.isfinite(progress.loss_sum) or not weight_norm.isfinite():
-                    stop(f"the loss is not finite; {args.output}/last.pt is still good", rank)
+                if not math.isfinite(loss) or not weight_norm.isfinite():
+                    raise SystemExit(f"loss or weights not finite: {args.output}/last.pt is good")
                 is_due = torch.tensor(int(time.perf_counter() >= next_save), device=device)
                 dist.broadcast(is_due, 0)  # all ranks save together, by rank 0's clock
                 if is_due.item():
-                    next_save = save_checkpoint(args, progress, model, optimizer, scheduler)
+                    next_save = save_checkpoint(args, progress, state)
 
         for buffer in model.buffers():  # batch norm's averages: all ranks take those of rank 0
             dist.broadcast(buffer, 0)
-        with autocast, torch.compiler.set_stance("force_eager"):
-            sums = evaluate(args, model, test_loader, passes, spare, device)
-        dist.all_reduce(sums)
-        if not sums.isfinite().all():
-            stop(f"the test loss is not finite; {args.output}/last.pt is still good", rank)
+        with autocast, torch.compiler.set_stance("force_eager"):  # compiled for training only
+            sums = evaluate(args, model, test_loader, passes, sample, device)
+        for name in sorted(sums):  # in the same order on all ranks
+            dist.all_reduce(sums[name])
+        if not sums["loss"].isfinite():
+            raise SystemExit(f"test loss not finite: {args.output}/last.pt is good")
         epoch_line = finish_epoch(args, progress, sums)
         if rank == 0:
             print(epoch_line, flush=True)
-        next_save = save_checkpoint(args, progress, model, optimizer, scheduler)
+        next_save = save_checkpoint(args, progress, state)
     weights = gather(model.state_dict())
     if rank == 0:
         save(weights, args.output / "model.pt")
         print(f"finished: {args.output / 'model.pt'}")
     dist.barrier()  # wait for rank 0: once a process has exited, torchrun cannot restart the run
     dist.destroy_process_group()
-    time.sleep(1)  # on a CPU, Gloo's threads must end before Python does (pytorch/pytorch#179291)
+    if args.device == "cpu":
+        time.sleep(1)  # Gloo's threads must end before Python does (pytorch/pytorch#179291)
 
 
 if __name__ == "__main__":
     args = parser.parse_args()
-    if "RANK" not in os.environ:
-        stop(f"start it with: torchrun --standalone --nproc-per-node 2 {parser.prog}")
-    world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    check_flags(args, world_size, local_rank)  # one message per machine
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if args.device != "cpu" and torch.accelerator.device_count() <= local_rank:
-        stop(f"more processes than the {torch.accelerator.device_count()} GPUs")
-    if args.shard < 0 or args.shard and world_size % args.shard:
-        stop("the number of processes must be a multiple of --shard", local_rank)
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":  # set by torchrun --max-restarts
-        if not args.resume:
-            stop("--max-restarts needs --resume, or each restart would start over", local_rank)
-        if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":  # or restarts can hang
-            stop("--max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 exported", local_rank)
+        parser.error(f"more processes than the {torch.accelerator.device_count()} GPUs")
+    if local_rank == 0:  # if it ends, torchrun ends the others, which wait for it: one message
+        check_flags(args, int(os.environ.get("WORLD_SIZE", 1)))
+        if args.shard < 0 or args.shard and int(os.environ.get("WORLD_SIZE", 1)) % args.shard:
+            parser.error("the number of processes must be a multiple of --shard")
+        if args.amp and args.device == "cuda":
+            if not torch.cuda.is_bf16_supported(including_emulation=False):
+                parser.error("--amp needs a GPU with bfloat16 (Ampere or newer) for FSDP2")
     main(args)
