@@ -15,6 +15,6 @@ source .venv/bin/activate || exit # EDIT: your environment
 port=$((10000 + SLURM_JOB_ID % 20000)) # its own port, in case two jobs share a node
 # srun may not pass on the environment and --cpus-per-task by itself
 srun --export=ALL --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-    torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-gpu}" \
+    torchrun --nnodes "$SLURM_NNODES" --nproc-per-node gpu \
     --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$(hostname):$port" \
     --rdzv-conf read_timeout=600 train_fsdp2.py "$@"
