@@ -123,7 +123,7 @@ def kind(request, tmp_path_factory):
 
 
 @pytest.fixture
-def clone(tmp_path, monkeypatch):
+def clone(kind, tmp_path, monkeypatch):
     """The clone in which a user works, here with stand-ins."""
     folder = tmp_path / "my work"
     shutil.copytree(ROOT / "slurm", folder / "slurm")
@@ -136,7 +136,9 @@ def clone(tmp_path, monkeypatch):
     activate = 'PATH="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd):$PATH"\n'
     (folder / ".venv" / "bin" / "activate").write_text(activate)
     monkeypatch.chdir(folder)
-    return folder
+    yield folder
+    command("scancel", "--user", "root")
+    assert wait_until(lambda: not command("squeue", "-h"), 60, 0.2), command("squeue")
 
 
 def edit(name, *changes):
@@ -190,7 +192,7 @@ class Job:
 
 
 def check(job, *flags, nodes=1, gres=True):
-    """It has started what it should, once per node, in this folder, with its environment and GPUs."""
+    """It has started what it should, once per node, in this folder, with its environment."""
     starts = job.starts()
     environments = [env for _, _, env, _ in starts]
     names = {env["SLURMD_NODENAME"] for env in environments}
@@ -260,9 +262,8 @@ def test_nothing_is_half_done(kind, clone, tmp_path):
 
 def block(text):
     """The only block of bash on the page that has this in it."""
-    [found] = [
-        code for code in re.findall(r"^```bash\n((?:.*\n)*?)```$", PAGE, re.M) if text in code
-    ]
+    blocks = re.findall(r"^ *```bash\n((?:.*\n)*?) *```$", PAGE, re.M)
+    [found] = [code for code in blocks if text in code]
     return found
 
 
@@ -336,7 +337,7 @@ def test_complete_is_requeued(kind, clone, monkeypatch):
 @only("plain")
 def test_complete_is_preempted(kind, clone, monkeypatch):
     """It is requeued, under a GraceTime by the page's last line. Cancelled, it continues
-    when it is submitted again."""
+    when it is submitted again. A node that is lost has it requeued, too."""
     monkeypatch.setenv("STAND", "1")
     jobs = {name: Job("complete", options=["-p", name]) for name in ("requeue", "grace", "cancel")}
     last = block("sleep 600")
@@ -350,12 +351,77 @@ def test_complete_is_preempted(kind, clone, monkeypatch):
     jobs["cancel"].ended("PREEMPTED")
     version = command("sbatch", "--version").split()[1]
     jobs["grace"].ended(*["FAILED"] if version < "24.05" else ["COMPLETED", 1])
+    failed = Job("complete", options=["-p", "requeue"])
+    node = failed.starts(1)[0][2]["SLURMD_NODENAME"]
+    command("scontrol", "update", f"node={node}", "state=down", "reason=test")
+    failed.ended(restarts=1)
+    command("scontrol", "update", f"node={node}", "state=resume")
     output = f"runs/complete-{jobs['cancel'].number}"
     again = Job("complete", "--output", output, options=["--export=ALL,STAND=0"]).ended()
-    for job in jobs["requeue"], jobs["waits"]:
+    for job in jobs["requeue"], jobs["waits"], failed:
         first, second = job.starts()
         assert first[0] == second[0]
     assert "--resume" in again.starts()[0][0] and again.starts()[0][0][-1] == output
+
+
+INSTEAD = {r"--array=1-\d+": "--array=1-3", "nvidia-smi": "hostname"}
+
+
+@only("plain")
+def test_commands_of_the_page(kind, clone):
+    """Each of Slurm's runs, and the jobs that it submits end well, an array's with their seeds."""
+    blocks = re.findall(r"^ *```sh\n((?:.*\n)*?) *```$", PAGE, re.M)
+    lines = [line.strip() for code in blocks for line in code.splitlines()]
+    assert all(re.match("(for .* )?sbatch|python complete/pack_images", line) for line in lines)
+    inline = re.findall(r"`((?:sbatch|srun|sinfo|squeue|scontrol show) [^`]+)`", PAGE)
+    lines = [line for line in lines if "sbatch" in line] + inline
+    assert '`--seed "$SLURM_ARRAY_TASK_ID"` before `"$@"`' in PAGE
+    edit("complete", '"$@"', '--seed "$SLURM_ARRAY_TASK_ID" "$@"')
+    running = Job("complete", options=["--export=ALL,STAND=1"])
+    running.starts(1)
+    INSTEAD["12345"] = running.number
+    jobs = []
+    for line in lines:
+        for old, new in INSTEAD.items():
+            line = re.sub(old, new, line)
+        text = command("bash", "-c", line)
+        jobs += [(line, number) for number in re.findall("Submitted batch job (.*)", text)]
+    command("scancel", running.number)
+    assert wait_until(lambda: not command("squeue", "-h"), 60, 0.2), command("squeue")
+    for line, number in jobs:
+        text = command("scontrol", "show", "job", number)
+        assert set(re.findall(r"JobState=(\w*)", text)) == {"COMPLETED"}, line
+    [array] = [number for line, number in jobs if "%8" in line]
+    words = [json.loads(path.read_text())[0] for path in Path().glob("starts-*")]
+    seeds = [start[start.index("--seed") + 1] for start in words if start[-1] == "resnet18"]
+    assert {"1", "2", "3"} < set(seeds)
+
+
+@only("plain")
+def test_lines_of_the_pages(kind, clone):
+    """One run per GPU in one job; an address of another network; srun instead of torchrun."""
+    last = Path("slurm/single.sh").read_text().splitlines()[-1]
+    edit("single", last, block("CUDA_VISIBLE_DEVICES"))
+    four = Job("single", "--epochs", 1, options=["--gres=gpu:4"])
+    [torchrun] = re.findall(r"`(bash -c 'torchrun --local-addr .*? bash)`", PAGE)
+    edit("complete", "torchrun --nnodes", f"{torchrun} --nnodes")
+    local = Job("complete", "--lr", "a b", options=["--nodes=2"])
+    text = (ROOT / "docs" / "launching.md").read_text()
+    [lines] = re.findall(r"^(export MASTER_ADDR.*\nsrun .*\n)", text, re.M)
+    head = "#!/bin/bash\n#SBATCH --ntasks-per-node=4 --cpus-per-task=4 --gres=gpu:4 -o %x-%j.out\n"
+    Path("slurm/srun.sh").write_text(f"{head}source .venv/bin/activate\n{lines}")
+    ranks = Job("srun", options=["--job-name=srun"])
+    starts = four.ended().starts()
+    assert sorted(env["CUDA_VISIBLE_DEVICES"] for *_, env, _ in starts) == ["0", "1", "2", "3"]
+    assert len({words[words.index("--output") + 1] for words, *_ in starts}) == 4
+    for words, _, env, _ in local.ended().starts():
+        assert words[1:4] == ["--local-addr", env["SLURMD_NODENAME"] + "-ib", "--nnodes"]
+        assert words[-2:] == ["--lr", "a b"]
+    places = [
+        [env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")]
+        for *_, env, _ in ranks.ended().starts()
+    ]
+    assert sorted(places) == [[str(i), str(i), "4", "node0"] for i in range(4)]
 
 
 @pytest.fixture
@@ -402,45 +468,59 @@ def test_small_scripts_train(kind, real, data):
     close("pair", "single")
 
 
-STANDS = """if "STAND" in os.environ and "SLURM_RESTART_COUNT" not in os.environ{}:
-    time.sleep(9999)
-"""
-
-
 def copy(source, target, line, condition):
-    """A user's copy of a script, which stands still before this line in a job's first life."""
+    """A user's copy of a script, which stands still before this line in the first life of a job."""
     text = Path(source).read_text()
     indent = re.search(rf"^( *){re.escape(line)}", text, re.M)[1]
-    stands = STANDS.format(f" and {condition}").replace("\n", f"\n{indent}")
+    stands = "int(os.environ.get('STAND', 0)) > int(os.environ.get('SLURM_RESTART_COUNT', 0))"
+    stands = f"if {condition} and {stands}:\n{indent}    time.sleep(9999)\n{indent}"
+    text = text.replace("import argparse\n", "import argparse\nimport beside\n", 1)
     Path("mine").mkdir(exist_ok=True)
-    Path("mine/beside.py").touch()
-    text = text.replace("import argparse\n", "import argparse\nimport beside\n")
-    Path("mine", target).write_text(text.replace(f"{indent}{line}", f"{indent}{stands}{line}"))
+    Path("mine", target).write_text(text.replace(indent + line, indent + stands + line))
 
 
 @only("plain")
 def test_complete_trains(kind, real, data):
-    """Past its time limit, on two nodes, to the weights of an undisturbed run; a small script past it;
-    and the check of a cluster, with a copy whose data are not there."""
-    edit("complete", "script=complete/train_ddp.py", "script=mine/check.py")
-    edit("complete", "--nproc-per-node gpu", "--nproc-per-node 1")
+    """Past a time limit on two nodes, to the weights of an undisturbed run; also a small script. A
+    cluster can be checked with a script whose data are not there."""
+    Path("mine").mkdir()
+    Path("mine/beside.py").touch()
+    text = (ROOT / "slurm" / "complete.sh").read_text()
+
+    def submit(script, *flags, options=(), processes=1):
+        changed = text.replace("complete/train_ddp.py", f"mine/{script}")
+        changed = changed.replace("--nproc-per-node gpu", f"--nproc-per-node {processes}")
+        Path("slurm/complete.sh").write_text(changed)
+        return Job("complete", *flags, options=options)
+
     copy("complete/train_ddp.py", "long.py", "scaler.scale(loss)", "step == 3")
     copy("train_ddp_torchrun.py", "small.py", "sampler.set_epoch", "epoch == 1")
-    text = Path("mine/long.py").read_text()
-    wrong = "def load_data(args):\n    raise SystemExit"
-    Path("mine/check.py").write_text(text.replace("def load_data(args):", wrong))
-    check = Job("complete", "--epochs", 0, options=["--nodes=2"])
-    edit("complete", "check.py", "long.py")
-    flags = ["--dataset", "synthetic", "--batch-size", 1000, "--epochs", 2]
-    flags += ["--log-every", 1, "--checkpoint-minutes", 0]
-    stands = ["--export=ALL,STAND=1"]
-    long = Job("complete", *flags, options=["--nodes=2", *stands])
-    edit("complete", "long.py", "small.py")
-    flags = ["--dataset", data / "pictures", "--batch-size", 16, "--workers", 0, "--epochs", 2]
-    small = Job("complete", *flags, options=stands)
-    whole = Job("single", *flags)
+    broken = Path("mine/long.py").read_text()
+    broken = broken.replace("def load_data(args):", "def load_data(args):\n    raise SystemExit(1)")
+    Path("mine/check.py").write_text(broken)
+    stand = "--export=ALL,STAND=1"
+    flags = ["--dataset", "synthetic", "--batch-size", 1000, "--epochs", 2, "--log-every", 1]
+    flags += ["--checkpoint-minutes", 0]
+    long = submit("long.py", *flags, options=["--nodes=2", stand])
+    few = ["--dataset", data / "pictures", "--batch-size", 16, "--workers", 0, "--epochs", 2]
+    small = submit("small.py", *few, options=[stand])
+    check = submit("check.py", "--epochs", 0, options=["--nodes=2"])
     small.wait_for("epoch 0:")
     warn(small.number)
     long.wait_for("step 2/")
     command("scontrol", "update", f"job={long.number}", "endtime=now+80")  # USR1 within 30 s
-    quiet = Job("complete", "--help")
+    quiet = submit("long.py", *flags, processes=2)
+    whole = Job("single", *few)
+    assert len(re.findall("rank [01]: host node[01]", check.ended().log())) == 2, check.log()
+    quiet.ended(), whole.ended()
+    assert small.ended(restarts=1).log().count("epoch 0:") == 1, small.log()
+    close(f"complete-{small.number}", "single")
+    long.wait_for("DUE TO JOB REQUEUE")
+    command("scontrol", "update", f"job={long.number}", "timelimit=60")  # of its next life
+    long.ended(restarts=1)
+    assert re.search("0 epochs and [12] steps are done", long.log()), long.log()
+    weights = [
+        torch.load(f"runs/complete-{job.number}/model.pt", weights_only=True)
+        for job in (long, quiet)
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
