@@ -4,7 +4,7 @@
 #SBATCH --job-name=ddp_multigpu_proc
 #SBATCH --nodes=2                 # EDIT: number of nodes
 #SBATCH --ntasks-per-node=1       # one process per node, which uses all its GPUs
-#SBATCH --gres=gpu:4              # EDIT: GPUs per node; if sbatch refuses --gres, delete this line
+#SBATCH --gres=gpu:4              # EDIT: GPUs per node; if sinfo -o %G shows none, delete this line
 #SBATCH --cpus-per-task=16        # EDIT: CPUs per node, in proportion to its GPUs
 ##SBATCH --mem=64G                # EDIT: memory per node; delete one # if your cluster needs it
 #SBATCH --time=04:00:00           # EDIT: time limit

@@ -3,7 +3,7 @@
 # It ends at its time limit. To continue from the last epoch, submit it again with --resume.
 #SBATCH --job-name=dp
 #SBATCH --ntasks=1                # one process, which uses all GPUs
-#SBATCH --gres=gpu:4              # EDIT: GPUs; if sbatch refuses --gres, delete this line
+#SBATCH --gres=gpu:4              # EDIT: GPUs; if sinfo -o %G shows none, delete this line
 #SBATCH --cpus-per-task=16        # EDIT: CPUs, in proportion to its GPUs
 ##SBATCH --mem=64G                # EDIT: memory; delete one # if your cluster needs it
 #SBATCH --time=04:00:00           # EDIT: time limit

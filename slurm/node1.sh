@@ -5,7 +5,7 @@
 #SBATCH --job-name=node1
 #SBATCH --nodelist=node1          # EDIT: the name of this machine
 #SBATCH --ntasks=1                # one process, which starts one per GPU
-#SBATCH --gres=gpu:4              # EDIT: GPUs; if sbatch refuses --gres, delete this line
+#SBATCH --gres=gpu:4              # EDIT: GPUs; if sinfo -o %G shows none, delete this line
 #SBATCH --cpus-per-task=16        # EDIT: CPUs, in proportion to the GPUs
 ##SBATCH --mem=64G                # EDIT: memory; delete one # if your cluster needs it
 #SBATCH --time=04:00:00           # EDIT: time limit

@@ -3,7 +3,7 @@
 # It ends at its time limit. To continue from the last epoch, submit it again with --resume.
 #SBATCH --job-name=single
 #SBATCH --ntasks=1                # one process
-#SBATCH --gres=gpu:1              # EDIT: GPUs; if sbatch refuses --gres, delete this line
+#SBATCH --gres=gpu:1              # EDIT: GPUs; if sinfo -o %G shows none, delete this line
 #SBATCH --cpus-per-task=4         # EDIT: CPUs, in proportion to its GPUs
 ##SBATCH --mem=16G                # EDIT: memory; delete one # if your cluster needs it
 #SBATCH --time=04:00:00           # EDIT: time limit

@@ -219,7 +219,8 @@ def test_each_file_starts_once(kind, clone, monkeypatch):
     if kind == "no gres":
         refused = subprocess.run(["sbatch", "slurm/single.sh"], capture_output=True, text=True)
         assert refused.returncode and "gres" in refused.stderr and not list(Path().glob("*.out"))
-        for name in STARTS:  # "if sbatch refuses --gres, delete this line"
+        assert command("sinfo", "-h", "-o", "%G") == "(null)"
+        for name in STARTS:  # "if sinfo -o %G shows none, delete this line"
             edit(name, "#SBATCH --gres", "# no gres: ")
     jobs = []
     for options in [], ["--export=NONE"], ["-p", "whole"]:
