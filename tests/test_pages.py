@@ -125,6 +125,7 @@ def test_transcript():
     one, two = re.findall(r"^\$ .*? complete/train_ddp.py (.*)", text, re.M)
     first = by_hand(helpers.script("complete/train_ddp"), *one.split(), processes=0)
     wait_for("step 100/", *first)
+    helpers.wait_until(lambda: weights("runs/demo", "last.pt")["progress"]["step"] == 100)
     kill_all(first)
     printed = helpers.logs(first) + "Killed\n"
     again = by_hand(helpers.script("complete/train_ddp"), *two.split(), processes=2)
