@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,10 @@ def inside(path, flags, log, folder, environment):
     os.environ.update(environment)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    # spawn's processes would import torch once more, a fork's need not.
+    torch.multiprocessing.spawn = partial(
+        torch.multiprocessing.start_processes, start_method="fork"
+    )
     if "EMULATED_CARDS" in environment:  # it changes torch for the rest of this process
         __import__("emulated_accelerator").install(int(environment["EMULATED_CARDS"]))
     sys.argv, sys.path[:0] = [path, *flags], [os.path.dirname(path)]
