@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import helpers
+import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -151,7 +152,9 @@ def test_commands(lines, data):
             line = re.sub(pattern, other, line)
         torchrun, name, flags = TRAINS.match(line).groups()
         flags = shlex.split(flags, comments=True)
-        if "pack_images" not in name:
+        if "pack_images" in name:
+            flags += ["--workers", 0]
+        else:
             epochs = 0 if "--epochs 0" in line else 1 + ("--resume" in line)
             flags += ["--batch-size", 16, "--image-size", 32, "--workers", 0, "--epochs", epochs]
             flags += ["--data-dir", data] if "complete/" in name else []
@@ -175,9 +178,9 @@ def copy(*titles, name="complete/train_ddp", rooms=False, **changes):
         text = text[:start] + block + "\n\n" + text[end:]
     for title in titles:
         [section] = [part for part in SECTIONS if part.startswith(f"{title}\n")]
-        lines = "".join(code[2] for code in CODE.findall(section) if code[0] == "python")
-        verbs = r"^# (below|above|instead of|instead of the function|delete): (.*)\n"
-        pieces = re.split(verbs, lines.split("\n\nwandb")[0], flags=re.M)[1:]
+        verbs = r"^# (below|above|instead of|instead of the function): (.*)\n"
+        lines = "".join(code[2] for code in CODE.findall(section) if re.match(verbs, code[2]))
+        pieces = re.split(verbs, lines, flags=re.M)[1:]
         for verb, place, lines in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
             pattern = rf"^ *{re.escape(place)}.*\n"
             if verb == "instead of the function":
@@ -249,13 +252,29 @@ def test_frozen_layers(fashion):
 
 
 @pytest.mark.slow
+def test_fine_tuning(data):
+    """Accuracy and F1 from confusion.csv are those of metrics.csv, on any number of processes."""
+    copy("Fine-tuning")
+    flags = ["--dataset", data / "pictures", "--image-size", 32, *SHORT, "--lr", 0.1]
+    for processes in 1, 2:
+        train(f"{processes}", *flags, processes=processes)
+        confusion = np.loadtxt(f"{processes}/confusion.csv", delimiter=",")
+        hits, both = confusion.diagonal(), confusion.sum(0) + confusion.sum(1)
+        row = min(metrics(f"{processes}"), key=lambda row: row["test_loss"])
+        assert confusion.shape == (3, 3) and confusion.sum() == 3
+        assert row["test_accuracy"] == pytest.approx(hits.sum() / 3)
+        assert row["test_f1"] == pytest.approx((2 * hits / both.clip(min=1)).mean())
+    close("2", "1", keys=("test_loss", "test_accuracy", "test_f1"))
+
+
+@pytest.mark.slow
 def test_sequences():
     """Samples of several lengths are padded, by the script as it is but for the data."""
     data = "[(torch.arange(i % 200 + 1), i % 2) for i in range(100)]"
     changes = {
         '    if args.dataset == "synthetic":\n': f"    return {data}, {data}, 2\n    if 0:\n"
     }
-    changes['    if args.model == "net":\n'] = "    return nn.EmbeddingBag(256, 2)\n    if 0:\n"
+    changes["    channels, side = inputs.shape[1:3]\n"] = "    return nn.EmbeddingBag(256, 2)\n"
     copy("Detection, and sequences of several lengths", **changes)
     for processes in 1, 2:
         train(f"{processes}", *SHORT, "--workers", 1, processes=processes)
