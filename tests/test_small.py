@@ -197,7 +197,7 @@ def test_daily_mistakes(data, name):
         if kind == own:
             refused(name, "kept has a run: use --resume, or another", *FLAGS, "kept")
         else:
-            says = f"kept has {kind}: this script resumes from {own} only"
+            says = "kept has the run of another script: use another --output"
             refused(name, says, *FLAGS, "kept", "--resume")
         shutil.rmtree("kept")
     shutil.copytree(data / "pictures", "pictures")
