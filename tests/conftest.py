@@ -51,7 +51,8 @@ def data(tmp_path_factory):
     for i, image in enumerate(pictures(96 + 3, 3, 40)[0]):
         folder = root / "pictures" / ("train" if i < 96 else "test") / "abc"[i % 3]
         folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image[: 36 + i % 4]).save(folder / f"{i:05}.png")
+        image = Image.fromarray(image[: 36 + i % 4]).convert("L" if i == 7 else "RGB")
+        image.save(folder / f"{i:05}.{'png' if i % 4 else 'jpg'}")
     return root
 
 

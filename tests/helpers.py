@@ -11,22 +11,27 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from same_text import ROOT, SCRIPTS
+import torch.distributed as dist
+import train_ddp
+from same_text import COMPLETE, ROOT, SMALL
 
-import train_single
-
-DDP = SCRIPTS[2:5]
-COUNTS = {name: 1 if name in SCRIPTS[:2] else 2 for name in SCRIPTS}  # processes
+COUNTS = {name: 1 if name in SMALL[:2] else 2 for name in SMALL + COMPLETE}  # processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LIMIT = 900  # seconds after which something hangs, on the slowest machine
 
 
+def place_of(name):
+    """A script's path below ROOT. Its name is one of SMALL ("dp") or COMPLETE."""
+    return f"{name}.py" if name in COMPLETE else f"train_{name}.py"
+
+
 def script(name):
-    return str(ROOT / f"train_{name}.py")
+    return str(ROOT / place_of(name))
 
 
 def changed(path, *changes):
@@ -44,7 +49,7 @@ def edited(name, *changes, more=""):
     """The same of a script. `more` is code that comes before the start, where it can replace or
     wrap functions."""
     start = '\n\nif __name__ == "__main__":\n'
-    return changed(f"train_{name}.py", *changes, start, f"\n\n{more}{start}")
+    return changed(place_of(name), *changes, start, f"\n\n{more}{start}")
 
 
 def free_port():
@@ -69,8 +74,10 @@ def inside(path, flags, log, folder, environment):
     os.environ.update(environment)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    sleep = time.sleep
-    time.sleep = lambda seconds: sleep(min(seconds, 1))  # as stop() does, for torchrun
+    # spawn's processes would import torch once more, a fork's need not.
+    torch.multiprocessing.spawn = partial(
+        torch.multiprocessing.start_processes, start_method="fork"
+    )
     if "EMULATED_CARDS" in environment:  # it changes torch for the rest of this process
         __import__("emulated_accelerator").install(int(environment["EMULATED_CARDS"]))
     sys.argv, sys.path[:0] = [path, *flags], [os.path.dirname(path)]
@@ -101,17 +108,18 @@ def torchrun(processes, *words):
 
 def by_hand(path, *flags, processes=1):
     """Processes that get their places from the environment: srun and Kubernetes do that too, and
-    torchrun would import torch once more for each of them."""
+    torchrun would import torch once more for each of them. With 0 processes it is one that has no
+    place, as `python` starts it."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     place |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     places = [place | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(processes)]
-    return [Warm(path, flags, f"{time.monotonic_ns()}.log", place) for place in places]
+    return [Warm(path, flags, f"{time.monotonic_ns()}.log", place) for place in places or [{}]]
 
 
 def start(name, *flags, processes=1, path=None):
     """Start a script on all its machines. Returns a Warm a machine, or a process."""
     path, own = Path(path or script(name)).resolve(), [[]]
-    if name in ("ddp_torchrun", "fsdp2"):
+    if name in ("ddp_torchrun", "fsdp2", *COMPLETE):
         return by_hand(path, *flags, processes=processes)
     if name == "ddp_spawn":
         own = [["--nproc-per-node", processes]]
@@ -157,14 +165,18 @@ def run(name, *flags, status=0, **options):
 
 
 def parse(*flags):
-    return train_single.parser.parse_args(["--device", "cpu", *map(str, flags)])
+    return train_ddp.parser.parse_args(["--device", "cpu", *map(str, flags)])
 
 
 def train(*flags):
-    """train_single.py in the test's own process."""
+    """complete/train_ddp.py in the test's own process, as `python` starts it."""
     args = parse(*flags)
-    train_single.check_flags(args)
-    train_single.main(args)
+    train_ddp.check_flags(args, 1)
+    try:
+        train_ddp.main(args)
+    finally:
+        if dist.is_initialized():  # it has failed
+            dist.destroy_process_group()
 
 
 def wait_for(text, *jobs):

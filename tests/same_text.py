@@ -1,8 +1,8 @@
-"""Functions and constants of one name have one text in all six scripts; `main` may differ,
-and what a sharded model needs in train_fsdp2.py.
+"""Functions, classes and flags of one name have one text in all small scripts, and in both scripts
+of complete/. `main` may differ, and so may what a sharded model needs.
 
-python tests/same_text.py          # says where they differ, status 1 if anywhere
-python tests/same_text.py --fix    # copies the text of the first script that has it into the others
+python tests/same_text.py                          # says where they differ; status 1 if anywhere
+python tests/same_text.py --fix train_single.py    # copies that script's text into its siblings
 """
 
 import ast
@@ -10,39 +10,57 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ["single", "dp", "ddp_spawn", "ddp_torchrun", "ddp_multigpu_proc", "fsdp2"]
-PATHS = [ROOT / f"train_{name}.py" for name in SCRIPTS]
-MAY_DIFFER = {"main", "gpus", "devices", "cores"}
-SHARDED = {"build_optimizer", "prepare", "evaluate", "save_checkpoint", "load_checkpoint"}
+SMALL = ["single", "dp", "ddp_torchrun", "ddp_spawn", "ddp_multigpu_proc", "fsdp2"]
+COMPLETE = ["complete/train_ddp", "complete/train_fsdp2"]
+GROUPS = [[ROOT / f"train_{name}.py" for name in SMALL], [ROOT / f"{name}.py" for name in COMPLETE]]
+SHARDED = {"count_correct", "build_optimizer", "prepare", "evaluate"}  # of train_fsdp2.py alone
+SHARDED |= {"save_checkpoint", "load_checkpoint"}
 
 
-def definitions(text):
-    """{name: text} of a script's top-level functions, classes and constants."""
-    found = {}
+def definitions(path):
+    """{name: text} of a script's top-level functions and classes, calls that add a flag, and
+    statements that fill MAY_CHANGE."""
+    text, found = path.read_text(), {}
     for node in ast.parse(text).body:
+        own = ast.get_source_segment(text, node)
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
             found[node.name] = "\n".join(text.splitlines()[first - 1 : node.end_lineno])
-        elif isinstance(node, ast.Assign):
-            found[ast.unparse(node.targets[0])] = ast.get_source_segment(text, node)
+        elif isinstance(node, (ast.Assign, ast.AugAssign)) and own.startswith("MAY_CHANGE"):
+            found[f"MAY_CHANGE {sum(name.startswith('MAY_') for name in found) + 1}"] = own
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            if ast.unparse(node.value.func).rpartition(".")[2] in ("add", "add_argument"):
+                found[node.value.args[0].value] = own
     return found
 
 
-def compare(paths, fix=False):
-    """The differences, each as "name: script"; with `fix` they are mended too."""
-    original, differ = {}, []
-    for path in paths:
-        text, free = path.read_text(), MAY_DIFFER | (SHARDED if "fsdp2" in path.name else set())
-        for name, own in definitions(text).items():
-            if name not in free and own != original.setdefault(name, own):
+def folder(path):
+    """The default of a small script's --output, the one thing that differs in a shared flag."""
+    return f'default="runs/{path.stem.removeprefix("train_")}"'
+
+
+def compare(paths, source=None):
+    """The differences, each as "name: script". With a `source`, its text is copied to the others;
+    without, the first script that has a name is the one to compare with."""
+    shared, differ = {}, []
+    for path in paths if source is None else [source, *paths]:
+        text, free = path.read_text(), {"main"} | (SHARDED if "fsdp2" in path.name else set())
+        for name, own in definitions(path).items():
+            wanted = shared.setdefault(name, own.replace(folder(path), 'default="FOLDER"'))
+            wanted = wanted.replace('default="FOLDER"', folder(path))
+            if name not in free and own != wanted:
                 differ.append(f"{name}: {path.name}")
-                text = text.replace(own, original[name])
-        if fix:
+                text = text.replace(own, wanted)
+        if source is not None:
             path.write_text(text)
     return differ
 
 
 if __name__ == "__main__":
-    differ = compare(PATHS, "--fix" in sys.argv)
+    fix = Path(sys.argv[2]).resolve() if sys.argv[1:2] == ["--fix"] else None
+    differ = []
+    for paths in GROUPS:
+        if fix is None or fix in paths:
+            differ += compare(paths, fix)
     print("\n".join(differ) or "all the same")
-    sys.exit(bool(differ) and "--fix" not in sys.argv)
+    sys.exit(bool(differ) and fix is None)

@@ -1,0 +1,265 @@
+"""The small scripts: one training run in six, killed and resumed; the daily mistakes; two cards."""
+
+import pickle
+import random
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import helpers
+import pytest
+import torch
+from conftest import pictures
+from helpers import COUNTS, SMALL, TORCHRUN, Cold, Warm, done, finish, kill_all, run, same, weights
+from same_text import GROUPS, compare, definitions
+
+DISTRIBUTED = SMALL[2:]
+FLAGS = ["--dataset", "synthetic", "--batch-size", 60, "--lr", 0.1, "--workers", 0, "--output"]
+LINE = r"^epoch (\d+): loss (\d+\.\d{4}) accuracy ([01]\.\d{4}) \d+ images/s$"
+DROPOUT = """
+plain = build_model
+def build_model(args, classes):
+    return nn.Sequential(plain(args, classes), nn.Dropout(0.2))
+"""
+
+
+def small(name, *changes, **options):
+    """A copy of the script with 640 + 203 synthetic images, and changes."""
+    images = ["range(10_000)", "range(640)", "range(10_000, 12_000)", "range(640, 843)"]
+    return helpers.edited(name, *images, *changes, **options)
+
+
+def epochs(text):
+    """{epoch: (loss, accuracy)} of what a script has printed."""
+    found = re.findall(LINE, text, re.M)
+    assert len(found) == text.count("epoch "), text
+    return {int(epoch): (float(loss), float(accuracy)) for epoch, loss, accuracy in found}
+
+
+def agree(text, other, least=1.5e-4):
+    """The epochs in `text` have the losses in `other`, and the same images are right."""
+    for epoch, (loss, accuracy) in epochs(text).items():
+        assert loss == pytest.approx(epochs(other)[epoch][0], abs=least), (text, other)
+        assert accuracy == pytest.approx(epochs(other)[epoch][1], abs=0.005), (text, other)
+
+
+def place(machine, machines, port, processes=None):
+    """The flags of one of several machines."""
+    words = ["--init-method", f"tcp://127.0.0.1:{port}", "--world-size", machines]
+    return [*words, "--rank", machine, *(["--nproc-per-node", processes] if processes else [])]
+
+
+@pytest.fixture(scope="session")
+def single(tmp_path_factory):
+    """The folder and the text of a run of train_single.py, of five epochs."""
+    folder = tmp_path_factory.mktemp("single")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("TEST_FOLDER", str(folder))
+        text = run("single", *FLAGS, "out", "--epochs", 5, "--workers", 2, path=small("single"))
+    return folder / "out", text
+
+
+def test_one_run(single):
+    """From the beginning: the losses of train_single.py, with two processes or machines. What is
+    left over after 10 steps are other images in each epoch; 203 images are tested by two. Another
+    --lr takes effect on --resume."""
+    for name in SMALL[1:]:
+        path, flags = small(name), [*FLAGS, name, "--epochs"]
+        text = run(name, *flags, 2, path=path, processes=COUNTS[name])
+        assert list(epochs(text)) == [0, 1] and epochs(text)[0] != epochs(text)[1]
+        agree(text, single[1])
+        before = weights(name)
+        run(name, *flags, 3, "--resume", "--lr", 0, path=path, processes=COUNTS[name])
+        assert same(weights(name), before) and before.keys() == weights(single[0]).keys()
+
+
+MANY = [(name, count) for name in DISTRIBUTED for count in (1, 3, 4, 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("amp", [False, True])
+def test_one_run_on_any_number(amp):
+    """1 to 5 processes; --amp is the same in all scripts that have it, and does something."""
+    flags = [*FLAGS[:-1], *(["--amp"] if amp else []), "--epochs", 2, "--output"]
+    single = run("single", *flags, "single", path=small("single"))
+    plain = run("single", *FLAGS, "plain", "--epochs", 2, path=small("single"))
+    assert (weights("plain")["conv1.weight"] - weights("single")["conv1.weight"]).any() == amp
+    agree(single, plain, 2e-2)
+    for name, count in MANY:
+        if amp and (name == "ddp_multigpu_proc" or count > 3):
+            continue
+        text = run(name, *flags, f"{name}-{count}", path=small(name), processes=count)
+        agree(text, single, 3e-3 if amp else 1.5e-4)
+
+
+def test_a_checkpoint_goes_round(single):
+    """Each of the first five continues the others' run; train_fsdp2.py on three what two began."""
+    chain = ["ddp_spawn", "single", "ddp_multigpu_proc", "dp", "ddp_torchrun"]
+    for epoch, name in enumerate(chain):
+        flags = [*FLAGS, "out", "--resume", "--epochs", epoch + 1]
+        text = run(name, *flags, path=small(name), processes=COUNTS[name])
+        assert list(epochs(text)) == [epoch]
+        agree(text, single[1])
+    own, other = weights("out"), weights(single[0])
+    assert all(torch.allclose(own[key], other[key], atol=1e-4) for key in other)
+    for begin, end in (2, 2), (3, 4):
+        flags = [*FLAGS, "fsdp2", "--resume", "--epochs", end]
+        text = run("fsdp2", *flags, path=small("fsdp2"), processes=begin)
+        assert list(epochs(text)) == [end - 2, end - 1]
+        agree(text, single[1])
+    assert [path.name for path in Path("fsdp2").glob("epoch-*")] == ["epoch-3"]
+
+
+# A process kills itself as it writes for the N-th time, with half of the file written.
+TORN = """
+plain, written = torch.save, []
+def torn(content, path):
+    plain(content, path)
+    written.append(path)
+    if len(written) == int(os.environ["N"]):
+        os.truncate(path, os.path.getsize(path) // 2)
+        os.kill(os.getpid(), 9)
+torch.save = torn
+"""
+TORN_FOLDER = """
+plain, written = dcp.save, []
+def torn(state, checkpoint_id):
+    plain(state, checkpoint_id=checkpoint_id)
+    written.append(checkpoint_id)
+    if len(written) == int(os.environ["N"]):
+        (checkpoint_id / ".metadata").unlink(missing_ok=True)
+        os.truncate(checkpoint_id / f"__{os.environ['RANK']}_0.distcp", 10)
+        os.kill(os.getpid(), 9)
+dcp.save = torn
+"""
+FAST = "single", "ddp_torchrun", "fsdp2"
+KILLED = [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in SMALL]
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_killed_as_it_writes(monkeypatch, name):
+    """Each file is whole at every moment, and the resumed run ends bit-identical, with dropout."""
+    flags, count = [*FLAGS, "out", "--epochs", 3, "--resume"], COUNTS[name]
+    more = DROPOUT + (TORN_FOLDER if name == "fsdp2" else TORN)
+    for number in "2", "3" if name == "fsdp2" else "4":  # the last one is model.pt
+        monkeypatch.setenv("N", number)
+        jobs = helpers.start(name, *flags, path=small(name, more=more), processes=count)
+        assert helpers.wait_until(lambda: any(job.status() for job in jobs)), helpers.logs(jobs)
+        kill_all(jobs)
+        assert not Path("out/model.pt").exists()
+    text = run(name, *flags, path=small(name, more=DROPOUT), processes=count)
+    assert list(epochs(text)) == ([2] if name == "fsdp2" else [])
+    run(name, *flags, "--output", "whole", path=small(name, more=DROPOUT), processes=count)
+    assert same(weights("out"), weights("whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_killed_at_random(name):
+    """All processes by SIGKILL, at three random moments."""
+    flags, count, path = [*FLAGS, "out", "--epochs", 8, "--resume"], COUNTS[name], None
+    path = small(name, more=DROPOUT)
+    for epoch in 1, 3, 5:
+        jobs = helpers.start(name, *flags, path=path, processes=count)
+        helpers.wait_for(f"epoch {epoch}: ", *jobs)
+        time.sleep(random.random() / 4)
+        kill_all(jobs)
+    text = run(name, *flags, path=path, processes=count)
+    assert len(epochs(text)) < 3
+    run(name, *flags, "--output", "whole", path=path, processes=count)
+    assert same(weights("out"), weights("whole"))
+
+
+def content(folder="."):
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def refused(name, says, *flags, path=None, processes=None):
+    """One process says it and ends with status 2. The others wait to join, until torchrun or srun
+    ends them."""
+    before = content("kept") if Path("kept").exists() else None
+    jobs = helpers.start(name, *flags, path=path, processes=processes or COUNTS[name])
+    assert helpers.wait_until(lambda: any(job.status() for job in jobs)), helpers.logs(jobs)
+    ended = [job for job in jobs if job.status() is not None]
+    kill_all(jobs)
+    text = helpers.logs(ended)
+    assert f"error: {says}" in text and {job.status() for job in ended} == {2}, text
+    assert "Traceback" not in helpers.logs(jobs), helpers.logs(jobs)
+    assert before is None or content("kept") == before
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_daily_mistakes(data, name):
+    """Each has a message, and nothing is lost."""
+    own = "epoch-*" if name == "fsdp2" else "checkpoint.pt"
+    others = {"checkpoint.pt", "last.pt", "epoch-*"} - {own}
+    for kind in [own, *others]:
+        path = Path("kept", kind.replace("*", "3"), *[".metadata"] * (kind == "epoch-*"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("precious")
+        if kind == own:
+            refused(name, "kept has a run: use --resume, or another", *FLAGS, "kept")
+        else:
+            says = f"kept has {kind}: this script resumes only from {own}"
+            refused(name, says, *FLAGS, "kept", "--resume")
+        shutil.rmtree("kept")
+    shutil.copytree(data / "pictures", "pictures")
+    Path("pictures/test/c").rename("pictures/test/d")  # other classes than those of train/
+    refused(
+        name, "--dataset: train/ and test/ need the same", *FLAGS, "out", "--dataset", "pictures"
+    )
+    if name in DISTRIBUTED:
+        says = "--batch-size must be a multiple of the 2 processes"
+        refused(name, says, *FLAGS, "out", "--batch-size", 63)
+    if name in ("ddp_spawn", "ddp_multigpu_proc"):
+        several = [*FLAGS, "out", "--world-size", 2]
+        refused(name, "several machines need --init-method", *several, processes=1)
+        refused(name, "--rank 2: the 2 machines are", *several, "--rank", 2, processes=1)
+    if name in ("ddp_torchrun", "fsdp2"):
+        text = done([Warm(helpers.script(name), [], "alone")], 2)
+        assert "start it with torchrun --standalone --nproc-per-node gpu" in text
+    assert not Path("out").exists()
+    text = run(name, *FLAGS, "out", "--batch-size", 660, path=small(name), status=1)
+    assert "--batch-size: there are only 640 images" in text
+    assert not content("out")
+
+
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_another_disk(name):
+    """Ranks that do not see the same checkpoint end in a line, and the checkpoint stays."""
+    flags = [*FLAGS, "out", "--resume", "--epochs"]
+    make = "    args.output.mkdir("
+    path = small(name, make, f"    args.output /= str(rank)\n{make}")
+    run(name, *flags, 1, path=path, processes=1)
+    before = content("out")
+    jobs = helpers.start(name, *flags, 2, path=path, processes=2)
+    statuses, text = finish(jobs)
+    assert set(statuses) == {1} and content("out") == before, text
+    assert "the machines see different files in out/0: use a shared disk" in text, text
+
+
+def test_what_each_rank_draws():
+    """Random numbers differ by epoch, rank and GPU; batch norm's averages are rank 0's on all."""
+    line = "        started = time.time()\n"
+    tell = '        print("draws", torch.rand(1).item(), flush=True)\n'
+    tell += "        for generator in torch.cuda.default_generators:\n"
+    tell += '            print("draws", torch.rand(1, generator=generator).item(), flush=True)\n'
+    two = ["gpus = torch.accelerator.device_count()", "gpus = 2"]
+    gpus = "torch.cuda.default_generators = torch.Generator(), torch.Generator()\n"
+    norm = "nn.Conv2d(3, 6, 5)", "nn.Sequential(nn.Conv2d(3, 6, 5), nn.BatchNorm2d(6))"
+    end = "    dist.destroy_process_group()\n"
+    say = '    print("holds", *(b.double().sum().item() for b in model.buffers()), flush=True)\n'
+    for name, draws in zip(SMALL, (1, 3, 2, 2, 6, 2)):  # an epoch; a GPU's are not its process's
+        changes = [*norm, line, tell + line, *([end, say + end] if name in DISTRIBUTED else [])]
+        if name in ("dp", "ddp_multigpu_proc"):
+            path = small(name, *changes, *two, more=gpus)
+        else:
+            path = small(name, *changes)
+        text = run(name, *FLAGS, name, "--epochs", 3, path=path, processes=COUNTS[name])
+        found = re.findall(r"draws (\S+)", text)
+        assert len(set(found)) == len(found) == 3 * draws, (name, text)
+        held = re.findall(r"holds (.+)", text)
+        assert len(set(held)) == len(held) / COUNTS[name] == (name in DISTRIBUTED), text
