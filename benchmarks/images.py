@@ -1,0 +1,138 @@
+"""How many images a second a DataLoader delivers at 224 pixels, before any training.
+
+python benchmarks/images.py                      # images that it makes, of two sizes
+python benchmarks/images.py --folder my_images   # yours, with train/CLASS/ and test/CLASS/
+
+Contestants: torchvision's reference pipeline (references/classification/presets.py with PIL), a
+folder in complete/train_ddp.py, the same folder after pack_images.py, and as a limit the plain
+reading of the files' bytes in one process. Each round runs all of them; ratios are taken within a
+round. The files are in the page cache, so this measures the CPU, not the disk.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from runs import row, spread, table
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torchvision import datasets, transforms
+
+COMPLETE = Path(__file__).resolve().parent.parent / "complete"
+sys.path.insert(0, str(COMPLETE))
+import train_ddp  # noqa: E402
+
+# Width, height, JPEG quality and strength of the finest noise, for the bits per pixel of ImageNet's
+# files (110 kB) and of a phone's photographs (4 MB); and the number of files.
+SIZES = {"ImageNet": (500, 375, 95, 7, 120), "12 megapixels": (4000, 3000, 90, 6, 12)}
+
+
+def make_image(width, height, noise, random):
+    """Gradients, and noise stronger the coarser its grain, as in photographs."""
+    total = np.full((height, width, 3), 128.0)
+    strength, grain = noise, 1
+    while min(width, height) // grain > 2:
+        small = random.normal(0, 1, (height // grain, width // grain, 3)) * strength
+        for channel in range(3):
+            layer = Image.fromarray(small[..., channel].astype(np.float32))
+            total[..., channel] += np.asarray(layer.resize((width, height), Image.BICUBIC))
+        strength, grain = min(25, strength * 2), grain * 4
+    return Image.fromarray(total.clip(0, 255).astype(np.uint8))
+
+
+def make_folder(folder, width, height, quality, noise, count):
+    random = np.random.default_rng(0)
+    for i in range(count):
+        path = folder / ("train" if i > 1 else "test") / "ab"[i % 2] / f"{i}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_image(width, height, noise, random).save(path, quality=quality)
+
+
+class Bytes(Dataset):
+    """The limit: the files' bytes, read and dropped."""
+
+    def __init__(self, folder):
+        self.paths = [path for path, _ in datasets.ImageFolder(folder).samples]
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, i):
+        return len(Path(self.paths[i]).read_bytes())
+
+
+def reference(folder):
+    """As references/classification/presets.py has it."""
+    steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
+    steps += [transforms.PILToTensor(), transforms.ConvertImageDtype(torch.float)]
+    steps += [transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+    return datasets.ImageFolder(folder, transforms.Compose(steps))
+
+
+def ours(folder):
+    flags = ["--dataset", str(folder), "--image-size", "224"]
+    return train_ddp.load_data(train_ddp.parser.parse_args(flags))[0]
+
+
+def images_per_second(dataset, workers, batch_size, count):
+    sampler = RandomSampler(dataset, replacement=True, num_samples=count)
+    loader = DataLoader(
+        dataset, batch_size, sampler=sampler, num_workers=workers, persistent_workers=workers > 0
+    )
+    sampler.num_samples = batch_size  # an epoch that starts the workers
+    list(loader)
+    sampler.num_samples = count
+    started = time.perf_counter()
+    for _ in loader:
+        pass
+    return count / (time.perf_counter() - started)
+
+
+def measure(args, name, folder):
+    """Print a table about the training images of a folder."""
+    paths = Bytes(folder / "train").paths
+    pixels = sum(image.width * image.height for image in map(Image.open, paths))
+    size = sum(Path(path).stat().st_size for path in paths)
+    print(f"\n{name}: {len(paths)} files of {size / len(paths) / 1e3:.0f} kB, ", end="")
+    print(f"{pixels / len(paths) / 1e6:.2f} megapixels, {size * 8 / pixels:.1f} bits per pixel\n")
+    with tempfile.TemporaryDirectory() as packed:
+        command = [sys.executable, COMPLETE / "pack_images.py", folder, packed]
+        subprocess.run([*command, "--workers", str(args.workers)], check=True, stdout=sys.stderr)
+        found = {"torchvision's reference": reference(folder / "train"), "folder": ours(folder)}
+        found |= {"packed": ours(packed), "reading the files": Bytes(folder / "train")}
+        counts, speeds = dict.fromkeys(found), {key: [] for key in found}
+        for number in range(-1, args.rounds):  # the first only finds out how many images to take
+            for key, dataset in found.items():
+                workers = args.workers if key != "reading the files" else 0
+                count = counts[key] or 4 * args.batch_size
+                speed = images_per_second(dataset, workers, args.batch_size, count)
+                batches = max(4, round(speed * args.seconds / args.batch_size))
+                counts[key] = batches * args.batch_size
+                if number >= 0:
+                    speeds[key].append(speed / max(1, workers))
+                    print(name, key, speeds[key][-1], file=sys.stderr, flush=True)
+    table(0, "", "images/s and core", "x torchvision's reference")
+    for key, own in speeds.items():
+        ratios = [a / b for a, b in zip(own, speeds["torchvision's reference"])]
+        row(key, spread(own, 0), spread(ratios, 2))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, help="measure this one instead")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=10, help="of each measurement")
+    parser.add_argument("--workers", type=int, default=2, help="processes of the DataLoader")
+    parser.add_argument("--batch-size", type=int, default=32)
+    args = parser.parse_args()
+    if args.folder:
+        measure(args, args.folder.name, args.folder)
+    for name, values in SIZES.items() if not args.folder else ():
+        with tempfile.TemporaryDirectory() as folder:
+            make_folder(Path(folder), *values)
+            measure(args, name, Path(folder))
