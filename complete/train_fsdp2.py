@@ -247,7 +247,7 @@ def prepare(args, batch, device, train=False):
 @functools.cache  # copied to the device once: a copy in each step would wait for the GPU
 def normalization(pretrained, device):
     """Mean and standard deviation (C or 1, 1, 1) of pixels from 0 to 255, on the device."""
-    mean, std = [115], [58]  # of ImageNet, over the channels
+    mean, std = [115.0], [58.0]  # of ImageNet, over the channels
     if pretrained:
         preset = models.get_model_weights(pretrained).DEFAULT.transforms()
         mean, std = ([255 * x for x in values] for values in (preset.mean, preset.std))
@@ -338,11 +338,10 @@ def progress_line(args, progress, steps_per_epoch, loss, lr, norm):
     """`loss` is the mean since the last line, `norm` that of the last step's gradient."""
     speed = progress.step * args.batch_size / progress.seconds
     steps_left = (args.epochs - progress.epoch) * steps_per_epoch - progress.step
-    return (
-        f"epoch {progress.epoch + 1}/{args.epochs} step {progress.step}/{steps_per_epoch} "
-        f"loss {loss:.4f} lr {lr:.2e} gradient norm {norm:.2e} {speed:.0f} samples/s "
-        f"{steps_left * args.batch_size / speed / 60:.1f} min left"
-    )
+    minutes_left = steps_left * args.batch_size / speed / 60
+    place = f"epoch {progress.epoch + 1}/{args.epochs} step {progress.step}/{steps_per_epoch}"
+    state = f"loss {loss:.4f} lr {lr:.2e} gradient norm {norm:.2e}"
+    return f"{place} {state} {speed:.0f} samples/s {minutes_left:.1f} min left"
 
 
 def finish_epoch(args, progress, sums):
@@ -485,7 +484,8 @@ def check_flags(args, world_size=1):
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":  # torchrun has --max-restarts
         if not args.resume or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
             parser.error("--max-restarts needs --resume, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-    if args.epochs == 0 or args.overwrite or not any(args.output.glob("*.pt")):
+    has_run = any(args.output.glob("*.pt")) or any(args.output.glob("epoch-*"))  # any script's
+    if args.epochs == 0 or args.overwrite or not has_run:
         return
     if not args.resume:
         parser.error(f"{args.output} has a run: --resume continues it, --overwrite replaces it")
@@ -616,16 +616,14 @@ def main(args):
     dist.all_gather_object(starts, (progress.epoch, progress.step))  # waits until all have loaded
     if len(set(starts)) > 1:
         raise SystemExit("the processes see different files: put --output on a shared disk")
-    if progress.epoch == progress.step == 0:  # a new run: what can fail later should fail now
-        with autocast, torch.compiler.set_stance("force_eager"):
-            evaluate(args, model, [sample], 1, sample, device)
+    with autocast, torch.compiler.set_stance("force_eager"):  # what would fail should fail now
+        evaluate(args, model, [sample], 1, sample, device)
     next_save = save_checkpoint(args, progress, state)  # finds a full disk now
     if rank == 0:
         print(
             f"{args.output}: {progress.epoch} epochs and {progress.step} steps are done", flush=True
         )
 
-    # Training
     for epoch in range(progress.epoch, args.epochs):
         sampler.set_epoch(epoch, start=progress.step * rank_batch)
         torch.manual_seed(args.seed + epoch * world_size + rank)  # for the loader's workers
