@@ -6,10 +6,12 @@ python benchmarks/images.py --folder my_images   # yours, with train/CLASS/ and 
 Contestants: torchvision's reference pipeline (references/classification/presets.py with PIL), a
 folder in complete/train_ddp.py, the same folder after pack_images.py, and as a limit the plain
 reading of the files' bytes in one process. Each round runs all of them; ratios are taken within a
-round. The files are in the page cache, so this measures the CPU, not the disk.
+round. The files are in the page cache, so this measures the CPU, not the disk. Images per CPU second
+count the time of all processes together: what one core delivers, also on a machine that is shared.
 """
 
 import argparse
+import resource
 import subprocess
 import sys
 import tempfile
@@ -20,9 +22,10 @@ import numpy as np
 import torch
 from PIL import Image
 from runs import row, spread, table
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset
 from torchvision import datasets, transforms
 
+CHILDREN = resource.RUSAGE_CHILDREN
 COMPLETE = Path(__file__).resolve().parent.parent / "complete"
 sys.path.insert(0, str(COMPLETE))
 import train_ddp  # noqa: E402
@@ -79,18 +82,26 @@ def ours(folder):
     return train_ddp.load_data(train_ddp.parser.parse_args(flags))[0]
 
 
-def images_per_second(dataset, workers, batch_size, count):
-    sampler = RandomSampler(dataset, replacement=True, num_samples=count)
+def cpu_seconds():
+    """Of this process, and of its children that have ended."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, CHILDREN))
+
+
+def speed(dataset, workers, batch_size, count):
+    """Images a second, and images a second of CPU time in all processes together."""
+    order = [0] * batch_size * max(1, workers)  # a first epoch, which starts the workers
+    cpu, first = cpu_seconds(), len(order)
     loader = DataLoader(
-        dataset, batch_size, sampler=sampler, num_workers=workers, persistent_workers=workers > 0
+        dataset, batch_size, sampler=order, num_workers=workers, persistent_workers=workers > 0
     )
-    sampler.num_samples = batch_size  # an epoch that starts the workers
     list(loader)
-    sampler.num_samples = count
+    order[:] = torch.randint(len(dataset), (count,)).tolist()
     started = time.perf_counter()
     for _ in loader:
         pass
-    return count / (time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    del loader  # ends the workers
+    return count / seconds, (first + count) / (cpu_seconds() - cpu)
 
 
 def measure(args, name, folder):
@@ -105,21 +116,26 @@ def measure(args, name, folder):
         subprocess.run([*command, "--workers", str(args.workers)], check=True, stdout=sys.stderr)
         found = {"torchvision's reference": reference(folder / "train"), "folder": ours(folder)}
         found |= {"packed": ours(packed), "reading the files": Bytes(folder / "train")}
-        counts, speeds = dict.fromkeys(found), {key: [] for key in found}
+        counts, speeds = dict.fromkeys(found, 4 * args.batch_size), {key: [] for key in found}
         for number in range(-1, args.rounds):  # the first only finds out how many images to take
             for key, dataset in found.items():
                 workers = args.workers if key != "reading the files" else 0
-                count = counts[key] or 4 * args.batch_size
-                speed = images_per_second(dataset, workers, args.batch_size, count)
-                batches = max(4, round(speed * args.seconds / args.batch_size))
-                counts[key] = batches * args.batch_size
+                own = speed(dataset, workers, args.batch_size, counts[key])
+                print(name, number, key, *own, file=sys.stderr, flush=True)
                 if number >= 0:
-                    speeds[key].append(speed / max(1, workers))
-                    print(name, key, speeds[key][-1], file=sys.stderr, flush=True)
-    table(0, "", "images/s and core", "x torchvision's reference")
+                    speeds[key].append(own)
+                else:
+                    batches = max(4, round(own[0] * args.seconds / args.batch_size))
+                    counts[key] = batches * args.batch_size
+    heads = ["images/s", "x reference", "images per CPU second", "x reference"]
+    table(0, f"{args.workers} workers", *heads)
     for key, own in speeds.items():
-        ratios = [a / b for a, b in zip(own, speeds["torchvision's reference"])]
-        row(key, spread(own, 0), spread(ratios, 2))
+        cells = []
+        for kind in range(2):
+            rates = [pair[kind] for pair in own]
+            ratios = [a / pair[kind] for a, pair in zip(rates, speeds["torchvision's reference"])]
+            cells += [spread(rates, 0), spread(ratios, 2)]
+        row(key, *cells)
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def load_data(args):
         parser.error(f"--dataset {folder}: neither a known name nor a folder with train/ and test/")
     # A margin for random crops: 256 pixels for 224. Tiny images would only be blurred.
     side = args.image_size * 8 // 7 if args.image_size >= 64 else args.image_size
-    transform = v2.Compose([v2.Resize(side), v2.CenterCrop(side), v2.PILToTensor()])
+    transform = v2.Compose([v2.PILToTensor(), v2.Resize(side), v2.CenterCrop(side)])
     loader = functools.partial(load_image, side=side)
     train_set = datasets.ImageFolder(folder / "train", transform, loader=loader)
     test_set = datasets.ImageFolder(folder / "test", transform, loader=loader)
@@ -264,7 +264,7 @@ def random_crops(images, height, width):
     transforms[:, 0, 0], transforms[:, 1, 1] = zoom * flip, zoom
     transforms[:, :, 2] = shift * (1 - zoom)[:, None]
     grid = F.affine_grid(transforms, (count, channels, height, width), align_corners=False)
-    return F.grid_sample(images, grid, align_corners=False)
+    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
 # ---- Loaders and evaluation ----------------------------------------------------------------------
