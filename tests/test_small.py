@@ -1,19 +1,15 @@
 """The small scripts: one training run in six, killed and resumed; the daily mistakes; two cards."""
 
-import pickle
 import random
 import re
 import shutil
-import sys
 import time
 from pathlib import Path
 
 import helpers
 import pytest
 import torch
-from conftest import pictures
-from helpers import COUNTS, SMALL, TORCHRUN, Cold, Warm, done, finish, kill_all, run, same, weights
-from same_text import GROUPS, compare, definitions
+from helpers import COUNTS, SMALL, Warm, done, finish, kill_all, run, same, weights
 
 DISTRIBUTED = SMALL[2:]
 FLAGS = ["--dataset", "synthetic", "--batch-size", 60, "--lr", 0.1, "--workers", 0, "--output"]
