@@ -605,6 +605,57 @@ def test_transforms_of_the_loader():
     assert len(rows("runs/changed")) == 2
 
 
+COLLATE = """
+def collate(samples):
+    \"\"\"A batch of samples of different lengths: filled up with zeros.\"\"\"
+    rows, labels = zip(*samples)
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor(labels)
+
+
+class Rows(Dataset):
+    targets = [1, 0] * 8
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        return torch.full((i + 1,), self.targets[i] - 0.5), self.targets[i]
+
+
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(1, 2)
+
+    def forward(self, rows):
+        return self.head(rows.sum(1, keepdim=True))
+
+
+def load_data(args):
+    return Rows(), Rows(), 2
+
+
+def build_model(args, inputs, classes):
+    return Sum()
+
+
+# ---- Loaders and evaluation"""
+
+
+def test_collate_fn():
+    """Samples that torch cannot stack: one more line in make_loader, and another name in main."""
+    line = '    options["pin_memory"]'
+    changes = (
+        "\n# ---- Loaders and evaluation",
+        COLLATE,
+        line,
+        f'    options["collate_fn"] = collate\n{line}',
+    )
+    changes += "default_collate([test_set[0]])", "collate([test_set[0]])"
+    train("--batch-size", 4, "--epochs", 4, "--lr", 0.02, script=load("train_ddp", *changes))
+    assert float(rows("runs/changed")[-1]["test_accuracy"]) == 1
+
+
 def test_labels_file_lists_the_classes(formats):
     pack(formats, "packed", "--side", 20)
     assert json.loads(Path("packed", "classes.json").read_text()) == ["all"]
