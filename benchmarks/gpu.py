@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from images import images_per_second, make_folder, ours
+from images import make_folder, ours, speed
 from runs import COMPLETE, GPUS, ROOT, SMALL, copy_script, row, run, table, train
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
@@ -104,11 +104,11 @@ def large(folder):
         for more in (["--amp"], ["--amp", "--compile"])[:FIRST]:
             path, n, flags = prepare(name, folder, n)
             rate, memory = train(path, n, [*flags, "--optimizer", "adamw", *more])
-            speed = rate * operations() / n / 1e12
-            share = f"{speed / PEAK[gpu]:.1%}" if gpu in PEAK else "-"
+            each = rate * operations() / n / 1e12
+            share = f"{each / PEAK[gpu]:.1%}" if gpu in PEAK else "-"
             # Each GPU has all images of the training and the test set, a byte per color.
             memory -= images_per_step * n * steps * 1.1 * 3 * side**2 / 2**20 if GPUS else 0
-            row(name, n, " ".join(more), f"{rate:.0f}", f"{speed:.2f}", share, f"{memory:.0f}")
+            row(name, n, " ".join(more), f"{rate:.0f}", f"{each:.2f}", share, f"{memory:.0f}")
 
 
 def images(folder):
@@ -126,7 +126,7 @@ def images(folder):
     words = [sys.executable, ROOT / "complete/pack_images.py", files, packed]
     subprocess.run(words, check=True, stdout=sys.stderr)
     for name, place in ("JPEG files", files), ("packed", packed):
-        alone = images_per_second(ours(place), WORKERS, images_per_step, count)
+        alone, _ = speed(ours(place), WORKERS, images_per_step, count)
         rate, _ = train(ROOT / DDP, n, [*flags, "--amp", "--dataset", place])
         row(name, f"{alone:.0f}", f"{rate:.0f}", f"{rate / top:.2f}")
 
