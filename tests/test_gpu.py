@@ -98,6 +98,10 @@ def test_killed_and_resumed(name, flags, change):
 
 
 MORE = [], ["--augment"], ["--accumulate", 2, "--clip-norm", 1, "--amp", "--optimizer", "adamw"]
+BEGIN = "            for micro_step in range(args.accumulate):\n"  # of a step
+END = "            log = step % args.log_every == 0 or step == steps_per_epoch\n"
+SMALL_BEGIN = "        for step, batch in enumerate(train_loader, 1):\n"
+SMALL_END = "            if step % 100 == 0"
 WATCH = """            if step == 13:
                 (watch := torch.profiler.profile()).start()
 """
@@ -125,9 +129,7 @@ CASES = [(name, more, ()) for name in COMPLETE for more in MORE] + [(DDP, MORE[2
 def test_nothing_waits_between_progress_lines(data, name, more, change):
     if name == FSDP2 and OLD:
         more = [flag for flag in more if flag != "--amp"]
-    begin = "            for micro_step in range(args.accumulate):\n"
-    end = "            log = step % args.log_every == 0 or step == steps_per_epoch\n"
-    path = edited(name, *change, end, TELL + end, begin, WATCH + begin)
+    path = edited(name, *change, END, TELL + END, BEGIN, WATCH + BEGIN)
     folder = ["--dataset", data / "pictures", "--batch-size", 4, "--workers", 2]
     for output, own in ("out", []), ("folder", folder):
         flags = [*JOB, output, "--log-every", 50, *more, *(own or ["--model", "resnet18"])]
@@ -139,8 +141,6 @@ def test_nothing_waits_between_progress_lines(data, name, more, change):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_nothing_waits_in_the_small_scripts(name):
-    begin = "        for step, batch in enumerate(train_loader, 1):\n"
-    end = "            if step % 100 == 0"
-    path = edited(name, end, TELL + end, begin, begin + WATCH)
+    path = edited(name, SMALL_END, TELL + SMALL_END, SMALL_BEGIN, SMALL_BEGIN + WATCH)
     text = run(name, *JOB, "out", path=path, processes=TWO.get(name, 1))
     check_no_waiting(text, TWO.get(name, 1))
