@@ -29,7 +29,7 @@ SIZES = {  # model, side of the images, images per step and GPU, steps per epoch
 FIRST = None  # how many rows of a kind: all
 if os.environ.get("TINY"):
     SIZES = dict.fromkeys(SIZES, ("net", 32, 2, 20)) | {"large": ("resnet18", 32, 2, 2)}
-    COUNTS, FIRST = [ALL], 1
+    COUNTS, WORKERS, FIRST = [ALL], 0, 1
 # TFLOP/s of a GPU in bfloat16, dense, of the data sheets, by its whole name: a MIG slice, or one
 # with another limit of power, has another name, and no peak here.
 PEAK = {"NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100 80GB PCIe": 312}
@@ -48,7 +48,11 @@ def prepare(name, folder, n, *changes):
     batch_size = images_per_step * n
     path = copy_script(name, folder, batch_size * steps, *changes)
     flags = ["--dataset", "synthetic", "--model", model, "--image-size", side, "--epochs", 4]
-    return path, n, [*flags, "--batch-size", batch_size, "--workers", max(1, WORKERS // n)]
+    return (
+        path,
+        n,
+        [*flags, "--batch-size", batch_size, "--workers", WORKERS and max(1, WORKERS // n)],
+    )
 
 
 def scripts(folder):

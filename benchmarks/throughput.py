@@ -1,13 +1,13 @@
 """How many images a second: complete/train_ddp.py beside a bound, and beside the loops of others.
 
-python benchmarks/throughput.py --rounds 5
-python benchmarks/throughput.py --rounds 5 --only limit complete -- --model mlp --image-size 1 \\
-    --batch-size 1 --epochs 3      # nearly all of a step is Python: its overhead
+OMP_NUM_THREADS=1 python benchmarks/throughput.py --rounds 5
+OMP_NUM_THREADS=1 python benchmarks/throughput.py --rounds 5 --only limit complete -- --model mlp \\
+    --image-size 1 --batch-size 1 --epochs 3      # nearly all of a step is Python: its overhead
 python benchmarks/throughput.py -- --model resnet18 --batch-size 128 --amp
 
 A round runs each contestant once, and begins with another one. A figure is the mean over all epochs
-but the first, of training alone, on one GPU or the CPU. The table has medians over the rounds, the
-smallest and the largest; ratios are within a round. Flags after -- are for all contestants.
+but the first, of training alone, on one GPU, or in CPU time. The table has medians over the rounds,
+the smallest and the largest; ratios are within a round. Flags after -- are for all contestants.
 """
 
 import argparse

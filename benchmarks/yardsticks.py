@@ -148,6 +148,8 @@ if __name__ == "__main__":
     what, loader, *flags = sys.argv[1:]
     args, _ = script.parser.parse_known_args(flags)
     device, steps, seconds = torch.device(args.device), SAMPLES // args.batch_size, []
+    if device.type == "cpu":  # time that other programs take does not count
+        time.time = time.perf_counter = time.process_time
     if what.endswith(".py"):
         run_script(what, flags)
     else:
