@@ -1,4 +1,4 @@
-"""What each process of complete/train_fsdp2.py holds: vit_b_16, 86 million parameters, with AdamW.
+"""What each process of complete/train_fsdp2.py holds: convnext_base, 88 million parameters, and AdamW.
 
 OMP_NUM_THREADS=1 python benchmarks/memory.py --processes 1 2 4
 
@@ -61,8 +61,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
     args, flags = parser.parse_known_args()
-    words = "--dataset synthetic --image-size 224 --model vit_b_16 --batch-size 4".split()
-    words += ["--optimizer", "adamw", *flags]
+    words = "--dataset synthetic --model convnext_base --batch-size 4 --optimizer adamw".split()
     # What is freed is given back to the kernel at once, or its pages would still count.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "100000", "MALLOC_TRIM_THRESHOLD_": "0"}
     table(0, "processes", "held", "build", "steps", "reading", "saving: rank 0", "saving: others")
@@ -70,8 +69,8 @@ if __name__ == "__main__":
         path = copy_script(COMPLETE[1], folder, 16, (START, PROBE + START))
         for n in args.processes:
             output, found, cells = Path(folder, f"out{n}"), {}, []
-            text = run(path, n, [*words, "--epochs", 1], output)
-            text += run(path, n, [*words, "--epochs", 2, "--resume"], output)
+            text = run(path, n, [*words, *flags, "--epochs", 1], output)
+            text += run(path, n, [*words, *flags, "--epochs", 2, "--resume"], output)
             for name, value in re.findall(r"told (\w+) (\d+)", text):
                 found[name] = max(found.get(name, 0), int(value))
             for name in "held", "build", "steps", "reading", "saving0", "saving[1-9]":
