@@ -404,6 +404,8 @@ def save_checkpoint(args, progress, state):
     started = time.perf_counter()
     checkpoint = {name: gather(part.state_dict()) for name, part in state.items()}
     checkpoint |= {"flags": fixed_flags(args), "progress": asdict(progress), "scaler": {}}
+    for group in checkpoint["optimizer"]["param_groups"]:
+        group["fused"] = True  # as in train_ddp.py, which may resume it
     if dist.get_rank() == 0:
         args.output.mkdir(parents=True, exist_ok=True)
         (args.output / "model.pt").unlink(missing_ok=True)  # only a finished run has one

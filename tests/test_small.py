@@ -193,7 +193,7 @@ def test_daily_mistakes(data, name):
         if kind == own:
             refused(name, "kept has a run: use --resume, or another", *FLAGS, "kept")
         else:
-            says = f"kept has {kind}: this script resumes from {own} only"
+            says = "kept has the run of another script: use another --output"
             refused(name, says, *FLAGS, "kept", "--resume")
         shutil.rmtree("kept")
     shutil.copytree(data / "pictures", "pictures")
@@ -294,9 +294,6 @@ def test_cifar10():
     assert epochs(text)[0][0] > 2.2 and epochs(text)[7][0] < 1.8, text
 
 
-WAITS = {"to_device", "main", "save"}  # copies of what is not pinned; once an epoch; at its end
-
-
 @pytest.mark.parametrize("name", SMALL[:5])
 def test_two_cards(monkeypatch, single, name):
     """On two make-believe GPUs each process uses its own, DataParallel both; a step waits for its
@@ -316,8 +313,8 @@ def test_two_cards(monkeypatch, single, name):
     own = {"single": ["0"], "dp": ["01"], "ddp_multigpu_proc": ["01", "01"]}
     assert sorted(used) == own.get(name, ["0", "1"]), reports
     for report in reports:
-        assert set(re.findall(r"^(\w+):\d+ waits", report, re.M)) <= WAITS, report
-        assert len(re.findall(r"^main:\d+ waits", report, re.M)) <= 6 * 2, report  # two epochs
+        for epoch in re.split(r"^(?:main:\d+ seeds.*\n)+", report, flags=re.M)[-2:]:
+            assert 0 < len(re.findall(r"^main:\d+ waits", epoch, re.M)) <= 4, epoch  # of ten steps
 
 
 @pytest.mark.slow
