@@ -18,6 +18,7 @@ from torchvision import models
 DDP, FSDP2 = COMPLETE
 ALL = GPUS or 2
 COUNTS = sorted({n for n in (1, 2, 4, 8) if n < ALL} | {ALL})
+OLD = GPUS and not torch.cuda.is_bf16_supported(including_emulation=False)  # before Ampere
 WORKERS = min(16, len(os.sched_getaffinity(0)))
 SIZES = {  # model, side of the images, images per step and GPU, steps per epoch
     "scripts": ("resnet18", 224, 256, 20),
@@ -46,7 +47,8 @@ FLOAT16 = "not torch.cuda.is_bf16_supported(including_emulation=False)", "True"
 def prepare(name, folder, n, *changes):
     """A copy of a script for n GPUs, with as many steps per epoch as on one; and its flags."""
     batch_size = images_per_step * n
-    path = copy_script(name, folder, batch_size * steps, *changes)
+    more = 5 if name in SMALL else 1  # they start loader processes in each epoch
+    path = copy_script(name, folder, batch_size * steps * more, *changes)
     flags = ["--dataset", "synthetic", "--model", model, "--image-size", side, "--epochs", 4]
     return (
         path,
@@ -65,10 +67,11 @@ def scripts(folder):
         for n in [1] if name == SMALL[0] or name == SMALL[1] and not GPUS else counts:
             path, n, flags = prepare(name, folder, n, *[NO_NOISE] * (name in SMALL))
             for more in ([], ["--amp"])[:FIRST]:
-                if not more or name not in (SMALL[1], SMALL[4]):  # DataParallel has no --amp
-                    rate, _ = train(path, n, [*flags, *more])
-                    base.setdefault(str(more), rate)
-                    row(name, n, " ".join(more), f"{rate:.0f}", f"{rate / base[str(more)]:.2f}")
+                if more and (name in (SMALL[1], SMALL[4]) or name == FSDP2 and OLD):
+                    continue  # not offered
+                rate, _ = train(path, n, [*flags, *more])
+                base.setdefault(str(more), rate)
+                row(name, n, " ".join(more), f"{rate:.0f}", f"{rate / base[str(more)]:.2f}")
 
 
 def settings(folder):
@@ -105,7 +108,7 @@ def large(folder):
     table(ALL, "script", "GPUs", "flags", "images/s", *heads)
     gpu = torch.cuda.get_device_name() if GPUS else "CPU"
     for name, n in list(dict.fromkeys([(FSDP2, ALL), (DDP, ALL), (DDP, 1)]))[:FIRST]:
-        for more in (["--amp"], ["--amp", "--compile"])[:FIRST]:
+        for more in (["--amp"], ["--amp", "--compile"])[: 0 if name == FSDP2 and OLD else FIRST]:
             path, n, flags = prepare(name, folder, n)
             rate, memory = train(path, n, [*flags, "--optimizer", "adamw", *more])
             each = rate * operations() / n / 1e12
@@ -141,7 +144,7 @@ def resume(folder):
     kinds = {"--amp --compile": [], "": [], "--amp": [], "--amp, in float16": [FLOAT16]}
     for name, n in list(dict.fromkeys([(DDP, ALL), (DDP, 1), (FSDP2, ALL)]))[:FIRST]:
         for kind, changes in list(kinds.items())[:FIRST]:
-            if name == FSDP2 and changes:
+            if name == FSDP2 and (changes or OLD and kind):
                 continue  # it has no float16
             path, n, flags = prepare(name, folder, n, *changes)
             flags += ["--augment", "--log-every", 5, "--checkpoint-minutes", 0, "--resume"]
