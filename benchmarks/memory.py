@@ -1,4 +1,4 @@
-"""What each process of complete/train_fsdp2.py holds: convnext_base, 88 million parameters, and AdamW.
+"""What each process of complete/train_fsdp2.py holds: convnext_base, 88 million parameters, AdamW.
 
 OMP_NUM_THREADS=1 python benchmarks/memory.py --processes 1 2 4
 
@@ -41,16 +41,16 @@ def told(name, function):
 
     return wrapped
 
-def count(optimizer, *_):
+def tell_held(optimizer, *_):
     own = [p for group in optimizer.param_groups for p in group["params"]]
-    count = sum(p.numel() for p in own)
+    size = sum(p.numel() for p in own)
     own += [p.grad for p in own] + [t for s in optimizer.state.values() for t in s.values()]
     held = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in own)
-    print(f"told parameters {count}\ntold held{dist.get_rank()} {held}", flush=True)
+    print(f"told parameters {size}\ntold held{dist.get_rank()} {held}", flush=True)
 
 base, peak = [0], [0]
 threading.Thread(target=watch, daemon=True).start()
-register_optimizer_step_post_hook(count)
+register_optimizer_step_post_hook(tell_held)
 build_model, shard_model = told("", build_model), told("build", shard_model)
 evaluate, load_checkpoint = told("steps", evaluate), told("reading", load_checkpoint)
 save_checkpoint = told("saving", save_checkpoint)
