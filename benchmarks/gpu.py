@@ -1,88 +1,155 @@
-"""Tables of gpu.sh. --batch-size is that of a GPU. Without one, two processes stand in for two."""
+"""The tables of gpu.sh, four epochs of each run. Without a GPU, two processes stand in for two.
 
-import argparse
+All counts of GPUs have the same number of steps per epoch, and the first epoch is not measured.
+"""
+
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import torch
-from runs import GPUS, SCRIPTS, copy_scripts, row, run, table, train
+from images import make_folder, ours, speed
+from runs import COMPLETE, GPUS, ROOT, SMALL, copy_script, row, run, table, train
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision import models
 
+DDP, FSDP2 = COMPLETE
 ALL = GPUS or 2
-COUNTS = sorted({n for n in (1, 2, 4, 8) if n < GPUS} | {ALL})
-# TFLOP/s in bfloat16, dense, of the data sheets; the first whose name is in the GPU's.
-PEAK = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312}
-NO_TF32 = """torch.backends.cudnn.allow_tf32 = False  # of convolutions
-torch.set_float32_matmul_precision = lambda precision: None  # the default: no TF32
-"""
-CONTIGUOUS = """def build_model(*args, build=build_model):
-    return build(*args).to(memory_format=torch.contiguous_format)
-"""
+COUNTS = sorted({n for n in (1, 2, 4, 8) if n < ALL} | {ALL})
+OLD = GPUS and not torch.cuda.is_bf16_supported(including_emulation=False)  # before Ampere
+WORKERS = min(16, len(os.sched_getaffinity(0)))
+SIZES = {  # model, side of the images, images per step and GPU, steps per epoch
+    "scripts": ("resnet18", 224, 256, 20),
+    "settings": ("resnet18", 224, 256, 20),
+    "large": ("vit_l_16", 224, 32, 20),
+    "images": ("resnet18", 224, 256, 50),
+    "resume": ("resnet18", 64, 64, 40),
+}
+FIRST = None  # how many rows of a kind: all
+if os.environ.get("TINY"):
+    SIZES = dict.fromkeys(SIZES, ("net", 32, 2, 20)) | {"large": ("resnet18", 32, 2, 2)}
+    COUNTS, WORKERS, FIRST = [ALL], 0, 1
+# TFLOP/s of a GPU in bfloat16, dense, of the data sheets, by its whole name: a MIG slice, or one
+# with another limit of power, has another name, and no peak here.
+PEAK = {"NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100 80GB PCIe": 312}
+PEAK |= {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835}
+PEAK |= {"NVIDIA H200": 989, "NVIDIA H200 NVL": 835, "NVIDIA B200": 2250, "NVIDIA GB200": 2500}
+# Changes of copies: (old text, new text). The small scripts' images without noise, which the CPU
+# would have to draw; no TF32; another memory format; float16, as on a GPU before Ampere.
+NO_NOISE = "pattern + torch.randn(pattern.shape, generator=generator), i % 10", "pattern, i % 10"
+NO_TF32 = 'set_float32_matmul_precision("high")', "backends.cudnn.allow_tf32 = False"
+CONTIGUOUS = "memory_format=torch.channels_last", "memory_format=torch.contiguous_format"
+FLOAT16 = "not torch.cuda.is_bf16_supported(including_emulation=False)", "True"
+
+
+def prepare(name, folder, n, *changes):
+    """A copy of a script for n GPUs, with as many steps per epoch as on one; and its flags."""
+    batch_size = images_per_step * n
+    more = 5 if name in SMALL else 1  # they start loader processes in each epoch
+    path = copy_script(name, folder, batch_size * steps * more, *changes)
+    flags = ["--dataset", "synthetic", "--model", model, "--image-size", side, "--epochs", 4]
+    return (
+        path,
+        n,
+        [*flags, "--batch-size", batch_size, "--workers", WORKERS and max(1, WORKERS // n)],
+    )
 
 
 def scripts(folder):
-    """Every script on 1, 2, 4, ... GPUs, with bfloat16 where it has that."""
-    table(ALL, "script", "GPUs", "bfloat16", "images/s", "x train_single.py", "s/epoch", "MiB")
-    copy_scripts(folder)
-    alone = None  # images a second of train_single.py
-    for name in SCRIPTS:
-        for n in [1] if name == "single" or name == "dp" and not GPUS else COUNTS:
-            amp = name != "dp" and (name != "ddp_multigpu_proc" or n == 1 or not GPUS)
-            flags = [*args.flags, *["--amp"] * amp, "--batch-size", args.batch_size * n]
-            rate, memory = train(folder / f"train_{name}.py", n, flags)
-            alone = alone or rate
-            cells = f"{rate:.0f}", f"{rate / alone:.2f}", f"{args.samples / rate:.1f}"
-            row(f"train_{name}.py", n, "yes" if amp else "no", *cells, f"{memory:.0f}")
-
-
-def language(folder):
-    """Tokens a second, and the share of the GPUs' peak (MFU)."""
-    table(ALL, "script", "GPUs", "flags", "tokens/s", "TFLOP/s a GPU", "MFU", "MiB")
-    copy_scripts(folder)
-    # Operations a token: six for each weight of the blocks, and attention (PaLM, appendix B).
-    operations = 6 * 12 * args.units**2 * args.layers + 12 * args.layers * args.units * args.window
-    gpu = torch.cuda.get_device_name() if GPUS else "CPU"
-    peak = next((peak for name, peak in PEAK.items() if name in gpu), None)
-    amp = ["--amp"] if GPUS else []  # torch has no layer norm of mixed types for a CPU
-    flags = ["--units", args.units, "--layers", args.layers, "--window", args.window, *args.flags]
-    for name, n in ("ddp_torchrun", 1), ("ddp_torchrun", ALL), ("fsdp2", ALL):
-        for more in (amp, [*amp, "--compile"])[: args.first]:
-            own = [*flags, *more, "--batch-size", args.batch_size * n]
-            rate, memory = train(folder / f"train_{name}.py", n, own)
-            speed = rate * args.window * operations / n / 1e12
-            mfu = f"{speed / peak:.1%}" if peak else "-"
-            cells = f"{rate * args.window:.0f}", f"{speed:.1f}", mfu, f"{memory:.0f}"
-            row(f"train_{name}.py", n, " ".join(more), *cells)
+    """All scripts, with and without --amp. Without it, a GPU from Ampere on convolves in TF32. The
+    complete scripts have the images on the device; the small ones load and copy them."""
+    table(ALL, "script", "GPUs", "flags", "images/s", "x train_single.py, same flags")
+    base = {}
+    for name in [*SMALL, *COMPLETE]:
+        counts = COUNTS if name in (SMALL[2], *COMPLETE) else [ALL]
+        for n in [1] if name == SMALL[0] or name == SMALL[1] and not GPUS else counts:
+            path, n, flags = prepare(name, folder, n, *[NO_NOISE] * (name in SMALL))
+            for more in ([], ["--amp"])[:FIRST]:
+                if more and (name in (SMALL[1], SMALL[4]) or name == FSDP2 and OLD):
+                    continue  # not offered
+                rate, _ = train(path, n, [*flags, *more])
+                base.setdefault(str(more), rate)
+                row(name, n, " ".join(more), f"{rate:.0f}", f"{rate / base[str(more)]:.2f}")
 
 
 def settings(folder):
-    """TF32, --amp, --compile and channels_last on one GPU, each off and on."""
+    """What a setting of complete/train_ddp.py is worth on one GPU: each off and on."""
 
-    def rate(*flags, more=""):
-        copy_scripts(folder, more)
-        flags = [*args.flags, *flags, "--batch-size", args.batch_size]
-        return train(folder / "train_single.py", 1, flags)[0]
+    def rate(*more, change=()):
+        path, n, flags = prepare(DDP, folder, 1, *change)
+        return train(path, n, [*flags, *more])[0]
 
-    table(1, "train_single.py, images/s", "off", "on", "on / off")
-    tf32, amp = rate(), rate("--amp")
+    table(1, "complete/train_ddp.py, images/s", "off", "on", "on / off")
+    tf32 = rate()
+    amp = rate("--amp")
     for what, off, on in (
-        ("TF32", rate(more=NO_TF32), tf32),
-        ("`--amp`", tf32, amp),
-        ("`--compile`, with `--amp`", amp, rate("--amp", "--compile")),
-        ("channels_last, with `--amp`", rate("--amp", more=CONTIGUOUS), amp),
-    ):
-        row(what, f"{off:.0f}", f"{on:.0f}", f"{on / off:.2f}")
+        ("`--amp`", lambda: tf32, lambda: amp),
+        ("TF32", lambda: rate(change=[NO_TF32]), lambda: tf32),
+        ("channels_last, with `--amp`", lambda: rate("--amp", change=[CONTIGUOUS]), lambda: amp),
+        ("`--compile`, with `--amp`", lambda: amp, lambda: rate("--amp", "--compile")),
+    )[:FIRST]:
+        before, after = off(), on()
+        row(what, f"{before:.0f}", f"{after:.0f}", f"{after / before:.2f}")
+
+
+def operations():
+    """Floating-point operations per image, forward and backward, as torch counts them."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        pictures = torch.empty(2, 3, side, side)
+        models.get_model(model, num_classes=10)(pictures).sum().backward()
+    return counter.get_total_flops() / 2
+
+
+def large(folder):
+    """DDP and FSDP2 with a large model: the share of the GPUs' peak (MFU), and rank 0's memory."""
+    heads = "TFLOP/s per GPU", "MFU", "peak MiB of rank 0, without the images"
+    table(ALL, "script", "GPUs", "flags", "images/s", *heads)
+    gpu = torch.cuda.get_device_name() if GPUS else "CPU"
+    for name, n in list(dict.fromkeys([(FSDP2, ALL), (DDP, ALL), (DDP, 1)]))[:FIRST]:
+        for more in (["--amp"], ["--amp", "--compile"])[: 0 if name == FSDP2 and OLD else FIRST]:
+            path, n, flags = prepare(name, folder, n)
+            rate, memory = train(path, n, [*flags, "--optimizer", "adamw", *more])
+            each = rate * operations() / n / 1e12
+            share = f"{each / PEAK[gpu]:.1%}" if gpu in PEAK else "-"
+            # Each GPU has all images of the training and the test set, a byte per color.
+            memory -= images_per_step * n * steps * 1.1 * 3 * side**2 / 2**20 if GPUS else 0
+            row(name, n, " ".join(more), f"{rate:.0f}", f"{each:.2f}", share, f"{memory:.0f}")
+
+
+def images(folder):
+    """Is one GPU busy? JPEG files, the same images packed, and images that are on the device."""
+    table(1, "images", "DataLoader alone, images/s", "training, images/s", "x on the device")
+    path, n, flags = prepare(DDP, folder, 1)
+    top, _ = train(path, n, [*flags, "--amp"])
+    row("on the device", "-", f"{top:.0f}", "1.00")
+    files, packed, count = folder / "files", folder / "packed", images_per_step * steps
+    make_folder(files, 500, 375, 95, 7, min(count, 122))  # of the size of ImageNet's files
+    paths = sorted(files.glob("train/*/*.jpg"))
+    for i in range(count - len(paths)):  # each under many names
+        path = paths[i % len(paths)]
+        path.with_name(f"{i}-{path.name}").symlink_to(path)
+    words = [sys.executable, ROOT / "complete/pack_images.py", files, packed]
+    subprocess.run(words, check=True, stdout=sys.stderr)
+    for name, place in ("JPEG files", files), ("packed", packed):
+        alone, _ = speed(ours(place), WORKERS, images_per_step, count)
+        rate, _ = train(ROOT / DDP, n, [*flags, "--amp", "--dataset", place])
+        row(name, f"{alone:.0f}", f"{rate:.0f}", f"{rate / top:.2f}")
 
 
 def resume(folder):
     """The weights of a second undisturbed run, and of one killed and resumed, beside the first."""
     table(ALL, "script", "GPUs", "flags", "killed after", "undisturbed", "resumed")
-    copy_scripts(folder)
-    flags = ["--epochs", 4, "--log-every", 5, "--checkpoint-minutes", 0, "--resume", *args.flags]
-    flags += ["--batch-size", args.batch_size // ALL * ALL]  # each process's share is whole
-    for name, n in (("single", 1), ("ddp_torchrun", ALL), ("fsdp2", ALL))[: args.first]:
-        for more in (["--augment"], ["--amp", "--compile"])[: args.first]:
-            words = folder / f"train_{name}.py", n, [*flags, *more]
-            one, two, killed = (folder / "-".join([name, *more, kind]) for kind in "abc")
+    kinds = {"--amp --compile": [], "": [], "--amp": [], "--amp, in float16": [FLOAT16]}
+    for name, n in list(dict.fromkeys([(DDP, ALL), (DDP, 1), (FSDP2, ALL)]))[:FIRST]:
+        for kind, changes in list(kinds.items())[:FIRST]:
+            if name == FSDP2 and (changes or OLD and kind):
+                continue  # it has no float16
+            path, n, flags = prepare(name, folder, n, *changes)
+            flags += ["--augment", "--log-every", 5, "--checkpoint-minutes", 0, "--resume"]
+            words = path, n, [*flags, *kind.split(",")[0].split()]
+            one, two, killed = (folder / f"{n}{path.stem}{kind}{letter}" for letter in "abc")
             run(*words, one)
             run(*words, two)
             run(*words, killed, until="epoch 2/4 step 10/")
@@ -92,16 +159,10 @@ def resume(folder):
             for other in others:  # the largest difference of a weight
                 apart = ((first[key].double() - other[key].double()).abs().max() for key in first)
                 cells.append(f"{max(apart).item():.1e}")
-            row(f"train_{name}.py", n, " ".join(more), *cells)
+            row(name, n, kind, *cells)
 
 
 if __name__ == "__main__":
-    parts = {part.__name__: part for part in (scripts, language, settings, resume)}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=parts)
-    for flag in "--batch-size", "--samples", "--units", "--layers", "--window", "--first":
-        parser.add_argument(flag, type=int)
-    args, flags = parser.parse_known_args()
-    args.flags = [*flags, "--dataset", "synthetic", "--samples", args.samples]
+    model, side, images_per_step, steps = SIZES[sys.argv[1]]
     with tempfile.TemporaryDirectory() as folder:
-        parts[args.part](Path(folder))
+        globals()[sys.argv[1]](Path(folder))

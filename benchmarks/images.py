@@ -6,8 +6,8 @@ python benchmarks/images.py --folder my_images   # yours, with train/CLASS/ and 
 Contestants: torchvision's reference pipeline (references/classification/presets.py with PIL), a
 folder in complete/train_ddp.py, the same folder after pack_images.py, and as a limit the plain
 reading of the files' bytes in one process. Each round runs all of them; ratios are taken within a
-round. The files are in the page cache, so this measures the CPU, not the disk. Images per CPU second
-count the time of all processes together: what one core delivers, also on a machine that is shared.
+round. The files are in the page cache, so this measures the CPU, not the disk. Images per CPU
+second count the time of all processes: what one core delivers, even on a machine that is shared.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import train_ddp  # noqa: E402
 
 # Width, height, JPEG quality and strength of the finest noise, for the bits per pixel of ImageNet's
 # files (110 kB) and of a phone's photographs (4 MB); and the number of files.
-SIZES = {"ImageNet": (500, 375, 95, 7, 120), "12 megapixels": (4000, 3000, 90, 6, 12)}
+SIZES = {"ImageNet": (500, 375, 95, 7, 120), "12 megapixels": (4000, 3000, 90, 6, 8)}
 
 
 def make_image(width, height, noise, random):
@@ -116,7 +116,7 @@ def measure(args, name, folder):
         subprocess.run([*command, "--workers", str(args.workers)], check=True, stdout=sys.stderr)
         found = {"torchvision's reference": reference(folder / "train"), "folder": ours(folder)}
         found |= {"packed": ours(packed), "reading the files": Bytes(folder / "train")}
-        counts, speeds = dict.fromkeys(found, 4 * args.batch_size), {key: [] for key in found}
+        counts, speeds = dict.fromkeys(found, 2 * args.batch_size), {key: [] for key in found}
         for number in range(-1, args.rounds):  # the first only finds out how many images to take
             for key, dataset in found.items():
                 workers = args.workers if key != "reading the files" else 0
@@ -141,6 +141,7 @@ def measure(args, name, folder):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, help="measure this one instead")
+    parser.add_argument("--sizes", nargs="+", default=[*SIZES], choices=[*SIZES])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10, help="of each measurement")
     parser.add_argument("--workers", type=int, default=2, help="processes of the DataLoader")
@@ -148,7 +149,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if args.folder:
         measure(args, args.folder.name, args.folder)
-    for name, values in SIZES.items() if not args.folder else ():
+    for name in args.sizes if not args.folder else ():
         with tempfile.TemporaryDirectory() as folder:
-            make_folder(Path(folder), *values)
+            make_folder(Path(folder), *SIZES[name])
             measure(args, name, Path(folder))

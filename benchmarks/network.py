@@ -2,13 +2,14 @@
 
 sudo "$(which python)" benchmarks/network.py --rounds 3
 
-Medians over the rounds, ratios within a round. `one`: the batch in one namespace; `two`: half of it
-in each; `accumulate`: 4 times the batch with --accumulate 4, so the same bytes; `predicted`: by
-scaling.py, from a step without the link and from the row of 100 Gbit/s, nearly no limit.
+Medians over the rounds, ratios within a round. `one`: complete/train_ddp.py with the whole batch in
+one namespace; `two`: half of it in each; `accumulate`: 4 times the batch with --accumulate 4, which
+communicates the same bytes.
 """
 
 import argparse
 import contextlib
+import csv
 import os
 import statistics
 import subprocess
@@ -16,15 +17,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from runs import copy_scripts, read_metrics, row, spread, table
-from scaling import buckets, predict, predict_fsdp2
+from runs import COMPLETE, copy_script, row, spread, table
 
-RATES = 100, 10, 1  # Gbit/s
+RATES = 10, 1  # Gbit/s
 JOBS = {  # flags, global batch, steps of an epoch
-    "net": ("--model net", 64, 300),
-    "resnet18": ("--model resnet18", 128, 4),
-    "language": ("--units 128", 64, 8),
+    "`net`": ("--model net", 64, 300),
+    "`resnet18`": ("--model resnet18", 128, 4),
+    "`resnet18`, 160 pixels": ("--model resnet18 --image-size 160", 32, 4),
 }
 
 
@@ -64,50 +63,33 @@ def run(names, words):
         line = ["ip", "netns", "exec", name, "taskset", "-c", own, sys.executable]
         line += [str(word).replace("NUMBER", str(i)) for word in words]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": f"v{i}", "CUDA_VISIBLE_DEVICES": ""}
-        environment |= {"RANK": str(i), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}  # for train_fsdp2.py
-        environment |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "23456"}
+        place = {"RANK": i, "LOCAL_RANK": 0, "WORLD_SIZE": len(names)}  # as torchrun sets it
+        place |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": 23456}
+        environment |= {key: str(value) for key, value in place.items()}
         started.append(subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL))
     if any([process.wait() for process in started]):
         sys.exit(f"{words} failed")
 
 
 def measure(names, job, folder, number):
-    """{(kind of run, Gbit/s): seconds a step}, and the bytes of the gradients."""
+    """{(kind of run, Gbit/s): seconds per sample}."""
     flags, batch, steps = JOBS[job]
-    flags = ["--dataset", "synthetic", *flags.split()]
-    flags += ["--epochs", 3, "--overwrite", "--output", folder / "outNUMBER"]
-    single = [folder / "train_single.py", *flags]
-    ddp = [folder / "train_ddp_spawn.py", *flags, "--world-size", 2, "--rank", "NUMBER"]
-    ddp += ["--init-method", "tcp://10.77.0.1:23456"]
-    runs = [("compute", 100, names, single, batch // 2), ("one", 100, names[:1], single, batch)]
+    runs = [("one", RATES[0], names[:1], COMPLETE[0], 1)]
     for rate in RATES:
-        runs.append(("ddp", rate, names, ddp, batch))
-        runs.append(("fsdp2", rate, names, [folder / "train_fsdp2.py", *flags], batch))
-        runs.append(("accumulate", rate, names, [*ddp, "--accumulate", 4], 4 * batch))
+        runs += [("ddp", rate, names, COMPLETE[0], 1), ("fsdp2", rate, names, COMPLETE[1], 1)]
+        runs.append(("accumulate", rate, names, COMPLETE[0], 4))
     found, first = {}, number % len(runs)
-    for kind, rate, where, words, size in runs[first:] + runs[:first]:
+    for kind, rate, where, script, parts in runs[first:] + runs[:first]:
         shape(names, rate)
-        run(where, [*words, "--batch-size", size, "--samples", steps * size])
-        found[kind, rate] = size / read_metrics(folder / "out0")[0]
-    return found, sum(weight.nbytes for weight in torch.load(folder / "out0/model.pt").values())
-
-
-def print_rows(job, runs, size):
-    """`runs`: what measure() has found in each round."""
-    step = {kind: statistics.median(run[kind] for run in runs) for kind in runs[0]}
-    batch, compute, cost, cost2 = JOBS[job][1], step["compute", 100], 0, 0
-    for rate in RATES:
-        link, cells = rate * 1e9 / 8, [job, f"{rate:g}", f"{batch / step['one', 100]:.0f}"]
-        for kind, factor in ("ddp", 1), ("accumulate", 4):
-            gains = [factor * run["one", 100] / run[kind, rate] for run in runs]
-            cells += [f"{factor * batch / step[kind, rate]:.0f}", spread(gains, 2)]
-        ddp = predict(compute, buckets(size), 2, link, cost=cost)
-        fsdp2 = predict_fsdp2(compute, size, 2, link, cost=cost2)
-        if rate == 100:  # of the time beyond this the others' cost of a byte is taken
-            cost, cost2 = (step["ddp", 100] - ddp) / size, (step["fsdp2", 100] - fsdp2) / size / 2
-        for kind, predicted in ("ddp", ddp), ("fsdp2", fsdp2):
-            cells += [f"{1e3 * step[kind, rate]:.1f}", f"{1e3 * predicted:.1f}"]
-        row(*cells, spread([run["fsdp2", rate] / run["ddp", rate] for run in runs], 2))
+        path = copy_script(script, folder, parts * batch * steps)
+        own = ["--dataset", "synthetic", *flags.split(), "--epochs", 3, "--overwrite"]
+        own += ["--batch-size", parts * batch, "--accumulate", parts]
+        run(where, [path, *own, "--output", folder / "outNUMBER"])
+        rows = list(csv.DictReader((folder / "out0/metrics.csv").open()))[1:]
+        found[kind, rate] = 1 / statistics.harmonic_mean(
+            float(r["samples_per_second"]) for r in rows
+        )
+    return found
 
 
 if __name__ == "__main__":
@@ -115,10 +97,18 @@ if __name__ == "__main__":
     parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    heads = ["job", "Gbit/s", "one, samples/s", "two", "x one", "accumulate", "x one"]
-    table(0, *heads, "DDP, ms", "predicted", "FSDP2, ms", "predicted", "x DDP")
+    heads = ["two: x one", "accumulate: x one", "DDP, ms/step", "FSDP2, ms/step", "FSDP2: x DDP"]
+    table(0, "job", "Gbit/s", *heads)
     with two_namespaces() as names, tempfile.TemporaryDirectory() as folder:
-        copy_scripts(Path(folder))
         for job in args.jobs:
             rounds = [measure(names, job, Path(folder), number) for number in range(args.rounds)]
-            print_rows(job, [run for run, _ in rounds], rounds[0][1])
+            for rate in RATES:
+                cells = [job, rate]
+                for kind in "ddp", "accumulate":
+                    ratios = [found["one", RATES[0]] / found[kind, rate] for found in rounds]
+                    cells.append(spread(ratios, 2))
+                for kind in "ddp", "fsdp2":
+                    times = [1e3 * JOBS[job][1] * found[kind, rate] for found in rounds]
+                    cells.append(f"{statistics.median(times):.1f}")
+                ratios = [found["fsdp2", rate] / found["ddp", rate] for found in rounds]
+                row(*cells, spread(ratios, 2))

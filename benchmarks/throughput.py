@@ -1,67 +1,53 @@
-"""How many samples a second: train_single.py beside a bound, and beside the loops of others.
+"""How many images a second: complete/train_ddp.py beside a bound, and beside the loops of others.
 
-python benchmarks/throughput.py --jobs net --rounds 5
-python benchmarks/throughput.py --jobs step --only limit single    # the overhead of a step
-python benchmarks/throughput.py --jobs resnet18 -- --amp --compile # flags of both
+OMP_NUM_THREADS=1 python benchmarks/throughput.py --rounds 5
+OMP_NUM_THREADS=1 python benchmarks/throughput.py --rounds 5 --only limit complete -- --model mlp \\
+    --image-size 1 --batch-size 1 --epochs 3      # nearly all of a step is Python: its overhead
+python benchmarks/throughput.py -- --model resnet18 --batch-size 128 --amp
 
 A round runs each contestant once, and begins with another one. A figure is the mean over all epochs
-but the first, of training alone, on one GPU or the CPU. The table has medians over the rounds, the
-smallest and the largest; ratios are within a round.
+but the first, of training alone, on one GPU, or in CPU time. The table has medians over the rounds,
+the smallest and the largest; ratios are within a round. Flags after -- are for all contestants.
 """
 
 import argparse
 import sys
-import tempfile
-from pathlib import Path
 
-from runs import copy_scripts, row, spread, table, train
+from runs import COMPLETE, ROOT, SMALL, row, spread, table, train
 
+FLAGS = "--dataset cifar10 --batch-size 64 --epochs 6 --workers 0".split()
 PEERS = ["usual", "accelerate", "lightning"]
-JOBS = {
-    "net": "--model net --batch-size 64 --epochs 6",
-    "resnet18": "--model resnet18 --batch-size 128 --epochs 3",
-    "step": "--model mlp --image-size 1 --batch-size 1 --log-every 10000 --epochs 3",  # Python
+CONTESTANTS = {  # the words for yardsticks.py
+    "limit": ["limit", "our"],
+    COMPLETE[0]: [ROOT / COMPLETE[0], "", "--log-every", 10_000],
+    **{f"{name}, DataLoader": [name, "usual"] for name in PEERS},
+    **{f"{name}, our loader": [name, "our"] for name in PEERS},
+    "train_single.py": [ROOT / SMALL[0], ""],
 }
-
-
-def contestants(args, folder):
-    """{name: (file, its own flags)} of all that take part."""
-    loops, script = folder / "yardsticks.py", folder / "train_single.py"
-    found = {"limit": (loops, ["limit", *args.flags]), "single": (script, args.flags)}
-    for name in PEERS:
-        found[f"{name}, this repository's loader"] = loops, [name]
-        for workers in args.workers:
-            flags = [name, "--per-sample", "--workers", workers]
-            found[f"{name}, DataLoader, {workers} workers"] = loops, flags
-    return {name: own for name, own in found.items() if name.split(",")[0] in args.only}
-
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add, names = parser.add_argument, ["limit", "single", *PEERS]
-    add("--jobs", nargs="+", default=["net"], choices=JOBS)
-    add("--rounds", type=int, default=3)
-    add("--samples", type=int, default=10_000, help="of an epoch")
-    add("--workers", nargs="+", type=int, default=[0, 2], help="of the peers' own loaders")
-    add("--only", nargs="+", default=names, choices=names)
-    add("flags", nargs="*", help="after --: flags for the scripts and the limit")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of their names")
+    parser.add_argument("flags", nargs="*", help="after --: flags for all of them")
     args = parser.parse_args()
-    for job in args.jobs:
-        flags = [*JOBS[job].split(), "--dataset", "synthetic", "--samples", args.samples]
-        with tempfile.TemporaryDirectory() as folder:
-            copy_scripts(Path(folder))
-            found = contestants(args, Path(folder))
-            times = {name: [] for name in found}  # microseconds a sample
-            for number in range(args.rounds):
-                first = number * len(found) // args.rounds
-                for name in [*found][first:] + [*found][:first]:
-                    path, own = found[name]
-                    times[name].append(1e6 / train(path, 1, [*flags, *own])[0])
-                    print(job, name, times[name][-1], file=sys.stderr, flush=True)
-        table(1, job, "samples/s", "us a sample", "over limit", "x limit", "train_single.py x it")
-        for name, own in times.items():
-            limit, single = times.get("limit", own), times.get("single", own)
-            speeds, over = [1e6 / a for a in own], [a - b for a, b in zip(own, limit)]
-            ratios = [b / a for a, b in zip(own, limit)], [a / b for a, b in zip(own, single)]
-            cells = [spread(values, 0) for values in (speeds, own, over)]
-            row(name, *cells, *(spread(values, 2) for values in ratios))
+    names = [name for name in CONTESTANTS if any(part in name for part in args.only)]
+    times = {name: [] for name in names}  # microseconds per image
+    for number in range(args.rounds):
+        first = number * len(names) // args.rounds
+        for name in names[first:] + names[:first]:
+            flags = [*CONTESTANTS[name], *FLAGS, *args.flags]
+            times[name].append(1e6 / train(ROOT / "benchmarks/yardsticks.py", 1, flags)[0])
+            print(name, times[name][-1], file=sys.stderr, flush=True)
+    ours = times[
+        names[min(1, len(names) - 1)]
+    ]  # complete/train_ddp.py, unless --only leaves it out
+    table(
+        1, "", "images/s", "us per image", "over limit, us", "x limit", "complete/train_ddp.py x it"
+    )
+    for name, own in times.items():
+        limit = times[names[0]]
+        cells = [spread([1e6 / time for time in own], 0), spread(own, 1)]
+        cells.append(spread([a - b for a, b in zip(own, limit)], 1))
+        cells.append(spread([b / a for a, b in zip(own, limit)], 2))
+        row(name, *cells, spread([a / b for a, b in zip(own, ours)], 2))

@@ -1,48 +1,60 @@
-"""What throughput.py compares the scripts with. It has the flags of train_single.py, and a LOOP.
+"""What throughput.py runs, each in a process of its own: a script, or one of the loops below.
 
-usual: the loop of most tutorials, with `loss.item()` in each step; accelerate, lightning: that loop
-through these libraries, without logger, checkpoints and progress bar; limit: the step alone, on one
-batch that is on the device. Model, optimizer and precision are the scripts' own.
+Flags are those of complete/train_ddp.py. In the place of CIFAR-10 there are random images.
 """
 
+import csv
+import runpy
+import sys
 import time
 from itertools import islice
 
+import numpy as np
 import torch
-from PIL import Image
-from torch.utils.data import DataLoader, default_collate
-from torchvision import transforms
+from runs import ROOT
+from torch.utils.data import DataLoader
+from torchvision import datasets, transforms
 
-import train_single as scripts  # the copy that lies beside this one
+sys.path.insert(0, str(ROOT / "complete"))
+import train_ddp as script  # noqa: E402
 
-NORMALIZE = transforms.Normalize((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-TRANSFORM = transforms.Compose([Image.fromarray, transforms.ToTensor(), NORMALIZE])
-
-
-def collate(samples):
-    return default_collate([(TRANSFORM(image), label) for image, label in samples])
+SAMPLES = 10_000  # per epoch
 
 
-def per_sample_loader(dataset):
-    """A DataLoader that does for each image of a TensorDataset what torchvision's CIFAR10 does."""
-    images = dataset.tensors[0].permute(0, 2, 3, 1).contiguous().numpy()
-    samples = [*zip(images, dataset.tensors[1].tolist())]
+class Images(datasets.CIFAR10):
+    """Random images of --image-size, in the place of CIFAR-10's."""
+
+    def __init__(self, root, train=True, transform=None, download=False):
+        count, random = SAMPLES if train else 100, np.random.default_rng(train)
+        shape = count, args.image_size, args.image_size, 3
+        self.data, self.targets = (
+            random.integers(256, size=shape, dtype=np.uint8),
+            [0, 1] * (count // 2),
+        )
+        self.transform, self.target_transform, self.classes = transform, None, range(10)
+
+
+def usual_loader():
+    """The DataLoader of the tutorials: it transforms image after image."""
+    normalize = transforms.Normalize((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    images = Images("", transform=transforms.Compose([transforms.ToTensor(), normalize]))
     options = {"num_workers": args.workers, "persistent_workers": args.workers > 0}
     options |= {"pin_memory": device.type == "cuda", "shuffle": True, "drop_last": True}
-    return DataLoader(samples, args.batch_size, collate_fn=collate, **options)
+    return DataLoader(images, args.batch_size, **options)
 
 
-class CollectionLoader:
-    """The scripts' sampler, loader and `prepare` as one iterable, which shuffles each epoch."""
+class OurLoader:
+    """The script's sampler, loader and `prepare` as one iterable, which shuffles each epoch."""
 
-    def __init__(self, dataset):
-        self.order, self.epoch = scripts.EpochSampler(dataset, args.seed), 0
-        self.loader = scripts.make_loader(args, dataset, args.batch_size, self.order, device)
+    def __init__(self):
+        dataset, self.epoch = script.load_data(args)[0], 0
+        self.sampler = script.EpochSampler(dataset, args.seed)
+        self.loader = script.make_loader(args, dataset, args.batch_size, self.sampler, device)
 
     def __iter__(self):
-        self.order.set_epoch(self.epoch, start=0)
+        self.sampler.set_epoch(self.epoch, start=0)
         self.epoch += 1
-        yield from (scripts.prepare(args, batch, device) for batch in islice(self.loader, steps))
+        yield from (script.prepare(args, batch, device) for batch in islice(self.loader, steps))
 
 
 def start():  # an epoch's training
@@ -55,7 +67,11 @@ def stop():
     seconds[-1] += time.perf_counter()
 
 
-def usual(model, optimizer, loader, criterion=scripts.loss_function, accelerator=None, wait=True):
+def usual(model, optimizer, loader, backward=torch.Tensor.backward, wait=True):
+    """The loop of most tutorials, with `loss.item()` in each step."""
+    criterion = script.loss_function
+    if args.compile:
+        model, criterion = (torch.compile(part, dynamic=False) for part in (model, criterion))
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
     for _ in range(args.epochs):
         start()
@@ -64,11 +80,17 @@ def usual(model, optimizer, loader, criterion=scripts.loss_function, accelerator
             optimizer.zero_grad()
             with autocast:
                 loss = criterion(model(inputs), labels)
-            accelerator.backward(loss) if accelerator else loss.backward()
+            backward(loss)
             optimizer.step()
             if wait:
                 loss.item()
         stop()
+
+
+def limit(model, optimizer, loader):
+    """The step alone, on one batch that is on the device."""
+    batch = [tensor.to(device) for tensor in next(iter(loader))]
+    usual(model, optimizer, [batch] * steps, wait=False)
 
 
 def accelerate(model, optimizer, loader):
@@ -76,7 +98,7 @@ def accelerate(model, optimizer, loader):
 
     accelerator = Accelerator(cpu=device.type == "cpu")
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    usual(model, optimizer, loader, accelerator=accelerator, wait=False)
+    usual(model, optimizer, loader, accelerator.backward, wait=False)
 
 
 def lightning(model, optimizer, loader):
@@ -89,41 +111,47 @@ def lightning(model, optimizer, loader):
             self.on_train_epoch_start, self.on_train_epoch_end = start, stop
 
         def training_step(self, batch, batch_idx):
-            inputs, labels = batch
-            return scripts.loss_function(self.model(inputs), labels)
+            return script.loss_function(self.model(batch[0]), batch[1])
 
         def configure_optimizers(self):
             return optimizer
 
     off = "logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"
     options = dict.fromkeys(off, False) | {"max_epochs": args.epochs}
+    options["precision"] = "bf16-mixed" if args.amp else "32-true"
     Trainer(accelerator=device.type, devices=1, **options).fit(Classifier(), loader)
 
 
-def limit(model, optimizer, loader):
-    batch, criterion = next(iter(loader)), scripts.loss_function
-    if args.compile:
-        model.compile(dynamic=False)
-        criterion = torch.compile(criterion, dynamic=False)
-    usual(model, optimizer, [batch] * steps, criterion, wait=False)
+def run_script(path, flags):
+    datasets.CIFAR10 = Images
+    sys.argv = [path, *flags]
+    runpy.run_path(path, run_name="__main__")
+
+
+def run_loop(loop, loader):
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = torch.version.hip is None
+    datasets.CIFAR10 = Images
+    loader = usual_loader() if loader == "usual" else OurLoader()
+    torch.manual_seed(args.seed)
+    sample = torch.zeros(1, 3, args.image_size, args.image_size)
+    model = script.build_model(args, sample, classes=10).to(device)
+    optimizer, _ = script.build_optimizer(args, model, steps)
+    loop(model, optimizer, loader)
+    args.output.mkdir()
+    with open(args.output / "metrics.csv", "w") as file:
+        speeds = [[steps * args.batch_size / time] for time in seconds]
+        csv.writer(file).writerows([["samples_per_second"], *speeds])
 
 
 if __name__ == "__main__":
-    loops = {loop.__name__: loop for loop in (usual, accelerate, lightning, limit)}
-    scripts.parser.add_argument("loop", choices=loops)
-    scripts.parser.add_argument("--per-sample", action="store_true", help="a usual DataLoader")
-    args = scripts.parser.parse_args()
-    device, seconds = torch.device(args.device), []
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.benchmark = True
-    train_set, _, classes = scripts.load_data(args)
-    steps = len(train_set) // args.batch_size
-    torch.manual_seed(args.seed)
-    model = scripts.build_model(args, train_set[0][0], classes).to(device)
-    optimizer, _ = scripts.build_optimizer(args, model, steps)
-    loader = per_sample_loader(train_set) if args.per_sample else CollectionLoader(train_set)
-    loops[args.loop](model, optimizer, loader)
-    rows = ["samples_per_second,peak_memory_mib"]
-    rows += [f"{steps * args.batch_size / time},0" for time in seconds]
-    args.output.mkdir()
-    (args.output / "metrics.csv").write_text("\n".join(rows))
+    what, loader, *flags = sys.argv[1:]
+    args, _ = script.parser.parse_known_args(flags)
+    device, steps, seconds = torch.device(args.device), SAMPLES // args.batch_size, []
+    if device.type == "cpu":  # time that other programs take does not count
+        time.time = time.perf_counter = time.process_time
+    if what.endswith(".py"):
+        run_script(what, flags)
+    else:
+        loops = {loop.__name__: loop for loop in (usual, limit, accelerate, lightning)}
+        run_loop(loops[what], loader)

@@ -57,6 +57,8 @@ def compute(_, function, types, args=(), kwargs=None):
         from_cpu = target.type == "emu" and not isinstance(args[in_place], Emulated)
         if cards and target.type == "cpu" or from_cpu and not free:
             tell("waits: copy")
+        elif from_cpu and args[in_place].dim() > 0 and not args[in_place].is_pinned():
+            raise RuntimeError("a copy that is not waited for, of memory that is not pinned")
     elif cards:
         check(function, name, in_place, tensors, cards)
     inner_args, inner_kwargs = tree_map(real, (args, kwargs))
@@ -115,6 +117,10 @@ class Emulated(torch.Tensor):
         tell("waits: tolist")
         return self.inner.tolist()
 
+    def __format__(self, how):
+        tell("waits: format")
+        return format(self.inner, how)
+
 
 class Mode(TorchDispatchMode):  # for what makes a tensor on a card out of none, as torch.zeros
     __torch_dispatch__ = compute
@@ -159,6 +165,12 @@ class DistributedDataParallel(nn.Module):
         return patch.object(self, "sync", False)
 
 
+def pin_memory(tensor, *_):
+    tensor = tensor.clone()
+    tensor.pinned = True
+    return tensor
+
+
 def install(cards):
     """Make torch believe in an accelerator with so many cards, until the process ends."""
     _setup_privateuseone_for_python_backend("emu")
@@ -169,6 +181,8 @@ def install(cards):
     torch.emu.device_count = lambda: cards
     torch.accelerator.set_device_index = chosen.set
     torch.accelerator.device_index = device_index
+    torch.Tensor.pin_memory = pin_memory
+    torch.Tensor.is_pinned = lambda tensor, *_: getattr(tensor, "pinned", False)
     torch.accelerator.max_memory_allocated = lambda *device: 0
     for function in scatter, broadcast_coalesced, reduce_add_coalesced, gather:
         setattr(comm, function.__name__, function)

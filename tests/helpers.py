@@ -74,10 +74,11 @@ def inside(path, flags, log, folder, environment):
     os.environ.update(environment)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    # spawn's processes would import torch once more, a fork's need not.
-    torch.multiprocessing.spawn = partial(
-        torch.multiprocessing.start_processes, start_method="fork"
-    )
+    if environment.get("CUDA_VISIBLE_DEVICES") == "":  # without GPUs, a process can be forked
+        # spawn's processes would import torch once more, a fork's need not.
+        torch.multiprocessing.spawn = partial(
+            torch.multiprocessing.start_processes, start_method="fork"
+        )
     if "EMULATED_CARDS" in environment:  # it changes torch for the rest of this process
         __import__("emulated_accelerator").install(int(environment["EMULATED_CARDS"]))
     sys.argv, sys.path[:0] = [path, *flags], [os.path.dirname(path)]

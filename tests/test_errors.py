@@ -1,24 +1,25 @@
 """Daily mistakes: one line that says what to do, status 2, and nothing written or overwritten."""
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import COUNTS, DDP, SCRIPTS, Warm, done, edited, parse, run, script, train, weights
+import train_ddp
+from helpers import COMPLETE, edited, kill_all, logs, parse, run, start, train, wait_until, weights
 
-import train_single as single
-
+DDP, FSDP2 = COMPLETE
 WRONG = "--batch-size 0,--batch-size many,--epochs -1,--lr -0.1,--workers -1,--accumulate 0,"
-WRONG += "--image-size 0,--repeat 0,--log-every 0,--clip-norm -1,--checkpoint-minutes -1,"
+WRONG += "--image-size 0,--log-every 0,--clip-norm -1,--weight-decay -1,--timeout 0,"
 WRONG += "--warmup-steps -1,--device cuda,--model vgg,--no-such-flag,--dataset no_such,"
-WRONG += "--dataset pictures,--data-dir nothing,--resume"
-PLACE = "--rank -1,--world-size 2,--init-method file:///no_such/folder/file,"
-PLACE += "--batch-size 63 --world-size 2 --init-method tcp://HOST:1,--sync-bn"
-CHANGED = "dataset cifar10 fashion-mnist,image-size 24 32,repeat 2 1,model mlp net,lr 0.1 0.001,"
-CHANGED += "optimizer adam sgd,lr-schedule cosine constant,warmup-steps 9 0,batch-size 32 64,"
-CHANGED += "clip-norm 1 0.0,seed 1 76"  # a flag, its new value, and that of the run
+WRONG += "--dataset pictures,--data-dir nothing,--resume,--pretrained,--pretrained --model mlp,"
+WRONG += "--pretrained --model resnet18 --init out/model.pt,--model googlenet,--model inception_v3,"
+WRONG += "--batch-size 63 --accumulate 2,--batch-size 1000"
+CHANGED = "dataset cifar10 fashion-mnist,image-size 24 32,model mlp net,lr 0.1 0.001,"
+CHANGED += "optimizer adamw sgd,lr-schedule cosine constant,warmup-steps 9 0,batch-size 32 64,"
+CHANGED += (
+    "clip-norm 1.0 0.0,weight-decay 1.0 0.0,seed 1 76,init x ''"  # new value, and that of the run
+)
 FREE = "--epochs 3 --accumulate 2 --amp --workers 0 --log-every 3 --clip-norm 0 --lr 1e-3"
 
 
@@ -28,14 +29,14 @@ def content():
 
 @pytest.fixture
 def refused(fashion, capsys):
-    """Asserts that train_single.py refuses these flags, and that its run in out/ stays as it is."""
+    """Asserts that the script refuses these flags, and that its run in out/ stays as it is."""
 
     def refused(says, flags):
         before = content()
         with pytest.raises(SystemExit, match="2"):
             train(*fashion, "--output", "out", *flags.split())
         said = capsys.readouterr().err
-        assert says in said and said.count("error: ") == 1 and content() == before
+        assert says in said and said.count("error: ") == 1 and content() == before, said
 
     train(*fashion, "--epochs", 2, "--output", "out")
     return refused
@@ -53,52 +54,98 @@ def test_resumed_with_other_flags(refused, fashion):
     """Refused before the data are loaded. What may change, and flags of other scripts, may."""
     resume, started = "--resume --data-dir nothing", "out/last.pt was started"
     for flag, new, old in (change.split() for change in CHANGED.split(",")):
-        refused(f"{started} with --{flag} {old}: use the same", f"{resume} --{flag} {new}")
-    refused(f"{started} without --augment: use the same flags", f"{resume} --augment")
+        old = old.strip("'")
+        refused(f"{started} with --{flag} {old}, not {new}: use", f"{resume} --{flag} {new}")
+    refused(f"{started} with --augment False, not True: use", f"{resume} --augment")
     refused("--epochs 1: out/last.pt already has 2 epochs", f"{resume} --epochs 1")
     train(*fashion, "--output", "out", "--resume", *FREE.split())
     checkpoint = weights("out", "last.pt")
-    torch.save({"epoch": 1}, "out/last.pt")
-    refused("out/last.pt was written by an older version", resume)
-    checkpoint["flags"] |= {"augment": "True", "mine": "1", "dataset": "pictures"}
+    for other in {"epoch": 1}, {**checkpoint, "flags": None} - {"flags"} if False else {"model": 1}:
+        torch.save(other, "out/last.pt")  # as of an older version, or a small script
+        refused("out has a run of another script or version", resume)
+    checkpoint["flags"] |= {"augment": True, "mine": "1", "dataset": "pictures"}
     del checkpoint["flags"]["clip_norm"]  # which its script does not have
     torch.save(checkpoint, "out/last.pt")
-    refused(f"{started} with --augment: use", f"{resume} --dataset pictures")
+    refused(f"{started} with --augment True, not", f"{resume} --dataset pictures")
     args = parse("--resume", "--output", "out", "--augment", "--dataset", "moved/pictures")
-    args.mine = 1  # a flag that the user has added
-    single.check_flags(args)
-    args.mine = 2
+    args.mine = "1"  # a flag that the user has added
+    train_ddp.check_flags(args)
+    args.mine = "2"
     with pytest.raises(SystemExit):
-        single.check_flags(args)
+        train_ddp.check_flags(args)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_said_once(fashion, refused, name):
-    """By each machine, not by each rank, and before data are loaded; afterwards by one rank."""
-    machines, before = 2 if name == DDP[2] else 1, content()
-    wrong = [("--resume --seed 1 --data-dir no", "was started with --seed 76: use", machines)]
-    wrong += [("--data-dir no", "out has a run: --resume continues it, --overwrite", machines)]
-    wrong += [("--overwrite --batch-size 1000", "has only 640 samples", 1)]
-    if name in DDP[::2]:
-        wrong += [(f"--overwrite {flags}", "error: ", 0) for flags in PLACE.split(",")]
-    for flags, says, times in wrong:
-        flags = [*fashion, "--output", "out", *flags.split()]
-        text = run(name, *flags, processes=COUNTS[name] if times else 1, status=2)
-        assert text.count("error: ") == max(times, 1) and says in text, text
-        assert "Traceback" not in text and content() == before, text
+def refuse(name, *flags, processes=2, **options):
+    """What processes say, one of which ends with status 2. As torchrun does, end the others then,
+    which may wait for it."""
+    jobs = start(name, *flags, processes=processes, **options)
+    assert wait_until(lambda: any(job.status() is not None for job in jobs))
+    wait_until(lambda: None not in [job.status() for job in jobs], 0.3)
+    assert 2 in [job.status() for job in jobs], logs(jobs)
+    kill_all(jobs)
+    return logs(jobs)
 
 
-@pytest.mark.parametrize("name", ["ddp_torchrun", "fsdp2"])
-def test_torchrun(fashion, monkeypatch, name):
-    """What the scripts that it starts refuse, also to go on where ranks do not see one last.pt."""
-    os.mkdir("elsewhere")
-    assert "start it with: torchrun --standalone" in done([Warm(script(name), [], "alone")], 2)
+@pytest.mark.parametrize("name", COMPLETE)
+def test_said_once(fashion, refused, data, name):
+    """By one process of a machine, and before data are loaded where it can be."""
+    before = content()
+    wrong = {"--resume --seed 1 --data-dir no": "was started with --seed 76, not 1: use"}
+    wrong |= {"--overwrite --batch-size 1000": "has only 640 samples"}
+    if name == FSDP2:
+        wrong |= {"--overwrite --shard 3": "a multiple of --shard"}
+    else:  # the rest of what they check is the same text
+        wrong |= {"--data-dir no": "out has a run: --resume continues it, --overwrite replaces it"}
+        wrong |= {"--overwrite --batch-size 63": "a multiple of --accumulate times the processes"}
+        wrong |= {f"--overwrite --dataset {data}/pictures": "only 3 test samples"}
+        wrong |= {"--overwrite --sync-bn": "--sync-bn works on GPUs only"}
+    for flags, says in wrong.items():
+        processes = 4 if "only 3" in says else 2
+        text = refuse(name, *fashion, "--output", "out", *flags.split(), processes=processes)
+        assert text.count("error: ") == 1 and says in text and content() == before, text
+        assert "Traceback" not in text or "only" in says, text  # found when all had met
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_places(fashion, monkeypatch, name):
+    """What torchrun's and srun's processes refuse, also to go on where ranks see no last.pt."""
+    Path("elsewhere").mkdir()
     train(*fashion, "--epochs", 1, "--output", "out")
     flags = [*fashion, "--resume", "--output", "out"]
     path = edited(name, more='if os.environ["RANK"] == "1": os.chdir("elsewhere")')
-    text = run(name, *flags, path=path, processes=2, status=2)
-    assert text.count("error: not all processes see the same last.pt") == 1, text
+    text = run(name, *flags, path=path, processes=2, status=1)
+    assert "the processes see different files: put --output on a shared disk" in text, text
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    assert "--max-restarts needs --resume, or each restart" in run(name, status=2)
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in run(name, "--resume", status=2)
+    for own in [], ["--resume"]:
+        text = refuse(name, "--output", "new", *own, processes=1)
+        assert "needs --resume, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")  # srun -n 8 python
+    assert "8 processes without ranks" in run(name, "--output", "new", processes=0, status=2)
+    assert not Path("new").exists() and not Path("runs").exists()
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_what_could_not_be_resumed(fashion, name):
+    """A flag of a user's whose value cannot be read back is found before the first step."""
+    flag = 'add("--mine", type=Path, default=Path("x"))\n'
+    text = run(name, *fashion, path=edited(name, more=flag), status=1)
+    assert "Path" in text and "samples/s" not in text and not list(Path().glob("runs/*/*.pt"))
+
+
+@pytest.mark.parametrize("file", ["mlp/model.pt", "nothing.pt"])
+def test_init_from_another_model(fashion, file):
+    """Or from no file: said, and nothing is written."""
+    train(*fashion, "--epochs", 1, "--model", "mlp", "--output", "mlp")
+    says = r"Error\(s\) in loading state_dict for Net|nothing.pt"
+    with pytest.raises((RuntimeError, OSError), match=says):
+        train(*fashion, "--init", file)
     assert not Path("runs").exists()
+
+
+def test_more_processes_than_gpus(monkeypatch):
+    pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
+    monkeypatch.setenv("EMULATED_CARDS", "1")
+    monkeypatch.setenv("EMULATED_REPORT", str(Path().resolve()))
+    text = refuse(DDP, "--dataset", "synthetic", "--timeout", 60)
+    assert text.count("error: more processes than the 1 GPU") == 1 and not Path("runs").exists()

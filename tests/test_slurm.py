@@ -1,11 +1,13 @@
-"""The sbatch files on a real Slurm, which only holds a requeued job for 5 s instead of 120. Nothing
-goes by the clock: a job is disturbed when its log shows how far it is. Trainings run copies of the
-scripts that stand still before step 3 in their first life."""
+"""The sbatch files on a real Slurm, in clusters of several kinds, in a folder with a space in its
+name. A stand-in for python and torchrun shows what a file starts, in no time; jobs train only
+where training is the point. Nothing goes by the clock."""
 
+import json
 import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -14,87 +16,148 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
-from helpers import DDP, LIMIT, ROOT, SCRIPTS, Cold, changed, close, command, wait_until, weights
+from helpers import LIMIT, ROOT, Cold, command, wait_until
 
 pytestmark = pytest.mark.slow
 MACHINES = ["node0", "node1", "node2", "node3"]
 HOSTS = "127.0.0.1 node0\n127.0.0.2 node1\n127.0.0.3 node2\n127.0.0.4 node3\n"
-PAIR, TRAINED = MACHINES[:2], SCRIPTS[1:5]  # fsdp2.sh is ddp_torchrun.sh with another script
-CODE = {name: f"train_{name}.py" for name in SCRIPTS} | dict.fromkeys(PAIR, "train_ddp_spawn.py")
-WARN = ["scancel", "--signal=USR1", "--batch"]  # as Slurm does before a time limit
-FLAGS = "--dataset synthetic --epochs 2 --checkpoint-minutes 0 --log-every 1".split()
-OPTIONS = {"dp": "-p spare", "ddp_spawn": "-p patient", "whole": "--gres=gpu:2"}
-OPTIONS |= {"ddp_torchrun": "--nodes=2 --gres=gpu:1", "two": "--nodes=2 --gres=gpu:1"}
-OPTIONS |= {"resume": "--gres=gpu:2"}
-OUTPUTS = dict.fromkeys(PAIR, "runs/pair") | {"whole": "runs/whole"}
-PAGE = (ROOT / "slurm" / "README.md").read_text()  # with the last line for a GraceTime
-EDITS = {"ddp_spawn": ["wait $! # ... so", re.search(r"^wait .*sleep .*", PAGE, re.M)[0] + " #"]}
-EDITS |= {"resume": [CODE["ddp_torchrun"], "minimal/ddp_resume.py"]}
-STANDS = """
-STANDS = os.environ["STANDS"] == os.environ.get("SLURM_RESTART_COUNT", "0")
+PAGE = (ROOT / "slurm" / "README.md").read_text()
+KINDS = {  # changes of slurm.conf
+    "plain": {},
+    # Two threads a core, which are CPUs; memory is shared out, and little of it without --mem.
+    "threads": {
+        "CR_Core": "CR_CPU_Memory\nDefMemPerCPU=256",
+        "CPUs=200": "Sockets=1 CoresPerSocket=100 ThreadsPerCore=2",
+    },
+    "no gres": {"GresTypes=gpu\n": "", " Gres=gpu:40": ""},
+}
+# What is started writes down how. It stands still in the first STAND lives of a job.
+STAND_IN = f"""#!{sys.executable} -S
+import json, os, sys, time
+words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+data = [os.listdir(word) for word in words if word.startswith("/") and os.path.isdir(word)]
+start = json.dumps([words, os.getcwd(), dict(os.environ), data])
+with open("starts-" + os.environ["SLURM_JOB_ID"], "a") as file:
+    file.write(start + "\\n")
+if os.environ.get("FAILS") == os.environ["SLURM_PROCID"]:
+    sys.exit(3)
+if int(os.environ.get("SLURM_RESTART_COUNT", 0)) < int(os.environ.get("STAND", 0)):
+    time.sleep(9999)
 """
-# Without torchvision and with less data a start takes half the time.
-CHANGES = ["from torchvision import datasets, models\n", STANDS, "from torchvision.t", "# "]
-CHANGES += ["(10_000, ", "(640, ", "(2_000, ", "(203, "]
-CHANGES += ["loss.backward()", "time.sleep(9999 * (STANDS and step == 3)); loss.backward()"]
-MINIMAL = ["import os\n", "import os\nimport time\n" + STANDS]
-MINIMAL += ["sampler.set", "time.sleep(9999 * (STANDS and epoch == 2)); sampler.set"]
-STAND_IN = """\
-import os, sys, time
-import beside, here
-if os.environ.get("LOCAL_RANK", "0") == "0":
-    print("arguments", sys.argv)
-time.sleep(9999 * (sys.argv[-1] not in "12"))
-sys.exit(int(sys.argv[-1]))
-"""
+TORCHRUN = "torchrun --nnodes {nodes} --nproc-per-node gpu --rdzv-backend c10d "
+TORCHRUN += "--rdzv-id {job} --rdzv-endpoint {host}:{port} --rdzv-conf read_timeout=600 "
+SPAWN = "python -u train_ddp_spawn.py "
+MEET = "--init-method tcp://node0:23456 --world-size 2 --rank {} --output runs/pair --resume"
+STARTS = {  # what each file starts, once per node; $R is the node's number
+    "single": "python -u train_single.py",
+    "dp": "python -u train_dp.py",
+    "ddp_spawn": SPAWN.strip(),
+    "ddp_torchrun": TORCHRUN + "train_ddp_torchrun.py",
+    "fsdp2": TORCHRUN + "train_fsdp2.py",
+    "ddp_multigpu_proc": "python -u train_ddp_multigpu_proc.py --rank $R --world-size {nodes} "
+    "--init-method tcp://{host}:{port}",
+    "node0": SPAWN + MEET.format(0),
+    "node1": SPAWN + MEET.format(1),
+    "complete": TORCHRUN.replace("--rdzv", "--max-restarts 3 --rdzv", 1)
+    + "runs/complete-{job}/train_ddp.py --resume "
+    "--output runs/complete-{job}",
+}
+SEVERAL = ["ddp_torchrun", "fsdp2", "ddp_multigpu_proc", "complete"]  # nodes
 
 
 @contextmanager
-def cluster(folder, patch):
-    """Four machines on this one, each with its own name, process numbers, and pretended cores and
-    GPUs. SLURM_CONF points Slurm's commands at them. All that they write is in the folder."""
+def cluster(folder, kind):
+    """Four machines on this one, each with its own name, process numbers, disk, and pretended CPUs
+    and GPUs. SLURM_CONF points Slurm's commands at them. All that they write is in the folder."""
     folder = Path(folder).resolve()  # Slurm's daemons look for relative paths elsewhere
-    for name in "munge", "state", *(f"spool-{machine}" for machine in MACHINES):
+    for name in "munge", "state", "disk", *(f"spool-{machine}" for machine in MACHINES):
         (folder / name).mkdir()
     (folder / "munge" / "key").write_bytes(os.urandom(128))
     for number in range(40):
         command("mknod", folder / f"gpu{number}", "c", 1, 3)
     ports = [helpers.free_port() for _ in range(5)]
-    line = "NodeName={} NodeAddr=127.0.0.1 Port={} CPUs=199 Gres=gpu:40\n"
+    line = "NodeName={} NodeAddr=127.0.0.1 Port={} CPUs=200 RealMemory=400000 Gres=gpu:40\n"
     nodes = "".join(map(line.format, MACHINES, ports))
     host, version = socket.gethostname(), 1 if Path("/sys/fs/cgroup/cpuset").exists() else 2
-    conf = (ROOT / "tests" / "slurm.conf").read_text()
-    (folder / "slurm.conf").write_text(conf.format(**locals()))
-    (folder / "gres.conf").write_text(f"Name=gpu AutoDetect=off File={folder}/gpu[0-39]\n")
+    conf = (ROOT / "tests" / "slurm.conf").read_text().format(**locals())
+    for old, new in KINDS[kind].items():
+        assert old in conf, old
+        conf = conf.replace(old, new)
+    (folder / "slurm.conf").write_text(conf)
+    if "gres" not in kind:
+        (folder / "gres.conf").write_text(f"Name=gpu AutoDetect=off File={folder}/gpu[0-39]\n")
     (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\n")
     (folder / "hosts").write_text(Path("/etc/hosts").read_text() + HOSTS)
-    patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin")
-    patch.setenv("SLURM_CONF", f"{folder}/slurm.conf")
     munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
     munge = ["munged", "-F", "--force", "-S", folder / "munge" / "socket", *munge]
-    daemons = [Cold(munge, folder / "munged.out")]
-    try:
-        assert wait_until((folder / "munge" / "socket").exists), "munged"
-        daemons.append(Cold(["slurmctld", "-D"], folder / "slurmctld.out"))
-        own = "unshare --mount --uts --pid --fork --mount-proc --kill-child sh -c".split()
-        for name in MACHINES:
-            hosts = f"hostname {name}; mount --bind {folder}/hosts /etc/hosts"
-            words = [*own, f"{hosts}; slurmd -D -N {name}; exit"]
-            daemons.append(Cold(words, folder / f"{name}.out"))
-        ready = "sinfo -h -o '%t %D' 2> /dev/null | grep -qx 'idle 4'"
-        assert wait_until(lambda: os.system(ready) == 0, pause=0.2), "the machines"
-        yield
-    finally:
-        for daemon in reversed(daemons):
-            helpers.kill(daemon.pid)
-            helpers.finish([daemon])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin")
+        patch.setenv("SLURM_CONF", f"{folder}/slurm.conf")
+        patch.setenv("DISK", f"{folder}/disk")  # each machine has its own there
+        daemons = [Cold(munge, folder / "munged.out")]
+        try:
+            assert wait_until((folder / "munge" / "socket").exists), "munged"
+            daemons.append(Cold(["slurmctld", "-D"], folder / "slurmctld.out"))
+            own = "unshare --mount --uts --pid --fork --mount-proc --kill-child sh -c".split()
+            for name in MACHINES:
+                mounts = (
+                    f"mount --bind {folder}/hosts /etc/hosts; mount -t tmpfs disk {folder}/disk"
+                )
+                words = [*own, f"hostname {name}; {mounts}; slurmd -D -N {name}; exit"]
+                daemons.append(Cold(words, folder / f"{name}.out"))
+            ready = "sinfo -h -p whole -o '%t %D' 2> /dev/null | grep -qx 'idle 4'"
+            assert wait_until(lambda: os.system(ready) == 0, pause=0.2), "the machines"
+            yield
+        finally:
+            for daemon in reversed(daemons):
+                helpers.kill(daemon.pid)
+                helpers.finish([daemon])
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request, tmp_path_factory):
+    """A cluster of each kind, one after the other."""
+    installed = all(shutil.which(name, path="/usr/sbin") for name in ("slurmctld", "munged"))
+    if os.getuid() or not installed or torch.accelerator.is_available():
+        pytest.skip("needs root, no GPU, and apt-get install slurm-wlm munge")
+    with cluster(tmp_path_factory.mktemp("slurm"), request.param):
+        yield request.param
+
+
+@pytest.fixture
+def clone(kind, tmp_path, monkeypatch):
+    """The clone in which a user works, here with stand-ins."""
+    folder = tmp_path / "my work"
+    shutil.copytree(ROOT / "slurm", folder / "slurm")
+    shutil.copytree(ROOT / "complete", folder / "complete")
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    for name in "python", "torchrun":
+        path = folder / ".venv" / "bin" / name
+        path.write_text(STAND_IN)
+        path.chmod(0o755)
+    activate = 'PATH="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd):$PATH"\n'
+    (folder / ".venv" / "bin" / "activate").write_text(activate)
+    monkeypatch.chdir(folder)
+    yield folder
+    command("scancel", "--user", "root")
+    assert wait_until(lambda: not command("squeue", "-h"), 60, 0.2), command("squeue")
+
+
+def edit(name, *changes):
+    """Edit slurm/NAME.sh. Changes: what stands there, its replacement, and so on."""
+    text = Path(f"slurm/{name}.sh").read_text()
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert old in text, old
+        text = text.replace(old, new)
+    Path(f"slurm/{name}.sh").write_text(text)
 
 
 class Job:
-    def __init__(self, name, *flags, file, options=()):
-        self.number = command("sbatch", "--parsable", f"--job-name={name}", *options, file, *flags)
+    def __init__(self, name, *flags, options=(), number=None):
+        self.name = name
+        words = ["sbatch", "--parsable", *options, f"slurm/{name}.sh", *flags]
+        self.number = number or command(*words)
         self.file = Path(f"{name}-{self.number}.out").resolve()
-        self.output = OUTPUTS.get(name, f"runs/{name}-{self.number}")
 
     def show(self, field):
         return re.search(rf"\b{field}=(\S*)", command("scontrol", "show", "job", self.number))[1]
@@ -110,106 +173,366 @@ class Job:
         assert wait_until(lambda: self.log().count(text) >= times, 5), self.log()
 
     def ended(self, state="COMPLETED", restarts=0):
-        wait_until(self.over, 2 * LIMIT, 0.2)
+        wait_until(self.over, 2 * LIMIT, 0.1)
         assert (self.show("JobState"), self.show("Restarts")) == (state, str(restarts)), self.log()
+        return self
+
+    def starts(self, count=None):
+        """What the stand-ins have written down: words, folder, environment and data of each."""
+        path = self.file.parent / f"starts-{self.number}"
+
+        def read():
+            return (
+                [json.loads(line) for line in path.read_text().splitlines()]
+                if path.exists()
+                else []
+            )
+
+        if count:
+            assert wait_until(lambda: len(read()) >= count, 60), (self.name, count, self.log())
+        return read()
 
 
-@pytest.fixture(scope="module")
-def trainings(tmp_path_factory, data):
-    """{name: job}. When all stand, each job is disturbed."""
-    installed = all(shutil.which(name, path="/usr/sbin") for name in ("slurmctld", "munged"))
-    if os.getuid() or not installed or torch.accelerator.is_available():
-        pytest.skip("needs root, no GPU, and apt-get install slurm-wlm munge")
-    folder, jobs = tmp_path_factory.mktemp("slurm"), {}
-    with pytest.MonkeyPatch.context() as patch, cluster(folder, patch):
-        patch.chdir(tmp_path_factory.mktemp("train"))
-        patch.setenv("PYTHON", sys.executable)
-        os.symlink(data, "data")
-        for name in "ddp", "ddp_resume":
-            changed(f"minimal/{name}.py", *MINIMAL)
-        for name in SCRIPTS[:5]:
-            changed(CODE[name], *CHANGES)
-
-        def train(name, *flags, file=None, stands="0"):
-            if isinstance(file, str):
-                file = changed(f"slurm/{file}.sh", "--device cuda ", "", *EDITS.get(name, []))
-            options = [f"--export=ALL,STANDS={stands}", *OPTIONS.get(name, "").split()]
-            jobs[name] = Job(name, *flags, options=options, file=file)
-
-        minimal = ROOT / "slurm" / "minimal.sh"
-        train("quiet", *FLAGS, file="single", stands="")
-        train("srun", *FLAGS, file=ROOT / "tests" / "srun.sh", stands="")
-        train("whole", "minimal/ddp_resume.py", "--output", "runs/whole", file=minimal, stands="")
-        train("two", "minimal/ddp.py", file=minimal, stands="")
-        for name in TRAINED:
-            train(name, *FLAGS, *["--nproc-per-node", 2] * (name == "ddp_spawn"), file=name)
-        train("resume", file="ddp_torchrun")
-        train("node0", *FLAGS, file="node0")
-        train("node1", *FLAGS, file="node1", stands="")
-        for name in ["node0", *TRAINED]:
-            jobs[name].wait_for("epoch 1/2 step 2/")  # then the checkpoint of step 1 is whole
-        jobs["resume"].wait_for("epoch 1:")
-        # Preempts dp at once, and ddp_spawn with a SIGTERM and a GraceTime.
-        command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 -o /dev/null --wrap=hostname".split())
-        limited = [jobs[name] for name in ("resume", *TRAINED[2:], "node0")]
-        for job in limited:
-            command("scontrol", "update", f"job={job.number}", "endtime=now+80")  # USR1 within 30 s
-        for job in limited:
-            job.wait_for("DUE TO JOB REQUEUE")
-            command("scontrol", "update", f"job={job.number}", "timelimit=60")  # of its next life
-        yield jobs
+def check(job, *flags, nodes=1, gres=True):
+    """It has started what it should, once per node, in this folder, with its environment."""
+    starts = job.starts()
+    names = {env["SLURMD_NODENAME"] for *_, env, _ in starts}
+    place = {"job": job.number, "port": 10000 + int(job.number) % 20000, "host": min(names)}
+    words = STARTS[job.name].format(**place, nodes=nodes)
+    words = [[*words.replace("$R", str(i)).split(), *flags] for i in range(nodes)]
+    assert sorted(start[0] for start in starts) == words and len(names) == nodes, job.log()
+    assert names == {job.name} or not job.name.startswith("node")
+    for _, folder, env, _ in starts:
+        assert folder == os.getcwd() and env["PATH"].startswith(f"{folder}/.venv/bin:")
+        assert env["SLURM_STEP_NUM_TASKS"] == str(nodes)
+        assert env["SLURM_CPUS_PER_TASK"] == ("4" if job.name == "single" else "16")
+        gpus = env.get("CUDA_VISIBLE_DEVICES", "").count(",") + 1
+        assert gpus == (1 if job.name == "single" else 4) or not gres
 
 
-def test_what_the_files_start(trainings, work):
-    """A stand-in, with these arguments. A job that is warned comes back with the code that began
-    it, once as `requeues` is 1 here. One of a pair comes back, too, if it fails while the other is
-    there, but not after a wrong flag."""
-    os.mkdir("own")
-    command("touch", "here.py", "own/beside.py")
-    for name in SCRIPTS:
-        Path("own", CODE[name]).write_text(STAND_IN)
-    edits = ["COUNT < 20", "COUNT < 1", "script=", "script=own/"]
-    files = {name: changed(f"slurm/{name}.sh", *edits) for name in CODE}
-    jobs = [Job(name, "--lr", "a b", options=["--nodes=1"], file=files[name]) for name in CODE]
+def only(kind):
+    return pytest.mark.parametrize("kind", [kind], indirect=True, scope="module")
+
+
+def test_each_file_starts_once(kind, clone, monkeypatch):
+    """On nodes that are shared or given whole, also where jobs do not get the environment."""
+    if kind == "no gres":
+        refused = subprocess.run(["sbatch", "slurm/single.sh"], capture_output=True, text=True)
+        assert refused.returncode and "gres" in refused.stderr and not list(Path().glob("*.out"))
+        assert command("sinfo", "-h", "-o", "%G") == "(null)"
+        for name in STARTS:  # "if sinfo -o %G shows none, delete this line"
+            edit(name, "#SBATCH --gres", "# no gres: ")
+    jobs = []
+    for options in [], ["--export=NONE"], ["-p", "whole"]:
+        jobs += [Job(name, "--lr", "a b", options=options) for name in STARTS]
+    monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
+    jobs += [Job(name, "--lr", "a b") for name in STARTS]
+    monkeypatch.delenv("SLURM_EXPORT_ENV")
+    two = [Job(name, options=["--nodes=2"]) for name in SEVERAL]
     for job in jobs:
-        job.wait_for("arguments")
-        words = rf"'{job.output}/\S+', '--device', 'cuda', '--resume', '--output', '{job.output}'"
-        assert re.search(rf"arguments \[{words}, .*'--lr', 'a b'", job.log()), job.log()
-    for name in PAIR:
-        Job(name, 2, file=files[name]).ended("FAILED")
-        Job(name, 1, file=files[name]).ended("FAILED", restarts=1)
-    for name in SCRIPTS:
-        Path("own", CODE[name]).write_text(STAND_IN.replace("arguments", "edited"))
+        nodes = 2 if job.name == "ddp_multigpu_proc" else 1
+        check(job.ended(), "--lr", "a b", nodes=nodes, gres=kind != "no gres")
+    for job in two:
+        check(job.ended(), nodes=2, gres=kind != "no gres")
+
+
+@only("threads")
+def test_memory(kind, clone):
+    """Without --mem a job has the cluster's default for each of its CPUs."""
+    small = Job("ddp_torchrun").ended()
+    edit("ddp_torchrun", "##SBATCH --mem", "#SBATCH --mem")
+    large = Job("ddp_torchrun").ended()
+    assert small.starts()[0][2]["SLURM_MEM_PER_CPU"] == "256"
+    assert large.starts()[0][2]["SLURM_MEM_PER_NODE"] == str(64 * 1024)
+
+
+@only("plain")
+def test_nothing_is_half_done(kind, clone, tmp_path):
+    """Submitted from another folder, or without an environment, a job ends with a line."""
+    jobs = []
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "slurm").symlink_to(clone / "slurm")
+    os.chdir(tmp_path / "elsewhere")
+    jobs += [Job(name) for name in STARTS]
+    os.chdir(clone)
+    Path(".venv/bin/activate").write_text("echo no such environment; return 3\n")
+    jobs += [Job(name) for name in STARTS]
     for job in jobs:
-        command(*WARN, job.number)
-    for job in jobs:
-        job.wait_for("arguments", 2)
-        command(*WARN, job.number)
+        job.ended("FAILED")
+        assert job.log().count("\n") == 1 and not job.starts(), job.log()
+    assert not list(tmp_path.glob("*/runs"))
+
+
+@only("plain")
+def test_what_fails_on_one_node_ends_the_job(kind, clone, monkeypatch):
+    monkeypatch.setenv("STAND", "1")
+    monkeypatch.setenv("FAILS", "1")
+    for job in [Job(name, options=["--nodes=2"]) for name in SEVERAL]:
+        wait_until(job.over, 60, 0.2)
+        assert job.show("JobState") == "FAILED", job.name
+
+
+def block(text):
+    """The only block of bash on the page that has this in it."""
+    blocks = re.findall(r"^ *```bash\n((?:.*\n)*?) *```$", PAGE, re.M)
+    [found] = [code for code in blocks if text in code]
+    return found
+
+
+@only("plain")
+@pytest.mark.parametrize("place", ["SLURM_TMPDIR", "TMPDIR", "broken"])
+def test_data(kind, clone, place, monkeypatch):
+    """An archive is unpacked once per node, and a job that cannot do that does not train."""
+    for part in "train", "test":
+        Path("my_images", part).mkdir(parents=True)
+    command("tar", "-cf", "my_images.tar", "my_images")
+    if place == "broken":
+        Path("my_images.tar").write_bytes(Path("my_images.tar").read_bytes()[:700] + b"?" * 700)
+    tar = '#!/bin/sh\necho unpacks; exec /bin/tar "$@"\n'
+    Path(".venv/bin/tar").write_text(tar)
+    Path(".venv/bin/tar").chmod(0o755)
+    monkeypatch.delenv("SLURM_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR" if place == "TMPDIR" else "SLURM_TMPDIR", os.environ["DISK"])
+    lines = block("tar -xf").replace("/shared/my_images.tar", "my_images.tar")
+    flags = '--dataset "$data/my_images" "$@"'
+    edit("complete", "srun --export", f"{lines}srun --export", '"$@"', flags)
+    job = Job("complete", options=["--nodes=2", "-p", "whole"])
+    if place == "broken":
+        assert not job.ended("FAILED").starts(), job.log()
+    else:
+        check(
+            job.ended(), "--dataset", f"{os.environ['DISK']}/data-{job.number}/my_images", nodes=2
+        )
+        assert [sorted(data[0]) for *_, data in job.starts()] == [["test", "train"]] * 2
+        assert job.log().count("unpacks") == 2
+
+
+def warn(*numbers):
+    for number in numbers:
+        command("scancel", "--signal=USR1", "--batch", number)  # as Slurm does before a time limit
+
+
+@only("plain")
+def test_complete_is_requeued(kind, clone, monkeypatch):
+    """At its time limit, with the code and folder that it began with, as often as the file says;
+    a task of an array without the others; and not at all where requeueing is forbidden."""
+    edit("complete", "requeues=20", "requeues=1")
+    monkeypatch.setenv("STAND", "2")
+    job = Job("complete", "--lr", "a b")
+    forbidden = Job("complete", options=["--no-requeue"])
+    array = Job("complete", options=["--array=1-3"])
+    assert wait_until(lambda: len(list(Path().glob("starts-*"))) == 5, 60)
+    tasks = {}  # of the array: job number, and Slurm's other name for it
+    for path in Path().glob("starts-*"):
+        env = json.loads(path.read_text())[2]
+        if task := env.get("SLURM_ARRAY_TASK_ID"):
+            tasks[env["SLURM_JOB_ID"]] = f"{array.number}_{task}"
+    code = Path(f"runs/complete-{job.number}/train_ddp.py")
+    before = code.read_text()
+    Path("complete/train_ddp.py").write_text("other code")
+    warn(job.number, forbidden.number, tasks[array.number])  # this one has the array's own number
+    first, second = job.starts(2)
+    assert first[0] == second[0] and second[2]["SLURM_RESTART_COUNT"] == "1"
+    assert code.read_text() == before and code.stat().st_mode & 0o777 == 0o600
+    assert second[2]["PYTHONPATH"].split(":")[0] == str(clone / "complete")
+    array.starts(2)
+    warn(job.number)
     time.sleep(1)
-    for job in jobs:
-        command("scancel", job.number)
-        job.ended("CANCELLED", restarts=1)
-    wait_until(trainings["node1"].over, 2 * LIMIT, 0.2)  # while it is there, node0 is requeued
-    Job("node0", 1, file=files["node0"]).ended("FAILED")
+    assert "Requested operation is presently disabled" in forbidden.log()
+    for name in job.number, forbidden.number, *tasks.values():
+        state = Job("complete", number=name)
+        restarts = str(int(name in (job.number, tasks[array.number])))
+        assert (state.show("JobState"), state.show("Restarts")) == ("RUNNING", restarts), name
+    command("scancel", job.number, forbidden.number, array.number)
 
 
-@pytest.mark.parametrize("name", [*TRAINED, "node0"])
-def test_it_continues(trainings, name, monkeypatch):
-    """In its own folder, from a checkpoint, to the end of an undisturbed run."""
-    job, quiet = trainings[name], trainings["srun" if name in [*DDP, "node0"] else "quiet"]
-    monkeypatch.chdir(job.file.parent)
-    job.ended(restarts=1)
-    assert re.search(": 0 epochs and [12] steps are done", job.log()), job.log()
-    quiet.ended()
-    close(job.output, quiet.output, 1e-6)
-    assert helpers.same(weights(job.output), weights(quiet.output))
+@only("plain")
+def test_complete_is_preempted(kind, clone, monkeypatch):
+    """It is requeued, under a GraceTime by the page's last line. Cancelled, it continues
+    when it is submitted again. A node that is lost has it requeued, too."""
+    monkeypatch.setenv("STAND", "1")
+    jobs = {name: Job("complete", options=["-p", name]) for name in ("requeue", "grace", "cancel")}
+    last = block("sleep 600")
+    edit("complete", "wait $! # ... so", f"{last.strip()} #")
+    jobs["waits"] = Job("complete", options=["-p", "grace"])
+    for job in jobs.values():
+        job.starts(1)
+    command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 -o /dev/null --wrap=true".split())
+    jobs["requeue"].ended(restarts=1)
+    jobs["waits"].ended(restarts=1)
+    jobs["cancel"].ended("PREEMPTED")
+    version = command("sbatch", "--version").split()[1]
+    jobs["grace"].ended(*["FAILED"] if version < "24.05" else ["COMPLETED", 1])
+    failed = Job("complete", options=["-p", "requeue"])
+    node = failed.starts(1)[0][2]["SLURMD_NODENAME"]
+    command("scontrol", "update", f"node={node}", "state=down", "reason=test")
+    failed.ended(restarts=1)
+    os.system(f"scontrol update node={node} state=resume")  # it may have come back by itself
+    output = f"runs/complete-{jobs['cancel'].number}"
+    again = Job("complete", "--output", output, options=["--export=ALL,STAND=0"]).ended()
+    for job in jobs["requeue"], jobs["waits"], failed:
+        first, second = job.starts()
+        assert first[0] == second[0]
+    assert "--resume" in again.starts()[0][0] and again.starts()[0][0][-1] == output
 
 
-def test_minimal(trainings, monkeypatch):
-    """minimal/ddp_resume.py over a time limit, and minimal.sh on one machine and on two."""
-    resume, whole, two = (trainings[name] for name in ("resume", "whole", "two"))
-    monkeypatch.chdir(resume.file.parent)
-    for job, restarts in (resume, 1), (whole, 0), (two, 0):
-        job.ended(restarts=restarts)
-        assert re.findall(r"epoch (\d)", job.log()) == list("01234")
-    assert helpers.same(weights(resume.output), weights(whole.output))
+INSTEAD = {r"--array=1-\d+": "--array=1-3", "nvidia-smi": "hostname"}
+
+
+@only("plain")
+def test_commands_of_the_page(kind, clone):
+    """Each of Slurm's runs, and the jobs that it submits end well, an array's with their seeds."""
+    blocks = re.findall(r"^ *```sh\n((?:.*\n)*?) *```$", PAGE, re.M)
+    lines = [line.strip() for code in blocks for line in code.splitlines()]
+    assert all(re.match("(for .* )?sbatch|python complete/pack_images", line) for line in lines)
+    inline = re.findall(r"`((?:sbatch|srun|sinfo|squeue|scontrol show) [^`]+)`", PAGE)
+    lines = [line for line in lines if "sbatch" in line] + inline
+    assert '`--seed "$SLURM_ARRAY_TASK_ID"` before `"$@"`' in PAGE
+    edit("complete", '"$@"', '--seed "$SLURM_ARRAY_TASK_ID" "$@"')
+    running = Job("complete", options=["--export=ALL,STAND=1"])
+    running.starts(1)
+    INSTEAD["12345"] = running.number
+    jobs = []
+    for line in lines:
+        for old, new in INSTEAD.items():
+            line = re.sub(old, new, line)
+        text = command("bash", "-c", line)
+        jobs += [(line, number) for number in re.findall("Submitted batch job (.*)", text)]
+    command("scancel", running.number)
+    assert wait_until(lambda: not command("squeue", "-h"), 60, 0.2), command("squeue")
+    for line, number in jobs:
+        text = command("scontrol", "show", "job", number)
+        assert set(re.findall(r"JobState=(\w*)", text)) == {"COMPLETED"}, line
+    lines = [line for path in Path().glob("starts-*") for line in path.read_text().splitlines()]
+    words = [json.loads(line)[0] for line in lines]
+    seeds = [start[start.index("--seed") + 1] for start in words if start[-1] == "resnet18"]
+    assert sorted(seeds) == list("112233")  # of two arrays
+
+
+@only("plain")
+def test_lines_of_the_pages(kind, clone):
+    """One run per GPU in one job; an address of another network; srun instead of torchrun."""
+    last = Path("slurm/single.sh").read_text().splitlines()[-1]
+    edit("single", last, block("CUDA_VISIBLE_DEVICES"))
+    four = Job("single", "--epochs", 1, options=["--gres=gpu:4"])
+    [torchrun] = re.findall(r"`(bash -c 'torchrun --local-addr .*? bash)`", PAGE)
+    edit("complete", "torchrun --nnodes", f"{torchrun} --nnodes")
+    local = Job("complete", "--lr", "a b", options=["--nodes=2"])
+    text = (ROOT / "docs" / "launching.md").read_text()
+    [lines] = re.findall(r"^(export MASTER_ADDR.*\nsrun .*\n)", text, re.M)
+    head = "#!/bin/bash\n#SBATCH --ntasks-per-node=4 --cpus-per-task=4 --gres=gpu:4 -o %x-%j.out\n"
+    Path("slurm/srun.sh").write_text(f"{head}source .venv/bin/activate\n{lines}")
+    ranks = Job("srun", options=["--job-name=srun"])
+    starts = four.ended().starts()
+    assert sorted(env["CUDA_VISIBLE_DEVICES"] for *_, env, _ in starts) == ["0", "1", "2", "3"]
+    assert len({words[words.index("--output") + 1] for words, *_ in starts}) == 4
+    for words, _, env, _ in local.ended().starts():
+        assert words[1:4] == ["--local-addr", env["SLURMD_NODENAME"] + "-ib", "--nnodes"]
+        assert words[-2:] == ["--lr", "a b"]
+    places = [
+        [env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")]
+        for *_, env, _ in ranks.ended().starts()
+    ]
+    assert sorted(places) == [[str(i), str(i), "4", "node0"] for i in range(4)]
+
+
+@pytest.fixture
+def real(clone):
+    """The clone without stand-ins: the scripts, and the Python that runs the tests."""
+    shutil.rmtree(".venv/bin")
+    Path(".venv/bin").mkdir()
+    Path(".venv/bin/activate").write_text(f'PATH="{Path(sys.executable).parent}:$PATH"\n')
+    for path in ROOT.glob("train_*.py"):
+        shutil.copy(path, clone)
+
+
+def close(job, other):
+    """Two runs have the same weights, up to rounding."""
+    a, b = (torch.load(f"runs/{name}/model.pt", weights_only=True) for name in (job, other))
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.allclose(a[name], b[name], rtol=0, atol=1e-5), (job, name)
+
+
+@only("plain")
+def test_small_scripts_train(kind, real, data):
+    """By each file, on nodes that are given whole; one run and the pair are submitted again."""
+    port = helpers.free_port()
+    for name in "ddp_torchrun", "fsdp2":
+        edit(name, "--nproc-per-node gpu", "--nproc-per-node 2")
+    for name in "node0", "node1":
+        edit(name, "23456", str(port))
+    flags = ["--dataset", data / "pictures", "--batch-size", 16, "--workers", 0]
+    more = {"ddp_spawn": ["--nproc-per-node", 2]}
+
+    def submit(names, *flags):
+        return [Job(name, *flags, *more.get(name, []), options=["-p", "whole"]) for name in names]
+
+    names = [name for name in STARTS if name != "complete"]
+    for job in submit(names, *flags, "--epochs", 1):
+        assert job.ended().log().count("epoch 0:") == (job.name != "node1"), job.log()
+        if "node" not in job.name:
+            close(job.name, "single")
+    close("pair", "single")
+    for job in submit(["node1", "node0", "single"], *flags, "--resume", "--epochs", 2):
+        assert "epoch 0:" not in job.ended().log()
+        assert job.log().count("epoch 1:") == (job.name != "node1"), job.log()
+    close("pair", "single")
+
+
+def copy(source, target, line, condition):
+    """A user's copy of a script, which stands still before this line in the first life of a job."""
+    text = Path(source).read_text()
+    indent = re.search(rf"^( *){re.escape(line)}", text, re.M)[1]
+    stands = "int(os.environ.get('STAND', 0)) > int(os.environ.get('SLURM_RESTART_COUNT', 0))"
+    stands = f"if {condition} and {stands}:\n{indent}    time.sleep(9999)\n{indent}"
+    text = text.replace("import argparse\n", "import argparse\nimport beside\n", 1)
+    Path("mine").mkdir(exist_ok=True)
+    Path("mine", target).write_text(text.replace(indent + line, indent + stands + line))
+
+
+@only("plain")
+def test_complete_trains(kind, real, data):
+    """Past a time limit on two nodes, to the weights of an undisturbed run; also a small script. A
+    cluster can be checked with a script whose data are not there."""
+    Path("mine").mkdir()
+    Path("mine/beside.py").touch()
+    text = (ROOT / "slurm" / "complete.sh").read_text()
+
+    def submit(script, *flags, options=(), processes=1):
+        changed = text.replace("complete/train_ddp.py", f"mine/{script}")
+        changed = changed.replace("--nproc-per-node gpu", f"--nproc-per-node {processes}")
+        Path("slurm/complete.sh").write_text(changed)
+        return Job("complete", *flags, options=options)
+
+    copy("complete/train_ddp.py", "long.py", "scaler.scale(loss)", "step == 3")
+    copy("train_ddp_torchrun.py", "small.py", "sampler.set_epoch", "epoch == 1")
+    broken = Path("mine/long.py").read_text()
+    broken = broken.replace("def load_data(args):", "def load_data(args):\n    raise SystemExit(1)")
+    Path("mine/check.py").write_text(broken)
+    stand = "--export=ALL,STAND=1"
+    flags = ["--dataset", "synthetic", "--batch-size", 1000, "--epochs", 2, "--log-every", 1]
+    flags += ["--checkpoint-minutes", 0]
+    long = submit("long.py", *flags, options=["--nodes=2", stand])
+    few = ["--dataset", data / "pictures", "--batch-size", 16, "--workers", 0, "--epochs", 2]
+    small = submit("small.py", *few, options=[stand])
+    check = submit("check.py", "--epochs", 0, options=["--nodes=2"])
+    small.wait_for("epoch 0:")
+    warn(small.number)
+    long.wait_for("step 2/")
+    command("scontrol", "update", f"job={long.number}", "endtime=now+80")  # USR1 within 30 s
+    quiet = submit("long.py", *flags, processes=2)
+    whole = Job("single", *few)
+    assert len(re.findall("rank [01]: host node[01]", check.ended().log())) == 2, check.log()
+    quiet.ended(), whole.ended()
+    assert small.ended(restarts=1).log().count("epoch 0:") == 1, small.log()
+    close(f"complete-{small.number}", "single")
+    long.wait_for("DUE TO JOB REQUEUE")
+    command("scontrol", "update", f"job={long.number}", "timelimit=60")  # of its next life
+    long.ended(restarts=1)
+    assert re.search("0 epochs and [12] steps are done", long.log()), long.log()
+    weights = [
+        torch.load(f"runs/complete-{job.number}/model.pt", weights_only=True)
+        for job in (long, quiet)
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])

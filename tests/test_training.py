@@ -1,51 +1,66 @@
-"""One training run in six scripts: the same losses, exact evaluation, the flags, the data."""
+"""The scripts of complete/: the same losses on any number of processes, exact evaluation, the
+flags, the user's functions, and what a run says and writes."""
 
 import csv
 import math
 import re
+import runpy
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import train_ddp
 from conftest import pictures
-from helpers import COUNTS, DDP, SCRIPTS, close, edited, metrics, parse, run, same, train, weights
+from helpers import COMPLETE, close, edited, metrics, parse, run, same, train, weights
 from torch import nn
 from torch.utils.data import DistributedSampler
-from torchvision import datasets
+from torchvision import datasets, models
 from torchvision.transforms import functional
 
-import train_single as single
+DDP, FSDP2 = COMPLETE
+# Processes, --accumulate, and FSDP2's --shard.
+FEW = [(DDP, 3, 2, 0), (FSDP2, 2, 2, 0)]
+FOLDER = [(DDP, 1, 1, 0), (DDP, 2, 1, 0), (FSDP2, 1, 2, 0), (FSDP2, 3, 1, 0)]
+FOUR = [(DDP, 4, 1, 0), (FSDP2, 4, 3, 2)]
+MORE = [pytest.param(runs, marks=pytest.mark.slow) for runs in (FOLDER, FOUR)]
 
-# Processes, and --accumulate.
-TWO = [("dp", 1, 2), ("ddp_spawn", 2, 1), ("ddp_multigpu_proc", 2, 1)]
-TWO += [("ddp_torchrun", 2, 2), ("fsdp2", 2, 2)]
-MORE = [*((name, count, 1) for name in [*DDP, "fsdp2"] for count in (1, 4))]
 
-
-@pytest.mark.parametrize("runs", [TWO, pytest.param(MORE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [FEW, *MORE], ids=["few", "folder", "four"])
 def test_same_losses(runs, data, fashion):
     """The same order too: what is left over after 10 steps are other images in each epoch. The norm
-    of the whole gradient is clipped, once a step. 203 test images are evaluated on two ranks, or in
-    micro-batches. MORE: `mlp`, and a folder with fewer test images than processes."""
-    flags = [*fashion, "--epochs", 2, "--batch-size", 60, "--lr", 0.1, "--clip-norm", 0.1]
-    if runs == MORE:
-        flags += ["--dataset", data / "pictures", "--model", "mlp", "--workers", 0]
-    flags += ["--output"]
-    train(*flags, "single")
-    for name, count, parts in runs:
-        run(name, *flags, f"{name}-{count}", "--accumulate", parts, processes=count)
-        close(f"{name}-{count}", "single")
-    assert same(weights(f"ddp_spawn-{count}"), weights(f"ddp_multigpu_proc-{count}"))
+    of the whole gradient is clipped, once a step. 203 test images are counted once each, on three
+    ranks, or in micro-batches. FOLDER: `mlp`, with workers."""
+    flags = [*fashion, "--epochs", 2, "--batch-size", 60, "--lr", 0.5, "--clip-norm", 0.2]
+    flags += ["--weight-decay", 0.01, "--output"]
+    if runs == FOLDER:
+        flags += ["one", "--dataset", data / "pictures", "--model", "mlp", "--image-size", 20]
+        flags += ["--epochs", 3, "--workers", 1, "--output"]
+    train(*flags, "one")
+    for name, count, parts, shard in runs:
+        output = f"{name}-{count}"
+        own = ["--accumulate", parts, *["--shard", shard][: 2 * shard]]
+        text = run(name, *flags, output, *own, processes=count)
+        assert text.count("samples/s") == len(metrics(output))  # one process speaks
+        close(output, "one")
+    if runs == FEW:
+        assert metrics("one")[0]["train_loss"] > metrics("one")[1]["train_loss"] + 1e-3
+        args, device = parse(*flags, "one"), torch.device("cpu")
+        images, labels = train_ddp.prepare(args, train_ddp.load_data(args)[1].tensors, device)
+        model = train_ddp.Net(1, 28, 10)
+        model.load_state_dict(weights("one"))
+        correct = (model(images).argmax(1) == labels).sum().item()
+        assert metrics("one")[1]["test_accuracy"] == correct / 203
 
 
 def test_a_longer_run():
     """Warm-up and cosine; a run that is resumed with more steps follows the longer curve."""
     args = parse("--lr-schedule", "cosine", "--warmup-steps", 15)
-    states = [part.state_dict() for part in single.build_optimizer(args, nn.Linear(1, 1), 10)]
+    states = [part.state_dict() for part in train_ddp.build_optimizer(args, nn.Linear(1, 1), 10)]
     for steps, done in (10, range(10)), (40, range(10, 40)):
-        both = optimizer, scheduler = single.build_optimizer(args, nn.Linear(1, 1), steps)
+        both = optimizer, scheduler = train_ddp.build_optimizer(args, nn.Linear(1, 1), steps)
         [part.load_state_dict(state) for part, state in zip(both, states)]
         for step in done:
             cosine = (1 + math.cos(math.pi * step / (10 if step <= 10 else 40))) / 2
@@ -56,11 +71,29 @@ def test_a_longer_run():
         states = [part.state_dict() for part in both]
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_weight_decay(name):
+    """A step by hand: weights decay, norms and biases (of one dimension) do not."""
+    args = parse("--optimizer", name, "--lr", 0.1, "--weight-decay", 0.5)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer, _ = train_ddp.build_optimizer(args, model, 10)
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter) + 1
+    optimizer.step()
+    for old, new in zip(before, model.parameters(), strict=True):
+        decay = 0.5 * (old.ndim > 1)
+        step = (
+            new.grad + decay * old if name == "sgd" else 1 + decay * old
+        )  # Adam's first is a sign
+        assert torch.allclose(new, old - 0.1 * step, atol=1e-5), old.shape
+
+
 WATCH = """
-plain, plain_epoch, plain_start = build_optimizer, finish_epoch, EpochSampler.set_epoch
-def set_epoch(sampler, epoch, start):
+plain, plain_evaluate, plain_iter = build_optimizer, evaluate, EpochSampler.__iter__
+def __iter__(sampler):
     tensors["workers' seed"] = torch.tensor(torch.initial_seed())
-    plain_start(sampler, epoch, start)
+    return plain_iter(sampler)
 def build_optimizer(args, model, steps):
     global tensors, watch
     tensors, watch = model.state_dict(), torch.profiler.profile()
@@ -68,125 +101,340 @@ def build_optimizer(args, model, steps):
     after = [int, watch.start, watch.stop, *[int] * steps]  # called one after each step
     optimizer.register_step_post_hook(lambda *_: after.pop(0)())
     return optimizer, scheduler
-def finish_epoch(args, progress, sums):
-    calls = {event.key: event.count for event in watch.key_averages() if "gloo:" in event.key}
-    tensors["random"] = torch.rand(4)
-    firsts = {name: tensor.clone() for name, tensor in tensors.items()}
-    for tensor in firsts.values():
-        dist.broadcast(tensor, 0)
-    differ = [name for name in tensors if not torch.equal(tensors[name], firsts[name])]
-    print(f"{args.workers} workers, {calls}, differ: {differ}\\n", end="", flush=True)
-    return plain_epoch(args, progress, sums)
-EpochSampler.set_epoch = set_epoch
+def evaluate(args, model, loader, device):
+    if not isinstance(loader, list):  # not the one sample at the beginning
+        tensors["random"] = torch.rand(4)
+        calls = {event.key: event.count for event in watch.key_averages() if "gloo:" in event.key}
+        firsts = {name: tensor.clone() for name, tensor in tensors.items()}
+        for tensor in firsts.values():
+            dist.broadcast(tensor, 0)
+        differ = [name for name in tensors if not torch.equal(tensors[name], firsts[name])]
+        print(f"{args.workers} workers, {calls}, differ: {differ}\\n", end="", flush=True)
+    return plain_evaluate(args, model, loader, device)
+EpochSampler.__iter__ = __iter__
 """
 
 
-@pytest.mark.parametrize("name", [*DDP[1:], pytest.param(DDP[0], marks=pytest.mark.slow)])
-def test_two_processes(fashion, name):
-    """A step communicates its gradients, in three buckets, and nothing else. All ranks end with the
+def test_two_processes(data):
+    """A step communicates its gradients, in two buckets, and nothing else. All ranks end with the
     same parameters and batch norm averages, each draws its own random numbers, and the loader
     workers share the cores."""
-    flags = [*fashion, "--model", "resnet18", "--epochs", 1, "--accumulate", 2, "--output", "out"]
-    lines = run(name, *flags, processes=2, path=edited(name, more=WATCH)).splitlines()
-    workers = min(16, max(1, single.cores // (1 if name == DDP[2] else 2)))
+    flags = ["--dataset", data / "pictures", "--model", "shufflenet_v2_x0_5", "--epochs", 1]
+    flags += ["--batch-size", 24, "--accumulate", 2]
+    lines = run(DDP, *flags, processes=2, path=edited(DDP, more=WATCH)).splitlines()
+    workers = min(16, max(1, train_ddp.cores // 2))
     for differ in [], ["workers' seed", "random"]:
-        assert f"{workers} workers, {{'gloo:all_reduce': 3}}, differ: {differ}" in lines, lines
+        assert f"{workers} workers, {{'gloo:all_reduce': 2}}, differ: {differ}" in lines, lines
 
 
 def test_flags_have_effect(fashion, monkeypatch):
     """--amp and --accumulate have it on evaluation too."""
-    seen, plain = set(), single.loss_function
+    seen, plain = set(), train_ddp.loss_function
 
     def loss_function(outputs, labels):
         seen.add((outputs.dtype, len(labels)))
         return plain(outputs, labels)
 
-    monkeypatch.setattr(single, "loss_function", loss_function)
+    monkeypatch.setattr(train_ddp, "loss_function", loss_function)
     flags = [*fashion, "--epochs", 1, "--output"]
     train(*flags, "plain")
-    columns = "epoch train_loss test_loss test_accuracy seconds samples_per_second peak_memory_mib"
-    assert list(metrics("plain")[0]) == columns.split()
     train(*flags, "often", "--log-every", 3, "--checkpoint-minutes", 0)
     assert same(weights("often"), weights("plain"))  # what is said and saved changes nothing
-    for flag in "--augment", "--amp", "--optimizer=adam", "--lr=0.01", "--seed=1", "--clip-norm=.1":
+    for flag in "--augment", "--optimizer=adamw", "--lr=0.01", "--seed=1", "--clip-norm=.1":
         train(*flags, flag[2:], flag)
         assert not same(weights("plain"), weights(flag[2:])), flag
     seen.clear()
-    train(*flags, "repeat", "--repeat", 3, "--amp", "--accumulate", 4)
-    assert weights("repeat")["conv1.weight"].shape == (6, 3, 5, 5)
-    assert seen == {(torch.bfloat16, 16), (torch.bfloat16, 203 % 16)}
+    train(*flags, "amp", "--amp", "--accumulate", 4)
+    sizes = {1, 16, 203 % 16}  # one is tried before the first step
+    assert seen == {(torch.bfloat16, size) for size in sizes}
 
 
-def test_a_metric_of_ones_own(fashion):
-    """A key in finish_epoch is all that it takes, also in a run that was started without it."""
-    line = '        "epoch": progress.epoch + 1,\n'
-    path = edited("single", line, f'{line}        "mine": 7 * progress.epoch,\n')
-    flags = [*fashion, "--output", "out", "--resume", "--epochs"]
-    train(*flags, 1)
-    for epochs in 2, 3:
-        run("single", *flags, epochs, path=path)
-    with open("out/metrics.csv") as file:
-        assert [row["mine"] for row in csv.DictReader(file)] == ["", "7", "14"]
+CONFUSION = """
+def count(outputs, labels):
+    pairs = 10 * labels + outputs.argmax(1)
+    confusion = torch.bincount(pairs.flatten(), minlength=100).view(10, 10)
+    return {"labels": labels.numel(), "confusion": confusion}
+def metrics(sums):
+    hits = sums["confusion"].diag()
+    both = sums["confusion"].sum(0) + sums["confusion"].sum(1) + 1e-9
+    return {"macro_f1": (2 * hits / both).mean(), "iou": (hits / (both - hits)).mean()}
+"""
+SEGMENTS = """
+def load_data(args):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(250, (843, 1, 6, 6), dtype=torch.uint8, generator=generator)
+    labels = images[:, 0].long() // 25
+    return TensorDataset(images[:640], labels[:640]), TensorDataset(images[640:], labels[640:]), 10
+def build_model(args, inputs, classes):
+    return nn.Sequential(nn.Conv2d(1, 20, 1), nn.ReLU(), nn.Conv2d(20, classes, 1))
+"""
+
+
+@pytest.mark.parametrize("more", [CONFUSION, CONFUSION + SEGMENTS], ids=["images", "segments"])
+def test_metrics_of_ones_own(fashion, more):
+    """Macro F1 and IoU by replacing two functions, also in a run that began without them, and with
+    a label for each pixel: those of the whole test set, on one process and on two."""
+    flags = [*fashion, "--output", "out", "--lr", 0.05, "--resume", "--epochs"]
+    if more == CONFUSION:
+        train(*flags, 1)
+    path = edited(DDP, more=more)
+    for epochs, processes in (2, 2), (3, 0):
+        run(DDP, *flags, epochs, processes=processes, path=path)
+        own = SimpleNamespace(**runpy.run_path(path))
+        args, (_, test_set, _) = parse(*flags, 1), own.load_data(parse(*flags, 1))
+        images, labels = own.prepare(args, test_set.tensors, torch.device("cpu"))
+        model = own.build_model(args, images, 10)
+        model.load_state_dict(weights("out"))
+        sums = {name: torch.as_tensor(x) for name, x in own.count(model(images), labels).items()}
+        lines = Path("out/metrics.csv").read_text().splitlines()
+        rows = list(csv.DictReader(lines))
+        assert len(rows) == epochs and rows[0]["macro_f1"] == "" or more != CONFUSION
+        for name, value in own.metrics(sums).items():
+            assert float(rows[-1][name]) == pytest.approx(value.item(), rel=1e-6) and value > 0.01
+
+
+LINE = (
+    r"epoch (\d)/3 step (\d+)/40 loss ([\d.]+) lr (\S+) gradient norm (\S+) \d+ samples/s .* left"
+)
+COLUMNS = "epoch train_loss test_loss test_accuracy seconds samples_per_second peak_memory_mib"
+
+
+def test_what_a_run_says_and_writes(fashion, capsys, monkeypatch):
+    """A line every 15 steps and at the end of an epoch, and one for the epoch."""
+    norms, plain = [], torch.optim.SGD.step
+
+    def step(optimizer, *words):
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        norms.append(nn.utils.get_total_norm(grads))
+        return plain(optimizer, *words)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    flags = [*fashion, "--batch-size", 16, "--log-every", 15, "--lr-schedule", "cosine"]
+    train(*flags, "--lr", 0.1, "--output", "out", "--epochs", 3)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"torch {torch.__version__}, backend gloo")
+    assert re.fullmatch(r"rank 0: host \S+, device cpu", lines[1])
+    assert (
+        lines[2] == "out: 0 epochs and 0 steps are done" and lines[-1] == "finished: out/model.pt"
+    )
+    found = [re.fullmatch(LINE, line) for line in lines[3:-1]]
+    assert list(map(bool, found)) == [True, True, True, False] * 3, lines
+    for i, row in enumerate(metrics("out")):
+        own = [[float(x) for x in match.groups()] for match in found[4 * i : 4 * i + 3]]
+        assert [line[:2] for line in own] == [[i + 1, 15], [i + 1, 30], [i + 1, 40]]
+        mean = sum(steps * line[2] for steps, line in zip((15, 15, 10), own)) / 40
+        assert mean == pytest.approx(row["train_loss"], abs=1e-4)
+        for _, step, _, rate, norm in own:
+            done = 40 * i + int(step)
+            cosine = (1 + math.cos(math.pi * done / 120)) / 2
+            assert rate == pytest.approx(0.1 * cosine, rel=0.1, abs=1e-4)
+            assert norm == pytest.approx(norms[done - 1].item(), rel=0.01)
+        shown = [f"{name.replace('_', ' ')} {row[name]:.4f}" for name in COLUMNS.split()[1:4]]
+        assert lines[6 + 4 * i] == f"epoch {i + 1}: {' '.join(shown)} {row['seconds']:.1f} s"
+        assert row["samples_per_second"] == pytest.approx(640 / row["seconds"])
+    header, *rows = Path("out/metrics.csv").read_text().splitlines()
+    assert header == COLUMNS.replace(" ", ",") and len(rows) == 3
+    assert [row["epoch"] for row in metrics("out")] == [1, 2, 3]
+    assert metrics("out")[2]["test_loss"] < metrics("out")[0]["test_loss"] - 0.1
+    names = sorted(path.name for path in Path("out").iterdir())
+    assert names == ["best.pt", "last.pt", "metrics.csv", "model.pt"]
+    progress = train_ddp.Progress(epoch=1, step=20, seconds=10.0)  # 128 samples/s, 60 steps left
+    line = train_ddp.progress_line(parse("--epochs", 3), progress, 40, 2.0, 0.1, 1.0)
+    assert line.endswith(" 128 samples/s 0.5 min left")
+
+
+def test_best(fashion, monkeypatch):
+    """The weights after the epoch with the lowest test loss so far, which is told here."""
+    plain, worse = train_ddp.evaluate, [3, 1, 2, 1.5, 0] + [3, 1, 2, 1.5]
+
+    def evaluate(args, model, loader, device):
+        sums = plain(args, model, loader, device)
+        if not isinstance(loader, list):  # of one sample, at the beginning
+            sums["loss"] += 1000 * worse.pop(0)
+        return sums
+
+    monkeypatch.setattr(train_ddp, "evaluate", evaluate)
+    after = []
+    for epoch, best in enumerate([0, 1, 1, 1, 4]):
+        train(*fashion, "--output", "out", "--resume", "--epochs", epoch + 1)
+        after.append(weights("out"))
+        assert same(weights("out", "best.pt"), after[best])
+    assert not same(after[3], after[4])
+    train(*fashion, "--output", "out", "--overwrite", "--epochs", 4)
+    assert same(weights("out", "best.pt"), after[1])
+
+
+def test_pretrained(fashion, monkeypatch, capsys):
+    """A file where torchvision keeps its weights, here random: all but the last layer are its own,
+    and so is the normalization. Only rank 0 reads it, and only for a new run."""
+    name, home_folder = "shufflenet_v2_x0_5", Path("home").resolve()
+    url = models.get_model_weights(name).DEFAULT.url
+    file = home_folder / "hub" / "checkpoints" / url.rpartition("/")[2]
+    file.parent.mkdir(parents=True)
+    pretrained = models.get_model(name).state_dict()
+    torch.save(pretrained, file)
+    flags = [*fashion, "--model", name, "--pretrained", "--lr", 0, "--batch-size", 320]
+    flags += ["--output", "out", "--resume", "--epochs"]
+    home = f"os.environ['TORCH_HOME'] = '{home_folder}' if os.environ['RANK'] == '0' else 'no'\n"
+    run(DDP, *flags, 1, processes=2, path=edited(DDP, more=home))
+    train(*flags, 2)  # it could not be read again
+    trained = {key: w for key, w in weights("out").items() if "running_" not in key}
+    for key, weight in trained.items():
+        if not key.startswith("fc.") and "num_batches" not in key:
+            assert torch.equal(weight, pretrained[key]), key
+    assert trained["fc.weight"].shape == (10, 1024)
+    images = torch.randint(256, (2, 3, 20, 20), dtype=torch.uint8)
+    found, _ = train_ddp.prepare(parse(*flags, 1), (images, torch.zeros(2)), torch.device("cpu"))
+    wanted = functional.normalize(images / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("file", ["model.pt", "last.pt", "best.pt"])
+def test_init(fashion, file):
+    """The weights of another run, on all ranks; the file is not needed to resume."""
+    train(*fashion, "--epochs", 1, "--output", "first")
+    flags = [*fashion, "--init", f"first/{file}", "--lr", 0, "--output", "out", "--seed", 1]
+    run(DDP, *flags, "--epochs", 1, processes=1 + (file == "last.pt"))
+    shutil.move("first", "gone")
+    train(*flags, "--resume", "--epochs", 2)
+    assert same(weights("out"), weights("gone"))
+
+
+def test_float16(fashion, monkeypatch):
+    """--amp on a GPU before Ampere, as which the CPU is passed off: a gradient that overflows is
+    left out, and halves the loss's factor; a resumed run goes on with it."""
+    plain_main, plain_init, plain_build = (
+        train_ddp.main,
+        train_ddp.init_distributed,
+        train_ddp.build_optimizer,
+    )
+    plain_loss, seen, ampere = train_ddp.loss_function, set(), True
+
+    def loss_function(outputs, labels):
+        seen.add(outputs.dtype)
+        return plain_loss(outputs, labels)
+
+    def main(args):
+        args.device = "cuda"
+        plain_main(args)
+
+    def init_distributed(args, *place):
+        args.device = "cpu"
+        device = plain_init(args, *place)
+        args.device = "cuda"
+        return device
+
+    def build_optimizer(args, model, steps):
+        done = iter([1] * 4 + [math.inf] + [1] * 200)  # what gradients are multiplied by
+        if not args.resume and not ampere:
+            model.conv1.weight.register_hook(lambda grad: grad * next(done))
+        return plain_build(args, model, steps)
+
+    def is_bf16_supported(including_emulation=True):
+        return ampere or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 7 * 2**20)
+    for function in loss_function, main, init_distributed, build_optimizer:
+        monkeypatch.setattr(train_ddp, function.__name__, function)
+    flags = [*fashion, "--batch-size", 16, "--amp", "--clip-norm", 0.1, "--lr", 0.05, "--output"]
+    train(*flags, "bfloat16", "--epochs", 2)
+    assert seen == {torch.bfloat16} and weights("bfloat16", "last.pt")["scaler"] == {}
+    seen, ampere = set(), False
+    train(*flags, "whole", "--epochs", 2)
+    train(*flags, "out", "--epochs", 1)
+    train(*flags, "out", "--epochs", 2, "--resume")
+    assert seen == {torch.float16} and same(weights("out"), weights("whole"))
+    scalers = [weights(output, "last.pt")["scaler"] for output in ("out", "whole")]
+    assert scalers[0] == scalers[1] and scalers[0]["scale"] == 2.0**15
+    assert scalers[0]["_growth_tracker"] == 75
+    close("out", "bfloat16", 0.02)  # clipped as it is without the factor
+    assert metrics("out")[0]["peak_memory_mib"] == 7
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="which torch.compile needs on a CPU")
 def test_compile(fashion):
     """It changes little and says nothing, and compiles the loss too."""
-    head = "def loss_function(outputs, labels):\n"
+    text = Path(train_ddp.__file__).read_text()
+    head = re.search(r"def loss_function\(.*\n(?: {4}\"\"\".*\n)?", text)[0]
     check = "    assert torch.compiler.is_compiling() == torch.is_grad_enabled()\n"
-    flags, path = [*fashion, "--epochs", 1, "--output"], edited("ddp_torchrun", head, head + check)
+    flags, path = [*fashion, "--epochs", 1, "--output"], edited(DDP, head, head + check)
     train(*flags, "plain")
-    text = run("ddp_torchrun", *flags, "out", "--compile", processes=2, path=path)
+    text = run(DDP, *flags, "out", "--compile", processes=2, path=path)
     assert "Warning" not in text
     close("out", "plain", 1e-3)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_check_of_the_set_up(name, work, monkeypatch):
-    """--epochs 0: who is where, and nothing is written, nor left in the folder for temporary files.
-    Old launchers pass --local_rank."""
+@pytest.mark.parametrize("name, count", [(DDP, 0), (DDP, 2), (FSDP2, 2)])
+def test_check_of_the_set_up(name, count, work, monkeypatch):
+    """--epochs 0: who is where, and nothing is written, nor left in the temporary folder."""
     monkeypatch.setenv("TMPDIR", str(work))
-    more = ["--local_rank", 0] if name in ("ddp_torchrun", "fsdp2") else []
-    text = run(name, "--epochs", 0, *more, processes=COUNTS[name])
-    backend = "none" if COUNTS[name] == 1 else "gloo"
-    assert f"torch {torch.__version__}, backend {backend}" in text.splitlines()
-    assert len(re.findall(r"^rank \d: host \S+, device cpu$", text, re.M)) == COUNTS[name]
+    text = run(name, "--epochs", 0, processes=count)
+    assert f"torch {torch.__version__}, backend gloo" in text.splitlines()
+    assert len(re.findall(r"^rank \d: host \S+, device cpu$", text, re.M)) == max(count, 1)
     assert "destroy_process_group" not in text  # torch's warning that nobody called it
     assert {path.suffix for path in work.iterdir()} == {".log"}
 
 
 def test_data(monkeypatch, data):
-    """torchvision's images are (N, height, width, channels). --image-size is that of synthetic
-    images, and resizes those of a folder."""
+    """torchvision's images are (N, height, width, channels), and grey ones get three channels for
+    its models. --image-size is that of synthetic images, and of a folder's, with a margin."""
     images, labels = pictures(60, 3, 32)
     stored = SimpleNamespace(data=images, targets=labels.tolist())
     monkeypatch.setattr(datasets, "CIFAR10", lambda folder, train, download: stored)
-    found = single.load_data(parse())[0].tensors
+    found = train_ddp.load_data(parse())[0].tensors
     assert np.array_equal(found[0], images.transpose(0, 3, 1, 2))
     assert np.array_equal(found[1], labels)
-    for dataset, classes in (data / "pictures", 3), ("synthetic", 10):
-        sets = single.load_data(parse("--image-size", 24, "--dataset", dataset))
+    grey = parse("--dataset", "fashion-mnist", "--data-dir", data, "--model", "resnet18")
+    assert train_ddp.load_data(grey)[1].tensors[0].shape == (203, 3, 28, 28)
+    for side, dataset, classes, stored in (
+        (24, "synthetic", 10, 24),
+        (24, data / "pictures", 3, 24),
+        (70, data / "pictures", 3, 80),
+    ):
+        sets = train_ddp.load_data(parse("--image-size", side, "--dataset", dataset))
         image = sets[0][0][0]
-        assert (image.shape, image.dtype, sets[2]) == ((3, 24, 24), torch.uint8, classes)
+        assert (image.shape, image.dtype, sets[2]) == ((3, stored, stored), torch.uint8, classes)
+    own = models.list_models(module=models)
+    for name in own:
+        assert parse("--model", name).model == name
+    model = train_ddp.build_model(parse("--model", "squeezenet1_1"), torch.zeros(1, 3, 32, 32), 7)
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7) and {"vit_b_16", "resnet50"} < set(own)
 
 
 def test_order():
     """DistributedSampler's, from any step on."""
-    own = single.EpochSampler(range(10), 7, 1, 2)
+    own = train_ddp.EpochSampler(range(10), 7, 1, 2)
     torchs = DistributedSampler(range(10), 2, 1, seed=7)
     own.set_epoch(3, start=2)
     torchs.set_epoch(3)
     assert list(own) == list(torchs)[2:]
 
 
-def test_augment():
-    """Each image is torchvision's flip, padding and crop at one of 81 places; half are flipped."""
-    images, labels, flips = torch.rand(100, 3, 32, 32) + 1, torch.arange(100), 0
-    results, returned = single.augment(images, labels)
-    for image, result in zip(images, results):
-        padded = [functional.pad(x, [4] * 4) for x in (image, functional.hflip(image))]
-        places = [(x, i, j) for x in padded for i in range(9) for j in range(9)]
-        found = [torch.equal(functional.crop(*place, 32, 32), result) for place in places]
-        flips += found.index(True) >= 81
-    assert 30 < flips < 70 and torch.equal(returned, labels)
+@pytest.mark.parametrize("size", [14, 20, 40])
+def test_crops(size):
+    """Of the middle in the test, and at random in training; of one size, for any --image-size.
+    Pixels say where they are: each crop has a zoom of 0.6 to 1, lies in the image, and half of them
+    are flipped."""
+    device = torch.device("cpu")
+    columns, rows = torch.meshgrid(torch.arange(30), torch.arange(20), indexing="xy")
+    images = torch.stack([columns, rows]).byte().expand(300, 2, 20, 30)
+    batch, shape = (images, torch.arange(300)), (300, 2, min(size, 20), min(size, 30))
+    args = parse("--image-size", size, "--augment")
+    middle, labels = train_ddp.prepare(args, batch, device)
+    wanted = functional.center_crop(images.float(), shape[2:])
+    assert torch.allclose(middle * 58 + 115, wanted, atol=1e-4) and torch.equal(labels, batch[1])
+    crops = train_ddp.prepare(args, batch, device, train=True)[0] * 58 + 115
+    assert crops.shape == shape
+    height, width = shape[2:]
+    y, x = height // 2, width // 2
+    across = (crops[:, 0, y, x] - crops[:, 0, y, x - 1]) * width / 30
+    down = (crops[:, 1, y, x] - crops[:, 1, y - 1, x]) * height / 20
+    assert torch.allclose(across.abs(), down, atol=1e-3)
+    assert 0.599 < down.min() < 0.65 and 0.95 < down.max() < 1.001
+    assert 110 < (across < 0).sum() < 190
+    for channel, side in (0, 30), (1, 20):
+        center = crops[:, channel, y - 1 : y + 1, x - 1 : x + 1].mean((1, 2)) + 0.5
+        low, high = center - down * side / 2, center + down * side / 2
+        assert -0.01 < low.min() < 0.5 and side - 0.5 < high.max() < side + 0.01
