@@ -274,7 +274,7 @@ def test_sequences():
     changes = {
         '    if args.dataset == "synthetic":\n': f"    return {data}, {data}, 2\n    if 0:\n"
     }
-    changes["    channels, side = inputs.shape[1:3]\n"] = "    return nn.EmbeddingBag(256, 2)\n"
+    changes["    channels, side = inputs.shape[1:3]\n"] = "    return nn.EmbeddingBag(256, 2, padding_idx=0)\n"
     copy("Detection, and sequences of several lengths", **changes)
     for processes in 1, 2:
         train(f"{processes}", *SHORT, "--workers", 1, processes=processes)
