@@ -53,7 +53,7 @@ NOT_RUN = [  # test_own_script, test_slurm.py and others do, it takes hours, or 
     r"python3 -m venv .* -m pytest$|.* my_(training|script)\.py|cd my_images",
     r"(sbatch|srun|scontrol|squeue|scancel|export) ",
     r".*(python\S*|bash) (benchmarks/|-m pytest .* tests/|-m torch)",
-    r"(mpirun|docker|apptainer|nvidia-smi|source|pip|uv|for pid in|torchfrtrace) |  |done|#",
+    r"(mpirun|docker|apptainer|nvidia-smi|source|pip|uv|for \w+ in|torchfrtrace) |  |done|#",
 ]
 SCRIPT = r"((?:complete/)?(?:train_\w+|pack_images)\.py)"
 TRAINS = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:torchrun (.* )?|python3? |.*/python ){SCRIPT}(.*)")
@@ -274,7 +274,9 @@ def test_sequences():
     changes = {
         '    if args.dataset == "synthetic":\n': f"    return {data}, {data}, 2\n    if 0:\n"
     }
-    changes["    channels, side = inputs.shape[1:3]\n"] = "    return nn.EmbeddingBag(256, 2, padding_idx=0)\n"
+    changes["    channels, side = inputs.shape[1:3]\n"] = (
+        "    return nn.EmbeddingBag(256, 2, padding_idx=0)\n"
+    )
     copy("Detection, and sequences of several lengths", **changes)
     for processes in 1, 2:
         train(f"{processes}", *SHORT, "--workers", 1, processes=processes)
