@@ -434,6 +434,7 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "d_optimizer = torch.optim.SGD(discriminator.parameters(), 0.1)\n"
         "g_optimizer = torch.optim.SGD(generator.parameters(), 0.1)",
         "alike(*discriminator.parameters(), *generator.parameters())\n"
+        "assert not d.broadcast_buffers and not g.broadcast_buffers\n"
         "for own in discriminator[0].weight.grad, discriminator[1].running_mean:\n"
         "    assert len(set(map(str, of_all(own)))) == 2",
     ),
