@@ -210,9 +210,10 @@ def kill_all(jobs):
     """SIGKILL for all processes of a run, on all its machines."""
     for job in jobs:
         kill(-job.pid)  # its own session: nothing but what the test started
+        kill(job.pid)  # which has no session yet
     for pid in marked():
         kill(pid)
-    assert "still there" not in finish(jobs, 20)[0]
+    assert "still there" not in finish(jobs, 120)[0]
 
 
 def metrics(output):
