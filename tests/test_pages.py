@@ -178,7 +178,7 @@ def copy(*titles, name="complete/train_ddp", rooms=False, **changes):
         text = text[:start] + block + "\n\n" + text[end:]
     for title in titles:
         [section] = [part for part in SECTIONS if part.startswith(f"{title}\n")]
-        verbs = r"^# (below|above|instead of|instead of the function): (.*)\n"
+        verbs = r"^# (below|above|delete|instead of|instead of the function): (.*)\n"
         lines = "".join(code[2] for code in CODE.findall(section) if re.match(verbs, code[2]))
         pieces = re.split(verbs, lines, flags=re.M)[1:]
         for verb, place, lines in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
