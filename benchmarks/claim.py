@@ -63,13 +63,13 @@ def train_on_two_hosts(name):
 def train_all():
     single, dp, torchrun, spawn, multigpu, fsdp2 = SMALL
     ddp, complete_fsdp2 = COMPLETE
-    for script, n in (single, 1), (dp, 1), (torchrun, 2), (torchrun, 3), (torchrun, 4):
+    for script, n in (single, 1), (dp, 1), (torchrun, 2), (torchrun, 4):
         train(f"{script}, {n} process{'es' * (n > 1)}", script, n)
     for script in spawn, multigpu, fsdp2:
         train(f"{script}, 2 processes", script, 2)
     for epoch, (script, n) in enumerate([(single, 1), (torchrun, 2), (spawn, 4), (multigpu, 3)]):
         train("continued by four scripts in turn", script, n, epoch + 1)
-    for script, n in (ddp, 1), (ddp, 2), (ddp, 4), (complete_fsdp2, 2), (complete_fsdp2, 3):
+    for script, n in (ddp, 1), (ddp, 2), (ddp, 4), (complete_fsdp2, 2):
         train(f"{script}, {n} process{'es' * (n > 1)}", script, n)
     train_on_two_hosts("complete/train_ddp.py, two hosts")
     steps = IMAGES // BATCH

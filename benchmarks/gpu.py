@@ -142,7 +142,7 @@ def resume(folder):
     """The weights of a second undisturbed run, and of one killed and resumed, beside the first."""
     table(ALL, "script", "GPUs", "flags", "killed after", "undisturbed", "resumed")
     kinds = {"--amp --compile": [], "": [], "--amp": [], "--amp, in float16": [FLOAT16]}
-    for name, n in list(dict.fromkeys([(DDP, ALL), (DDP, 1), (FSDP2, ALL)]))[:FIRST]:
+    for name, n in list(dict.fromkeys([(DDP, 1), (DDP, ALL), (FSDP2, ALL)]))[:FIRST]:
         for kind, changes in list(kinds.items())[:FIRST]:
             if name == FSDP2 and (changes or OLD and kind):
                 continue  # it has no float16

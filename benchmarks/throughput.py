@@ -2,7 +2,7 @@
 
 OMP_NUM_THREADS=1 python benchmarks/throughput.py --rounds 5
 OMP_NUM_THREADS=1 python benchmarks/throughput.py --rounds 5 --only limit complete -- --model mlp \\
-    --image-size 1 --batch-size 1 --epochs 3      # nearly all of a step is Python: its overhead
+    --image-size 1 --batch-size 1      # nearly all of a step is Python: its overhead
 python benchmarks/throughput.py -- --model resnet18 --batch-size 128 --amp
 
 A round runs each contestant once, and begins with another one. A figure is the mean over all epochs
@@ -15,7 +15,7 @@ import sys
 
 from runs import COMPLETE, ROOT, SMALL, row, spread, table, train
 
-FLAGS = "--dataset cifar10 --batch-size 64 --epochs 6 --workers 0".split()
+FLAGS = "--dataset cifar10 --batch-size 64 --epochs 2 --workers 0".split()
 PEERS = ["usual", "accelerate", "lightning"]
 CONTESTANTS = {  # the words for yardsticks.py
     "limit": ["limit", "our"],
