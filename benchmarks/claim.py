@@ -20,10 +20,10 @@ from matplotlib import pyplot
 from runs import COMPLETE, ROOT, SMALL, run
 
 GREY = "#888888"  # legible on white and on black
-DATASET, EPOCHS, BATCH = Path(sys.argv[1]).resolve(), 4, 24
+DATASET, EPOCHS, BATCH = Path(sys.argv[1]).resolve(), 4, 96
 IMAGES = len(list(DATASET.glob("train/*/*")))
 FLAGS = ["--dataset", DATASET, "--batch-size", BATCH, "--lr", 0.01, "--workers", 0, "--resume"]
-MORE = ["--log-every", 10, "--checkpoint-minutes", 0]  # of the complete scripts
+MORE = ["--log-every", 2, "--checkpoint-minutes", 0]  # of the complete scripts
 losses, weights = {}, {}  # {name of a run: its training loss per epoch; its model.pt}
 CAPTION = """\
 Left: training loss of {runs} runs. Right: how far the weights at the end are from those of the
@@ -75,7 +75,7 @@ def train_all():
     steps = IMAGES // BATCH
     at = [divmod(EPOCHS * steps * (i + 0.5) / 10, steps) for i in range(10)]  # (epoch, step)
     places = [
-        f"epoch {epoch + 1:.0f}/{EPOCHS} step {step // 10 * 10 or 10:.0f}/" for epoch, step in at
+        f"epoch {epoch + 1:.0f}/{EPOCHS} step {step // 2 * 2 or 2:.0f}/" for epoch, step in at
     ]
     for place in *places, None:
         train("killed ten times, 1 process", ddp, until=place)
