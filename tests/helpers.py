@@ -30,6 +30,12 @@ def place_of(name):
     return f"{name}.py" if name in COMPLETE else f"train_{name}.py"
 
 
+def some_fast(values, *fast):
+    """Values for a test's parameter; the test is slow with all but these."""
+    marks = {True: [], False: [pytest.mark.slow]}
+    return [pytest.param(value, marks=marks[value in fast]) for value in values]
+
+
 def script(name):
     return str(ROOT / place_of(name))
 

@@ -8,7 +8,19 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
-from helpers import COMPLETE, edited, finish, kill_all, logs, metrics, run, start, train, weights
+from helpers import (
+    COMPLETE,
+    edited,
+    finish,
+    kill_all,
+    logs,
+    metrics,
+    run,
+    some_fast,
+    start,
+    train,
+    weights,
+)
 from test_training import CONFUSION
 from torch.utils._pytree import tree_leaves
 
@@ -60,11 +72,12 @@ def same_run(output, other):
 
 
 SLOW = [
-    pytest.param(name, n, marks=pytest.mark.slow) for name, n in ((DDP, 1), (FSDP2, 1), (FSDP2, 2))
+    pytest.param(name, n, marks=pytest.mark.slow)
+    for name, n in ((DDP, 0), (DDP, 1), (FSDP2, 1), (FSDP2, 2))
 ]
 
 
-@pytest.mark.parametrize("name, processes", [(DDP, 0), (DDP, 2), *SLOW])
+@pytest.mark.parametrize("name, processes", [(DDP, 2), *SLOW])
 def test_killed_at_random(fashion, name, processes):
     """All processes by SIGKILL, twice. What a user has put into `state` goes on too."""
     flags, path = [*fashion, *TRAIN, "--output", "out"], own_state(name)
@@ -97,6 +110,7 @@ sys.addaudithook(count_writes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag, writes", [("--resume", 12), ("--overwrite", 18)])
 def test_killed_at_each_write(fashion, monkeypatch, flag, writes):
     """A finished run gets another epoch, or is replaced, and is killed at its first write, its
@@ -137,7 +151,7 @@ def loss_function(outputs, labels):
 """
 
 
-@pytest.mark.parametrize("name", COMPLETE)
+@pytest.mark.parametrize("name", some_fast(COMPLETE, DDP))
 @pytest.mark.parametrize("fault", ["loss", "weight", "test loss"])
 def test_not_finite(fashion, name, fault):
     """In step 14, which ends with a progress line 16, on one rank: the run ends on all."""
@@ -162,7 +176,7 @@ os.getppid = getppid
 """
 
 
-@pytest.mark.parametrize("name", COMPLETE)
+@pytest.mark.parametrize("name", some_fast(COMPLETE, DDP))
 def test_one_rank_sees_that_torchrun_is_gone(fashion, monkeypatch, name):
     """All end there, in a line, and none waits for the other, or writes."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")

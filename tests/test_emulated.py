@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import train_ddp
-from helpers import COMPLETE, close, edited, run, train
+from helpers import COMPLETE, close, edited, run, some_fast, train
 
 pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
 DDP = COMPLETE[0]
@@ -72,7 +72,9 @@ MANY += ["--lr-schedule", "cosine"]
 FOLDER = ["--workers", 2, "--augment", "--model", "mlp"]
 
 
-@pytest.mark.parametrize("flags", [[], MANY, FOLDER], ids=["none", "many", "folder"])
+@pytest.mark.parametrize(
+    "flags", some_fast([[], MANY, FOLDER], MANY), ids=["none", "many", "folder"]
+)
 def test_nothing_waits_between_progress_lines(monkeypatch, data, fashion, flags):
     """Nor without flags, with many, and with workers that read a folder; for two epochs."""
     if "--workers" in flags:

@@ -6,7 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 import train_ddp
-from helpers import COMPLETE, edited, kill_all, logs, parse, run, start, train, wait_until, weights
+from helpers import (
+    COMPLETE,
+    edited,
+    kill_all,
+    logs,
+    parse,
+    run,
+    some_fast,
+    start,
+    train,
+    wait_until,
+    weights,
+)
 
 DDP, FSDP2 = COMPLETE
 WRONG = "--batch-size 0,--batch-size many,--epochs -1,--lr -0.1,--workers -1,--accumulate 0,"
@@ -86,7 +98,7 @@ def refuse(name, *flags, processes=2, **options):
     return logs(jobs)
 
 
-@pytest.mark.parametrize("name", COMPLETE)
+@pytest.mark.parametrize("name", some_fast(COMPLETE, DDP))
 def test_said_once(fashion, refused, data, name):
     """By one process of a machine, and before data are loaded where it can be."""
     before = content()
@@ -106,7 +118,7 @@ def test_said_once(fashion, refused, data, name):
         assert "Traceback" not in text or "only" in says, text  # found when all had met
 
 
-@pytest.mark.parametrize("name", COMPLETE)
+@pytest.mark.parametrize("name", some_fast(COMPLETE, DDP))
 def test_places(fashion, monkeypatch, name):
     """What torchrun's and srun's processes refuse, also to go on where ranks see no last.pt."""
     Path("elsewhere").mkdir()

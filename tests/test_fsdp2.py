@@ -36,7 +36,7 @@ torch.compile = lambda function, dynamic: plain(function, dynamic=dynamic, backe
 """
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_either_script_continues_the_other(fashion, optimizer):
     """A run of train_ddp.py is resumed sharded over three ranks, and, within an epoch, in
     train_ddp.py again, or sharded over two. last.pt has whole tensors, as everywhere; what a

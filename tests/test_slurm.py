@@ -205,7 +205,7 @@ def check(job, *flags, nodes=1, gres=True):
     for _, folder, env, _ in starts:
         assert folder == os.getcwd() and env["PATH"].startswith(f"{folder}/.venv/bin:")
         assert env["SLURM_STEP_NUM_TASKS"] == str(nodes)
-        assert env["SLURM_CPUS_PER_TASK"] == ("4" if job.name == "single" else "16")
+        assert env["SLURM_CPUS_ON_NODE"] == ("4" if job.name == "single" else "16")  # the step's
         gpus = env.get("CUDA_VISIBLE_DEVICES", "").count(",") + 1
         assert gpus == (1 if job.name == "single" else 4) or not gres
 

@@ -12,7 +12,20 @@ import helpers
 import pytest
 import torch
 from conftest import pictures
-from helpers import COUNTS, SMALL, TORCHRUN, Cold, Warm, done, finish, kill_all, run, same, weights
+from helpers import (
+    COUNTS,
+    SMALL,
+    TORCHRUN,
+    Cold,
+    Warm,
+    done,
+    finish,
+    kill_all,
+    run,
+    same,
+    some_fast,
+    weights,
+)
 from same_text import GROUPS, compare, definitions
 
 DISTRIBUTED = SMALL[2:]
@@ -129,11 +142,9 @@ def torn(state, checkpoint_id):
         os.kill(os.getpid(), 9)
 dcp.save = torn
 """
-FAST = "single", "ddp_torchrun", "fsdp2"
-KILLED = [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in SMALL]
 
 
-@pytest.mark.parametrize("name", KILLED)
+@pytest.mark.parametrize("name", some_fast(SMALL, "single", "ddp_torchrun", "fsdp2"))
 def test_killed_as_it_writes(monkeypatch, name):
     """Each file is whole at every moment, and the resumed run ends bit-identical, with dropout."""
     flags, count = [*FLAGS, "out", "--epochs", 3, "--resume"], COUNTS[name]
@@ -185,7 +196,7 @@ def refused(name, says, *flags, path=None, processes=None):
     assert before is None or content("kept") == before
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", some_fast(SMALL, "single", "ddp_torchrun", "ddp_spawn"))
 def test_daily_mistakes(data, name):
     """Each has a message, and nothing is lost."""
     own = "epoch-*" if name == "fsdp2" else "checkpoint.pt"
@@ -221,7 +232,7 @@ def test_daily_mistakes(data, name):
     assert not content("out")
 
 
-@pytest.mark.parametrize("name", DISTRIBUTED)
+@pytest.mark.parametrize("name", some_fast(DISTRIBUTED, "ddp_torchrun"))
 def test_another_disk(name):
     """Ranks that do not see the same checkpoint end in a line, and the checkpoint stays."""
     flags = [*FLAGS, "out", "--resume", "--epochs"]
@@ -298,7 +309,7 @@ def test_cifar10():
     assert epochs(text)[0][0] > 2.2 and epochs(text)[7][0] < 1.8, text
 
 
-@pytest.mark.parametrize("name", SMALL[:5])
+@pytest.mark.parametrize("name", some_fast(SMALL[:5], "dp", "ddp_torchrun"))
 def test_two_cards(monkeypatch, single, name):
     """On two make-believe GPUs each process uses its own, DataParallel both; a step waits for its
     images alone. A checkpoint of a CPU continues there."""
