@@ -20,15 +20,16 @@ from matplotlib import pyplot
 from runs import COMPLETE, ROOT, SMALL, run
 
 GREY = "#888888"  # legible on white and on black
-DATASET, EPOCHS, BATCH = Path(sys.argv[1]).resolve(), 4, 24
+DATASET, EPOCHS, BATCH = Path(sys.argv[1]).resolve(), 4, 96
 IMAGES = len(list(DATASET.glob("train/*/*")))
 FLAGS = ["--dataset", DATASET, "--batch-size", BATCH, "--lr", 0.01, "--workers", 0, "--resume"]
-MORE = ["--log-every", 10, "--checkpoint-minutes", 0]  # of the complete scripts
+MORE = ["--log-every", 2, "--checkpoint-minutes", 0]  # of the complete scripts
 losses, weights = {}, {}  # {name of a run: its training loss per epoch; its model.pt}
 CAPTION = """\
-Left: training loss of {runs} runs. Right: how far the weights at the end are from those of the
-first run (the open circle), |w - w0| / |w0|; at 1e-9 they are equal, bit by bit.
-{images} images of CIFAR-10, four epochs, all on one CPU ({cpu}), torch {torch}."""
+Left: training loss. Right: how far the weights at the end are from those of the first run (open
+circle), |w - w0| / |w0|; at 1e-9 they are equal, bit by bit. Blue: small scripts. Orange: complete
+ones, which start from another seed. {runs} runs on one CPU ({cpu}), torch {torch};
+{images} images of CIFAR-10, four epochs, batch size {batch}, SGD with learning rate 0.01."""
 
 
 def train(name, script, n=1, epochs=EPOCHS, until=None, more=()):
@@ -75,7 +76,7 @@ def train_all():
     steps = IMAGES // BATCH
     at = [divmod(EPOCHS * steps * (i + 0.5) / 10, steps) for i in range(10)]  # (epoch, step)
     places = [
-        f"epoch {epoch + 1:.0f}/{EPOCHS} step {step // 10 * 10 or 10:.0f}/" for epoch, step in at
+        f"epoch {epoch + 1:.0f}/{EPOCHS} step {step // 2 * 2 or 2:.0f}/" for epoch, step in at
     ]
     for place in *places, None:
         train("killed ten times, 1 process", ddp, until=place)
@@ -103,9 +104,13 @@ def draw():
     right.grid(axis="both", color=GREY, alpha=0.3)
     cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
     caption = CAPTION.format(
-        runs=len(losses), images=f"{IMAGES:,}", cpu=cpu, torch=torch.__version__.split("+")[0]
+        runs=len(losses),
+        images=f"{IMAGES:,}",
+        batch=BATCH,
+        cpu=cpu,
+        torch=torch.__version__.split("+")[0],
     )
-    figure.supxlabel(caption, color=GREY, fontsize=10, x=0.01, ha="left")
+    figure.supxlabel(caption, color=GREY, fontsize=9, x=0.01, ha="left")
     return figure
 
 

@@ -48,11 +48,11 @@ class OurLoader:
 
     def __init__(self):
         dataset, self.epoch = script.load_data(args)[0], 0
-        self.sampler = script.EpochSampler(dataset, args.seed)
-        self.loader = script.make_loader(args, dataset, args.batch_size, self.sampler, device)
+        self.order = script.EpochSampler(dataset, args.seed)  # not "sampler", for Lightning
+        self.loader = script.make_loader(args, dataset, args.batch_size, self.order, device)
 
     def __iter__(self):
-        self.sampler.set_epoch(self.epoch, start=0)
+        self.order.set_epoch(self.epoch, start=0)
         self.epoch += 1
         yield from (script.prepare(args, batch, device) for batch in islice(self.loader, steps))
 
