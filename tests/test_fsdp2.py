@@ -6,8 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from helpers import COMPLETE, close, edited, finish, run, same, start, train, weights
+from helpers import COMPLETE, close, edited, finish, run, start, train, weights
 
 DDP, FSDP2 = COMPLETE
 BLOCKS = "BLOCKS = (models.resnet.BasicBlock, "
@@ -129,36 +128,3 @@ def test_no_float16():
     """On a GPU before Ampere, as which the CPU is passed off, --amp would need a GradScaler."""
     text = run(FSDP2, "--amp", path=edited(FSDP2, more=PRETEND), status=2)
     assert "error: --amp needs a GPU with bfloat16" in text and not Path("runs").exists()
-
-
-META = "Building on the meta device"
-RECIPES = {"first": [], "plain": [], "meta": [META], "file": [META, "A pretrained file"]}
-RECIPES |= {"parts": ["Sharded checkpoints"], "bytes": ["Less communication, more memory"]}
-RECIPES |= {"offload": ["CPU offload"]}
-
-
-@pytest.mark.slow
-def test_recipes(fashion):
-    """Those of docs/large_models.md end with the weights of the script, also resumed; a file's may
-    be in channels_last. Tied weights stay tied. Blocks stay gathered with one of them."""
-    show = "print('is a', type(model.fc2[2].weight).__name__, flush=True)"
-    from test_pages import SHORT, copy, train
-
-    changes = {"BLOCKS = (models.resnet.BasicBlock,": "BLOCKS = (nn.Sequential,"}
-    tied = "self.fc2 = nn.Sequential(nn.Linear(120, 120), nn.Linear(120, 120), nn.Linear(120, 84))"
-    changes["self.fc3 ="] = f"{tied}; self.fc2[0].weight = self.fc2[1].weight; self.fc3 ="
-    changes["loss.backward()"] = f"{show}; loss.backward()"
-    for output, titles in RECIPES.items():
-        if output == "offload":  # there is no CUDA here
-            changes |= {",cuda:nccl": "", "OffloadPolicy()": "OffloadPolicy(pin_memory=False)"}
-        copy(*titles, name="fsdp2", **changes)
-        flags = [*fashion, *SHORT, "--optimizer", "adam", "--lr", 0.001 * (output != "first")]
-        text = "".join(train(output, *flags, "--epochs", n, name="fsdp2") for n in (1, 2))
-        assert ("is a Parameter" in text) == (output == "bytes")
-        if output == "first":
-            pretrained = weights("first")
-            filters = pretrained["conv2.weight"].to(memory_format=torch.channels_last)
-            torch.save(pretrained | {"conv2.weight": filters}, "pretrained.pt")
-        else:
-            assert same(weights(output), weights("plain")), output
-    assert [path.name for path in Path("parts").glob("parts-*")] == ["parts-2-0"]
