@@ -53,7 +53,7 @@ NOT_RUN = [  # test_own_script, test_slurm.py and others do, it takes hours, or 
     r"python3 -m venv .* -m pytest$|.* my_(training|script)\.py|cd my_images",
     r"(sbatch|srun|scontrol|squeue|scancel|export) ",
     r".*(python\S*|bash) (benchmarks/|-m pytest .* tests/|-m torch)",
-    r"(mpirun|docker|apptainer|nvidia-smi|source|pip|uv|for \w+ in|torchfrtrace) |  |done|#",
+    r"(git|mpirun|docker|apptainer|nvidia-smi|source|pip|uv|for \w+ in|torchfrtrace) |  |done|#",
 ]
 SCRIPT = r"((?:complete/)?(?:train_\w+|pack_images)\.py)"
 TRAINS = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:torchrun (.* )?|python3? |.*/python ){SCRIPT}(.*)")
