@@ -108,7 +108,8 @@ def build_model(args, inputs, classes):
     if args.model == "mlp":
         hidden = nn.Linear(channels * side * side, 512)
         return nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Linear(512, classes))
-    return models.get_model(args.model, num_classes=classes)
+    model = models.get_model(args.model, num_classes=classes)
+    return model.to(memory_format=torch.channels_last)  # which tensor cores prefer
 
 
 # The classes of the layers that repeat. A GPU gathers the weights of one such layer at a time.
@@ -558,6 +559,7 @@ def shard_model(args, model, device, world_size, rank):
     if args.compile:
         for module in blocks if blocks else [model]:  # without FSDP2's hooks, which break a graph
             module.forward = torch.compile(module.forward, dynamic=False)
+    model.to(memory_format=torch.contiguous_format)  # fully_shard supports no other
     for block in reversed(blocks):  # inner ones before outer ones
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)  # everything else

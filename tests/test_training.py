@@ -14,7 +14,7 @@ import pytest
 import torch
 import train_ddp
 from conftest import pictures
-from helpers import COMPLETE, close, edited, metrics, parse, run, same, train, weights
+from helpers import COMPLETE, close, edited, metrics, parse, run, same, some_fast, train, weights
 from torch import nn
 from torch.utils.data import DistributedSampler
 from torchvision import datasets, models
@@ -170,7 +170,11 @@ def build_model(args, inputs, classes):
 """
 
 
-@pytest.mark.parametrize("more", [CONFUSION, CONFUSION + SEGMENTS], ids=["images", "segments"])
+@pytest.mark.parametrize(
+    "more",
+    some_fast([CONFUSION, CONFUSION + SEGMENTS], CONFUSION + SEGMENTS),
+    ids=["images", "segments"],
+)
 def test_metrics_of_ones_own(fashion, more):
     """Macro F1 and IoU by replacing two functions, also in a run that began without them, and with
     a label for each pixel: those of the whole test set, on one process and on two."""
