@@ -51,11 +51,14 @@ def epochs(text):
     return {int(epoch): (float(loss), float(accuracy)) for epoch, loss, accuracy in found}
 
 
-def agree(text, other, least=1.5e-4):
-    """The epochs in `text` have the losses in `other`, and the same images are right."""
+def agree(text, other, least=1.5e-4, images=1):
+    """The epochs in `text` have the losses in `other`, and up to `images` the same are right."""
     for epoch, (loss, accuracy) in epochs(text).items():
         assert loss == pytest.approx(epochs(other)[epoch][0], abs=least), (text, other)
-        assert accuracy == pytest.approx(epochs(other)[epoch][1], abs=0.005), (text, other)
+        assert accuracy == pytest.approx(epochs(other)[epoch][1], abs=images / 203 + 1e-4), (
+            text,
+            other,
+        )
 
 
 @pytest.fixture(scope="session")
@@ -94,12 +97,12 @@ def test_one_run_on_any_number(amp):
     single = run("single", *flags, "single", path=small("single"))
     plain = run("single", *FLAGS, "plain", "--epochs", 2, path=small("single"))
     assert (weights("plain")["conv1.weight"] - weights("single")["conv1.weight"]).any() == amp
-    agree(single, plain, 2e-2)
+    agree(single, plain, 2e-2, images=10)
     for name, count in MANY:
         if amp and (name == "ddp_multigpu_proc" or count > 3):
             continue
         text = run(name, *flags, f"{name}-{count}", path=small(name), processes=count)
-        agree(text, single, 3e-3 if amp else 1.5e-4)
+        agree(text, single, *((3e-3, 5) if amp else ()))
 
 
 @pytest.mark.slow
