@@ -369,7 +369,8 @@ def test_complete_is_preempted(kind, clone, monkeypatch):
     failed.ended(restarts=1)
     os.system(f"scontrol update node={node} state=resume")  # it may have come back by itself
     output = f"runs/complete-{jobs['cancel'].number}"
-    again = Job("complete", "--output", output, options=["--export=ALL,STAND=0"]).ended()
+    monkeypatch.setenv("STAND", "0")
+    again = Job("complete", "--output", output).ended()
     for job in jobs["requeue"], jobs["waits"], failed:
         first, second = job.starts()
         assert first[0] == second[0]
@@ -389,7 +390,9 @@ def test_commands_of_the_page(kind, clone):
     lines = [line for line in lines if "sbatch" in line] + inline
     assert '`--seed "$SLURM_ARRAY_TASK_ID"` before `"$@"`' in PAGE
     edit("complete", '"$@"', '--seed "$SLURM_ARRAY_TASK_ID" "$@"')
-    running = Job("complete", options=["--export=ALL,STAND=1"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STAND", "1")
+        running = Job("complete")
     running.starts(1)
     INSTEAD["12345"] = running.number
     jobs = []
