@@ -14,6 +14,7 @@ import math
 import os
 import socket
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -230,17 +231,16 @@ def synthetic(count, side, seed):
 
 def prepare(args, batch, device, train=False):
     """Copy a batch to the device. Images are cropped to --image-size, at random in training."""
-    images, labels = (tensor.to(device, non_blocking=tensor.is_pinned()) for tensor in batch)
+    images, labels = [tensor.to(device, non_blocking=tensor.is_pinned()) for tensor in batch]
     if images.dtype != torch.uint8:
         return images, labels
     mean, std = normalization(args.model if args.pretrained else None, device)
     images = (images - mean) / std
-    height, width = (min(args.image_size, side) for side in images.shape[2:])
+    size = [min(args.image_size, side) for side in images.shape[2:]]
     if train and args.augment:
-        images = random_crops(images, height, width)
-    else:
-        top, left = (images.shape[2] - height) // 2, (images.shape[3] - width) // 2
-        images = images[:, :, top : top + height, left : left + width]
+        images = random_crops(images, size)
+    elif list(images.shape[2:]) != size:
+        images = v2.functional.center_crop(images, size)
     # The weights of a sharded model cannot be channels_last, which tensor cores prefer.
     return images.contiguous(memory_format=torch.channels_last), labels
 
@@ -255,8 +255,8 @@ def normalization(pretrained, device):
     return [torch.tensor(values, device=device).view(-1, 1, 1) for values in (mean, std)]
 
 
-def random_crops(images, height, width):
-    """A random part of each image (N, C, H, W), scaled to (height, width). Half are flipped."""
+def random_crops(images, size):
+    """A random part of each image (N, C, H, W), scaled to `size`, (height, width). Half flipped."""
     count, channels = images.shape[:2]
     zoom = torch.empty(count, device=images.device).uniform_(0.6, 1)  # part of the image's side
     flip = torch.randint(2, (count,), device=images.device) * 2 - 1
@@ -264,7 +264,7 @@ def random_crops(images, height, width):
     transforms = torch.zeros(count, 2, 3, device=images.device)  # see F.affine_grid
     transforms[:, 0, 0], transforms[:, 1, 1] = zoom * flip, zoom
     transforms[:, :, 2] = shift * (1 - zoom)[:, None]
-    grid = F.affine_grid(transforms, (count, channels, height, width), align_corners=False)
+    grid = F.affine_grid(transforms, (count, channels, *size), align_corners=False)
     return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
@@ -292,8 +292,8 @@ class TensorLoader:
 
     def __iter__(self):
         indices = torch.tensor(list(self.sampler), device=self.tensors[0].device)
-        for i in range(0, len(indices), self.batch_size):
-            yield [t.index_select(0, indices[i : i + self.batch_size]) for t in self.tensors]
+        for batch in indices.split(self.batch_size):
+            yield [tensor.index_select(0, batch) for tensor in self.tensors]
 
 
 def make_loader(args, dataset, batch_size, sampler, device):
@@ -613,7 +613,7 @@ def main(args):
     shard_model(args, model, device, world_size, rank)
     criterion = torch.compile(loss_function, dynamic=False) if args.compile else loss_function
     optimizer, scheduler = build_optimizer(args, model, args.epochs * steps_per_epoch)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
+    autocast = torch.autocast(device.type, torch.bfloat16) if args.amp else nullcontext()
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     progress = load_checkpoint(args, state)
     starts = [None] * world_size
@@ -624,9 +624,8 @@ def main(args):
         evaluate(args, model, [sample], 1, sample, device)
     next_save = save_checkpoint(args, progress, state)  # finds a full disk now
     if rank == 0:
-        print(
-            f"{args.output}: {progress.epoch} epochs and {progress.step} steps are done", flush=True
-        )
+        done = f"{progress.epoch} epochs and {progress.step} steps"
+        print(f"{args.output}: {done} are done", flush=True)
 
     for epoch in range(progress.epoch, args.epochs):
         sampler.set_epoch(epoch, start=progress.step * rank_batch)
@@ -643,7 +642,9 @@ def main(args):
                 inputs, labels = prepare(args, next(batches), device, train=True)
                 model.set_requires_all_reduce(micro_step == args.accumulate - 1)  # between copies
                 with autocast:
-                    loss = criterion(model(inputs), labels) / args.accumulate
+                    loss = criterion(model(inputs), labels)
+                if args.accumulate > 1:
+                    loss = loss / args.accumulate
                 loss.backward()
                 loss_sum += loss.detach()
             log = step % args.log_every == 0 or step == steps_per_epoch

@@ -234,10 +234,3 @@ def close(output, other, digits=1e-4, keys=("train_loss", "test_loss", "test_acc
     """The first run's rows in metrics.csv are those of the other, up to rounding, or to `least`."""
     a, b = ([row[key] for row in metrics(folder) for key in keys] for folder in (output, other))
     assert a and a == pytest.approx(b[: len(a)], rel=digits, abs=least), (output, other)
-
-
-def same_run(output, other):
-    """Two runs ended with the same weights and losses, and left the same files."""
-    close(output, other, 1e-6, ["epoch", "train_loss", "test_loss", "test_accuracy"])
-    assert same(weights(output), weights(other)) and len(metrics(output)) == len(metrics(other))
-    assert sorted(os.listdir(output)) == ["last.pt", "metrics.csv", "model.pt"]

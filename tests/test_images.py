@@ -367,7 +367,7 @@ def test_random_crops():
     ramps = column.expand(500, 2, 64, 64).clone()
     ramps[:, 1] = column[:, None]
     torch.manual_seed(0)
-    crops = ddp.random_crops(ramps, 48, 48)
+    crops = ddp.random_crops(ramps, (48, 48))
     assert crops.shape == (500, 2, 48, 48) and crops.abs().max() <= 1
     right = crops[:, 0, 24, -2] - crops[:, 0, 24, 1]
     down = crops[:, 1, -2, 24] - crops[:, 1, 1, 24]

@@ -203,23 +203,19 @@ def refused(name, says, *flags, path=None, processes=None):
 @pytest.mark.parametrize("name", some_fast(SMALL, "single", "ddp_torchrun", "ddp_spawn"))
 def test_daily_mistakes(data, name):
     """Each has a message, and nothing is lost."""
-    own = "epoch-*" if name == "fsdp2" else "checkpoint.pt"
-    others = {"checkpoint.pt", "last.pt", "epoch-*"} - {own}
-    for kind in [own, *others]:
-        path = Path("kept", kind.replace("*", "3"), *[".metadata"] * (kind == "epoch-*"))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("precious")
-        if kind == own:
-            refused(name, "kept has a run: use --resume, or another", *FLAGS, "kept")
-        else:
-            says = "kept has the run of another script: use another --output"
-            refused(name, says, *FLAGS, "kept", "--resume")
+    own = "epoch-3/.metadata" if name == "fsdp2" else "checkpoint.pt"
+    for path in own, "last.pt", "model.pt":  # with --resume, only its own run is continued
+        Path("kept", path).parent.mkdir(parents=True)
+        Path("kept", path).write_text("precious")
+        flags = [*FLAGS, "kept", *["--resume"] * (path != own)]
+        refused(name, "kept has a run: --resume it, or use another --output", *flags)
         shutil.rmtree("kept")
     shutil.copytree(data / "pictures", "pictures")
     Path("pictures/test/c").rename("pictures/test/d")  # other classes than those of train/
-    refused(
-        name, "--dataset: train/ and test/ need the same", *FLAGS, "out", "--dataset", "pictures"
-    )
+    flags = [*FLAGS, "out", "--dataset", "pictures"]
+    jobs = helpers.start(name, *flags, processes=COUNTS[name])
+    helpers.wait_for("error: --dataset: train/ and test/ need the same", *jobs)
+    kill_all(jobs)
     if name in DISTRIBUTED:
         says = "--batch-size must be a multiple of the 2 processes"
         refused(name, says, *FLAGS, "out", "--batch-size", 63)
