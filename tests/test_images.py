@@ -1,6 +1,4 @@
-"""Images: decoded from every format, packed, cropped; fine-tuning on a folder of one's own.
-
-The recipes below are those of docs/your_model_and_data.md."""
+"""Images: decoded from every format, packed, cropped; fine-tuning on a folder of one's own."""
 
 import csv
 import importlib.util
@@ -16,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.nn import functional as F
-from torchvision import models
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -178,6 +174,7 @@ def test_packed_pixels_are_those_of_the_folder(formats):
                 assert image.shape == (3, 73, 73) and torch.equal(image, pixels)
                 assert label == same_label and type(same_label) is int
     assert not sorted(Path("packed").glob("*.tmp"))
+    assert json.loads(Path("packed", "classes.json").read_text()) == ["all"]
 
 
 # ---- Packing -------------------------------------------------------------------------------------
@@ -336,114 +333,7 @@ def test_killed_while_training_on_packed_images():
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
-# ---- Crops ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "model, size, shape, seen",
-    [
-        ("net", 32, (3, 32, 32), (32, 32)),
-        ("net", 24, (3, 32, 32), (24, 24)),
-        ("net", 64, (3, 32, 32), (32, 32)),  # CIFAR-10 is not enlarged
-        ("net", 32, (1, 28, 28), (28, 28)),  # nor is Fashion-MNIST
-        ("resnet18", 224, (3, 256, 256), (224, 224)),
-        ("resnet18", 64, (3, 73, 73), (64, 64)),
-        ("net", 64, (3, 48, 80), (48, 64)),
-    ],
-)
-def test_what_the_test_sees_is_the_middle_at_the_size_of_training(model, size, shape, seen):
-    args = parse("--model", model, "--image-size", size, "--augment")
-    images = torch.arange(2 * shape[0] * shape[1] * shape[2]).view(2, *shape).to(torch.uint8)
-    batch = images, torch.tensor([0, 1])
-    trained = ddp.prepare(args, batch, torch.device("cpu"), train=True)[0]
-    tested = ddp.prepare(args, batch, torch.device("cpu"))[0]
-    assert trained.shape == tested.shape == (2, shape[0], *seen)
-    top, left = (shape[1] - seen[0]) // 2, (shape[2] - seen[1]) // 2
-    middle = images[:, :, top : top + seen[0], left : left + seen[1]]
-    assert torch.allclose(tested, (middle.float() - 115) / 58)
-
-
-def test_random_crops():
-    """Their zoom, place and flip differ from image to image, and nothing outside is seen."""
-    column = torch.linspace(-1, 1, 64)
-    ramps = column.expand(500, 2, 64, 64).clone()
-    ramps[:, 1] = column[:, None]
-    torch.manual_seed(0)
-    crops = ddp.random_crops(ramps, (48, 48))
-    assert crops.shape == (500, 2, 48, 48) and crops.abs().max() <= 1
-    right = crops[:, 0, 24, -2] - crops[:, 0, 24, 1]
-    down = crops[:, 1, -2, 24] - crops[:, 1, 1, 24]
-    assert 0.4 < (right < 0).float().mean() < 0.6 and (down > 0).all()  # never upside down
-    zoom = right.abs() / (45 * 64 / 48 * 2 / 63)  # 45 pixels, each 64 / 48 of the image's
-    assert torch.allclose(right.abs(), down, atol=1e-4)  # not distorted
-    assert 0.55 < zoom.min() < 0.65 and 0.95 < zoom.max() < 1.001
-    centers = crops.mean((2, 3))
-    assert centers.abs().max() > 0.3 and centers.mean(0).abs().max() < 0.05
-    assert not torch.equal(centers[:, 0], centers[:, 1])
-
-
-def write_fashion_mnist(count=8):
-    raw = Path("data", "FashionMNIST", "raw")
-    raw.mkdir(parents=True)
-    images = np.random.default_rng(0).integers(256, size=(count, 28, 28)).astype(np.uint8)
-    for name in ("train", "t10k"):
-        for kind, array in ("images", images), ("labels", np.arange(count, dtype=np.uint8)):
-            head = np.array([0x800 + array.ndim, *array.shape], ">i4").tobytes()
-            (raw / f"{name}-{kind}-idx{array.ndim}-ubyte").write_bytes(head + array.tobytes())
-
-
-def test_grey_images_for_a_model_of_torchvision():
-    write_fashion_mnist()
-    flags = ["--dataset", "fashion-mnist", "--batch-size", 4, "--epochs", 1, "--augment"]
-    weights = train(*flags, "--model", "shufflenet_v2_x0_5")
-    assert weights["conv1.0.weight"].shape[1] == 3
-    assert train(*flags, "--output", "net")["conv1.weight"].shape[1] == 1
-
-
 # ---- Fine-tuning ---------------------------------------------------------------------------------
-@pytest.fixture
-def pretrained(monkeypatch):
-    """A file of random weights, where torch.hub would put the download. Returns the weights."""
-    monkeypatch.setenv("TORCH_HOME", str(Path("hub_home").resolve()))
-    name = models.get_model_weights("shufflenet_v2_x0_5").DEFAULT.url.split("/")[-1]
-    torch.manual_seed(1)
-    weights = models.get_model("shufflenet_v2_x0_5").state_dict()
-    folder = Path("hub_home", "hub", "checkpoints")
-    folder.mkdir(parents=True)
-    torch.save(weights, folder / name)
-    return weights
-
-
-FINE_TUNE = ["--model", "shufflenet_v2_x0_5", "--pretrained", "--image-size", 32, "--batch-size", 8]
-FINE_TUNE += ["--epochs", 1, "--dataset"]
-
-
-def test_pretrained(pretrained):
-    """The run starts from the weights, all but the head, which has as many outputs as classes."""
-    flags = [*FINE_TUNE, write_folder("pictures")]
-    model = train(*flags, "--lr", 0)
-    names = [name for name, _ in models.get_model("shufflenet_v2_x0_5").named_parameters()]
-    body = [name for name in names if not name.startswith("fc.")]
-    assert all(torch.equal(model[name], pretrained[name]) for name in body)
-    assert model["fc.weight"].shape == (2, 1024)
-    model = train(*flags, "--lr", 0.1, "--output", "trained")
-    assert not any(torch.equal(model[name], pretrained[name]) for name in body[:3])
-
-
-HEAD_ONLY = """    model = models.get_model(args.model, num_classes=classes)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = name.startswith("fc.")  # all but the head stays as it is
-"""
-
-
-def test_only_the_head(pretrained):
-    line = "    model = models.get_model(args.model, num_classes=classes)\n"
-    script = load("train_ddp", line, HEAD_ONLY)
-    flags = [*FINE_TUNE, write_folder("pictures"), "--weight-decay", 0.1, "--lr", 0.1]
-    model = train(*flags, script=script)
-    start = train(*flags, "--lr", 0, "--output", "start", script=script)
-    for name, _ in models.get_model("shufflenet_v2_x0_5").named_parameters():
-        assert torch.equal(model[name], start[name]) != name.startswith("fc."), name
-
-
 def test_normalization_of_the_weights():
     images = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
     batch = images, torch.tensor([0, 1])
@@ -455,125 +345,6 @@ def test_normalization_of_the_weights():
         assert torch.allclose(prepared[0], (images / 255 - mean) / std, atol=1e-5)
         prepared = ddp.prepare(parse("--model", model), batch, torch.device("cpu"))
         assert torch.allclose(prepared[0], (images.float() - 115) / 58)
-
-
-CLASS_WEIGHTS = '''@functools.cache  # copied to the device once
-def class_weights(device):
-    return torch.tensor([1.0, 9.0], device=device)
-
-
-def loss_function(outputs, labels):
-    """The mean over the labels: main averages it over micro-batches (and over GPUs)."""
-    losses = F.cross_entropy(outputs, labels, class_weights(outputs.device), reduction="sum")
-    return losses / len(labels)
-'''
-LOSS = '''def loss_function(outputs, labels):
-    """The mean over the labels: main averages it over micro-batches (and over GPUs)."""
-    return F.cross_entropy(outputs, labels)
-'''
-
-
-def test_class_weights():
-    """The mean over micro-batches is that over the batch, which F.cross_entropy's mean is not."""
-    script = load("train_ddp", LOSS, CLASS_WEIGHTS)
-    outputs, labels = torch.randn(8, 2), torch.tensor([0, 0, 0, 0, 0, 1, 1, 1])
-    one = F.cross_entropy(outputs, labels, reduction="none") * torch.where(labels == 1, 9.0, 1.0)
-    assert torch.allclose(script.loss_function(outputs, labels), one.mean())
-    flags = ["--dataset", write_folder("pictures"), "--batch-size", 4, "--epochs", 1]
-    first = train(*flags, "--output", "one", script=script)
-    second = train(*flags, "--output", "two", "--accumulate", 2, script=script)
-    assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
-
-
-BALANCED = [
-    "len(dataset), seed, rank, world_size\n",
-    """len(dataset), seed, rank, world_size
-        labels = torch.as_tensor(dataset.targets)
-        self.weights = 1 / labels.bincount()[labels]  # of a sample: all classes are drawn alike
-""",
-    "torch.randperm(self.length, generator=generator)[",
-    "self.weights.multinomial(self.length, True, generator=generator)[",
-]
-
-
-def test_balanced_sampler():
-    script, folder = load("train_ddp", *BALANCED), write_folder("pictures", count=200, side=12)
-    for path in sorted((folder / "train" / "b").iterdir())[10:]:
-        path.unlink()
-    pack(folder, "packed", "--side", 12)
-    for name in (folder, "packed"):
-        train_set = script.load_data(parse("--dataset", name, script=script))[0]
-        samplers = [script.EpochSampler(train_set, 1, rank, 2) for rank in range(2)]
-        order = []
-        for start in (0, 20):
-            for sampler in samplers:
-                sampler.set_epoch(3, start)
-            order.append([list(sampler) for sampler in samplers])
-        assert [indices[20:] for indices in order[0]] == order[1]
-        drawn = [int(train_set.targets[i]) for i in order[0][0] + order[0][1]]
-        assert len(drawn) == 110 and 30 < sum(drawn) < 80  # of which 10 in 110 are of class b
-
-
-CONFUSION = '''def count(outputs, labels):
-    """Row i, column j of the confusion matrix: how many samples of class i were taken for j."""
-    classes = outputs.shape[1]
-    pairs = labels * classes + outputs.argmax(1)
-    confusion = pairs.bincount(minlength=classes**2).view(classes, classes)
-    return {"labels": labels.numel(), "confusion": confusion}
-
-
-def metrics(sums):
-    """Columns of metrics.csv, from the sums of `count` over the test set (float64 tensors)."""
-    confusion = sums["confusion"]
-    if dist.get_rank() == 0:
-        print(confusion.int(), flush=True)
-    hits = confusion.diag()
-    f1 = 2 * hits / (confusion.sum(0) + confusion.sum(1)).clamp(min=1)
-    return {"test_accuracy": hits.sum() / sums["labels"], "macro_f1": f1.mean()}
-'''
-
-
-def confusion_changes():
-    text = (ROOT / "complete" / "train_ddp.py").read_text()
-    old = text[text.index("def count(") : text.index("\n\ndef build_optimizer(")]
-    return old, CONFUSION
-
-
-def test_confusion_matrix_and_f1(capsys):
-    script = load("train_ddp", *confusion_changes())
-    outputs = F.one_hot(torch.tensor([0, 0, 1, 2, 2, 1]), 3).float()
-    labels = torch.tensor([0, 0, 0, 2, 1, 1])
-    counts = script.count(outputs, labels)
-    assert counts["confusion"].tolist() == [[2, 1, 0], [0, 1, 1], [0, 0, 1]]
-    folder = write_folder("pictures")
-    train("--dataset", folder, *STEPS, "--lr", 0.05, script=script)
-    row = rows("runs/changed")[-1]
-    assert list(row)[3:5] == ["test_accuracy", "macro_f1"]
-    found = re.findall(
-        r"tensor\(\[\[ *(\d+), *(\d+)\],\s*\[ *(\d+), *(\d+)\]\]", capsys.readouterr().out
-    )
-    (a, ab), (ba, b) = np.reshape(np.array(found[-1], float), (2, 2))
-    assert len(found) == 2 and a + ab == ba + b == 4
-    assert float(row["test_accuracy"]) == pytest.approx((a + b) / 8)
-    f1 = (2 * a / (2 * a + ab + ba) + 2 * b / (2 * b + ab + ba)) / 2
-    assert float(row["macro_f1"]) == pytest.approx(f1)
-
-
-def test_best_weights():
-    """best.pt has the weights of the epoch with the lowest test loss: the last one, or the first
-    where the classes of the test images are exchanged, so that it only rises."""
-    folder = write_folder("pictures")
-    flags = ["--dataset", folder, "--image-size", 64, "--batch-size", 4, "--lr", 0.01]
-    last = train(*flags, "--epochs", 3, "--output", "falls")
-    test = folder / "test"
-    for old, new in ("a", "c"), ("b", "a"), ("c", "b"):
-        (test / old).rename(test / new)
-    train(*flags, "--epochs", 3, "--output", "rises")
-    first = train(*flags, "--epochs", 1, "--output", "first")
-    for output, expected in ("falls", last), ("rises", first):
-        found = torch.load(Path(output, "best.pt"), weights_only=True)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert not all(torch.equal(first[name], last[name]) for name in first)
 
 
 # ---- A loader of one's own -----------------------------------------------------------------------
@@ -603,60 +374,3 @@ def test_transforms_of_the_loader():
     assert torch.equal(prepared, batch[0]) and batch[0].dtype == torch.float32
     train("--dataset", folder, *STEPS, "--workers", 1, script=script)
     assert len(rows("runs/changed")) == 2
-
-
-COLLATE = """
-def collate(samples):
-    \"\"\"A batch of samples of different lengths: filled up with zeros.\"\"\"
-    rows, labels = zip(*samples)
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor(labels)
-
-
-class Rows(Dataset):
-    targets = [1, 0] * 8
-
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, i):
-        return torch.full((i + 1,), self.targets[i] - 0.5), self.targets[i]
-
-
-class Sum(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(1, 2)
-
-    def forward(self, rows):
-        return self.head(rows.sum(1, keepdim=True))
-
-
-def load_data(args):
-    return Rows(), Rows(), 2
-
-
-def build_model(args, inputs, classes):
-    return Sum()
-
-
-# ---- Loaders and evaluation"""
-
-
-def test_collate_fn():
-    """Samples that torch cannot stack: one more line in make_loader, and another name in main."""
-    line = '    options["pin_memory"]'
-    changes = (
-        "\n# ---- Loaders and evaluation",
-        COLLATE,
-        line,
-        f'    options["collate_fn"] = collate\n{line}',
-    )
-    changes += "default_collate([test_set[0]])", "collate([test_set[0]])"
-    train("--batch-size", 4, "--epochs", 4, "--lr", 0.02, script=load("train_ddp", *changes))
-    assert float(rows("runs/changed")[-1]["test_accuracy"]) == 1
-
-
-def test_labels_file_lists_the_classes(formats):
-    pack(formats, "packed", "--side", 20)
-    assert json.loads(Path("packed", "classes.json").read_text()) == ["all"]
-    assert np.load("packed/train.npy").dtype.kind == "i"
