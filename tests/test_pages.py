@@ -50,7 +50,7 @@ INSTEAD = {  # what is run instead of a part of a command
     r"--side 256": "--side 40",
 }
 NOT_RUN = [  # test_own_script, test_slurm.py and others do, it takes hours, or trains nothing
-    r"python3 -m venv .* -m pytest$|.* my_(training|script)\.py|cd my_images",
+    r"python3 -m venv .* -m pytest$|.* my_(training|script)\.py|ls -d my_images",
     r"(sbatch|srun|scontrol|squeue|scancel|export) ",
     r".*(python\S*|bash) (benchmarks/|-m pytest .* tests/|-m torch)",
     r"(git|mpirun|docker|apptainer|nvidia-smi|source|pip|uv|for \w+ in|torchfrtrace) |  |done|#",
@@ -111,10 +111,10 @@ def test_split(data):
         for i in range(20):
             Path("my_images", "train", name).mkdir(parents=True, exist_ok=True)
             Path("my_images", "train", name, f"photo {i:02}.jpg").touch()
-    [command] = re.findall(r"^cd my_images.*", README, re.M)
+    [command] = re.findall(r"^ls -d my_images.*", README, re.M)
     subprocess.run(["bash", "-c", command], check=True)
     moved = sorted(str(path) for path in Path("my_images", "test").glob("*/*"))
-    assert moved == [f"my_images/test/{n}/photo {i}.jpg" for n in "ab" for i in ("09", 19)]
+    assert moved == [f"my_images/test/{n}/photo {i}.jpg" for n in "ab" for i in ("00", 10)]
     assert len(list(Path("my_images", "train").glob("*/*"))) == 36
 
 
@@ -409,20 +409,22 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
     "Mixed precision with a GradScaler": (
         "loss_function = lambda outputs, labels: outputs.float().mean() / 10\n"
         "large = [0.01, 6e4 if rank == 1 else 0.01, 0.01]\n"
-        "train_loader = [(torch.full((2, 2), number), 0) for number in large]",
+        "train_loader = [(torch.full((2, 2), number), torch.zeros(2)) for number in large]",
         "assert scaler.get_scale() == 2**15 and model.weight.isfinite().all()\nalike(model.weight)",
     ),
-    "IoU, F1 and other ratios": (
-        "model = lambda x: x\nboth = [(torch.randn(9, 9), torch.rand(9, 9)) for _ in range(5)]\n"
-        "dist.broadcast_object_list(both)\ntest_loader = both[:4] if rank == 0 else both[4:]",
-        "x, y = (torch.cat(part) > cut for part, cut in zip(zip(*both), (0, 0.5)))\n"
-        "assert math.isclose(iou, (x & y).sum() / (x | y).sum(), rel_tol=1e-6)\n"
-        "assert math.isclose(f1, 2 * (x & y).sum() / (x.sum() + y.sum()), rel_tol=1e-6)",
+    "Validation, with IoU and F1": (
+        "model = nn.Identity()\n"
+        "model.register_buffer('shift', torch.tensor(0.0 + rank))\n"
+        "model.forward = lambda x: x + model.shift\n"
+        "both = [(torch.randn(9, 9), torch.rand(9, 9)) for _ in range(5)]\n"
+        "dist.broadcast_object_list(both)\nval_set = range(45)\n"
+        "val_loader = both[:4] if rank == 0 else both[4:]",
+        "",
     ),
     "Early stopping and the best model": (
-        "best, bad_epochs = -math.inf, 0\nfor epoch in range(9):\n    iou = rank * epoch\n"
+        "best, bad_epochs = -math.inf, 0\nfor epoch in range(9):\n    iou = 0.5\n"
         "    ddp(torch.ones(1, 2)).sum().backward()\n    optimizer.step()",
-        "alike(epoch, model.weight)\nassert epoch == 5 and len(communicated) == 7\n"
+        "alike(epoch, model.weight)\nassert epoch == 5 and len(communicated) == 6\n"
         "assert torch.equal(model.weight, first)",
     ),
     "Gradient accumulation": (
@@ -452,24 +454,66 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
     ),
     "Before the loop": (
         "dataset = TensorDataset(torch.arange(100))",
-        "alike(train_set.indices)\nassert workers >= 0 and batch_size == 128\n"
+        "alike(train_set.indices)\nassert workers >= 0 and batch_size == 256\n"
         "for draw in torch.rand(1), numpy.random.rand(), random.random():\n"
         "    assert len(set(map(str, of_all(draw)))) == 2",
     ),
 }
 
 
+BINARY = """
+x, y = (torch.cat(part) for part in zip(*both))
+assert math.isclose(val_loss, (x - y).mean(), abs_tol=1e-6)
+x, y = x > 0, y > 0.5
+assert math.isclose(iou, (x & y).sum() / (x | y).sum(), rel_tol=1e-6)
+assert math.isclose(f1, 2 * (x & y).sum() / (x.sum() + y.sum()), rel_tol=1e-6)
+classes, shape = 4, (3, 5, 5)
+both = [(torch.randn(3, classes, 5, 5), torch.randint(3, shape)) for _ in range(5)]
+dist.broadcast_object_list(both)
+val_loader = both[:4] if rank == 0 else both[4:]
+"""
+CLASSWISE = """
+x, y = (torch.cat(part) for part in zip(*both))
+x = x.argmax(1)
+ratios = [((x == i) & (y == i)).sum() / ((x == i) | (y == i)).sum() for i in range(classes)]
+assert math.isclose(iou, sum(ratios) / classes, rel_tol=1e-6)
+"""
+START = """
+import torch
+from torch.utils.data import TensorDataset
+train_set, val_set = (TensorDataset(torch.arange(n)) for n in (21, 5))
+model, batch_size = torch.nn.Linear(1, 1), 4
+"""
+STARTED = """
+images = torch.tensor([len(train_loader), sum(len(x) for [x] in val_loader)])
+dist.all_reduce(images)
+ddp(torch.full((1, 1), rank + 1.0)).sum().backward()
+assert images.tolist() == [10, 5] and model.weight.grad == 1.5
+print("all of it")
+dist.destroy_process_group()
+"""
+
+
 def test_own_loop():
-    """Each section's code, in two processes whose data and scores differ."""
+    """Each section's code, in two processes whose data and scores differ; and README.md's start."""
+    [start] = [code[2] for code in CODE.findall(README) if "local_rank = " in code[2][:300]]
+    for old, new in {'"cuda", local_rank': '"cpu"', '"nccl", device_id=device': '"gloo"'}.items():
+        assert old in start
+        start = start.replace(old, new)
+    Path("start.py").write_text(
+        START + start.replace("torch.cuda.set_device(device)", "") + STARTED
+    )
+    assert done(by_hand("start.py", processes=2)).count("all of it") == 2
     text = [LOOP]
     for i, (title, (before, after)) in enumerate(OWN.items()):
         [section] = [part for part in SECTIONS if part.startswith(f"{title}\n")]
         codes = [code for language, _, code in CODE.findall(section) if language == "python"]
-        if "Early" in title:  # the first is within a loop; the last is tried with bad gradients
+        if "Early" in title:  # the first is within a loop
             first = "first = model.weight.detach().clone() if epoch == 0 else first\n"
             first += codes[0] + "optimizer.zero_grad()\n"
-            bad = "(ddp(torch.ones(1, 2)).sum() * (math.inf if rank else 1)).backward()\n"
-            codes = [textwrap.indent(first, "    "), codes[1], bad, codes[2]]
+            codes = [textwrap.indent(first, "    "), codes[1]]
+        if "Validation" in title:
+            codes = [codes[0], BINARY, codes[1], CLASSWISE]
         lines = ["model = nn.Linear(2, 1)", "ddp, optimizer = new(model)", before, *codes, after]
         text += [f"def section_{i}():", textwrap.indent("\n".join(lines), "    "), f"section_{i}()"]
     Path("loop.py").write_text("\n".join(text) + "\nprint('all of it')\n")
