@@ -51,7 +51,7 @@ INSTEAD = {  # what is run instead of a part of a command
 }
 NOT_RUN = [  # test_own_script, test_slurm.py and others do, it takes hours, or trains nothing
     r"python3 -m venv .* -m pytest$|.* my_(training|script)\.py|ls -d my_images",
-    r"(sbatch|srun|scontrol|squeue|scancel|export) ",
+    r"(NCCL_DEBUG=INFO )?(sbatch|srun|scontrol|squeue|scancel|export) ",
     r".*(python\S*|bash) (benchmarks/|-m pytest .* tests/|-m torch)",
     r"(git|mpirun|docker|apptainer|nvidia-smi|source|pip|uv|for \w+ in|torchfrtrace) |  |done|#",
 ]
