@@ -25,6 +25,7 @@ from helpers import (
     wait_for,
     weights,
 )
+from PIL import Image
 from torch.distributed.run import get_args_parser
 from torchvision import models
 
@@ -291,7 +292,16 @@ def test_sequences():
 
 
 def test_guide():
-    """IoU and F1 of docs/your_model_and_data.md; its folds are a partition."""
+    """IoU and F1 of docs/your_model_and_data.md; its folds are a partition; best.pt is used."""
+    [code] = [code[2] for code in CODE.findall(GUIDE) if "\nclasses = sorted" in code[2]]
+    for name in "ab":
+        Path("my_images", "train", name).mkdir(parents=True)
+    Path("runs", "tuned").mkdir(parents=True)
+    torch.save(models.resnet18(num_classes=2).state_dict(), "runs/tuned/best.pt")
+    Image.new("RGBA", (300, 400)).save("photo.png")
+    code = code.replace("resnet50", "resnet18").replace("ResNet50", "ResNet18")
+    exec(code.replace("photo.jpg", "photo.png"), space := {})
+    assert space["classes"] == ["a", "b"] and space["image"].shape == (3, 224, 224)
     space = {"torch": torch, "Subset": torch.utils.data.Subset}
     for start in "def count", "def fold_of":
         [code] = [code[2] for code in CODE.findall(GUIDE) if code[2].startswith(start)]
