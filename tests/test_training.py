@@ -442,3 +442,26 @@ def test_crops(size):
         center = crops[:, channel, y - 1 : y + 1, x - 1 : x + 1].mean((1, 2)) + 0.5
         low, high = center - down * side / 2, center + down * side / 2
         assert -0.01 < low.min() < 0.5 and side - 0.5 < high.max() < side + 0.01
+
+
+def test_float16_overflows_in_the_first_step(monkeypatch):
+    """The first gradients often do, as the scaler begins with 65536. The step is left out, and the
+    next one is a first step. What SGD has not initialized is NaN here."""
+    torch.use_deterministic_algorithms(True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        found = []
+        for factors in (math.inf, 1.0), (1.0,):
+            model = nn.Linear(3, 3)
+            nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
+            optimizer, _ = train_ddp.build_optimizer(parse("--lr", 0.1), model, 10)
+            scaler = torch.amp.GradScaler("cpu")
+            for factor in factors:
+                scaler.scale(model(torch.ones(1, 3)).sum() * factor).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            found.append(model.weight.detach())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(*found) and found[0].isfinite().all()
