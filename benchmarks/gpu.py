@@ -24,7 +24,7 @@ SIZES = {  # model, side of the images, images per step and GPU, steps per epoch
     "scripts": ("resnet18", 224, 256, 20),
     "settings": ("resnet18", 224, 256, 20),
     "large": ("vit_l_16", 224, 32, 20),
-    "images": ("resnet18", 224, 256, 50),
+    "images": ("resnet18", 224, 256, 160),
     "resume": ("resnet18", 64, 64, 40),
 }
 FIRST = None  # how many rows of a kind: all
@@ -41,19 +41,21 @@ PEAK |= {"NVIDIA H200": 989, "NVIDIA H200 NVL": 835, "NVIDIA B200": 2250, "NVIDI
 NO_NOISE = "pattern + torch.randn(pattern.shape, generator=generator), i % 10", "pattern, i % 10"
 NO_TF32 = 'set_float32_matmul_precision("high")', "backends.cudnn.allow_tf32 = False"
 CONTIGUOUS = "memory_format=torch.channels_last", "memory_format=torch.contiguous_format"
+OFTEN = "30 * (now - started)", "0"  # FSDP2 saves as often as it is told to
 FLOAT16 = "not torch.cuda.is_bf16_supported(including_emulation=False)", "True"
 
 
 def prepare(name, folder, n, *changes):
     """A copy of a script for n GPUs, with as many steps per epoch as on one; and its flags."""
     batch_size = images_per_step * n
-    more = 5 if name in SMALL else 1  # they start loader processes in each epoch
+    more = 5 if name in SMALL else 1  # their loader begins anew in each epoch
+    loaders = 1 if name in (SMALL[1], SMALL[4]) else n  # one process, or n with a loader each
     path = copy_script(name, folder, batch_size * steps * more, *changes)
     flags = ["--dataset", "synthetic", "--model", model, "--image-size", side, "--epochs", 4]
     return (
         path,
         n,
-        [*flags, "--batch-size", batch_size, "--workers", WORKERS and max(1, WORKERS // n)],
+        [*flags, "--batch-size", batch_size, "--workers", WORKERS and max(1, WORKERS // loaders)],
     )
 
 
@@ -140,13 +142,13 @@ def images(folder):
 
 def resume(folder):
     """The weights of a second undisturbed run, and of one killed and resumed, beside the first."""
-    table(ALL, "script", "GPUs", "flags", "killed after", "undisturbed", "resumed")
+    table(ALL, "script", "GPUs", "flags", "resumed after", "undisturbed", "resumed")
     kinds = {"--amp --compile": [], "": [], "--amp": [], "--amp, in float16": [FLOAT16]}
     for name, n in list(dict.fromkeys([(DDP, 1), (DDP, ALL), (FSDP2, ALL)]))[:FIRST]:
         for kind, changes in list(kinds.items())[:FIRST]:
             if name == FSDP2 and (changes or OLD and kind):
                 continue  # it has no float16
-            path, n, flags = prepare(name, folder, n, *changes)
+            path, n, flags = prepare(name, folder, n, *changes, *[OFTEN] * (name == FSDP2))
             flags += ["--augment", "--log-every", 5, "--checkpoint-minutes", 0, "--resume"]
             words = path, n, [*flags, *kind.split(",")[0].split()]
             one, two, killed = (folder / f"{n}{path.stem}{kind}{letter}" for letter in "abc")

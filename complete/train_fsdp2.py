@@ -65,7 +65,11 @@ cores = len(os.sched_getaffinity(owner)) if hasattr(os, "sched_getaffinity") els
 cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 add("--device", choices=devices, default=devices[0])
 add("--workers", type=int, default=min(16, cores), help="loader processes per training process")
-add("--amp", action="store_true", help="mixed precision: bfloat16, or float16 before Ampere")
+add(
+    "--amp",
+    action="store_true",
+    help="mixed precision: bfloat16 (train_ddp.py on old GPUs: float16)",
+)
 add("--compile", action="store_true", help="torch.compile")
 add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder of the run")
 group = parser.add_mutually_exclusive_group()

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import train_ddp
 from same_text import COMPLETE, ROOT, SMALL
 
 COUNTS = {name: 1 if name in SMALL[:2] else 2 for name in SMALL + COMPLETE}  # processes
@@ -172,11 +171,15 @@ def run(name, *flags, status=0, **options):
 
 
 def parse(*flags):
+    import train_ddp  # not above: it counts the GPUs, before a Warm could hide them
+
     return train_ddp.parser.parse_args(["--device", "cpu", *map(str, flags)])
 
 
 def train(*flags):
     """complete/train_ddp.py in the test's own process, as `python` starts it."""
+    import train_ddp
+
     args = parse(*flags)
     train_ddp.check_flags(args, 1)
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import gpu
 import pytest
 import test_gpu
-from helpers import COMPLETE, SMALL, command, place_of
+from helpers import COMPLETE, SMALL, Warm, command, done, place_of
 from same_text import ROOT
 
 ROWS = {"scripts": 8, "settings": 1, "large": 1, "images": 3, "resume": 1}  # of TINY=1
@@ -22,9 +22,16 @@ def test_changes_fit():
     for name in COMPLETE:
         for old in test_gpu.BEGIN, test_gpu.END, gpu.NO_TF32[0]:
             assert texts[name].count(old) == 1, (name, old)
+    assert texts[COMPLETE[1]].count(gpu.OFTEN[0]) == 1
     for old in gpu.CONTIGUOUS[0], gpu.FLOAT16[0], test_gpu.FLOAT16[0]:
         assert texts[COMPLETE[0]].count(old) == 1, old
     assert gpu.PEAK.get("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+
+
+def test_a_run_can_be_without_gpus():
+    """torch counts them once in a process, and complete/train_ddp.py asks as it is imported."""
+    Path("run.py").write_text("import sys\nassert 'train_ddp' not in sys.modules\n")
+    done([Warm("run.py", [], "log")])
 
 
 @pytest.mark.slow
