@@ -254,18 +254,30 @@ def test_what_each_rank_draws():
     draw = "torch.rand(1, generator=generator).item()"
     tell += f'            print(f"draws {{{draw}}}\\n", end="", flush=True)\n'
     two = ["gpus = torch.accelerator.device_count()", "gpus = 2"]
+    empty = "    if len(train_loader) == 0:\n"
+    seed = "train_loader.generator.initial_seed()"
+    seed = f'    print(f"workers {{{seed}}}\\n", end="", flush=True)\n'
     gpus = "torch.cuda.default_generators = torch.Generator(), torch.Generator()\n"
     norm = "nn.Conv2d(3, 6, 5)", "nn.Sequential(nn.Conv2d(3, 6, 5), nn.BatchNorm2d(6))"
     end = "    dist.destroy_process_group()\n"
     held = "[b.double().sum().item() for b in model.buffers()]"
     say = f'    print(f"holds {{{held}}}\\n", end="", flush=True)\n'
     for name, draws in zip(SMALL, (1, 2, 2, 2, 4, 2)):
-        changes = [*norm, line, tell + line, *([end, say + end] if name in DISTRIBUTED else [])]
+        changes = [
+            *norm,
+            line,
+            tell + line,
+            empty,
+            seed + empty,
+            *([end, say + end] if name in DISTRIBUTED else []),
+        ]
         if name in ("dp", "ddp_multigpu_proc"):
             path = small(name, *changes, *two, more=gpus)
         else:
             path = small(name, *changes)
         text = run(name, *FLAGS, name, "--epochs", 3, path=path, processes=COUNTS[name])
+        seeds = re.findall(r"workers (\d+)", text)  # random transforms differ by rank, too
+        assert len(set(seeds)) == len(seeds) == COUNTS[name], text
         found = re.findall(r"draws (\S+)", text)
         assert len(set(found)) == len(found) == 3 * draws, (name, text)
         held = re.findall(r"holds (.+)", text)
