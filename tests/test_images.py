@@ -11,32 +11,28 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pack_images as packer
 import pytest
 import torch
+import train_ddp as ddp
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def load(name, *changes):
-    """A complete script as a module, or of a copy with changes: what stands there, what comes in
-    its place, and so on."""
-    path = ROOT / "complete" / f"{name}.py"
-    if changes:
-        text = path.read_text()
-        for old, new in zip(changes[::2], changes[1::2], strict=True):
-            assert old in text, old
-            text = text.replace(old, new)
-        path = Path("changed.py").resolve()
-        path.write_text(text)
+    """A copy of a complete script with changes, as a module: what stands there, what comes in its
+    place, and so on."""
+    text, path = (ROOT / "complete" / f"{name}.py").read_text(), Path("changed.py").resolve()
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert old in text, old
+        text = text.replace(old, new)
+    path.write_text(text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # where workers find their functions
     spec.loader.exec_module(module)
     return module
-
-
-ddp, packer = load("train_ddp"), load("pack_images")
 
 
 def parse(*flags, script=ddp):
