@@ -43,7 +43,8 @@ add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic, or 
 add("--data-dir", default="data", help="where torchvision's data sets are stored")
 add("--image-size", type=int, default=32, help="side of what the model sees; smaller images stay")
 add("--augment", action="store_true", help="random crops and flips")
-names = ["net", "mlp", *models.list_models(module=models)]
+several_outputs = ["googlenet", "inception_v3"]  # in training: loss_function expects one
+names = ["net", "mlp", *models.list_models(module=models, exclude=several_outputs)]
 add("--model", choices=names, metavar="NAME", default="net", help="net, mlp, or torchvision's")
 add("--pretrained", action="store_true", help="start from torchvision's ImageNet weights")
 add("--init", default="", metavar="FILE", help="start from another run's model.pt or last.pt")
@@ -65,11 +66,7 @@ cores = len(os.sched_getaffinity(owner)) if hasattr(os, "sched_getaffinity") els
 cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 add("--device", choices=devices, default=devices[0])
 add("--workers", type=int, default=min(16, cores), help="loader processes per training process")
-add(
-    "--amp",
-    action="store_true",
-    help="mixed precision: bfloat16 (train_ddp.py on old GPUs: float16)",
-)
+add("--amp", action="store_true", help="mixed precision: bfloat16 (DDP on old GPUs: float16)")
 add("--compile", action="store_true", help="torch.compile")
 add("--output", type=Path, default=Path("runs", Path(__file__).stem), help="folder of the run")
 group = parser.add_mutually_exclusive_group()
@@ -483,8 +480,6 @@ def check_flags(args, world_size=1):
         parser.error("--batch-size must be a multiple of --accumulate times the processes")
     if args.pretrained and (args.init or args.model in ("net", "mlp")):
         parser.error("--pretrained needs one of torchvision's models as --model, and no --init")
-    if args.model in ("googlenet", "inception_v3"):
-        parser.error(f"--model {args.model} has several outputs in training: use another model")
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
     if "RANK" not in os.environ and int(tasks) > 1:  # each would be rank 0, in one folder
         parser.error(f"{tasks} processes without ranks: start torchrun, once per machine")

