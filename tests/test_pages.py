@@ -36,7 +36,7 @@ DOCS = "".join(text for path, text in PAGES.items() if path.parent.name == "docs
 SECTIONS = re.split(r"^##+ ", DOCS, flags=re.M)  # each begins with its title
 CODE = re.compile(r"^```(\w*) ?(.*)\n((?:.*\n)*?)```$", re.M)  # language, scripts, content
 ROOMS = re.findall(r"^```python\n((?:BLOCKS|def load)(?:.*\n)*?)```", GUIDE, re.M)
-FLAG = re.search(r'`(add\("--dropout.+?\))`', GUIDE)[1]
+OWN_FLAGS = re.search(r'^```python\n(add\("--width.*\n(?:add.*\n)*)', GUIDE, re.M)[1]
 FLAGS = re.search(r"my_training\.py --dataset docs (--.*)", GUIDE)[1].split()
 FLAGS = ["--dataset", "texts", "--epochs", 2, "--batch-size", 16, "--log-every", 1, *FLAGS]
 INSTEAD = {  # what is run instead of a part of a command
@@ -191,14 +191,15 @@ def copy(*titles, name="complete/train_ddp", rooms=False, **changes):
                 pattern, lines = rf"^def {place}\(.*\n(?:(?: .*)?\n)*", f"{lines}\n\n"
             [old] = re.findall(pattern, text, re.M)
             text = text.replace(old, {"above": lines + old, "below": old + lines}.get(verb, lines))
-    for old, new in {'add("--seed"': f'{FLAG}\nadd("--seed"', **changes}.items():
+    for old, new in {'add("--seed"': f'{OWN_FLAGS}add("--seed"', **changes}.items():
         assert old in text, old
         text = text.replace(old, new)
     Path("my_script.py").write_text(text)
     Path("texts").mkdir(exist_ok=True)
     text = (README[:6500] * 2).encode()[: 200 * 64 + 1]
-    for name, part in ("a.md", text), ("train.bin", text[:11521]), ("test.bin", text[11520:]):
-        Path("texts", name).write_bytes(part)
+    tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
+    Path("texts", "a.md").write_bytes(text)
+    tokens[:11521].tofile("texts/train.bin"), tokens[11520:].tofile("texts/test.bin")
 
 
 def train(output, *flags, name="complete/train_ddp", processes=2):
@@ -208,7 +209,7 @@ def train(output, *flags, name="complete/train_ddp", processes=2):
 
 
 SHORT = ["--batch-size", 16, "--epochs", 3, "--lr", 0.001, "--log-every", 10]
-SMALLER = "Data larger than memory", "Less memory for activations"
+SMALLER = "Tokens in a file", "Less memory for activations"
 EXACT, CLASSES = "A loss that ignores labels", "Imbalanced classes"
 ADDED = ["An average of the weights", "Evaluation every N steps", "The last three checkpoints"]
 ADDED += ["Early stopping", "TensorBoard", "Weights & Biases", CLASSES]
@@ -273,6 +274,11 @@ def test_fine_tuning(data):
         assert row["test_accuracy"] == pytest.approx(hits.sum() / 3)
         assert row["test_f1"] == pytest.approx((2 * hits / both.clip(min=1)).mean())
     close("2", "1", keys=("test_loss", "test_accuracy", "test_f1"))
+    pytest.importorskip("matplotlib")
+    [code] = [code[2] for code in CODE.findall(GUIDE) if "import pyplot" in code[2]]
+    Path("my_images").symlink_to(data / "pictures")
+    exec("import matplotlib; matplotlib.use('agg')\n" + code.replace("runs/tuned", "1"), {})
+    assert Path("curves.png").exists() and Path("confusion.png").exists()
 
 
 @pytest.mark.slow
@@ -293,7 +299,7 @@ def test_sequences():
 
 def test_guide():
     """IoU and F1 of docs/your_model_and_data.md; its folds are a partition; best.pt is used."""
-    [code] = [code[2] for code in CODE.findall(GUIDE) if "\nclasses = sorted" in code[2]]
+    [code] = [code[2] for code in CODE.findall(GUIDE) if "print(classes" in code[2]]
     for name in "ab":
         Path("my_images", "train", name).mkdir(parents=True)
     Path("runs", "tuned").mkdir(parents=True)
@@ -320,7 +326,7 @@ CONTRAST = "A contrastive loss over the whole batch"
 HALF = "All-reduce in bfloat16"
 ALIKE = {  # recipes: what the data set needs
     (): {},
-    SMALLER: {},
+    SMALLER: {"50_257": "256"},
     (EXACT,): {"return images, labels\n": "return images, labels.where(labels > 6, -100)\n"},
     (CLASSES,): {"train_set.targets": "train_set.tensors[1]"},
     (CONTRAST,): {"normalize(outputs": "normalize(outputs.view(-1, 2, 5)"},
@@ -333,13 +339,28 @@ ALIKE = {  # recipes: what the data set needs
 def test_alike(fashion, recipes):
     """On one process, on two, and in micro-batches but for the contrasts; bfloat16 is near."""
     example = recipes in ((), SMALLER)
-    flags = [*FLAGS, "--dropout", 0] if example else [*fashion, *SHORT, "--epochs", 1]
+    flags = ["--workers", 0] if example else [*fashion, *SHORT, "--epochs", 1]
+    flags += [*FLAGS, "--dropout", 0] if example else []
     copy(*recipes, rooms=example, **ALIKE[recipes])
     for output, processes, parts in ("one", 1, 1), ("two", 2, 1), ("parts", 2, 2):
         train(output, *flags, "--accumulate", parts, processes=processes)
         if recipes != (CONTRAST,) or parts == 1:
             close(output, "one", 0.02 if HALF in recipes else 1e-4, keys=["train_loss"])
     assert not example or 0 < metrics("one")[1]["test_loss"] < metrics("one")[0]["test_loss"]
+
+
+@pytest.mark.slow
+def test_three_billion(fashion):
+    """docs/large_models.md's command, of fewer parameters, with the recipes that it names."""
+    copy(*SMALLER, name="complete/train_fsdp2", rooms=True, **ALIKE[SMALLER])
+    flags = re.search(r"my_training\.py --dataset my_texts (--.*) --overwrite", DOCS)[1]
+    for large, few in ("2560", "64"), ("--layers 36", "--layers 3"), ("2048", "64"):
+        assert large in flags
+        flags = flags.replace(large, few)
+    for output, more in ("few", []), ("more", ["--batch-size", 32, "--accumulate", 4]):
+        words = ["--dataset", "texts", "--workers", 0, *flags.split(), *more]
+        text = train(output, *words, name="complete/train_fsdp2")
+        assert "3 blocks; each copy of the model on 2 ranks" in text
 
 
 META = "Building on the meta device"
@@ -363,7 +384,8 @@ def test_large_models(fashion):
             changes |= {",cuda:nccl": "", "OffloadPolicy()": "OffloadPolicy(pin_memory=False)"}
         copy(*titles, name=name, **changes)
         flags = [*fashion, *SHORT, "--optimizer", "adamw", "--lr", 0.001 * (output != "first")]
-        text = "".join(train(output, *flags, "--epochs", n, name=name) for n in (1, 2))
+        parts = (2,) if output in ("plain", "bytes", "offload") else (1, 2)
+        text = "".join(train(output, *flags, "--epochs", n, name=name) for n in parts)
         assert ("is a Parameter" in text) == (output == "bytes")
         if output == "first":
             pretrained = weights("first")
@@ -378,13 +400,12 @@ def test_large_models(fashion):
 
 
 LOOP = """
-import itertools, math, os, random, numpy, torch
+import itertools, math, os, torch
 import torch.distributed as dist, torch.nn.functional as F
 from contextlib import nullcontext
 from datetime import timedelta
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.data import TensorDataset, random_split
 
 dist.init_process_group(timeout=timedelta(seconds=100))
 rank, world_size, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
@@ -417,9 +438,11 @@ def new(model):
 """
 OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and what is true after
     "Mixed precision with a GradScaler": (
+        "scaler = torch.amp.GradScaler(device.type)\n"
         "loss_function = lambda outputs, labels: outputs.float().mean() / 10\n"
-        "large = [0.01, 6e4 if rank == 1 else 0.01, 0.01]\n"
-        "train_loader = [(torch.full((2, 2), number), torch.zeros(2)) for number in large]",
+        "for number in 0.01, 6e4 if rank == 1 else 0.01, 0.01:\n"
+        "    inputs, labels = torch.full((2, 2), number), torch.zeros(2)\n"
+        "    optimizer.zero_grad()",
         "assert scaler.get_scale() == 2**15 and model.weight.isfinite().all()\nalike(model.weight)",
     ),
     "Validation, with IoU and F1": (
@@ -429,7 +452,22 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "both = [(torch.randn(9, 9), torch.rand(9, 9)) for _ in range(5)]\n"
         "dist.broadcast_object_list(both)\nval_set = range(45)\n"
         "val_loader = both[:4] if rank == 0 else both[4:]",
-        "",
+        "x, y = (torch.cat(part) for part in zip(*both))\n"
+        "assert math.isclose(val_loss, (x - y).mean(), abs_tol=1e-6)\n"
+        "x, y = x > 0, y > 0.5\n"
+        "assert math.isclose(iou, (x & y).sum() / (x | y).sum(), rel_tol=1e-6)\n"
+        "assert math.isclose(f1, 2 * (x & y).sum() / (x.sum() + y.sum()), rel_tol=1e-6)",
+    ),
+    "IoU of several classes": (
+        "model, classes, shape = nn.Identity(), 4, (3, 5, 5)\n"
+        "both = [(torch.randn(3, classes, 5, 5), torch.randint(3, shape)) for _ in range(5)]\n"
+        "dist.broadcast_object_list(both)\n"
+        "val_loader = both[:4] if rank == 0 else both[4:]",
+        "x, y = (torch.cat(part) for part in zip(*both))\n"
+        "x = x.argmax(1)\n"
+        "both = [[(x == i) & (y == i), (x == i) | (y == i)] for i in range(classes)]\n"
+        "ratios = [hits.sum() / either.sum() for hits, either in both]\n"
+        "assert math.isclose(iou, sum(ratios) / classes, rel_tol=1e-6)",
     ),
     "Early stopping and the best model": (
         "best, bad_epochs = -math.inf, 0\nfor epoch in range(9):\n    iou = 0.5\n"
@@ -462,43 +500,22 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "inputs, labels = torch.randn(2, 2), 0",
         "loss.backward()\nalike(model.weight.grad)",
     ),
-    "Before the loop": (
-        "dataset = TensorDataset(torch.arange(100))",
-        "alike(train_set.indices)\nassert workers >= 0 and batch_size == 256\n"
-        "for draw in torch.rand(1), numpy.random.rand(), random.random():\n"
-        "    assert len(set(map(str, of_all(draw)))) == 2",
-    ),
+    "Workers and batch size": ("", "assert workers >= 0 and batch_size == 256"),
 }
 
-
-BINARY = """
-x, y = (torch.cat(part) for part in zip(*both))
-assert math.isclose(val_loss, (x - y).mean(), abs_tol=1e-6)
-x, y = x > 0, y > 0.5
-assert math.isclose(iou, (x & y).sum() / (x | y).sum(), rel_tol=1e-6)
-assert math.isclose(f1, 2 * (x & y).sum() / (x.sum() + y.sum()), rel_tol=1e-6)
-classes, shape = 4, (3, 5, 5)
-both = [(torch.randn(3, classes, 5, 5), torch.randint(3, shape)) for _ in range(5)]
-dist.broadcast_object_list(both)
-val_loader = both[:4] if rank == 0 else both[4:]
-"""
-CLASSWISE = """
-x, y = (torch.cat(part) for part in zip(*both))
-x = x.argmax(1)
-ratios = [((x == i) & (y == i)).sum() / ((x == i) | (y == i)).sum() for i in range(classes)]
-assert math.isclose(iou, sum(ratios) / classes, rel_tol=1e-6)
-"""
 START = """
 import torch
 from torch.utils.data import TensorDataset
-train_set, val_set = (TensorDataset(torch.arange(n)) for n in (21, 5))
+dataset, draws = TensorDataset(torch.arange(25)), [None, None]
 model, batch_size = torch.nn.Linear(1, 1), 4
 """
 STARTED = """
 images = torch.tensor([len(train_loader), sum(len(x) for [x] in val_loader)])
 dist.all_reduce(images)
 ddp(torch.full((1, 1), rank + 1.0)).sum().backward()
-assert images.tolist() == [10, 5] and model.weight.grad == 1.5
+assert images.tolist() == [10, 2] and model.weight.grad == 1.5
+dist.all_gather_object(draws, [train_set.indices, torch.rand(1).item()])
+assert draws[0][0] == draws[1][0] and draws[0][1] != draws[1][1]
 print("all of it")
 dist.destroy_process_group()
 """
@@ -518,12 +535,11 @@ def test_own_loop():
     for i, (title, (before, after)) in enumerate(OWN.items()):
         [section] = [part for part in SECTIONS if part.startswith(f"{title}\n")]
         codes = [code for language, _, code in CODE.findall(section) if language == "python"]
-        if "Early" in title:  # the first is within a loop
-            first = "first = model.weight.detach().clone() if epoch == 0 else first\n"
-            first += codes[0] + "optimizer.zero_grad()\n"
-            codes = [textwrap.indent(first, "    "), codes[1]]
-        if "Validation" in title:
-            codes = [codes[0], BINARY, codes[1], CLASSWISE]
+        if "Early" in title:
+            codes[0] = "first = model.weight.detach().clone() if epoch == 0 else first\n" + codes[0]
+            codes[0] += "optimizer.zero_grad()\n"
+        if "Early" in title or "Mixed" in title:  # the first is within a loop
+            codes[0] = textwrap.indent(codes[0], "    ")
         lines = ["model = nn.Linear(2, 1)", "ddp, optimizer = new(model)", before, *codes, after]
         text += [f"def section_{i}():", textwrap.indent("\n".join(lines), "    "), f"section_{i}()"]
     Path("loop.py").write_text("\n".join(text) + "\nprint('all of it')\n")
