@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import textwrap
@@ -308,7 +309,9 @@ def test_guide():
     code = code.replace("resnet50", "resnet18").replace("ResNet50", "ResNet18")
     exec(code.replace("photo.jpg", "photo.png"), space := {})
     assert space["classes"] == ["a", "b"] and space["image"].shape == (3, 224, 224)
-    space = {"torch": torch, "Subset": torch.utils.data.Subset}
+    copy("Cross-validation")
+    space = runpy.run_path("my_script.py")
+    assert space["parser"].parse_args(["--fold", "3"]).fold == 3
     for start in "def count", "def fold_of":
         [code] = [code[2] for code in CODE.findall(GUIDE) if code[2].startswith(start)]
         exec(code, space)
@@ -443,6 +446,7 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "for number in 0.01, 6e4 if rank == 1 else 0.01, 0.01:\n"
         "    inputs, labels = torch.full((2, 2), number), torch.zeros(2)\n"
         "    optimizer.zero_grad()",
+        "    scaler.step(optimizer)\n    scaler.update()\n"
         "assert scaler.get_scale() == 2**15 and model.weight.isfinite().all()\nalike(model.weight)",
     ),
     "Validation, with IoU and F1": (

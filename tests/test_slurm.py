@@ -18,7 +18,7 @@ import pytest
 import torch
 from helpers import LIMIT, ROOT, Cold, command, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]  # one cluster at a time
 MACHINES = ["node0", "node1", "node2", "node3"]
 HOSTS = "127.0.0.1 node0\n127.0.0.2 node1\n127.0.0.3 node2\n127.0.0.4 node3\n"
 PAGE = (ROOT / "slurm" / "README.md").read_text()

@@ -360,6 +360,7 @@ def test_alone_in_a_folder(name):
     elif name == "ddp_spawn":
         meet = ["--init-method", f"tcp://127.0.0.1:{port}", "--world-size", 2, "--rank"]
         commands = [[*python, "--nproc-per-node", 2, *meet, i] for i in (0, 1)]
+        flags[flags.index("--workers") + 1] = 0  # spawned too, each would import torch
     elif name == "ddp_multigpu_proc":
         meet = ["--init-method", Path("meet").resolve().as_uri(), "--world-size", 2, "--rank"]
         commands = [[*python, *meet, i] for i in (0, 1)]
