@@ -460,71 +460,51 @@ def close(job, other):
 
 @only("plain")
 def test_small_scripts_train(kind, real, data):
-    """By each file, on nodes that are given whole; one run and the pair are submitted again."""
+    """On two nodes, which are given whole; and the pair. test_small.py starts all scripts."""
     port = helpers.free_port()
-    for name in "ddp_torchrun", "fsdp2":
-        edit(name, "--nproc-per-node gpu", "--nproc-per-node 2")
     for name in "node0", "node1":
         edit(name, "23456", str(port))
-    flags = ["--dataset", data / "pictures", "--batch-size", 16, "--workers", 0]
-    more = {"ddp_spawn": ["--nproc-per-node", 2]}
-
-    def submit(names, *flags):
-        return [Job(name, *flags, *more.get(name, []), options=["-p", "whole"]) for name in names]
-
-    names = [name for name in STARTS if name != "complete"]
-    for job in submit(names, *flags, "--epochs", 1):
+    edit("ddp_torchrun", "--nproc-per-node gpu", "--nproc-per-node 1")
+    flags = ["--dataset", data / "pictures", "--batch-size", 16, "--workers", 0, "--epochs", 1]
+    options = ["-p", "whole"]
+    names = ["single", "ddp_multigpu_proc", "node1", "node0"]
+    jobs = [Job("ddp_torchrun", *flags, options=[*options, "--nodes=2"])]
+    for job in [*jobs, *(Job(name, *flags, options=options) for name in names)]:
         assert job.ended().log().count("epoch 0:") == (job.name != "node1"), job.log()
-        if "node" not in job.name:
-            close(job.name, "single")
-    close("pair", "single")
-    for job in submit(["node1", "node0", "single"], *flags, "--resume", "--epochs", 2):
-        assert "epoch 0:" not in job.ended().log()
-        assert job.log().count("epoch 1:") == (job.name != "node1"), job.log()
-    close("pair", "single")
-
-
-def copy(source, target, line, condition):
-    """A user's copy of a script, which stands still before this line in the first life of a job."""
-    text = Path(source).read_text()
-    indent = re.search(rf"^( *){re.escape(line)}", text, re.M)[1]
-    stands = "int(os.environ.get('STAND', 0)) > int(os.environ.get('SLURM_RESTART_COUNT', 0))"
-    stands = f"if {condition} and {stands}:\n{indent}    time.sleep(9999)\n{indent}"
-    text = text.replace("import argparse\n", "import argparse\nimport beside\n", 1)
-    Path("mine").mkdir(exist_ok=True)
-    Path("mine", target).write_text(text.replace(indent + line, indent + stands + line))
+    for name in "ddp_torchrun", "ddp_multigpu_proc", "pair":
+        close(name, "single")
 
 
 @only("plain")
-def test_complete_trains(kind, real, data):
-    """Past a time limit on two nodes, to the weights of an undisturbed run; also a small script."""
+def test_complete_trains(kind, real, monkeypatch):
+    """Past a time limit on two nodes, to the weights of an undisturbed run."""
+    script = Path("complete/train_ddp.py").read_text()
+    line = "                    scaler.scale(loss)"
+    first = "os.environ.get('STAND') and 'SLURM_RESTART_COUNT' not in os.environ"
+    stand = f"                    if step == 3 and {first}:\n{' ' * 24}time.sleep(9999)\n"
+    assert line in script
+    script = script.replace(line, stand + line).replace(
+        "import argparse\n", "import beside, argparse\n"
+    )
     Path("mine").mkdir()
-    Path("mine/beside.py").touch()
+    Path("mine/beside.py").touch()  # a module of the user's
+    Path("mine/long.py").write_text(script)
     text = (ROOT / "slurm" / "complete.sh").read_text()
 
-    def submit(script, *flags, options=(), processes=1):
-        changed = text.replace("complete/train_ddp.py", f"mine/{script}")
+    def submit(processes, *options):
+        changed = text.replace("complete/train_ddp.py", "mine/long.py")
         changed = changed.replace("--nproc-per-node gpu", f"--nproc-per-node {processes}")
         Path("slurm/complete.sh").write_text(changed)
         return Job("complete", *flags, options=options)
 
-    copy("complete/train_ddp.py", "long.py", "scaler.scale(loss)", "step == 3")
-    copy("train_ddp_torchrun.py", "small.py", "sampler.set_epoch", "epoch == 1")
-    stand = "--export=ALL,STAND=1"
-    flags = ["--dataset", "synthetic", "--batch-size", 1000, "--epochs", 2, "--log-every", 1]
+    flags = ["--dataset", "synthetic", "--batch-size", 1000, "--epochs", 1, "--log-every", 1]
     flags += ["--checkpoint-minutes", 0]
-    long = submit("long.py", *flags, options=["--nodes=2", stand])
-    few = ["--dataset", data / "pictures", "--batch-size", 16, "--workers", 0, "--epochs", 2]
-    small = submit("small.py", *few, options=[stand])
-    small.wait_for("epoch 0:")
-    warn(small.number)
+    monkeypatch.setenv("STAND", "1")
+    long = submit(1, "--nodes=2")
+    monkeypatch.delenv("STAND")
     long.wait_for("step 2/")
-    command("scontrol", "update", f"job={long.number}", "endtime=now+80")  # USR1 within 30 s
-    quiet = submit("long.py", *flags, processes=2)
-    whole = Job("single", *few)
-    quiet.ended(), whole.ended()
-    assert small.ended(restarts=1).log().count("epoch 0:") == 1, small.log()
-    close(f"complete-{small.number}", "single")
+    command("scontrol", "update", f"job={long.number}", "endtime=now+65")  # USR1 within 30 s
+    quiet = submit(2).ended()
     long.wait_for("DUE TO JOB REQUEUE")
     command("scontrol", "update", f"job={long.number}", "timelimit=60")  # of its next life
     long.ended(restarts=1)
