@@ -177,7 +177,7 @@ def test_killed_at_random(name):
         time.sleep(random.random() / 4)
         kill_all(jobs)
     text = run(name, *flags, path=path, processes=count)
-    assert len(epochs(text)) < 3
+    assert len(epochs(text)) <= 3  # epoch 5's line is printed before its checkpoint is written
     run(name, *flags, "--output", "whole", path=path, processes=count)
     assert same(weights("out"), weights("whole"))
 
