@@ -52,13 +52,12 @@ def epochs(text):
 
 
 def agree(text, other, least=1.5e-4, images=1):
-    """The epochs in `text` have the losses in `other`, and up to `images` the same are right."""
+    """The epochs in `text` have the losses in `other`, and up to `images` the same are right. In
+    the third epoch the net leaves its plateau, which multiplies differences by rounding."""
     for epoch, (loss, accuracy) in epochs(text).items():
-        assert loss == pytest.approx(epochs(other)[epoch][0], abs=least), (text, other)
-        assert accuracy == pytest.approx(epochs(other)[epoch][1], abs=images / 203 + 1e-4), (
-            text,
-            other,
-        )
+        factor, (wanted, right) = 1 if epoch < 2 else 20, epochs(other)[epoch]
+        assert loss == pytest.approx(wanted, abs=factor * least), (text, other)
+        assert abs(accuracy - right) < factor**0.5 * images / 203 + 1e-4, (text, other)
 
 
 @pytest.fixture(scope="session")
