@@ -357,13 +357,14 @@ def test_alike(fashion, recipes):
 def test_three_billion(fashion):
     """docs/large_models.md's command, of fewer parameters, with the recipes that it names."""
     copy(*SMALLER, name="complete/train_fsdp2", rooms=True, **ALIKE[SMALLER])
-    flags = re.search(r"my_training\.py --dataset my_texts (--.*) --overwrite", DOCS)[1]
-    for large, few in ("2560", "64"), ("--layers 36", "--layers 3"), ("2048", "64"):
-        assert large in flags
-        flags = flags.replace(large, few)
-    for output, more in ("few", []), ("more", ["--batch-size", 32, "--accumulate", 4]):
-        words = ["--dataset", "texts", "--workers", 0, *flags.split(), *more]
-        text = train(output, *words, name="complete/train_fsdp2")
+    flags = re.search(r"my_training\.py --dataset my_texts (--.*) --output", DOCS)[1]
+    few = {"2560": "64", "--layers 36": "--layers 3", "2048": "64", "256 --acc": "32 --acc"}
+    for old, new in {**few, "accumulate 16": "accumulate 4"}.items():
+        assert old in flags, old
+        flags = flags.replace(old, new)
+    for epochs in 1, 2:
+        words = ["--dataset", "texts", "--workers", 0, *flags.split(), "--epochs", epochs]
+        text = train("3b", *words, name="complete/train_fsdp2")
         assert "3 blocks; each copy of the model on 2 ranks" in text
 
 
