@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
 
 DDP, FSDP2 = COMPLETE
+HAVE_AMP = [name for name in SMALL if name not in (SMALL[1], SMALL[4])]  # not DataParallel
 ALL = GPUS or 2
 COUNTS = sorted({n for n in (1, 2, 4, 8) if n < ALL} | {ALL})
 OLD = GPUS and not torch.cuda.is_bf16_supported(including_emulation=False)  # before Ampere
@@ -42,6 +43,7 @@ NO_NOISE = "pattern + torch.randn(pattern.shape, generator=generator), i % 10", 
 NO_TF32 = 'set_float32_matmul_precision("high")', "backends.cudnn.allow_tf32 = False"
 CONTIGUOUS = "memory_format=torch.channels_last", "memory_format=torch.contiguous_format"
 OFTEN = "30 * (now - started)", "0"  # FSDP2 saves as often as it is told to
+HALF = "device.type, torch.bfloat16", "device.type, torch.float16"
 FLOAT16 = "not torch.cuda.is_bf16_supported(including_emulation=False)", "True"
 
 
@@ -67,9 +69,10 @@ def scripts(folder):
     for name in [SMALL[4], FSDP2] if FIRST else [*SMALL, *COMPLETE]:
         counts = COUNTS if name in (SMALL[2], *COMPLETE) else [ALL]
         for n in [1] if name == SMALL[0] or name == SMALL[1] and not GPUS else counts:
-            path, n, flags = prepare(name, folder, n, *[NO_NOISE] * (name in SMALL))
+            changes = [NO_NOISE] * (name in SMALL) + [HALF] * bool(OLD and name in HAVE_AMP)
+            path, n, flags = prepare(name, folder, n, *changes)
             for more in ([], ["--amp"])[:FIRST]:
-                if more and (name in (SMALL[1], SMALL[4]) or name == FSDP2 and OLD):
+                if more and name not in (DDP, *HAVE_AMP, *[FSDP2] * (not OLD)):
                     continue  # not offered
                 rate, _ = train(path, n, [*flags, *more])
                 base.setdefault(str(more), rate)
@@ -152,10 +155,15 @@ def resume(folder):
             flags += ["--augment", "--log-every", 5, "--checkpoint-minutes", 0, "--resume"]
             words = path, n, [*flags, *kind.split(",")[0].split()]
             one, two, killed = (folder / f"{n}{path.stem}{kind}{letter}" for letter in "abc")
-            run(*words, one)
-            run(*words, two)
-            run(*words, killed, until="epoch 2/4 step 10/")
-            [line] = [t for t in run(*words, killed).splitlines() if t.endswith(" are done")]
+            try:
+                for output, until in (one, None), (two, None), (killed, "epoch 2/4 step 10/"):
+                    run(*words, output, until)
+                text = run(*words, killed)
+            except RuntimeError as error:
+                print(error, file=sys.stderr, flush=True)
+                row(name, n, kind, *["nan"] * 3)
+                continue
+            [line] = [t for t in text.splitlines() if t.endswith(" are done")]
             first, *others = (torch.load(output / "model.pt") for output in (one, two, killed))
             cells = [line.split(": ")[1].removesuffix(" are done")]
             for other in others:  # the largest difference of a weight

@@ -61,7 +61,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
     args, flags = parser.parse_known_args()
-    words = "--dataset synthetic --model convnext_base --batch-size 4 --optimizer adamw".split()
+    words = "--device cpu --dataset synthetic --model convnext_base --batch-size 4".split()
+    words += ["--optimizer", "adamw"]
     # What is freed is given back to the kernel at once, or its pages would still count.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "100000", "MALLOC_TRIM_THRESHOLD_": "0"}
     table(0, "processes", "held", "build", "steps", "reading", "saving: rank 0", "saving: others")

@@ -63,6 +63,7 @@ def run(names, words):
         line = ["ip", "netns", "exec", name, "taskset", "-c", own, sys.executable]
         line += [str(word).replace("NUMBER", str(i)) for word in words]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": f"v{i}", "CUDA_VISIBLE_DEVICES": ""}
+        environment["HIP_VISIBLE_DEVICES"] = "-1"  # to HIP, "" is all
         place = {"RANK": i, "LOCAL_RANK": 0, "WORLD_SIZE": len(names)}  # as torchrun sets it
         place |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": 23456}
         environment |= {key: str(value) for key, value in place.items()}

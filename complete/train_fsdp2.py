@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node gpu complete/train_fsdp2.py       # all GPUs of a machine
 torchrun --nnodes 2 --node-rank 0 --master-addr HOST --nproc-per-node gpu complete/train_fsdp2.py
 
-As complete/train_ddp.py, whose checkpoints it resumes, and the reverse. BLOCKS names your layers.
+Like complete/train_ddp.py; each resumes the other's checkpoints. BLOCKS names your layers.
 """
 
 import argparse
@@ -41,7 +41,7 @@ parser.usage = "%(prog)s [flags]; --help lists them"
 add = parser.add_argument
 add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic, or a folder")
 add("--data-dir", default="data", help="where torchvision's data sets are stored")
-add("--image-size", type=int, default=32, help="side of what the model sees; smaller images stay")
+add("--image-size", type=int, default=32, help="side that the model sees; small images keep theirs")
 add("--augment", action="store_true", help="random crops and flips")
 several_outputs = ["googlenet", "inception_v3"]  # in training: loss_function expects one
 names = ["net", "mlp", *models.list_models(module=models, exclude=several_outputs)]
@@ -182,7 +182,7 @@ def load_data(args):
 
 
 def load_image(path, side):
-    """The image in a file, upright and in RGB. Of a large one at least `side` pixels a side."""
+    """The image in a file, upright and in RGB; if large, perhaps smaller, but not below `side`."""
     with Image.open(path) as image:
         image.draft("RGB", (side, side))  # decodes a large JPEG at 1/2, 1/4 or 1/8 of its size
         image = ImageOps.exif_transpose(image)  # as the camera was held
@@ -257,7 +257,7 @@ def normalization(pretrained, device):
 
 
 def random_crops(images, size):
-    """A random part of each image (N, C, H, W), scaled to `size`, (height, width). Half flipped."""
+    """A random part of each image (N, C, H, W), as `size`, (height, width); half are flipped."""
     count, channels = images.shape[:2]
     zoom = torch.empty(count, device=images.device).uniform_(0.6, 1)  # part of the image's side
     flip = torch.randint(2, (count,), device=images.device) * 2 - 1
@@ -441,9 +441,7 @@ def load_checkpoint(args, state):
         if isinstance(part, torch.optim.Optimizer):
             parameters = [p for group in part.param_groups for p in group["params"]]
             for i, entry in saved["state"].items():
-                entry.update(
-                    {k: shard(t, parameters[i]) for k, t in entry.items() if t is not None}
-                )
+                entry |= {k: shard(t, parameters[i]) for k, t in entry.items() if t is not None}
             for old, new in zip(saved["param_groups"], part.param_groups):
                 old["fused"] = new.get("fused")  # train_ddp.py may have written it
         part.load_state_dict(saved)
@@ -453,12 +451,14 @@ def load_checkpoint(args, state):
 def initialize(args, model):
     """Load the weights that --pretrained or --init asks for: a new run starts from them."""
     if args.init:
-        weights = torch.load(args.init, map_location="cpu", weights_only=True)
+        weights = torch.load(args.init, map_location="cpu", mmap=True, weights_only=True)
         model.load_state_dict(weights.get("model", weights))  # of a last.pt, or a model.pt
     if args.pretrained:
         weights = models.get_model(args.model, weights="DEFAULT").state_dict()
         own = model.state_dict()  # the last layer has 1000 classes in `weights`: it stays random
         fitting = {name: w for name, w in weights.items() if w.shape == own[name].shape}
+        if len(weights) - len(fitting) > 2:  # more than the last layer's weight and bias
+            parser.error(f"--pretrained: the weights are for another size of {args.model}")
         model.load_state_dict(fitting, strict=False)
 
 
@@ -496,8 +496,9 @@ def check_flags(args, world_size=1):
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if not {"flags", "progress", "scaler"} <= checkpoint.keys():
         parser.error(f"{args.output} has a run of another script or version: use another --output")
-    for name, new in fixed_flags(args).items():
-        old = checkpoint["flags"].get(name, new)  # no entry: the run's script had no such flag
+    fixed = fixed_flags(args)
+    for name, old in checkpoint["flags"].items():  # one that the run's script did not have is free
+        new = fixed.get(name, False)  # False: this script does not have it
         if old != new:
             flag = name.replace("_", "-")
             parser.error(f"{path} was started with --{flag} {old}, not {new}: use the same flags")
@@ -536,17 +537,13 @@ def shard_model(args, model, device, world_size, rank):
     checksum = sum(p.detach().sum(dtype=torch.float64).item() for p in model.parameters())
     dist.all_gather_object(checksums, checksum)
     if not all(math.isclose(checksum, other, rel_tol=1e-6) for other in checksums):
-        raise SystemExit(
-            "build_model gives other weights on other ranks: load files on all of them"
-        )
+        raise SystemExit("the ranks have different weights: load the same file on all of them")
     blocks = [module for module in model.modules() if isinstance(module, BLOCKS)]
     count = len(list(model.parameters()))
     mesh = dist.init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     if 0 < args.shard < world_size:  # several copies of the model (HSDP): a row of ranks has one
-        ranks, timeout = (
-            torch.arange(world_size).view(-1, args.shard),
-            timedelta(seconds=args.timeout),
-        )
+        ranks = torch.arange(world_size).view(-1, args.shard)
+        timeout = timedelta(seconds=args.timeout)
         rows, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
         columns, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
         names = ("copy", "shard")

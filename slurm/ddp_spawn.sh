@@ -4,7 +4,7 @@
 #SBATCH --job-name=ddp_spawn
 #SBATCH --ntasks=1                # one process, which starts one per GPU
 #SBATCH --gres=gpu:4              # EDIT: GPUs; if sinfo -o %G shows none, delete this line
-#SBATCH --cpus-per-task=16        # EDIT: CPUs, in proportion to its GPUs
+#SBATCH --cpus-per-task=16        # EDIT: CPUs, in proportion to the GPUs
 ##SBATCH --mem=64G                # EDIT: memory; delete one # if your cluster needs it
 #SBATCH --time=04:00:00           # EDIT: time limit
 ##SBATCH --partition=gpu          # EDIT: delete one # if you need it; likewise --account, --qos

@@ -4,7 +4,7 @@
 #SBATCH --job-name=single
 #SBATCH --ntasks=1                # one process
 #SBATCH --gres=gpu:1              # EDIT: GPUs; if sinfo -o %G shows none, delete this line
-#SBATCH --cpus-per-task=4         # EDIT: CPUs, in proportion to its GPUs
+#SBATCH --cpus-per-task=4         # EDIT: CPUs, in proportion to the GPUs
 ##SBATCH --mem=16G                # EDIT: memory; delete one # if your cluster needs it
 #SBATCH --time=04:00:00           # EDIT: time limit
 ##SBATCH --partition=gpu          # EDIT: delete one # if you need it; likewise --account, --qos

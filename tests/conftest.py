@@ -12,7 +12,8 @@ def pytest_collection_finish(session):
     os.environ["OMP_NUM_THREADS"] = "1"  # threads of several processes fight for the cores
     torch.set_num_threads(1)
     if not any("gpu" in test.keywords for test in session.items):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before the server imports torch
+        # Before the server imports torch. To HIP, "" is all.
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
     forkserver.ensure_running()
 
 

@@ -88,6 +88,8 @@ def inside(path, flags, log, folder, environment):
         __import__("emulated_accelerator").install(int(environment["EMULATED_CARDS"]))
     sys.argv, sys.path[:0] = [path, *flags], [os.path.dirname(path)]
     runpy.run_path(path, run_name="__main__")
+    if dist.is_initialized():  # torch warns of it at the end of Python, which a fork does not reach
+        print("destroy_process_group was not called", flush=True)
 
 
 forks = multiprocessing.get_context("forkserver")

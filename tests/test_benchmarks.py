@@ -22,7 +22,10 @@ def test_changes_fit():
     for name in COMPLETE:
         for old in test_gpu.BEGIN, test_gpu.END, gpu.NO_TF32[0]:
             assert texts[name].count(old) == 1, (name, old)
-    assert texts[COMPLETE[1]].count(gpu.OFTEN[0]) == 1
+    assert texts[COMPLETE[1]].count(gpu.OFTEN[0]) == 1 and gpu.OFTEN == test_gpu.OFTEN
+    assert [name for name in SMALL if gpu.HALF[0] in texts[name]] == [
+        name for name in SMALL if place_of(name) in gpu.HAVE_AMP
+    ]
     for old in gpu.CONTIGUOUS[0], gpu.FLOAT16[0], test_gpu.FLOAT16[0]:
         assert texts[COMPLETE[0]].count(old) == 1, old
     assert gpu.PEAK.get("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None

@@ -291,6 +291,9 @@ def test_pretrained(fashion, monkeypatch, capsys):
     found, _ = train_ddp.prepare(parse(*flags, 1), (images, torch.zeros(2)), torch.device("cpu"))
     wanted = functional.normalize(images / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     assert torch.allclose(found, wanted, atol=1e-5)
+    monkeypatch.setenv("TORCH_HOME", str(home_folder))  # as of a transformer for larger images
+    with pytest.raises(SystemExit):
+        train_ddp.initialize(parse(*flags, 1), models.get_model("shufflenet_v2_x1_0"))
 
 
 @pytest.mark.parametrize("file", ["model.pt", "last.pt", "best.pt"])
