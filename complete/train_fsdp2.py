@@ -41,7 +41,7 @@ parser.usage = "%(prog)s [flags]; --help lists them"
 add = parser.add_argument
 add("--dataset", default="cifar10", help="cifar10, fashion-mnist, synthetic, or a folder")
 add("--data-dir", default="data", help="where torchvision's data sets are stored")
-add("--image-size", type=int, default=32, help="side that the model sees; small images keep theirs")
+add("--image-size", type=int, default=32, help="side to crop images to; smaller ones keep theirs")
 add("--augment", action="store_true", help="random crops and flips")
 several_outputs = ["googlenet", "inception_v3"]  # in training: loss_function expects one
 names = ["net", "mlp", *models.list_models(module=models, exclude=several_outputs)]
@@ -59,7 +59,7 @@ add("--accumulate", type=int, default=1, help="micro-batches per step: saves mem
 add("--clip-norm", type=float, default=0.0, help="maximum norm of the gradient; 0: no clipping")
 add("--seed", type=int, default=76, help="of weights, sample order and random numbers")
 gpu = torch.accelerator.current_accelerator(check_available=True)
-devices = ["cpu"] if gpu is None or gpu.type == "mps" else [gpu.type, "cpu"]  # not for mps
+devices = ["cpu"] if gpu is None or gpu.type == "mps" else [gpu.type, "cpu"]  # no mps
 # torchrun, the parent of all ranks, may have bound each to some of its own cores (--numa-binding).
 owner = os.getppid() if "LOCAL_WORLD_SIZE" in os.environ else 0  # 0: this process
 cores = len(os.sched_getaffinity(owner)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -137,7 +137,7 @@ def metrics(sums):
 
 def build_optimizer(args, model, steps):
     """The optimizer and its learning rate schedule, which is stepped `steps` times in the run."""
-    # Weight decay would pull batch norm's scales, and biases, to 0: they have one dimension.
+    # Weight decay would pull batch norm's scales and all biases, which have one dimension, to 0.
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -182,7 +182,7 @@ def load_data(args):
 
 
 def load_image(path, side):
-    """The image in a file, upright and in RGB; if large, perhaps smaller, but not below `side`."""
+    """The image in a file, upright and in RGB. A large one may be reduced, not below `side`."""
     with Image.open(path) as image:
         image.draft("RGB", (side, side))  # decodes a large JPEG at 1/2, 1/4 or 1/8 of its size
         image = ImageOps.exif_transpose(image)  # as the camera was held
@@ -257,7 +257,7 @@ def normalization(pretrained, device):
 
 
 def random_crops(images, size):
-    """A random part of each image (N, C, H, W), as `size`, (height, width); half are flipped."""
+    """A random part of each image (N, C, H, W), resized to `size` (H, W); half are flipped."""
     count, channels = images.shape[:2]
     zoom = torch.empty(count, device=images.device).uniform_(0.6, 1)  # part of the image's side
     flip = torch.randint(2, (count,), device=images.device) * 2 - 1
@@ -337,7 +337,7 @@ class Progress:
 
 
 def progress_line(args, progress, steps_per_epoch, loss, lr, norm):
-    """`loss` is the mean since the last line, `norm` that of the last step's gradient."""
+    """`loss` is the mean since the last line; `norm`, the norm of the last step's gradient."""
     speed = progress.step * args.batch_size / progress.seconds
     steps_left = (args.epochs - progress.epoch) * steps_per_epoch - progress.step
     minutes_left = steps_left * args.batch_size / speed / 60
@@ -372,7 +372,7 @@ def save(content, path):
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())  # without it a power failure could leave a new, empty file
-    # Fails for what could not be read on the day of the resume, such as a Path. Reads no weights.
+    # Fails now if a resume could not read the file, say because of a Path. Reads no weights.
     torch.load(f"{path}.tmp", map_location="cpu", mmap=True, weights_only=True)
     os.replace(f"{path}.tmp", path)
 
@@ -389,7 +389,7 @@ def gather(content):
 
 
 def shard(tensor, like):
-    """This rank's shard of a whole tensor on the CPU that belongs to the parameter `like`."""
+    """This rank's shard of a whole CPU tensor, one that belongs to the parameter `like`."""
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor.clone()  # a buffer, or the optimizer's count of steps
     mesh, result = like.device_mesh, torch.empty_like(like)
@@ -476,7 +476,7 @@ def check_flags(args, world_size=1):
     for name in ("lr", "weight_decay", "warmup_steps", "epochs", "clip_norm", "workers"):
         if getattr(args, name) < 0:
             parser.error(f"--{name.replace('_', '-')} must not be negative")
-    if args.batch_size % (world_size * args.accumulate):
+    if args.epochs > 0 and args.batch_size % (world_size * args.accumulate):
         parser.error("--batch-size must be a multiple of --accumulate times the processes")
     if args.pretrained and (args.init or args.model in ("net", "mlp")):
         parser.error("--pretrained needs one of torchvision's models as --model, and no --init")
@@ -497,7 +497,7 @@ def check_flags(args, world_size=1):
     if not {"flags", "progress", "scaler"} <= checkpoint.keys():
         parser.error(f"{args.output} has a run of another script or version: use another --output")
     fixed = fixed_flags(args)
-    for name, old in checkpoint["flags"].items():  # one that the run's script did not have is free
+    for name, old in checkpoint["flags"].items():  # flags that it lacks are not compared
         new = fixed.get(name, False)  # False: this script does not have it
         if old != new:
             flag = name.replace("_", "-")
@@ -598,7 +598,7 @@ def main(args):
     sample = default_collate([test_set[0]])  # a batch of one
     passes = math.ceil(math.ceil(len(test_set) / world_size) / micro_batch)  # of the rank with most
 
-    # Model: on the CPU, with the same weights on all ranks. A GPU gets its shard alone.
+    # Model: on the CPU, with the same weights on all ranks. A GPU gets only its shard.
     torch.manual_seed(args.seed)
     model = build_model(args, prepare(args, sample, device)[0], classes)
     is_new = not (args.resume and (args.output / "last.pt").exists())

@@ -443,8 +443,8 @@ def new(model):
 """
 OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and what is true after
     "IoU of several classes": (
-        "model, classes, shape = nn.Identity(), 4, (3, 5, 5)\n"
-        "both = [(torch.randn(3, classes, 5, 5), torch.randint(3, shape)) for _ in range(5)]\n"
+        "model, classes, shape = nn.Identity(), 20, (3, 9, 9)\n"
+        "both = [(torch.randn(3, 20, 9, 9), torch.randint(20, shape).byte()) for _ in range(5)]\n"
         "dist.broadcast_object_list(both)\n"
         "val_loader = both[:4] if rank == 0 else both[4:]",
         "x, y = (torch.cat(part) for part in zip(*both))\n"

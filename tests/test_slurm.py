@@ -386,7 +386,9 @@ def test_commands_of_the_page(kind, clone):
     """Each of Slurm's runs, and the jobs that it submits end well, an array's with their seeds."""
     blocks = re.findall(r"^ *```sh\n((?:.*\n)*?) *```$", PAGE, re.M)
     lines = [line.strip() for code in blocks for line in code.splitlines()]
-    assert all(re.match("(for .* )?sbatch|python complete/pack_images", line) for line in lines)
+    assert all(
+        re.match(r"(for .* )?sbatch|\.venv/bin/python complete/pack_images", line) for line in lines
+    )
     inline = re.findall(r"`((?:sbatch|srun|sinfo|squeue|scontrol show) [^`]+)`", PAGE)
     lines = [line for line in lines if "sbatch" in line] + inline
     assert '`--seed "$SLURM_ARRAY_TASK_ID"` before `"$@"`' in PAGE

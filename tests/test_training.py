@@ -373,7 +373,7 @@ def test_compile(fashion):
     close("out", "plain", 1e-3)
 
 
-@pytest.mark.parametrize("name, count", [(DDP, 0), (DDP, 2), (FSDP2, 2)])
+@pytest.mark.parametrize("name, count", [(DDP, 0), (DDP, 2), (FSDP2, 3)])
 def test_check_of_the_set_up(name, count, work, monkeypatch):
     """--epochs 0: who is where, and nothing is written, nor left in the temporary folder."""
     monkeypatch.setenv("TMPDIR", str(work))
