@@ -66,7 +66,7 @@ def scripts(folder):
     complete scripts have the images on the device; the small ones load and copy them."""
     table(ALL, "script", "GPUs", "flags", "images/s", "x train_single.py, same flags")
     base = {}
-    for name in [SMALL[4], FSDP2] if FIRST else [*SMALL, *COMPLETE]:
+    for name in [*SMALL, *COMPLETE]:
         counts = COUNTS if name in (SMALL[2], *COMPLETE) else [ALL]
         for n in [1] if name == SMALL[0] or name == SMALL[1] and not GPUS else counts:
             changes = [NO_NOISE] * (name in SMALL) + [HALF] * bool(OLD and name in HAVE_AMP)

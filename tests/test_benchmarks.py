@@ -10,7 +10,7 @@ import test_gpu
 from helpers import COMPLETE, SMALL, Warm, command, done, place_of
 from same_text import ROOT
 
-ROWS = {"scripts": 2, "settings": 1, "large": 1, "images": 3, "resume": 1}  # of TINY=1
+ROWS = {"scripts": 8, "settings": 1, "large": 1, "images": 3, "resume": 1}  # of TINY=1
 
 
 def test_changes_fit():
