@@ -6,6 +6,7 @@ import math
 import re
 import runpy
 import shutil
+import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -360,7 +361,10 @@ def test_float16(fashion, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="which torch.compile needs on a CPU")
+@pytest.mark.skipif(
+    not shutil.which("g++") or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="torch.compile needs g++ and Python.h on a CPU",
+)
 def test_compile(fashion):
     """It changes little and says nothing, and compiles the loss too."""
     text = Path(train_ddp.__file__).read_text()
