@@ -458,7 +458,7 @@ def initialize(args, model):
         own = model.state_dict()  # the last layer has 1000 classes in `weights`: it stays random
         fitting = {name: w for name, w in weights.items() if w.shape == own[name].shape}
         if len(weights) - len(fitting) > 2:  # more than the last layer's weight and bias
-            parser.error(f"--pretrained: the weights are for another size of {args.model}")
+            parser.error(f"--pretrained: {args.model}'s weights do not fit: use another model")
         model.load_state_dict(fitting, strict=False)
 
 

@@ -118,7 +118,8 @@ def test_a_checkpoint_goes_round(single):
         text = run("fsdp2", *flags, path=small("fsdp2"), processes=begin)
         assert list(epochs(text)) == [end - 2, end - 1]
         agree(text, single[1])
-    assert [path.name for path in Path("fsdp2").glob("epoch-*")] == ["epoch-3"]
+        Path("fsdp2", "epoch-1-mine").mkdir(exist_ok=True)  # not the script's: it stays
+    assert {path.name for path in Path("fsdp2").glob("epoch-*")} == {"epoch-3", "epoch-1-mine"}
 
 
 # A process kills itself as it writes for the N-th time, with half of the file written.
@@ -220,6 +221,7 @@ def test_daily_mistakes(data, name):
         several = [*FLAGS, "out", "--world-size", 2]
         refused(name, "several machines need --init-method", *several, processes=1)
         refused(name, "--rank 2: the 2 machines are", *several, "--rank", 2, processes=1)
+        refused(name, "--rank 0: the 0 machines are", *several, "--world-size", 0, processes=1)
     if name in ("ddp_torchrun", "fsdp2"):
         text = done([Warm(helpers.script(name), [], "alone")], 2)
         assert "start it with torchrun --standalone --nproc-per-node gpu" in text
