@@ -37,9 +37,7 @@ if os.environ.get("TINY"):
 PEAK = {"NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100 80GB PCIe": 312}
 PEAK |= {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835}
 PEAK |= {"NVIDIA H200": 989, "NVIDIA H200 NVL": 835, "NVIDIA B200": 2250, "NVIDIA GB200": 2500}
-# Changes of copies: (old text, new text). The small scripts' images without noise, which the CPU
-# would have to draw; no TF32; another memory format; float16, as on a GPU before Ampere.
-NO_NOISE = "pattern + torch.randn(pattern.shape, generator=generator), i % 10", "pattern, i % 10"
+# Changes of copies: (old text, new text). No TF32; another memory format; float16, as on a T4.
 NO_TF32 = 'set_float32_matmul_precision("high")', "backends.cudnn.allow_tf32 = False"
 CONTIGUOUS = "memory_format=torch.channels_last", "memory_format=torch.contiguous_format"
 OFTEN = "30 * (now - started)", "0"  # FSDP2 saves as often as it is told to
@@ -69,7 +67,7 @@ def scripts(folder):
     for name in [*SMALL, *COMPLETE]:
         counts = COUNTS if name in (SMALL[2], *COMPLETE) else [ALL]
         for n in [1] if name == SMALL[0] or name == SMALL[1] and not GPUS else counts:
-            changes = [NO_NOISE] * (name in SMALL) + [HALF] * bool(OLD and name in HAVE_AMP)
+            changes = [HALF] * bool(OLD and name in HAVE_AMP)
             path, n, flags = prepare(name, folder, n, *changes)
             for more in ([], ["--amp"])[:FIRST]:
                 if more and name not in (DDP, *HAVE_AMP, *[FSDP2] * (not OLD)):
