@@ -132,8 +132,8 @@ def start(name, *flags, processes=1, path=None):
     if name == "ddp_spawn":
         own = [["--nproc-per-node", processes]]
     elif processes > 1:  # one process a machine: more of them are more machines
-        place = ["--init-method", f"tcp://127.0.0.1:{free_port()}", "--world-size", processes]
-        own = [[*place, "--rank", rank] for rank in range(processes)]
+        place = ["--init-method", f"tcp://127.0.0.1:{free_port()}", "--nnodes", processes]
+        own = [[*place, "--node-rank", rank] for rank in range(processes)]
     return [Warm(path, [*words, *flags], f"{name}-{time.monotonic_ns()}.log") for words in own]
 
 

@@ -1,9 +1,12 @@
 """The small scripts: one training run in six, killed and resumed; the daily mistakes; two cards."""
 
+import os
 import pickle
 import random
 import re
+import runpy
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -77,6 +80,10 @@ def test_one_run(single):
     for name in SMALL[1:]:
         path, flags = small(name), [*FLAGS, name, "--epochs"]
         text = run(name, *flags, 2, path=path, processes=COUNTS[name])
+        share = (
+            f"{60 // COUNTS[name]} images of each batch per {'GPU' if name == 'dp' else 'process'}"
+        )
+        assert text.count(f"640 training images, 203 test images, 10 classes; {share}\n") == 1, text
         assert list(epochs(text)) == [0, 1] and epochs(text)[0] != epochs(text)[1]
         agree(text, single[1])
         before = weights(name)
@@ -199,50 +206,233 @@ def refused(name, says, *flags, path=None, processes=None):
 
 
 @pytest.mark.parametrize("name", some_fast(SMALL, "single", "ddp_torchrun", "ddp_spawn"))
-def test_daily_mistakes(data, name):
+def test_daily_mistakes(monkeypatch, name):
     """Each has a message, and nothing is lost."""
     own = "epoch-3/.metadata" if name == "fsdp2" else "checkpoint.pt"
-    for path in own, "last.pt", "model.pt":  # with --resume, only its own run is continued
+    for path in own, "best.pt", "model.pt":  # with --resume, only its own run is continued
         Path("kept", path).parent.mkdir(parents=True)
         Path("kept", path).write_text("precious")
-        flags = [*FLAGS, "kept", *["--resume"] * (path != own)]
-        refused(name, "kept has a run: --resume it, or use another --output", *flags)
+        refused(name, "kept exists: --resume its run, or use another --output", *FLAGS, "kept")
+        if path != own:
+            says = "kept has the run of another script: use another --output"
+            refused(name, says, *FLAGS, "kept", "--resume")
         shutil.rmtree("kept")
-    shutil.copytree(data / "pictures", "pictures")
-    Path("pictures/test/c").rename("pictures/test/d")  # other classes than those of train/
-    flags = [*FLAGS, "out", "--dataset", "pictures"]
-    jobs = helpers.start(name, *flags, processes=COUNTS[name])
-    helpers.wait_for("error: --dataset: train/ and test/ need the same", *jobs)
-    kill_all(jobs)
     if name in DISTRIBUTED:
         says = "--batch-size must be a multiple of the 2 processes"
         refused(name, says, *FLAGS, "out", "--batch-size", 63)
+    else:
+        for variable in "WORLD_SIZE", "SLURM_STEP_NUM_TASKS":  # torchrun, or srun -n 2 python
+            with monkeypatch.context() as patch:
+                patch.setenv(variable, "2")
+                says = f"{variable} is 2: start this script once, with python"
+                refused(name, says, *FLAGS, "out", "--resume")
     if name in ("ddp_spawn", "ddp_multigpu_proc"):
-        several = [*FLAGS, "out", "--world-size", 2]
+        several = [*FLAGS, "out", "--nnodes", 2]
         refused(name, "several machines need --init-method", *several, processes=1)
-        refused(name, "--rank 2: the 2 machines are", *several, "--rank", 2, processes=1)
-        refused(name, "--rank 0: the 0 machines are", *several, "--world-size", 0, processes=1)
+        refused(name, "--node-rank 2: the 2 machines", *several, "--node-rank", 2, processes=1)
+        refused(name, "--node-rank 0: the 0 machines", *several, "--nnodes", 0, processes=1)
     if name in ("ddp_torchrun", "fsdp2"):
         text = done([Warm(helpers.script(name), [], "alone")], 2)
         assert "start it with torchrun --standalone --nproc-per-node gpu" in text
     assert not Path("out").exists()
     text = run(name, *FLAGS, "out", "--batch-size", 660, path=small(name), status=1)
     assert "--batch-size: there are only 640 images" in text
-    assert not content("out")
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("name", some_fast(SMALL, "single"))
+def test_folders_that_are_wrong(data, name):
+    """A class has another name in test/; all are a level too deep; there is no test/. Nothing is
+    written."""
+    for folder in "other", "deep/train", "deep/test", "none":
+        Path(folder).mkdir(parents=True)
+        part = {"deep/train": "train", "deep/test": "test"}.get(folder, "")
+        shutil.copytree(data / "pictures" / part, Path(folder, "pictures"))
+    Path("other/pictures/test/c").rename("other/pictures/test/.ipynb_checkpoints")
+    shutil.rmtree("none/pictures/test")
+    for folder, says in {
+        "other/pictures": "classes in only one of train/ and test/: ['.ipynb_checkpoints', 'c']",
+        "deep": "train/ needs a folder per class, not only pictures",
+        "none/pictures": "no folder none/pictures/test: move a tenth of each class there",
+    }.items():
+        jobs = helpers.start(name, *FLAGS, "out", "--dataset", folder, processes=COUNTS[name])
+        helpers.wait_for(f"error: --dataset: {says}\n", *jobs)
+        kill_all(jobs)
+    assert not Path("out").exists()
+
+
+TAKEN = """
+plain = load_data
+def load_data(args):  # meanwhile, another run starts in this folder
+    if not args.output.exists():
+        args.output.mkdir()
+        (args.output / "checkpoint.pt").write_text("precious")
+    return plain(args)
+"""
+
+
+@pytest.mark.parametrize("name", some_fast(SMALL, "single", "ddp_torchrun"))
+def test_two_runs_start_in_one_folder(name):
+    """The second ends, and leaves the first its folder. An empty folder is resumed."""
+    path = small(name, more=TAKEN)
+    jobs = helpers.start(name, *FLAGS, "out", path=path, processes=COUNTS[name])
+    assert helpers.wait_until(lambda: any(job.status() for job in jobs)), helpers.logs(jobs)
+    kill_all(jobs)
+    assert "FileExistsError" in helpers.logs(jobs) and "epoch 0" not in helpers.logs(jobs)
+    assert content("out") == {Path("out/checkpoint.pt"): b"precious"}
+    Path("empty").mkdir()
+    flags = [*FLAGS, "empty", "--epochs", 1, "--resume"]
+    assert list(epochs(run(name, *flags, path=small(name), processes=COUNTS[name]))) == [0]
+
+
+@pytest.mark.parametrize("name", some_fast(DISTRIBUTED, "ddp_torchrun", "fsdp2"))
+def test_another_disk(name):
+    """Ranks that do not see the same checkpoint end in a line, and the checkpoint stays. One of
+    train_fsdp2.py is written by all ranks, so they need one disk from the first."""
+    flags = [*FLAGS, "out", "--resume", "--epochs"]
+    make = "    if rank == 0:\n        args.output.mkdir("
+    own = "    args.output /= str(rank)\n    checkpoint_path = args.output / 'checkpoint.pt'\n"
+    path = small(name, make, f"{own}{make}")
+    run(name, *flags, 1, path=path, processes=1)
+    before = content("out")
+    statuses, text = finish(helpers.start(name, *flags, 2, path=path, processes=2))
+    assert set(statuses) == {1} and content("out") == before, text
+    assert "the machines see different files in out/0: use a shared disk" in text, text
+    if name == "fsdp2":
+        jobs = helpers.start(name, *flags, 1, "--output", "new", path=path, processes=2)
+        helpers.wait_for("the machines have no shared disk for new/1", *jobs)
+        kill_all(jobs)
+
+
+# What a process group waits, in minutes; and then the process ends.
+MINUTES = """
+plain = dist.barrier
+def barrier():
+    options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+    raise SystemExit(f"{options._timeout.total_seconds() / 60:g} minutes")
+dist.barrier = barrier
+"""
+
+
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_timeout(name):
+    """It is half an hour, on GPUs too, where torch has ten minutes; --timeout sets it, and then
+    nobody waits longer for a machine that does not come."""
+    default = "torch.distributed.distributed_c10d.default_pg_timeout"
+    ten = f"{default} = timedelta(minutes=10)\n"
+    path, flag = small(name, more=ten + MINUTES), ["--timeout", 50]
+    for flags in [[], flag][: 1 + (name in ("ddp_spawn", "ddp_multigpu_proc"))]:
+        statuses, text = finish(helpers.start(name, *FLAGS, "out", *flags, path=path))
+        assert 0 not in statuses and f"{50 if flags else 30} minutes" in text, text
+    if flags:
+        meet = ["--init-method", f"tcp://127.0.0.1:{helpers.free_port()}", "--nnodes", 2]
+        jobs = helpers.start(name, *FLAGS, "out", *meet, "--timeout", 0.02)
+        statuses, text = finish(jobs, 60)
+        assert statuses == [1] and "waits for the others" in text, (statuses, text)
+
+
+def test_ranks_end_with_their_parent():
+    """Also in a script's background jobs, which ignore SIGINT: torch tells its children by that."""
+    flags = [*FLAGS, "out", "--epochs", 99999, "--nproc-per-node", 2]
+    words = [sys.executable, small("ddp_spawn"), *flags]
+    job = Cold(["sh", "-c", '"$@" & echo "pid $!"; wait', "sh", *words], "log")
+    helpers.wait_for("epoch 1: ", job)
+    [pid] = re.findall(r"^pid (\d+)", job.log.read_text(), re.M)
+    os.kill(int(pid), signal.SIGTERM)
+    assert helpers.wait_until(lambda: not helpers.marked(), 60), helpers.logs([job])
+    assert "the process that started this one was killed" in job.log.read_text()
+
+
+VIEW = """
+class View(nn.Module):
+    def __init__(self):  # as in PyTorch's tutorial of the transformer
+        super().__init__()
+        self.register_buffer("pe", torch.ones(4, 3).unsqueeze(0).transpose(0, 1))
+    def forward(self, x):
+        return x * self.pe[0].mean()
+plain_model = build_model
+def build_model(args, classes):
+    return nn.Sequential(View(), plain_model(args, classes))
+"""
 
 
 @pytest.mark.parametrize("name", some_fast(DISTRIBUTED, "ddp_torchrun"))
-def test_another_disk(name):
-    """Ranks that do not see the same checkpoint end in a line, and the checkpoint stays."""
-    flags = [*FLAGS, "out", "--resume", "--epochs"]
-    make = "    args.output.mkdir("
-    path = small(name, make, f"    args.output /= str(rank)\n{make}")
-    run(name, *flags, 1, path=path, processes=1)
-    before = content("out")
-    jobs = helpers.start(name, *flags, 2, path=path, processes=2)
-    statuses, text = finish(jobs)
-    assert set(statuses) == {1} and content("out") == before, text
-    assert "the machines see different files in out/0: use a shared disk" in text, text
+def test_a_buffer_that_is_a_view(single, name):
+    """DDP's own broadcast of it would end the run at the first step."""
+    path = small(name, more=VIEW)
+    agree(run(name, *FLAGS, "out", "--epochs", 1, path=path, processes=2), single[1])
+
+
+OWN = """
+class Own(Dataset):
+    def __init__(self, numbers):
+        self.numbers = numbers
+    def __len__(self):
+        return len(self.numbers)
+    def __getitem__(self, i):
+        image = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(self.numbers[i]))
+        return image, image.argmax(0)  # which of the colors is the strongest, for each pixel
+def load_data(args):
+    return Own(range(640)), Own(range(640, 843)), 3
+def build_model(args, classes):
+    return nn.Conv2d(3, classes, 1)
+"""
+
+
+@pytest.mark.slow
+def test_ones_own():
+    """Data, a model, and masks instead of labels, by the functions and the line that are a
+    user's: all scripts do the same run."""
+    score, cells = "(model(images).argmax(1) == labels)", ".float().mean((1, 2))"
+    mine = {f"{score}.sum()": f"{score}{cells}.sum()"}
+    sharded = {score[1:-1]: f"{score}{cells}"}
+    for name in SMALL:
+        [change] = (sharded if name == "fsdp2" else mine).items()
+        path = helpers.edited(name, *change, more=OWN)
+        text = run(name, *FLAGS, name, "--epochs", 3, path=path, processes=COUNTS[name])
+        assert "640 training images, 203 test images, 3 classes" in text, text
+        if name == "single":
+            single = text
+            assert epochs(text)[2][1] > 0.6 > epochs(text)[0][1] > 0.3, text
+        agree(text, single, 1e-4, images=1e-2)
+
+
+SEEN = """
+plain_count = count_correct
+def count_correct(model, *words):
+    seen = set()
+    hook = model.register_forward_hook(lambda *parts: seen.add(str(parts[2].dtype)))
+    correct = plain_count(model, *words)
+    hook.remove()
+    print(f"tested in {seen}\\n", end="", flush=True)
+    return correct
+"""
+
+
+@pytest.mark.parametrize("name", some_fast([*SMALL[2:4], "single", "fsdp2"], "single"))
+def test_amp(name):
+    """Tests as it trains."""
+    path, count = small(name, more=SEEN), COUNTS[name]
+    for flags, kind in ([], "float32"), (["--amp"], "bfloat16"):
+        text = run(name, *FLAGS, kind, "--epochs", 1, *flags, path=path, processes=count)
+        assert text.count(f"tested in {{'torch.{kind}'}}") == text.count("tested in") == count
+
+
+def test_synthetic_images():
+    """They cost a loader next to nothing, none is there twice, and two epochs suffice to learn."""
+    own = runpy.run_path(helpers.script("single"))["Synthetic"]
+    images, times = own(224, range(10_000)), []
+    for i in range(200):
+        started = time.perf_counter()
+        image, label = images[i]
+        times.append(time.perf_counter() - started)
+        assert image.shape == (3, 224, 224) and label == i % 10
+    assert min(times) < 3e-4
+    images = [*own(32, range(10_000)), *own(32, range(10_000, 12_000))]
+    assert all(image.shape == (3, 32, 32) for image, _ in images)
+    assert len({image[:, :2].numpy().tobytes() for image, _ in images}) == 12_000
+    text = run("single", "--dataset", "synthetic", "--epochs", 2, "--workers", 0, "--output", "out")
+    assert epochs(text)[1][1] >= 0.99, text
 
 
 @pytest.mark.slow
@@ -323,8 +513,8 @@ def test_cifar10():
 
 @pytest.mark.parametrize("name", some_fast(SMALL[:5], "ddp_torchrun"))
 def test_two_cards(monkeypatch, single, name):
-    """On two make-believe GPUs each process uses its own, DataParallel both; a step waits for its
-    images alone. A checkpoint of a CPU continues there."""
+    """On two make-believe GPUs each process uses its own, DataParallel both; no step waits for its
+    GPU. A checkpoint of a CPU continues there."""
     pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
     run("single", *FLAGS, "out", "--epochs", 1, path=small("single"))
     Path("report").mkdir()
@@ -332,7 +522,10 @@ def test_two_cards(monkeypatch, single, name):
     monkeypatch.setenv("EMULATED_CARDS", "2")
     monkeypatch.setenv("EMULATED_REPORT", str(Path("report").resolve()))
     flags = [*FLAGS, "out", "--epochs", 3, "--resume"]
-    text = run(name, *flags, path=small(name), processes=COUNTS[name])
+    path = small(name, '("cuda", "xpu")', '("cuda", "xpu", "emu")')  # whose memory is pinned
+    text = run(name, *flags, path=path, processes=COUNTS[name])
+    share = {"single": 60, "dp": "30 images of each batch per GPU"}.get(name, 30)
+    assert f"10 classes; {share} " in text, text
     agree(text, single[1])
     reports = [path.read_text() for path in Path("report").iterdir()]
     reports = [report for report in reports if "uses card" in report]
@@ -342,6 +535,7 @@ def test_two_cards(monkeypatch, single, name):
     for report in reports:
         for epoch in re.split(r"^(?:main:\d+ seeds.*\n)+", report, flags=re.M)[-2:]:
             assert 0 < len(re.findall(r"^main:\d+ waits", epoch, re.M)) <= 4, epoch  # of ten steps
+            assert "to_device" not in "".join(re.findall(r"^.* waits.*", epoch, re.M)), epoch
 
 
 @pytest.mark.slow
@@ -357,11 +551,12 @@ def test_alone_in_a_folder(name):
     if name in ("ddp_torchrun", "fsdp2"):
         commands = [[*static, "--node_rank", i, path] for i in (0, 1)]
     elif name == "ddp_spawn":
-        meet = ["--init-method", f"tcp://127.0.0.1:{port}", "--world-size", 2, "--rank"]
+        meet = ["--init-method", f"tcp://127.0.0.1:{port}", "--nnodes", 2, "--node-rank"]
         commands = [[*python, "--nproc-per-node", 2, *meet, i] for i in (0, 1)]
         flags[flags.index("--workers") + 1] = 0  # spawned too, each would import torch
     elif name == "ddp_multigpu_proc":
-        meet = ["--init-method", Path("meet").resolve().as_uri(), "--world-size", 2, "--rank"]
+        meet = ["--init-method", Path("meet").resolve().as_uri()]
+        meet += ["--world-size", 2, "--rank"]  # the names from elsewhere
         commands = [[*python, *meet, i] for i in (0, 1)]
     start = [Cold([*words, *flags], f"{i}.log") for i, words in enumerate(commands)]
     text = done(start)
