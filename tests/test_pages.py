@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import helpers
 import numpy as np
@@ -43,9 +44,10 @@ FLAGS = ["--dataset", "texts", "--epochs", 2, "--batch-size", 16, "--log-every",
 INSTEAD = {  # what is run instead of a part of a command
     r"^python3 -m venv .*/bin/python ": "python ",  # an environment takes 5 GB
     r"HOST": "127.0.0.1",
+    r'"\$N" --node-rank "\$R" --master-addr "\$A"': "1 --node-rank 0 --master-addr 127.0.0.1",
     r"/shared/(folder/)?": "{folder}/",
     r"23456|29400": "{port}",  # somebody may have it
-    r" --world-size 2 --rank 0": "",  # test_network.py has two machines
+    r"(spawn\.py) --nnodes 2 --node-rank 0": r"\1",  # test_network.py has two machines
     r" --(amp|pretrained)": "",  # minutes on a CPU; a download
     r"^((?!.*--dataset).* complete/train.*)": r"\1 --dataset fashion-mnist",  # or a download
     r"^((?!.*--dataset).* train_.*)": r"\1 --dataset synthetic",
@@ -57,7 +59,7 @@ NOT_RUN = [  # test_own_script, test_slurm.py and others do, it takes hours, or 
     r".*(python\S*|bash) (benchmarks/|-m pytest .* tests/|-m torch)",
     r"(git|mpirun|docker|apptainer|nvidia-smi|source|pip|uv|for \w+ in|torchfrtrace) |  |done|#",
 ]
-SCRIPT = r"((?:complete/)?(?:train_\w+|pack_images)\.py)"
+SCRIPT = r"((?:complete/)?(?:train(?:_\w+)?|pack_images)\.py)"
 TRAINS = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:torchrun (.* )?|python3? |.*/python ){SCRIPT}(.*)")
 ORDER = re.split("\n## From", README)[0]  # its commands run one after the other
 LINES = [code[2] for code in CODE.findall(ORDER) if not code[0]]  # what they print
@@ -105,6 +107,65 @@ def test_diff():
     )
     lines = list(difflib.unified_diff(old, new, n=1, lineterm=""))[3:]
     assert "\n".join("" if line[:2] == "@@" else line for line in lines) + "\n" == diff
+
+
+LAUNCHING = PAGES[ROOT / "docs" / "launching.md"]
+JOBS = [code[2] for code in CODE.findall(LAUNCHING) if code[0] == "yaml"]  # SkyPilot, Kubeflow
+TOLD = {  # what a service tells the second of two machines
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+    "AWS_BATCH_JOB_NUM_NODES": "2",
+    "AWS_BATCH_JOB_NODE_INDEX": "1",
+    "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.1",
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "10.0.0.1",
+}
+FIRST_OF_AWS = {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": "0"}  # all it is told
+
+
+def torchrun_sees(lines, told):
+    """What torchrun makes of the flags and the environment that it gets from these lines: its
+    machines, this machine's number, the first one's address, and the script with its flags."""
+    lines = f'torchrun() {{ printf "%s\\n" "$@"; }}\n{lines}'
+    words = subprocess.check_output(["bash", "-euc", lines], env=told, text=True).splitlines()
+    with mock.patch.dict(os.environ, told):
+        args = get_args_parser().parse_args(words)
+    return [args.nnodes, args.node_rank, args.master_addr, args.training_script] + [
+        *args.training_script_args
+    ]
+
+
+def test_clouds():
+    """Each service's names for N, R and A, and the jobs, start the second of two machines."""
+    [command] = re.findall(r'^torchrun .*"\$N".*', LAUNCHING, re.M)
+    rows = re.findall(r"^\| .* \| `(\$.*)` \| `(.*)` \| `(.*)` \|$", LAUNCHING, re.M)
+    script = ["complete/train.py", "--resume", "--output", "/shared/runs/mine"]
+    assert len(rows) == 2
+    for cells in rows:
+        values = "\n".join(map("{}={}".format, "NRA", cells)).replace("\\|", "|")
+        assert torchrun_sees(f"{values}\n{command}", TOLD) == ["2", 1, "10.0.0.1", *script]
+    assert torchrun_sees(f"{values}\n{command}", FIRST_OF_AWS) == ["2", 0, "127.0.0.1", *script]
+    lines = textwrap.dedent(JOBS[0].split("run: |\n")[1]).replace("source", ":")
+    assert torchrun_sees(lines, TOLD) == ["2", 1, "10.0.0.1", *script]
+    line = re.search(r"command: \[(.*)\]", JOBS[1])[1].replace(",", "")
+    assert torchrun_sees(line, TOLD) == ["2", 1, "10.0.0.1", *script]
+
+
+def test_jobs_of_clouds_fit_their_schemas(monkeypatch):
+    """As the packages of SkyPilot and Kubeflow read them, where these are installed."""
+    yaml = pytest.importorskip("yaml")
+    monkeypatch.setenv("HOME", os.getcwd())  # SkyPilot makes folders there
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    for job in yaml.safe_load_all(JOBS[1]):
+        kind = getattr(models, f"TrainerV1alpha1{job['kind']}")
+        assert kind.from_dict(job).to_dict() == job  # without what it does not know
+    sky = pytest.importorskip("sky")
+    Path("job.yaml").write_text(JOBS[0])
+    task = sky.Task.from_yaml("job.yaml")
+    [resources] = task.resources
+    assert (task.num_nodes, resources.accelerators) == (2, {"A100": 8}) and resources.use_spot
 
 
 def test_split(data):
