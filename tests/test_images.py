@@ -265,12 +265,12 @@ def both(folder, capsys):
     train_set, test_set, classes = load(folder)
     assert train_set.classes == test_set.classes and len(train_set.classes) == classes
     printed = [line for line in capsys.readouterr().out.splitlines() if " min" not in line]
-    samples = [[path for path, _ in data.samples] for data in (train_set, test_set)]
+    samples = [[os.fsdecode(path) for path in data.paths] for data in (train_set, test_set)]
     pack(folder, "packed_too", "--side", 8)
     packed = [line for line in capsys.readouterr().out.splitlines() if " min" not in line]
     assert packed == printed
     for data, part in (train_set, "train"), (test_set, "test"):
-        assert np.load(f"packed_too/{part}.npy").tolist() == data.targets
+        assert np.load(f"packed_too/{part}.npy").tolist() == data.targets.tolist()
     return *samples, printed
 
 
