@@ -1,6 +1,7 @@
 """Images: decoded from every format, packed, cropped; fine-tuning on a folder of one's own."""
 
 import csv
+import inspect
 import itertools
 import json
 import multiprocessing
@@ -359,6 +360,19 @@ def test_a_class_in_one_part_only_is_named(capsys, part, name):
     folder = write_folder("pictures")
     (folder / part / name).mkdir()
     assert f"train/ and test/ differ in {name}: " in refused(folder, capsys)
+
+
+@pytest.mark.parametrize("name", ["find_images", "load_image"])
+def test_both_scripts_have_one_text(name):
+    assert inspect.getsource(getattr(train, name)) == inspect.getsource(getattr(packer, name))
+
+
+def test_a_name_that_is_no_text(capsys):
+    """Archives from elsewhere have names in other encodings; the file is read all the same."""
+    folder = write_folder("pictures")
+    path = folder / "train" / "a" / os.fsdecode(b"caf\xe9 \xff.jpg")
+    (folder / "train" / "a" / "00000.jpg").rename(path)
+    assert both(folder, capsys)[0][7] == str(path)
 
 
 # ---- Packing -------------------------------------------------------------------------------------
