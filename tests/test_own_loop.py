@@ -12,8 +12,8 @@ import pytest
 import torch
 from helpers import Warm, by_hand, changed, done, kill, kill_all, logs, marked, wait_until
 
-# Few images and a small network; batch 12 for 1, 2, 3, 4 processes, and a short last batch.
-FEW = ["Discs(2_000, 0", "Discs(100, 0", "Discs(400, 2_000)", "Discs(31, 2_000)"]
+# Few images and a small network. In batches of 12, all but one image of the last batch are there.
+FEW = ["Discs(2_000, 0", "Discs(107, 0", "Discs(400, 2_000)", "Discs(31, 2_000)"]
 FEW += ["width=16", "width=4", "avg_fn(0.99)", "avg_fn(0.9)"]
 # Without what depends on a process's share, every number of processes computes the same.
 ALIKE = [*FEW, "nn.BatchNorm2d(outputs)", "nn.GroupNorm(1, outputs)"]
@@ -106,8 +106,14 @@ def test_processes():
 
 def test_batch_norm():
     """With batch norm and augmentation, which differ by rank: all evaluate rank 0's average of the
-    weights, each image once, and that is what best.pt has."""
-    text = done(after("out", "--epochs", 3, processes=2))
+    weights, each image once, and that is what best.pt has. Rank 0 alone prints."""
+    show = [
+        "        model.train()",
+        "        print('seed', torch.initial_seed())\n        model.train()",
+    ]
+    text = done(after("out", "--epochs", 3, changes=[*FEW, *show]))
+    assert len(set(re.findall(r"^seed (\d+)", text, re.M))) == 3 * 2
+    assert text.count("epoch 2:") == 1 and "destroy_process_group" not in text
     space = runpy.run_path(str(changed("own_loop/before.py", *FEW)))
     model = space["UNet"]()
     model.load_state_dict(torch.load("out/best.pt"))
@@ -151,7 +157,8 @@ def test_refusals():
         first = last("out")
         jobs = start("out", "--epochs", 1)
         wait_until(lambda: jobs[0].status() is not None)
-        assert jobs[0].status() == 2 and "add --resume" in logs(jobs[:1])
+        time.sleep(0.5 * len(jobs[1:]))
+        assert jobs[0].status() == 2 and logs(jobs).count("add --resume") == 1
         kill_all(jobs)
         assert same(last("out"), first)
     jobs = after("odd", "--batch-size", 13)
@@ -159,7 +166,7 @@ def test_refusals():
     assert jobs[0].status() == 2 and "a multiple of the 2 processes" in logs(jobs)
     kill_all(jobs)
     assert "torchrun --standalone" in done(after("alone", processes=0), status=2)
-    assert "--batch-size: there are only 100 images" in done(before("big", "--batch-size", 200), 1)
+    assert "--batch-size: there are only 107 images" in done(before("big", "--batch-size", 200), 1)
     assert "--batch-size: there are only" in done(after("big", "--batch-size", 200), 1)
     assert not Path("odd").exists() and not Path("alone").exists()
 
