@@ -100,13 +100,43 @@ def test_pages():
 
 
 def test_diff():
-    """README.md's is the whole one."""
-    [diff] = [code[2] for code in CODE.findall(README) if code[0] == "diff"]
+    """docs/what_ddp_changes.md has the whole one, in order; each - may stand beside its +."""
+    blocks = CODE.findall(PAGES[ROOT / "docs" / "what_ddp_changes.md"])
+    shown = "".join(content for language, _, content in blocks if language == "diff").split("\n")
     old, new = (
         (ROOT / f"train_{n}.py").read_text().split("\n") for n in ("single", "ddp_torchrun")
     )
-    lines = list(difflib.unified_diff(old, new, n=1, lineterm=""))[3:]
-    assert "\n".join("" if line[:2] == "@@" else line for line in lines) + "\n" == diff
+    real = list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:]
+    for sign in "-", "+":
+        found, wanted = ([x for x in lines if x.startswith(sign)] for lines in (shown, real))
+        assert found == wanted
+    assert all(line[1:] in old and line[1:] in new for line in shown if line[:1] not in "-+")
+
+
+BREAKS = [  # docs/what_ddp_changes.md: what stands in its table, and instead of it
+    ("", ""),
+    ("F.cross_entropy(ddp(images), labels)", "F.cross_entropy(model(images), labels)"),
+    ("rank_batch = args.batch_size // world_size", "rank_batch = args.batch_size"),
+    ("sampler=sampler", "shuffle=True"),
+    ("sampler.set_epoch(epoch)", ""),
+    ("dist.all_reduce(loss_sum)", ""),
+    ("dist.all_reduce(correct)", ""),
+]
+
+
+@pytest.mark.slow
+def test_break_it():
+    """The table of docs/what_ddp_changes.md, by its command."""
+    [section] = [part for part in SECTIONS if part.startswith("Break it\n")]
+    [flags] = re.findall(r"my_script\.py (--.*) --output", section)
+    rows = re.findall(r"^\| (.*) \| (\d\.\d+) \| (\d\.\d+) \|", section, re.M)
+    for i, ((old, new), (place, *scores)) in enumerate(zip(BREAKS, rows, strict=True)):
+        assert all(code in old + new for code in re.findall("`(.+?)`", place)), place
+        path = helpers.changed("train_ddp_torchrun.py", old, new)
+        words = [*flags.split(), "--workers", 0, "--output", f"{i}"]
+        text = done(by_hand(path, *words, processes=2))
+        found = re.findall(r"^epoch 1: loss (\S+) accuracy (\S+)", text, re.M)[0]
+        assert [*map(float, found)] == pytest.approx([*map(float, scores)], abs=0.03), place
 
 
 LAUNCHING = PAGES[ROOT / "docs" / "launching.md"]
