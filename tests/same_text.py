@@ -14,7 +14,6 @@ SMALL = ["single", "dp", "ddp_torchrun", "ddp_spawn", "ddp_multigpu_proc", "fsdp
 COMPLETE = ["complete/train_ddp", "complete/train_fsdp2"]
 GROUPS = [[ROOT / f"train_{name}.py" for name in SMALL], [ROOT / f"{name}.py" for name in COMPLETE]]
 OWN = [ROOT / "own_loop" / "before.py", ROOT / "own_loop" / "after.py"]
-GROUPS.append(OWN)
 SHARDED = {"count_correct", "build_optimizer", "prepare", "evaluate"}  # of train_fsdp2.py alone
 SHARDED |= {"save_checkpoint", "load_checkpoint"}
 PER_GPU = {"--batch-size", "--workers"}  # of own_loop/after.py: their help differs
@@ -63,7 +62,7 @@ def compare(paths, source=None):
 if __name__ == "__main__":
     fix = Path(sys.argv[2]).resolve() if sys.argv[1:2] == ["--fix"] else None
     differ = []
-    for paths in GROUPS:
+    for paths in [*GROUPS, OWN]:
         if fix is None or fix in paths:
             differ += compare(paths, fix)
     print("\n".join(differ) or "all the same")

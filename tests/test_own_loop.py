@@ -11,6 +11,7 @@ import helpers
 import pytest
 import torch
 from helpers import Warm, by_hand, changed, done, kill, kill_all, logs, marked, wait_until
+from same_text import OWN, compare, definitions
 
 # Few images and a small network. In batches of 12, all but one image of the last batch are there.
 FEW = ["Discs(2_000, 0", "Discs(107, 0", "Discs(400, 2_000)", "Discs(31, 2_000)"]
@@ -70,6 +71,14 @@ def near(a, b):
             assert x == pytest.approx(b[key], abs=2e-3), key
         else:
             assert x == b[key], key
+
+
+def test_same_text():
+    """What DDP does not change is the same in both files."""
+    assert compare(OWN) == []
+    assert definitions(OWN[0]).keys() == definitions(OWN[1]).keys()
+    copy = changed("own_loop/after.py", "x = self.up(", "x = 2 * self.up(", "1e-3", "1e-2")
+    assert compare([OWN[0], copy]) == ["--lr: after.py", "UNet: after.py"]
 
 
 def test_after_is_before():
