@@ -13,8 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["single", "dp", "ddp_torchrun", "ddp_spawn", "ddp_multigpu_proc", "fsdp2"]
 COMPLETE = ["complete/train_ddp", "complete/train_fsdp2"]
 GROUPS = [[ROOT / f"train_{name}.py" for name in SMALL], [ROOT / f"{name}.py" for name in COMPLETE]]
+OWN = [ROOT / "own_loop" / "before.py", ROOT / "own_loop" / "after.py"]
 SHARDED = {"count_correct", "build_optimizer", "prepare", "evaluate"}  # of train_fsdp2.py alone
 SHARDED |= {"save_checkpoint", "load_checkpoint"}
+PER_GPU = {"--batch-size", "--workers"}  # of own_loop/after.py: their help differs
 
 
 def definitions(path):
@@ -45,6 +47,7 @@ def compare(paths, source=None):
     shared, differ = {}, []
     for path in paths if source is None else [source, *paths]:
         text, free = path.read_text(), {"main"} | (SHARDED if "fsdp2" in path.name else set())
+        free |= PER_GPU if path.name == "after.py" else set()
         for name, own in definitions(path).items():
             wanted = shared.setdefault(name, own.replace(folder(path), 'default="FOLDER"'))
             wanted = wanted.replace('default="FOLDER"', folder(path))
@@ -59,7 +62,7 @@ def compare(paths, source=None):
 if __name__ == "__main__":
     fix = Path(sys.argv[2]).resolve() if sys.argv[1:2] == ["--fix"] else None
     differ = []
-    for paths in GROUPS:
+    for paths in [*GROUPS, OWN]:
         if fix is None or fix in paths:
             differ += compare(paths, fix)
     print("\n".join(differ) or "all the same")

@@ -100,13 +100,43 @@ def test_pages():
 
 
 def test_diff():
-    """README.md's is the whole one."""
-    [diff] = [code[2] for code in CODE.findall(README) if code[0] == "diff"]
+    """docs/what_ddp_changes.md has the whole one, in order; each - may stand beside its +."""
+    blocks = CODE.findall(PAGES[ROOT / "docs" / "what_ddp_changes.md"])
+    shown = "".join(content for language, _, content in blocks if language == "diff").split("\n")
     old, new = (
         (ROOT / f"train_{n}.py").read_text().split("\n") for n in ("single", "ddp_torchrun")
     )
-    lines = list(difflib.unified_diff(old, new, n=1, lineterm=""))[3:]
-    assert "\n".join("" if line[:2] == "@@" else line for line in lines) + "\n" == diff
+    real = list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:]
+    for sign in "-", "+":
+        found, wanted = ([x for x in lines if x.startswith(sign)] for lines in (shown, real))
+        assert found == wanted
+    assert all(line[1:] in old and line[1:] in new for line in shown if line[:1] not in "-+")
+
+
+BREAKS = [  # docs/what_ddp_changes.md: what stands in its table, and instead of it
+    ("", ""),
+    ("F.cross_entropy(ddp(images), labels)", "F.cross_entropy(model(images), labels)"),
+    ("rank_batch = args.batch_size // world_size", "rank_batch = args.batch_size"),
+    ("sampler=sampler", "shuffle=True"),
+    ("sampler.set_epoch(epoch)", ""),
+    ("dist.all_reduce(loss_sum)", ""),
+    ("dist.all_reduce(correct)", ""),
+]
+
+
+@pytest.mark.slow
+def test_break_it():
+    """The table of docs/what_ddp_changes.md, by its command."""
+    [section] = [part for part in SECTIONS if part.startswith("Break it\n")]
+    [flags] = re.findall(r"my_script\.py (--.*) --output", section)
+    rows = re.findall(r"^\| (.*) \| (\d\.\d+) \| (\d\.\d+) \|", section, re.M)
+    for i, ((old, new), (place, *scores)) in enumerate(zip(BREAKS, rows, strict=True)):
+        assert all(code in old + new for code in re.findall("`(.+?)`", place)), place
+        path = helpers.changed("train_ddp_torchrun.py", old, new)
+        words = [*flags.split(), "--workers", 0, "--output", f"{i}"]
+        text = done(by_hand(path, *words, processes=2))
+        found = re.findall(r"^epoch 1: loss (\S+) accuracy (\S+)", text, re.M)[0]
+        assert [*map(float, found)] == pytest.approx([*map(float, scores)], abs=0.03), place
 
 
 LAUNCHING = PAGES[ROOT / "docs" / "launching.md"]
@@ -472,6 +502,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.data import BatchSampler, Sampler, WeightedRandomSampler
 
 dist.init_process_group(timeout=timedelta(seconds=100))
 rank, world_size, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
@@ -501,6 +532,21 @@ def new(model):
     ddp.register_comm_hook(None, counted)
     communicated.clear()
     return ddp, torch.optim.SGD(model.parameters(), 0.1)
+"""
+UNUSED = """
+branches = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+branches.forward = lambda x, i: branches[i](x).sum()
+for find in False, True:
+    ddp = nn.parallel.DistributedDataParallel(branches, find_unused_parameters=find)
+    try:
+        for i in 0, 1, 0:
+            ddp(torch.randn(4, 2), i).backward()
+        assert find
+    except RuntimeError as error:
+        assert not find and "find_unused_parameters=True" in str(error)
+keys = ddp.state_dict()
+nn.modules.utils.consume_prefix_in_state_dict_if_present(keys, "module.")
+branches.load_state_dict(keys)
 """
 OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and what is true after
     "IoU of several classes": (
@@ -539,98 +585,44 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "inputs, labels = torch.randn(2, 2), 0",
         "loss.backward()\nalike(model.weight.grad)",
     ),
-    "Workers and batch size": ("", "assert workers >= 0 and batch_size == 256"),
+    "A loss that compares samples": (
+        "def loss_function(a, b):\n"
+        "    pairs = F.normalize(a) @ F.normalize(b).T\n"
+        "    return F.cross_entropy(pairs, torch.arange(len(pairs)))\n"
+        "model = nn.Linear(3, 4)\n"
+        "ddp, optimizer = new(model)\n"
+        "all_views = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(1))\n"
+        "first_views, second_views = all_views[:, 4 * rank : 4 * rank + 4]",
+        "found = model.weight.grad.clone()\n"
+        "model.zero_grad()\n"
+        "whole = loss_function(*model(all_views))\n"
+        "whole.backward()\n"
+        "assert torch.allclose(loss, whole)\n"
+        "assert torch.allclose(model.weight.grad, found, atol=1e-6)\n"
+        "half = loss_function(model(first_views), model(second_views))\n"
+        "assert half < whole - 0.3, (half, whole)",
+    ),
+    "Another sampler, or no DataLoader": (
+        "",
+        "for epoch in range(2):\n"
+        "    generator = torch.Generator().manual_seed(epoch)\n"
+        "    one = WeightedRandomSampler(torch.ones(11), 11, generator=generator)\n"
+        "    share = Share(one)\n"
+        "    found = of_all(*share)\n"
+        "    generator.manual_seed(epoch)\n"
+        "    order = list(one)\n"
+        "    assert len(share) == 5 and found == [order[0:10:2], order[1:10:2]], found\n"
+        "batches = Share(BatchSampler(range(17), 3, drop_last=False))\n"
+        "assert list(batches) == ([[0, 1, 2], [6, 7, 8], [12, 13, 14]], [[3, 4, 5], [9, 10, 11],"
+        " [15, 16]])[rank]",
+    ),
 }
-
-# The whole loop, on CPUs. Up to epoch 99 the weights do not change any more, so it stops early.
-ON_CPUS = {
-    '"cuda", local_rank': '"cpu"',
-    "torch.cuda.set_device(device)\n": "",
-    '"nccl", device_id=device': '"gloo"',
-    'autocast("cuda"': 'autocast("cpu"',
-    'GradScaler("cuda")': 'GradScaler("cpu")',
-    "max(1, 8 // world_size)": "0",
-}
-BEFORE = """
-class Shifts(nn.Module):  # has a buffer that differs on each rank after a step, as batch norm has
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("shift", torch.zeros(()))
-
-    def forward(self, x):
-        if self.training:
-            self.shift.fill_(10 * rank)
-        return x + self.shift if frozen else x
-
-
-torch.manual_seed(0)
-epochs, batch_size = int(os.environ["EPOCHS"]), 4
-frozen = epochs == 99
-dataset = [(torch.randn(1, 4, 4), torch.rand(1, 4, 4).round()) for _ in range(45)]
-model = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), Shifts())
-loss_function = nn.functional.binary_cross_entropy_with_logits
-"""
-RESUMED = """
-if frozen:
-    optimizer.param_groups[0]["lr"] = 0.0
-"""
-OVERFLOW = """
-        if frozen and epoch == 4 and rank == world_size - 1:
-            inputs = inputs * 6e4
-"""
-AFTER = """
-assert sampler.epoch == epoch
-state = torch.load("last.pt")
-model.load_state_dict(state["model"])
-x, y = (torch.stack(part) for part in zip(*val_set))
-with torch.no_grad(), torch.autocast("cpu", torch.float16):
-    outputs = model.eval()(x)
-x, y = outputs > 0, y > 0.5
-assert math.isclose(iou, (x & y).sum() / (x | y).sum(), rel_tol=1e-6)
-assert math.isclose(f1, 2 * (x & y).sum() / (x.sum() + y.sum()), rel_tol=1e-6)
-assert math.isclose(val_loss, loss_function(outputs, y.half()), rel_tol=1e-3)
-assert (state["scaler"]["scale"] < 2.0**16) == frozen
-own = iou, val_loss, train_loss, best, scaler.get_scale(), [w.tolist() for w in model.parameters()]
-found = [None] * world_size
-dist.all_gather_object(found, own)
-assert str(found[0]) == str(found[-1]) and "nan" not in str(own[-1]), found
-"""
-
-
-def test_whole_loop(monkeypatch):
-    """It ends on two ranks, also resumed, as on one. If a gradient overflows on one rank, both skip
-    the step."""
-    [section] = [part for part in SECTIONS if part.startswith("In your own loop\n")]
-    [loop] = [code for language, _, code in CODE.findall(section) if language == "python"]
-    copy = "inputs, masks = inputs.to(device), masks.to(device)\n        optimizer"
-    for old, new in {
-        **ON_CPUS,
-        "split = ": f"{BEFORE}split = ",
-        "ddp = ": f"{RESUMED}ddp = ",
-        copy: copy.replace("\n", OVERFLOW),
-        "dist.destroy": f"{AFTER}dist.destroy",
-    }.items():
-        assert old in loop, old
-        loop = loop.replace(old, new)
-    Path("loop.py").write_text(loop)
-    found, path = {}, Path("loop.py").resolve()
-    for place, epochs, processes in ("one", 3, 1), ("two", 1, 2), ("two", 3, 2), ("two", 99, 2):
-        Path(place).mkdir(exist_ok=True)
-        monkeypatch.chdir(place)
-        monkeypatch.setenv("EPOCHS", str(epochs))
-        done(by_hand(path, processes=processes))
-        found[place, epochs] = weights(".", "last.pt")
-        os.chdir("..")
-    one, two, last = (found[key] for key in (("one", 3), ("two", 3), ("two", 99)))
-    for key, weight in one["model"].items():
-        assert torch.allclose(weight, two["model"][key], rtol=0, atol=1e-3), key
-    assert one["scaler"] == two["scaler"] and same(last["model"], two["model"])
-    assert last["progress"][0] <= 8 and last["progress"][2] == 5
 
 
 def test_own_loop():
-    """Each section's code, in two processes whose data and scores differ."""
-    text = [LOOP]
+    """Each section's code, in two processes whose data and scores differ. Steps that leave
+    parameters without gradients need find_unused_parameters=True; DDP's keys lose "module."."""
+    text = [LOOP, UNUSED]
     for i, (title, (before, after)) in enumerate(OWN.items()):
         [section] = [part for part in SECTIONS if part.startswith(f"{title}\n")]
         codes = [code for language, _, code in CODE.findall(section) if language == "python"]
