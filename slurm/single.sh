@@ -11,10 +11,10 @@
 
 source .venv/bin/activate || exit # EDIT: your environment: this line, or the next
 # module load miniforge && eval "$(conda shell.bash hook)" && conda activate NAME || exit
-container=() # EDIT: or (apptainer exec --nv --bind /shared IMAGE.sif), without the lines above
-gpus=${SLURM_GPUS_ON_NODE:-1} # what Slurm has granted here; EDIT the 1 if you deleted --gres
-srun --export=ALL "${container[@]}" python -c "import torch; n = torch.accelerator.device_count()
-assert n >= $gpus, f'torch can use {n} of $gpus GPUs'" || exit # to train on CPUs, delete this check
+inside=() # EDIT: or a container: (apptainer exec --nv --bind /shared IMAGE.sif), activating nothing
+# torch must be able to use the GPUs that Slurm has granted. (To train on CPUs, delete this check.)
+srun --export=ALL "${inside[@]}" python -c "import os, torch; n = torch.accelerator.device_count()
+assert n >= int(os.getenv('SLURM_GPUS_ON_NODE', '1')), f'torch can use only {n} GPUs'" || exit
 # srun may not pass on the environment and --cpus-per-task by itself
-srun --export=ALL --cpus-per-task="$SLURM_CPUS_PER_TASK" "${container[@]}" \
+srun --export=ALL --cpus-per-task="$SLURM_CPUS_PER_TASK" "${inside[@]}" \
     python -u train_single.py --workers "$SLURM_CPUS_PER_TASK" "$@"

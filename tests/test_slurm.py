@@ -5,6 +5,7 @@ where training is the point. Nothing goes by the clock."""
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -22,8 +23,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]  # one cluster
 MACHINES = ["node0", "node1", "node2", "node3"]
 HOSTS = "127.0.0.1 node0\n127.0.0.2 node1\n127.0.0.3 node2\n127.0.0.4 node3\n"
 PAGE = (ROOT / "slurm" / "README.md").read_text()
+NEWER = os.environ.get("NEWER_SLURM")  # the folder of a Debian with Slurm 24.05 or newer
 KINDS = {  # changes of slurm.conf
     "plain": {},
+    "newer": {},
     # Two threads a core, which are CPUs; memory is shared out, and little of it without --mem.
     "threads": {
         "CR_Core": "CR_CPU_Memory\nDefMemPerCPU=256",
@@ -31,38 +34,58 @@ KINDS = {  # changes of slurm.conf
     },
     "no gres": {"GresTypes=gpu\n": "", " Gres=gpu:40": ""},
 }
-# What is started writes down how. It stands still in the first STAND lives of a job.
-STAND_IN = f"""#!{sys.executable} -S
-import json, os, sys, time
+# What is started writes down how. It stands still in the first STAND lives of a job. For the files'
+# check of the GPUs, torch sees those that Slurm has granted, but no more than GPUS.
+STAND_IN = """#!/usr/bin/python3 -S
+import json, os, sys, time, types
 words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+granted = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").count(",") + 1
+if words[1] == "-c":
+    gpus = min(granted, int(os.environ.get("GPUS", granted)))
+    sys.modules["torch"] = types.ModuleType("torch")
+    sys.modules["torch"].accelerator = types.SimpleNamespace(device_count=lambda: gpus)
+    exec(words[2])
+    sys.exit()
 data = [os.listdir(word) for word in words if word.startswith("/") and os.path.isdir(word)]
 start = json.dumps([words, os.getcwd(), dict(os.environ), data])
 with open("starts-" + os.environ["SLURM_JOB_ID"], "a") as file:
     file.write(start + "\\n")
+life = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+if life < int(os.environ.get("PROGRESS", 0)):
+    open(words[words.index("--output") + 1] + "/last.pt", "w").close()
 if os.environ.get("FAILS") == os.environ["SLURM_PROCID"]:
     sys.exit(3)
-if int(os.environ.get("SLURM_RESTART_COUNT", 0)) < int(os.environ.get("STAND", 0)):
+if life < int(os.environ.get("STAND", 0)):
     time.sleep(9999)
 """
 TORCHRUN = "torchrun --nnodes {nodes} --nproc-per-node gpu --rdzv-backend c10d "
 TORCHRUN += "--rdzv-id {job} --rdzv-endpoint {host}:{port} --rdzv-conf read_timeout=600 "
-SPAWN = "python -u train_ddp_spawn.py "
-MEET = "--init-method tcp://node0:23456 --world-size 2 --rank {} --output runs/pair --resume"
+SPAWN = "python -u train_ddp_spawn.py"
+PAIR = " --init-method tcp://node0:23456 --timeout 240 --nnodes 2 --node-rank {} "
+PAIR += "--output runs/pair --resume"
 STARTS = {  # what each file starts, once per node; $R is the node's number
-    "single": "python -u train_single.py",
-    "dp": "python -u train_dp.py",
-    "ddp_spawn": SPAWN.strip(),
+    "single": "python -u train_single.py --workers 4",
+    "dp": "python -u train_dp.py --workers 16",
+    "ddp_spawn": SPAWN,
     "ddp_torchrun": TORCHRUN + "train_ddp_torchrun.py",
     "fsdp2": TORCHRUN + "train_fsdp2.py",
-    "ddp_multigpu_proc": "python -u train_ddp_multigpu_proc.py --rank $R --world-size {nodes} "
-    "--init-method tcp://{host}:{port}",
-    "node0": SPAWN + MEET.format(0),
-    "node1": SPAWN + MEET.format(1),
+    "ddp_multigpu_proc": "python -u train_ddp_multigpu_proc.py --node-rank $R --nnodes {nodes} "
+    "--init-method tcp://{host}:{port} --workers 16",
+    "node0": SPAWN + PAIR.format(0),
+    "node1": SPAWN + PAIR.format(1),
     "complete": TORCHRUN.replace("--rdzv", "--max-restarts 3 --rdzv", 1)
-    + "runs/complete-{job}/train_ddp.py --resume "
-    "--output runs/complete-{job}",
+    + "runs/complete-{job}/job-{job}/script.py --resume --output runs/complete-{job}",
 }
 SEVERAL = ["ddp_torchrun", "fsdp2", "ddp_multigpu_proc", "complete"]  # nodes
+
+
+# Runs a command in another Debian ($0), with this machine's processes, devices and temporary files.
+# The mounts are those of this command alone, and end with it.
+INSIDE = """for place in proc dev sys tmp; do mount --rbind /$place "$0/$place"; done
+exec chroot "$0" env -C "$PWD" PATH="${PATH#*:}" "$@" # without the first folder, see cluster
+"""
+RUNNING = []  # the daemons of the cluster, and the command of slurmctld
+CLIENTS = ["sbatch", "scontrol", "squeue", "scancel", "sinfo", "srun", "sacct"]
 
 
 @contextmanager
@@ -70,7 +93,7 @@ def cluster(folder, kind):
     """Four machines on this one, each with its own name, process numbers, disk, and pretended CPUs
     and GPUs. SLURM_CONF points Slurm's commands at them. All that they write is in the folder."""
     folder = Path(folder).resolve()  # Slurm's daemons look for relative paths elsewhere
-    for name in "munge", "state", "disk", *(f"spool-{machine}" for machine in MACHINES):
+    for name in "munge", "state", "disk", "bin", *(f"spool-{machine}" for machine in MACHINES):
         (folder / name).mkdir()
     (folder / "munge" / "key").write_bytes(os.urandom(128))
     for number in range(40):
@@ -88,26 +111,33 @@ def cluster(folder, kind):
         (folder / "gres.conf").write_text(f"Name=gpu AutoDetect=off File={folder}/gpu[0-39]\n")
     (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\n")
     (folder / "hosts").write_text(Path("/etc/hosts").read_text() + HOSTS)
+    inside, etc = [], "/etc"
+    if kind == "newer":
+        inside, etc = ["sh", "-c", INSIDE, NEWER], f"{NEWER}/etc"
+        for name in CLIENTS:
+            words = shlex.join(["unshare", "--mount", *inside, name])
+            (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+            (folder / "bin" / name).chmod(0o755)
     munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
     munge = ["munged", "-F", "--force", "-S", folder / "munge" / "socket", *munge]
+    own = "unshare --mount --uts --pid --fork --mount-proc --kill-child".split()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin")
+        patch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}:/usr/sbin")
         patch.setenv("SLURM_CONF", f"{folder}/slurm.conf")
         patch.setenv("DISK", f"{folder}/disk")  # each machine has its own there
-        daemons = [Cold(munge, folder / "munged.out")]
+        controller = ["unshare", "--mount", *inside, "slurmctld", "-D"]
+        daemons = [Cold(["unshare", "--mount", *inside, *munge], folder / "munged.out")]
         try:
             assert wait_until((folder / "munge" / "socket").exists), "munged"
-            daemons.append(Cold(["slurmctld", "-D"], folder / "slurmctld.out"))
-            own = "unshare --mount --uts --pid --fork --mount-proc --kill-child sh -c".split()
+            daemons.append(Cold(controller, folder / "slurmctld.out"))
             for name in MACHINES:
-                mounts = (
-                    f"mount --bind {folder}/hosts /etc/hosts; mount -t tmpfs disk {folder}/disk"
-                )
-                words = [*own, f"hostname {name}; {mounts}; slurmd -D -N {name}; exit"]
-                daemons.append(Cold(words, folder / f"{name}.out"))
+                slurmd = shlex.join([*inside, "slurmd", "-D", "-N", name])
+                lines = [f"hostname {name}", f"mount --bind {folder}/hosts {etc}/hosts"]
+                lines += [f"mount -t tmpfs disk {folder}/disk", slurmd, "exit"]
+                daemons.append(Cold([*own, "sh", "-c", "; ".join(lines)], folder / f"{name}.out"))
             ready = "sinfo -h -p whole -o '%t %D' 2> /dev/null | grep -qx 'idle 4'"
             assert wait_until(lambda: os.system(ready) == 0, pause=0.2), "the machines"
-            yield
+            yield daemons, controller
         finally:
             for daemon in reversed(daemons):
                 helpers.kill(daemon.pid)
@@ -120,7 +150,10 @@ def kind(request, tmp_path_factory):
     installed = all(shutil.which(name, path="/usr/sbin") for name in ("slurmctld", "munged"))
     if os.getuid() or not installed or torch.accelerator.is_available():
         pytest.skip("needs root, no GPU, and apt-get install slurm-wlm munge")
-    with cluster(tmp_path_factory.mktemp("slurm"), request.param):
+    if request.param == "newer" and not NEWER:
+        pytest.skip("needs a Debian with Slurm 24.05 or newer, in the folder NEWER_SLURM")
+    with cluster(tmp_path_factory.mktemp("slurm"), request.param) as daemons:
+        RUNNING[:] = daemons
         yield request.param
 
 
