@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -347,11 +348,53 @@ def warn(*numbers):
 
 
 @only("plain")
+def test_gpus_that_torch_cannot_use(kind, clone, monkeypatch):
+    """The job ends in a line, instead of training on the CPU, or on fewer GPUs."""
+    jobs = []
+    for gpus in range(2):
+        monkeypatch.setenv("GPUS", str(gpus))
+        jobs += [(Job(name), gpus) for name in list(STARTS)[gpus:]]  # single.sh asks for one
+    for job, gpus in jobs:
+        job.ended("FAILED")
+        assert f"AssertionError: torch can use only {gpus} GPUs" in job.log() and not job.starts()
+
+
+@only("plain")
+@pytest.mark.parametrize("way", ["conda", "container"])
+def test_environments(kind, clone, way, monkeypatch):
+    """Each file's other ways to an environment, here with stand-ins for conda and apptainer."""
+    monkeypatch.setenv("BASH_FUNC_module%%", '() { [ "$*" = "load miniforge" ]; }')
+    monkeypatch.setenv("PATH", f"{clone}/bin:{os.environ['PATH']}")
+    conda = f"echo 'conda() {{ [ \"$*\" = \"activate NAME\" ] && PATH=\"{clone}/.venv/bin:$PATH\"; }}'"
+    apptainer = f'PATH="{clone}/.venv/bin:$PATH"; shift 5; CONTAINER="$PPID" exec "$@"'
+    Path("bin").mkdir()
+    for name, line in ("conda", conda), ("apptainer", apptainer):
+        Path("bin", name).write_text(f"#!/bin/bash\n{line}\n")
+        Path("bin", name).chmod(0o755)
+    for name in STARTS:
+        text = Path(f"slurm/{name}.sh").read_text()
+        [venv] = re.findall("^source .venv/bin/activate .*\n", text, re.M)
+        [module] = re.findall(r"^# (module load .*)", text, re.M)
+        [container] = re.findall(r"^inside=\(\) # EDIT: or a container: (\(.*\)),", text, re.M)
+        edit(name, venv, "")
+        if way == "conda":
+            edit(name, f"# {module}", module)
+        else:
+            edit(name, "inside=()", f"inside={container}")
+    jobs = [Job(name, "--lr", "a b") for name in STARTS]
+    for job in jobs:
+        starts = job.ended().starts()
+        assert starts[0][0][-2:] == ["--lr", "a b"], job.log()
+        assert all(("CONTAINER" in env) == (way == "container") for *_, env, _ in starts)
+
+
+@only("plain")
 def test_complete_is_requeued(kind, clone, monkeypatch):
     """At its time limit, with the code and folder that it began with, as often as the file says;
     a task of an array without the others; and not at all where requeueing is forbidden."""
     edit("complete", "requeues=20", "requeues=1")
     monkeypatch.setenv("STAND", "2")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     job = Job("complete", "--lr", "a b")
     forbidden = Job("complete", options=["--no-requeue"])
     array = Job("complete", options=["--array=1-3"])
@@ -361,14 +404,15 @@ def test_complete_is_requeued(kind, clone, monkeypatch):
         env = json.loads(path.read_text())[2]
         if task := env.get("SLURM_ARRAY_TASK_ID"):
             tasks[env["SLURM_JOB_ID"]] = f"{array.number}_{task}"
-    code = Path(f"runs/complete-{job.number}/train_ddp.py")
+    code = Path(f"runs/complete-{job.number}/job-{job.number}/script.py")
     before = code.read_text()
-    Path("complete/train_ddp.py").write_text("other code")
+    Path("complete/train.py").write_text("other code")
     warn(job.number, forbidden.number, tasks[array.number])  # this one has the array's own number
     first, second = job.starts(2)
     assert first[0] == second[0] and second[2]["SLURM_RESTART_COUNT"] == "1"
     assert code.read_text() == before and code.stat().st_mode & 0o777 == 0o600
-    assert second[2]["PYTHONPATH"].split(":")[0] == str(clone / "complete")
+    assert second[2]["PYTHONPATH"] == str(clone / "complete")  # not ":", the working folder
+    assert second[2]["TORCHINDUCTOR_CACHE_DIR"] == f"{code.parent}/compiled"
     array.starts(2)
     warn(job.number)
     time.sleep(1)
@@ -381,34 +425,99 @@ def test_complete_is_requeued(kind, clone, monkeypatch):
 
 
 @only("plain")
-def test_complete_is_preempted(kind, clone, monkeypatch):
-    """It is requeued, under a GraceTime by the page's last line. Cancelled, it continues
-    when it is submitted again. A node that is lost has it requeued, too."""
+def test_complete_fails(kind, clone, monkeypatch):
+    """It is requeued if there is a newer checkpoint than at its start, where its flags put it, and
+    not more often than the file says; else it ends with its status. If cancelled, it stays so."""
+    monkeypatch.setenv("FAILS", "0")
+    never = Job("complete")
+    monkeypatch.setenv("PROGRESS", "1")
+    once = Job("complete")
+    other = Job("complete", "--output", "runs/other")
+    monkeypatch.setenv("PROGRESS", "9")
+    edit("complete", "requeues=20", "requeues=2")
+    often = Job("complete")
+    monkeypatch.delenv("FAILS")
+    monkeypatch.setenv("STAND", "9")
+    cancelled = Job("complete")
+    cancelled.starts(1)
+    command("scancel", cancelled.number)
+    for job, restarts in (never, 0), (once, 1), (other, 1), (often, 2):
+        job.ended("FAILED", restarts)
+        assert job.show("ExitCode") == "3:0"
+    assert Path("runs/other/last.pt").exists()
+    cancelled.ended("CANCELLED")
+    assert len(cancelled.starts()) == 1
+
+
+@only("plain")
+def test_slurmctld_does_not_answer(kind, clone, monkeypatch):
+    """The job asks again until it does."""
     monkeypatch.setenv("STAND", "1")
-    jobs = {name: Job("complete", options=["-p", name]) for name in ("requeue", "grace", "cancel")}
-    last = block("sleep 600")
-    edit("complete", "wait $! # ... so", f"{last.strip()} #")
-    jobs["waits"] = Job("complete", options=["-p", "grace"])
-    for job in jobs.values():
-        job.starts(1)
+    job = Job("complete")
+    job.starts(1)
+    daemons, controller = RUNNING
+    os.kill(daemons[1].pid, signal.SIGTERM)
+    helpers.finish([daemons[1]])
+    [shell] = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if path.read_bytes().endswith(f"job{int(job.number):05}/slurm_script\0".encode())
+    ]
+    os.kill(shell, signal.SIGUSR1)
+    assert wait_until(lambda: "Unable to contact slurm controller" in job.log(), 60)
+    daemons[1] = Cold(controller, Path(os.environ["SLURM_CONF"]).parent / "again.out")
+    assert wait_until(lambda: os.system("scontrol ping | grep -q UP") == 0, 60, 0.5)
+    job.ended(restarts=1)
+
+
+def preempt():
     command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 -o /dev/null --wrap=true".split())
-    jobs["requeue"].ended(restarts=1)
-    jobs["waits"].ended(restarts=1)
-    jobs["cancel"].ended("PREEMPTED")
-    version = command("sbatch", "--version").split()[1]
-    jobs["grace"].ended(*["FAILED"] if version < "24.05" else ["COMPLETED", 1])
+
+
+@pytest.mark.parametrize("kind", ["plain", "newer"], indirect=True, scope="module")
+def test_complete_is_preempted(kind, clone, monkeypatch):
+    """Six times in a row, which is more than MaxBatchRequeue; with and without a GraceTime, also
+    where jobs are cancelled after it; by SIGTERM for its processes, or USR1 for itself."""
+    if kind == "newer":
+        assert command("sbatch", "--version").split()[1] >= "24.05"
+    monkeypatch.setenv("STAND", "6")
+    edit("complete", "requeues=20", "requeues=0")  # of its own
+    names = ["requeue", "grace", "cancel_grace"]
+    jobs = [Job("complete", options=["-p", name]) for name in names]
+    edit("complete", " --signal=B:USR1@120", "")  # for send_user_signal
+    jobs += [Job("complete", options=["-p", name]) for name in names[1:]]
+    for life in range(1, 7):
+        for job in jobs:
+            job.starts(life)
+        preempt()
+    for job in jobs:
+        job.ended(restarts=6)
+        first, *others = job.starts()
+        assert len(others) == 6 and all(start[0] == first[0] for start in others)
+
+
+@pytest.mark.parametrize("kind", ["plain", "newer"], indirect=True, scope="module")
+def test_complete_is_stopped(kind, clone, monkeypatch):
+    """Cancelled without a grace, it continues when it is submitted again. A node that is lost has
+    it requeued."""
+    monkeypatch.setenv("STAND", "1")
+    cancelled = Job("complete", options=["-p", "cancel"])
+    cancelled.starts(1)
+    preempt()
+    cancelled.ended("PREEMPTED")
     failed = Job("complete", options=["-p", "requeue"])
     node = failed.starts(1)[0][2]["SLURMD_NODENAME"]
     command("scontrol", "update", f"node={node}", "state=down", "reason=test")
     failed.ended(restarts=1)
     os.system(f"scontrol update node={node} state=resume")  # it may have come back by itself
-    output = f"runs/complete-{jobs['cancel'].number}"
+    first, second = failed.starts()
+    assert first[0] == second[0]
+    output = f"runs/complete-{cancelled.number}"
     monkeypatch.setenv("STAND", "0")
     again = Job("complete", "--output", output).ended()
-    for job in jobs["requeue"], jobs["waits"], failed:
-        first, second = job.starts()
-        assert first[0] == second[0]
-    assert "--resume" in again.starts()[0][0] and again.starts()[0][0][-1] == output
+    words = again.starts()[0][0]
+    assert "--resume" in words and words[-1] == output
+    assert Path(output, f"job-{again.number}", "script.py").exists()
 
 
 INSTEAD = {r"--array=1-\d+": "--array=1-3", "nvidia-smi": "hostname"}
