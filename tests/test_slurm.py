@@ -49,8 +49,8 @@ if words[1] == "-c":
     sys.exit()
 data = [os.listdir(word) for word in words if word.startswith("/") and os.path.isdir(word)]
 start = json.dumps([words, os.getcwd(), dict(os.environ), data])
-with open("starts-" + os.environ["SLURM_JOB_ID"], "a") as file:
-    file.write(start + "\\n")
+with open("starts-" + os.environ["SLURM_JOB_ID"], "ab", 0) as file:  # in one piece
+    file.write(start.encode() + b"\\n")
 life = int(os.environ.get("SLURM_RESTART_COUNT", 0))
 if life < int(os.environ.get("PROGRESS", 0)):
     open(words[words.index("--output") + 1] + "/last.pt", "w").close()
@@ -223,7 +223,8 @@ class Job:
             )
 
         if count:
-            assert wait_until(lambda: len(read()) >= count, 60), (self.name, count, self.log())
+            wait_until(lambda: len(read()) >= count or self.over(), 60, 0.2)
+            assert len(read()) >= count, (self.name, count, self.log())
         return read()
 
 
@@ -315,7 +316,7 @@ def block(text):
 
 
 @only("plain")
-@pytest.mark.parametrize("place", ["SLURM_TMPDIR", "TMPDIR", "broken"])
+@pytest.mark.parametrize("place", ["SLURM_TMPDIR", "TMPDIR", "neither", "broken"])
 def test_data(kind, clone, place, monkeypatch):
     """An archive is unpacked once per node, and a job that cannot do that does not train."""
     for part in "train", "test":
@@ -327,17 +328,19 @@ def test_data(kind, clone, place, monkeypatch):
     Path(".venv/bin/tar").write_text(tar)
     Path(".venv/bin/tar").chmod(0o755)
     monkeypatch.delenv("SLURM_TMPDIR", raising=False)
-    monkeypatch.setenv("TMPDIR" if place == "TMPDIR" else "SLURM_TMPDIR", os.environ["DISK"])
+    monkeypatch.delenv("TMPDIR", raising=False)
+    if place != "neither":
+        monkeypatch.setenv("TMPDIR" if place == "TMPDIR" else "SLURM_TMPDIR", os.environ["DISK"])
     lines = block("tar -xf").replace("/shared/my_images.tar", "my_images.tar")
     flags = '--dataset "$data/my_images" "$@"'
-    edit("complete", "srun --export", f"{lines}srun --export", '"$@"', flags)
+    edit("complete", "# torch must", f"{lines}# torch must", '"$output" "$@"', f'"$output" {flags}')
     job = Job("complete", options=["--nodes=2", "-p", "whole"])
     if place == "broken":
         assert not job.ended("FAILED").starts(), job.log()
     else:
-        check(
-            job.ended(), "--dataset", f"{os.environ['DISK']}/data-{job.number}/my_images", nodes=2
-        )
+        disk = Path("/tmp" if place == "neither" else os.environ["DISK"], f"data-{job.number}")
+        check(job.ended(), "--dataset", f"{disk}/my_images", nodes=2)
+        shutil.rmtree(disk, ignore_errors=True)
         assert [sorted(data[0]) for *_, data in job.starts()] == [["test", "train"]] * 2
         assert job.log().count("unpacks") == 2
 
@@ -365,7 +368,7 @@ def test_environments(kind, clone, way, monkeypatch):
     """Each file's other ways to an environment, here with stand-ins for conda and apptainer."""
     monkeypatch.setenv("BASH_FUNC_module%%", '() { [ "$*" = "load miniforge" ]; }')
     monkeypatch.setenv("PATH", f"{clone}/bin:{os.environ['PATH']}")
-    conda = f"echo 'conda() {{ [ \"$*\" = \"activate NAME\" ] && PATH=\"{clone}/.venv/bin:$PATH\"; }}'"
+    conda = f'echo \'conda() {{ [ "$*" = "activate NAME" ] && PATH="{clone}/.venv/bin:$PATH"; }}\''
     apptainer = f'PATH="{clone}/.venv/bin:$PATH"; shift 5; CONTAINER="$PPID" exec "$@"'
     Path("bin").mkdir()
     for name, line in ("conda", conda), ("apptainer", apptainer):
@@ -450,7 +453,7 @@ def test_complete_fails(kind, clone, monkeypatch):
 
 
 @only("plain")
-def test_slurmctld_does_not_answer(kind, clone, monkeypatch):
+def test_slurmctld_does_not_answer(kind, clone, tmp_path, monkeypatch):
     """The job asks again until it does."""
     monkeypatch.setenv("STAND", "1")
     job = Job("complete")
@@ -458,14 +461,16 @@ def test_slurmctld_does_not_answer(kind, clone, monkeypatch):
     daemons, controller = RUNNING
     os.kill(daemons[1].pid, signal.SIGTERM)
     helpers.finish([daemons[1]])
-    [shell] = [
+    shells = [  # the script's, and that of its part in the background
         int(path.parent.name)
         for path in Path("/proc").glob("[0-9]*/cmdline")
         if path.read_bytes().endswith(f"job{int(job.number):05}/slurm_script\0".encode())
     ]
-    os.kill(shell, signal.SIGUSR1)
+    os.kill(min(shells), signal.SIGUSR1)
     assert wait_until(lambda: "Unable to contact slurm controller" in job.log(), 60)
+    monkeypatch.delenv("TEST_FOLDER")  # or it would end with this test
     daemons[1] = Cold(controller, Path(os.environ["SLURM_CONF"]).parent / "again.out")
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     assert wait_until(lambda: os.system("scontrol ping | grep -q UP") == 0, 60, 0.5)
     job.ended(restarts=1)
 
@@ -491,9 +496,16 @@ def test_complete_is_preempted(kind, clone, monkeypatch):
             job.starts(life)
         preempt()
     for job in jobs:
-        job.ended(restarts=6)
+        wait_until(job.over, LIMIT, 0.2)
+        state, restarts = job.show("JobState"), int(job.show("Restarts"))
+        # A job that has been preempted in its grace keeps a mark in 24.11: when it has finished, it
+        # is started once more, or called preempted.
+        later = [("COMPLETED", 7), ("PREEMPTED", 6)] if kind == "newer" else []
+        assert (state, restarts) in [("COMPLETED", 6), *later], job.log()
         first, *others = job.starts()
-        assert len(others) == 6 and all(start[0] == first[0] for start in others)
+        assert len(others) == restarts and all(start[0] == first[0] for start in others)
+        if job is not jobs[0]:  # which Slurm requeues as it sends USR1
+            assert not Path(f"runs/complete-{job.number}/job-{job.number}/requeued").read_text()
 
 
 @pytest.mark.parametrize("kind", ["plain", "newer"], indirect=True, scope="module")
@@ -520,7 +532,7 @@ def test_complete_is_stopped(kind, clone, monkeypatch):
     assert Path(output, f"job-{again.number}", "script.py").exists()
 
 
-INSTEAD = {r"--array=1-\d+": "--array=1-3", "nvidia-smi": "hostname"}
+INSTEAD = {r"--array=1-\d+": "--array=1-3", "nvidia-smi|COMMAND": "hostname", "FLAGS": "--lr 1"}
 
 
 @only("plain")
@@ -558,14 +570,36 @@ def test_commands_of_the_page(kind, clone):
 
 
 @only("plain")
+def test_repairs_of_the_page(kind, clone, monkeypatch):
+    """A mended script, a bad node, a job that is held, by the page's commands."""
+    monkeypatch.setenv("STAND", "2")
+    job = Job("complete", options=["-p", "requeue"])
+    node = job.starts(1)[0][2]["SLURMD_NODENAME"]
+    Path("complete/train.py").write_text("mended")
+
+    def run(start):
+        [line] = set(re.findall(f"`({start} [^`]*)`", PAGE))
+        command("bash", "-c", line.replace("12345", job.number).replace("NODE", node))
+
+    run("cp")
+    run("scontrol requeue")
+    assert wait_until(lambda: job.show("JobState") == "PENDING", 60)
+    run("scontrol update")
+    second = job.starts(2)[1]
+    assert second[2]["SLURMD_NODENAME"] != node
+    assert Path(second[0][second[0].index("--resume") - 1]).read_text() == "mended"
+    command("scontrol", "requeuehold", job.number)
+    assert wait_until(lambda: job.show("Reason") == "job_requeued_in_held_state", 60)
+    run("scontrol release")
+    job.ended(restarts=2)
+
+
+@only("plain")
 def test_lines_of_the_pages(kind, clone):
-    """One run per GPU in one job; an address of another network; srun instead of torchrun."""
-    last = Path("slurm/single.sh").read_text().splitlines()[-1]
+    """One run per GPU in one job; srun instead of torchrun."""
+    last = "\n".join(Path("slurm/single.sh").read_text().splitlines()[-2:])
     edit("single", last, block("CUDA_VISIBLE_DEVICES"))
     four = Job("single", "--epochs", 1, options=["--gres=gpu:4"])
-    [torchrun] = re.findall(r"`(bash -c 'torchrun --local-addr .*? bash)`", PAGE)
-    edit("complete", "torchrun --nnodes", f"{torchrun} --nnodes")
-    local = Job("complete", "--lr", "a b", options=["--nodes=2"])
     text = (ROOT / "docs" / "launching.md").read_text()
     [lines] = re.findall(r"^(export MASTER_ADDR.*\nsrun .*\n)", text, re.M)
     head = "#!/bin/bash\n#SBATCH --ntasks-per-node=4 --cpus-per-task=4 --gres=gpu:4 -o %x-%j.out\n"
@@ -574,9 +608,6 @@ def test_lines_of_the_pages(kind, clone):
     starts = four.ended().starts()
     assert sorted(env["CUDA_VISIBLE_DEVICES"] for *_, env, _ in starts) == ["0", "1", "2", "3"]
     assert len({words[words.index("--output") + 1] for words, *_ in starts}) == 4
-    for words, _, env, _ in local.ended().starts():
-        assert words[1:4] == ["--local-addr", env["SLURMD_NODENAME"] + "-ib", "--nnodes"]
-        assert words[-2:] == ["--lr", "a b"]
     places = [
         [env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")]
         for *_, env, _ in ranks.ended().starts()
@@ -602,13 +633,56 @@ def close(job, other):
         assert torch.allclose(a[name], b[name], rtol=0, atol=1e-5), (job, name)
 
 
+def on_cpus(name, *changes):
+    """Without the check of the GPUs, and with other changes."""
+    text = Path(f"slurm/{name}.sh").read_text()
+    [check] = re.findall(r"^srun .*device_count\(\)\n.*\n", text, re.M)
+    edit(name, check, "", *changes)
+
+
+@only("plain")
+def test_without_gpus(kind, real):
+    """The scripts do not train on the CPU unless that is asked for."""
+    single, complete = Job("single"), Job("complete")
+    for job in single, complete:
+        job.ended("FAILED")
+        assert "AssertionError: torch can use only 0 GPUs" in job.log(), job.log()
+        assert "rank 0" not in job.log()
+
+
+@only("plain")
+def test_names_that_lead_nowhere(kind, real):
+    """Nodes whose own names do not exist train together by the page's line."""
+    Path("meet.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "ones = torch.ones(1)\n"
+        "dist.all_reduce(ones)\n"
+        "print('sum', ones.item())\n"
+        "dist.destroy_process_group()\n"
+    )
+    [torchrun] = re.findall(r"`(bash -c 'torchrun --local-addr .*? bash)`", PAGE)
+    on_cpus("ddp_torchrun", "torchrun --nnodes", f"{torchrun} --nnodes", " gpu ", " 1 ")
+    edit("ddp_torchrun", "train_ddp_torchrun.py", "meet.py", "$(hostname)", "$SLURMD_NODENAME")
+    edit(
+        "ddp_torchrun",
+        "srun --export",
+        "srun bash -c 'hostname lost-$SLURMD_NODENAME'\nsrun --export",
+    )
+    edit("ddp_torchrun", '"$@" #', "\nsrun bash -c 'hostname $SLURMD_NODENAME' #")
+    job = Job("ddp_torchrun", options=["--nodes=2"]).ended()
+    assert job.log().count("sum 2.0") == 2, job.log()
+
+
 @only("plain")
 def test_small_scripts_train(kind, real, data):
     """On two nodes, which are given whole; and the pair. test_small.py starts all scripts."""
     port = helpers.free_port()
     for name in "node0", "node1":
-        edit(name, "23456", str(port))
-    edit("ddp_torchrun", "--nproc-per-node gpu", "--nproc-per-node 1")
+        on_cpus(name, "23456", str(port))
+    for name in "single", "ddp_multigpu_proc":
+        on_cpus(name)
+    on_cpus("ddp_torchrun", "--nproc-per-node gpu", "--nproc-per-node 1")
     flags = ["--dataset", data / "pictures", "--batch-size", 16, "--workers", 0, "--epochs", 1]
     options = ["-p", "whole"]
     names = ["single", "ddp_multigpu_proc", "node1", "node0"]
@@ -621,35 +695,54 @@ def test_small_scripts_train(kind, real, data):
 
 @only("plain")
 def test_complete_trains(kind, real, monkeypatch):
-    """Past a time limit on two nodes, to the weights of an undisturbed run."""
-    script = Path("complete/train_ddp.py").read_text()
-    line = "                    scaler.scale(loss)"
+    """Past a time limit on two nodes, to the weights of an undisturbed run; a loop of one's own;
+    and a run that fails before its first checkpoint, which is not requeued."""
     first = "os.environ.get('STAND') and 'SLURM_RESTART_COUNT' not in os.environ"
-    stand = f"                    if step == 3 and {first}:\n{' ' * 24}time.sleep(9999)\n"
+    stand = f"if {{}} and {first}:\n{' ' * 24}import time; time.sleep(9999)\n"
+    script = Path("complete/train.py").read_text()
+    line = "                    scaler.scale(loss)"
+    if line not in script:
+        line = "                scaler.scale(loss)"
     assert line in script
-    script = script.replace(line, stand + line).replace(
-        "import argparse\n", "import beside, argparse\n"
-    )
+    indent = " " * (len(line) - len(line.lstrip()))
+    script = script.replace(line, indent + stand.format("step == 3") + line)
+    script = script.replace("import argparse\n", "import beside, argparse\n", 1)
     Path("mine").mkdir()
     Path("mine/beside.py").touch()  # a module of the user's
     Path("mine/long.py").write_text(script)
+    Path("mine/fails.py").write_text(script.replace(line, f"{indent}1 / 0\n{line}"))
+    loop = (ROOT / "own_loop" / "after.py").read_text()
+    for old, new in (
+        ("Discs(2_000", "Discs(64"),
+        ("Discs(400", "Discs(16"),
+        ("        model.train()\n", f"        {stand.format('epoch == 1')}        model.train()\n"),
+    ):
+        assert loop.count(old) == 1, old
+        loop = loop.replace(old, new)
+    Path("mine/loop.py").write_text(loop)
     text = (ROOT / "slurm" / "complete.sh").read_text()
 
-    def submit(processes, *options):
-        changed = text.replace("complete/train_ddp.py", "mine/long.py")
-        changed = changed.replace("--nproc-per-node gpu", f"--nproc-per-node {processes}")
-        Path("slurm/complete.sh").write_text(changed)
+    def submit(script, processes, *flags, options=()):
+        Path("slurm/complete.sh").write_text(text)
+        on_cpus("complete", "complete/train.py", f"mine/{script}.py")
+        edit("complete", "--nproc-per-node gpu", f"--nproc-per-node {processes}")
         return Job("complete", *flags, options=options)
 
     flags = ["--dataset", "synthetic", "--batch-size", 1000, "--epochs", 1, "--log-every", 1]
     flags += ["--checkpoint-minutes", 0]
     monkeypatch.setenv("STAND", "1")
-    long = submit(1, "--nodes=2")
+    long = submit("long", 1, *flags, options=["--nodes=2"])
+    own = submit("loop", 2, "--epochs", 2, "--workers", 0)
     monkeypatch.delenv("STAND")
     long.wait_for("step 2/")
-    command("scontrol", "update", f"job={long.number}", "endtime=now+65")  # USR1 within 30 s
-    quiet = submit(2).ended()
-    long.wait_for("DUE TO JOB REQUEUE")
+    command("scontrol", "update", f"job={long.number}", "endtime=now+125")  # USR1 within 30 s
+    own.wait_for("epoch 0:")
+    warn(own.number)
+    quiet = submit("long", 2, *flags).ended()
+    fails = submit("fails", 1, *flags).ended("FAILED")
+    assert "ZeroDivisionError" in fails.log() and fails.log().count("steps are done") == 4
+    for job in long, own:
+        job.wait_for("DUE TO JOB REQUEUE")
     command("scontrol", "update", f"job={long.number}", "timelimit=60")  # of its next life
     long.ended(restarts=1)
     assert re.search("0 epochs and [12] steps are done", long.log()), long.log()
@@ -658,3 +751,6 @@ def test_complete_trains(kind, real, monkeypatch):
         for job in (long, quiet)
     ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+    own.ended(restarts=1)
+    assert re.findall(r"^epoch (\d)", own.log(), re.M) == ["0", "1"], own.log()
+    assert Path(f"runs/complete-{own.number}/best.pt").exists()
