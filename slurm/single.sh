@@ -1,15 +1,20 @@
 #!/usr/bin/env bash
 # One GPU: sbatch slurm/single.sh [flags of train_single.py]
 # It ends at its time limit. To continue from the last epoch, submit it again with --resume.
-#SBATCH --job-name=single
+#SBATCH --job-name=single --output=%x-%j.out
 #SBATCH --ntasks=1                # one process
 #SBATCH --gres=gpu:1              # EDIT: GPUs; if sinfo -o %G shows none, delete this line
-#SBATCH --cpus-per-task=4         # EDIT: CPUs, in proportion to the GPUs
+#SBATCH --cpus-per-task=4         # EDIT: CPUs
 ##SBATCH --mem=16G                # EDIT: memory; delete one # if your cluster needs it
 #SBATCH --time=04:00:00           # EDIT: time limit
 ##SBATCH --partition=gpu          # EDIT: delete one # if you need it; likewise --account, --qos
-#SBATCH --output=%x-%j.out
 
-source .venv/bin/activate || exit # EDIT: your environment
+source .venv/bin/activate || exit # EDIT: your environment: this line, or the next
+# module load miniforge && eval "$(conda shell.bash hook)" && conda activate NAME || exit
+inside=() # EDIT: or a container: (apptainer exec --nv --bind /shared IMAGE.sif), activating nothing
+# torch must be able to use the GPUs that Slurm has granted. (To train on CPUs, delete this check.)
+srun --export=ALL "${inside[@]}" python -c "import os, torch; n = torch.accelerator.device_count()
+assert n >= int(os.getenv('SLURM_GPUS_ON_NODE', '1')), f'torch can use only {n} GPUs'" || exit
 # srun may not pass on the environment and --cpus-per-task by itself
-srun --export=ALL --cpus-per-task="$SLURM_CPUS_PER_TASK" python -u train_single.py "$@"
+srun --export=ALL --cpus-per-task="$SLURM_CPUS_PER_TASK" "${inside[@]}" \
+    python -u train_single.py --workers "$SLURM_CPUS_PER_TASK" "$@"

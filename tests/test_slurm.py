@@ -5,7 +5,9 @@ where training is the point. Nothing goes by the clock."""
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -22,8 +24,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]  # one cluster
 MACHINES = ["node0", "node1", "node2", "node3"]
 HOSTS = "127.0.0.1 node0\n127.0.0.2 node1\n127.0.0.3 node2\n127.0.0.4 node3\n"
 PAGE = (ROOT / "slurm" / "README.md").read_text()
+NEWER = os.environ.get("NEWER_SLURM")  # the folder of a Debian with Slurm 24.05 or newer
 KINDS = {  # changes of slurm.conf
     "plain": {},
+    "newer": {},
     # Two threads a core, which are CPUs; memory is shared out, and little of it without --mem.
     "threads": {
         "CR_Core": "CR_CPU_Memory\nDefMemPerCPU=256",
@@ -31,38 +35,58 @@ KINDS = {  # changes of slurm.conf
     },
     "no gres": {"GresTypes=gpu\n": "", " Gres=gpu:40": ""},
 }
-# What is started writes down how. It stands still in the first STAND lives of a job.
-STAND_IN = f"""#!{sys.executable} -S
-import json, os, sys, time
+# What is started writes down how. It stands still in the first STAND lives of a job. For the files'
+# check of the GPUs, torch sees those that Slurm has granted, but no more than GPUS.
+STAND_IN = """#!/usr/bin/python3 -S
+import json, os, sys, time, types
 words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+granted = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").count(",") + 1
+if words[1] == "-c":
+    gpus = min(granted, int(os.environ.get("GPUS", granted)))
+    sys.modules["torch"] = types.ModuleType("torch")
+    sys.modules["torch"].accelerator = types.SimpleNamespace(device_count=lambda: gpus)
+    exec(words[2])
+    sys.exit()
 data = [os.listdir(word) for word in words if word.startswith("/") and os.path.isdir(word)]
 start = json.dumps([words, os.getcwd(), dict(os.environ), data])
-with open("starts-" + os.environ["SLURM_JOB_ID"], "a") as file:
-    file.write(start + "\\n")
+with open("starts-" + os.environ["SLURM_JOB_ID"], "ab", 0) as file:  # in one piece
+    file.write(start.encode() + b"\\n")
+life = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+if life < int(os.environ.get("PROGRESS", 0)):
+    open(words[words.index("--output") + 1] + "/last.pt", "w").close()
 if os.environ.get("FAILS") == os.environ["SLURM_PROCID"]:
     sys.exit(3)
-if int(os.environ.get("SLURM_RESTART_COUNT", 0)) < int(os.environ.get("STAND", 0)):
+if life < int(os.environ.get("STAND", 0)):
     time.sleep(9999)
 """
 TORCHRUN = "torchrun --nnodes {nodes} --nproc-per-node gpu --rdzv-backend c10d "
 TORCHRUN += "--rdzv-id {job} --rdzv-endpoint {host}:{port} --rdzv-conf read_timeout=600 "
-SPAWN = "python -u train_ddp_spawn.py "
-MEET = "--init-method tcp://node0:23456 --world-size 2 --rank {} --output runs/pair --resume"
+SPAWN = "python -u train_ddp_spawn.py"
+PAIR = " --init-method tcp://node0:23456 --timeout 240 --nnodes 2 --node-rank {} "
+PAIR += "--output runs/pair --resume"
 STARTS = {  # what each file starts, once per node; $R is the node's number
-    "single": "python -u train_single.py",
-    "dp": "python -u train_dp.py",
-    "ddp_spawn": SPAWN.strip(),
+    "single": "python -u train_single.py --workers 4",
+    "dp": "python -u train_dp.py --workers 16",
+    "ddp_spawn": SPAWN,
     "ddp_torchrun": TORCHRUN + "train_ddp_torchrun.py",
     "fsdp2": TORCHRUN + "train_fsdp2.py",
-    "ddp_multigpu_proc": "python -u train_ddp_multigpu_proc.py --rank $R --world-size {nodes} "
-    "--init-method tcp://{host}:{port}",
-    "node0": SPAWN + MEET.format(0),
-    "node1": SPAWN + MEET.format(1),
+    "ddp_multigpu_proc": "python -u train_ddp_multigpu_proc.py --node-rank $R --nnodes {nodes} "
+    "--init-method tcp://{host}:{port} --workers 16",
+    "node0": SPAWN + PAIR.format(0),
+    "node1": SPAWN + PAIR.format(1),
     "complete": TORCHRUN.replace("--rdzv", "--max-restarts 3 --rdzv", 1)
-    + "runs/complete-{job}/train_ddp.py --resume "
-    "--output runs/complete-{job}",
+    + "runs/complete-{job}/job-{job}/script.py --resume --output runs/complete-{job}",
 }
 SEVERAL = ["ddp_torchrun", "fsdp2", "ddp_multigpu_proc", "complete"]  # nodes
+
+
+# Runs a command in another Debian ($0), with this machine's processes, devices and temporary files.
+# The mounts are those of this command alone, and end with it.
+INSIDE = """for place in proc dev sys tmp; do mount --rbind /$place "$0/$place"; done
+exec chroot "$0" env -C "$PWD" PATH="${PATH#*:}" "$@" # without the first folder, see cluster
+"""
+RUNNING = []  # the daemons of the cluster, and the command of slurmctld
+CLIENTS = ["sbatch", "scontrol", "squeue", "scancel", "sinfo", "srun", "sacct"]
 
 
 @contextmanager
@@ -70,7 +94,7 @@ def cluster(folder, kind):
     """Four machines on this one, each with its own name, process numbers, disk, and pretended CPUs
     and GPUs. SLURM_CONF points Slurm's commands at them. All that they write is in the folder."""
     folder = Path(folder).resolve()  # Slurm's daemons look for relative paths elsewhere
-    for name in "munge", "state", "disk", *(f"spool-{machine}" for machine in MACHINES):
+    for name in "munge", "state", "disk", "bin", *(f"spool-{machine}" for machine in MACHINES):
         (folder / name).mkdir()
     (folder / "munge" / "key").write_bytes(os.urandom(128))
     for number in range(40):
@@ -88,26 +112,33 @@ def cluster(folder, kind):
         (folder / "gres.conf").write_text(f"Name=gpu AutoDetect=off File={folder}/gpu[0-39]\n")
     (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\n")
     (folder / "hosts").write_text(Path("/etc/hosts").read_text() + HOSTS)
+    inside, etc = [], "/etc"
+    if kind == "newer":
+        inside, etc = ["sh", "-c", INSIDE, NEWER], f"{NEWER}/etc"
+        for name in CLIENTS:
+            words = shlex.join(["unshare", "--mount", *inside, name])
+            (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+            (folder / "bin" / name).chmod(0o755)
     munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
     munge = ["munged", "-F", "--force", "-S", folder / "munge" / "socket", *munge]
+    own = "unshare --mount --uts --pid --fork --mount-proc --kill-child".split()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin")
+        patch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}:/usr/sbin")
         patch.setenv("SLURM_CONF", f"{folder}/slurm.conf")
         patch.setenv("DISK", f"{folder}/disk")  # each machine has its own there
-        daemons = [Cold(munge, folder / "munged.out")]
+        controller = ["unshare", "--mount", *inside, "slurmctld", "-D"]
+        daemons = [Cold(["unshare", "--mount", *inside, *munge], folder / "munged.out")]
         try:
             assert wait_until((folder / "munge" / "socket").exists), "munged"
-            daemons.append(Cold(["slurmctld", "-D"], folder / "slurmctld.out"))
-            own = "unshare --mount --uts --pid --fork --mount-proc --kill-child sh -c".split()
+            daemons.append(Cold(controller, folder / "slurmctld.out"))
             for name in MACHINES:
-                mounts = (
-                    f"mount --bind {folder}/hosts /etc/hosts; mount -t tmpfs disk {folder}/disk"
-                )
-                words = [*own, f"hostname {name}; {mounts}; slurmd -D -N {name}; exit"]
-                daemons.append(Cold(words, folder / f"{name}.out"))
+                slurmd = shlex.join([*inside, "slurmd", "-D", "-N", name])
+                lines = [f"hostname {name}", f"mount --bind {folder}/hosts {etc}/hosts"]
+                lines += [f"mount -t tmpfs disk {folder}/disk", slurmd, "exit"]
+                daemons.append(Cold([*own, "sh", "-c", "; ".join(lines)], folder / f"{name}.out"))
             ready = "sinfo -h -p whole -o '%t %D' 2> /dev/null | grep -qx 'idle 4'"
             assert wait_until(lambda: os.system(ready) == 0, pause=0.2), "the machines"
-            yield
+            yield daemons, controller
         finally:
             for daemon in reversed(daemons):
                 helpers.kill(daemon.pid)
@@ -120,7 +151,10 @@ def kind(request, tmp_path_factory):
     installed = all(shutil.which(name, path="/usr/sbin") for name in ("slurmctld", "munged"))
     if os.getuid() or not installed or torch.accelerator.is_available():
         pytest.skip("needs root, no GPU, and apt-get install slurm-wlm munge")
-    with cluster(tmp_path_factory.mktemp("slurm"), request.param):
+    if request.param == "newer" and not NEWER:
+        pytest.skip("needs a Debian with Slurm 24.05 or newer, in the folder NEWER_SLURM")
+    with cluster(tmp_path_factory.mktemp("slurm"), request.param) as daemons:
+        RUNNING[:] = daemons
         yield request.param
 
 
@@ -189,7 +223,8 @@ class Job:
             )
 
         if count:
-            assert wait_until(lambda: len(read()) >= count, 60), (self.name, count, self.log())
+            wait_until(lambda: len(read()) >= count or self.over(), 60, 0.2)
+            assert len(read()) >= count, (self.name, count, self.log())
         return read()
 
 
@@ -281,7 +316,7 @@ def block(text):
 
 
 @only("plain")
-@pytest.mark.parametrize("place", ["SLURM_TMPDIR", "TMPDIR", "broken"])
+@pytest.mark.parametrize("place", ["SLURM_TMPDIR", "TMPDIR", "neither", "broken"])
 def test_data(kind, clone, place, monkeypatch):
     """An archive is unpacked once per node, and a job that cannot do that does not train."""
     for part in "train", "test":
@@ -293,17 +328,19 @@ def test_data(kind, clone, place, monkeypatch):
     Path(".venv/bin/tar").write_text(tar)
     Path(".venv/bin/tar").chmod(0o755)
     monkeypatch.delenv("SLURM_TMPDIR", raising=False)
-    monkeypatch.setenv("TMPDIR" if place == "TMPDIR" else "SLURM_TMPDIR", os.environ["DISK"])
+    monkeypatch.delenv("TMPDIR", raising=False)
+    if place != "neither":
+        monkeypatch.setenv("TMPDIR" if place == "TMPDIR" else "SLURM_TMPDIR", os.environ["DISK"])
     lines = block("tar -xf").replace("/shared/my_images.tar", "my_images.tar")
     flags = '--dataset "$data/my_images" "$@"'
-    edit("complete", "srun --export", f"{lines}srun --export", '"$@"', flags)
+    edit("complete", "# torch must", f"{lines}# torch must", '"$output" "$@"', f'"$output" {flags}')
     job = Job("complete", options=["--nodes=2", "-p", "whole"])
     if place == "broken":
         assert not job.ended("FAILED").starts(), job.log()
     else:
-        check(
-            job.ended(), "--dataset", f"{os.environ['DISK']}/data-{job.number}/my_images", nodes=2
-        )
+        disk = Path("/tmp" if place == "neither" else os.environ["DISK"], f"data-{job.number}")
+        check(job.ended(), "--dataset", f"{disk}/my_images", nodes=2)
+        shutil.rmtree(disk, ignore_errors=True)
         assert [sorted(data[0]) for *_, data in job.starts()] == [["test", "train"]] * 2
         assert job.log().count("unpacks") == 2
 
@@ -314,11 +351,53 @@ def warn(*numbers):
 
 
 @only("plain")
+def test_gpus_that_torch_cannot_use(kind, clone, monkeypatch):
+    """The job ends in a line, instead of training on the CPU, or on fewer GPUs."""
+    jobs = []
+    for gpus in range(2):
+        monkeypatch.setenv("GPUS", str(gpus))
+        jobs += [(Job(name), gpus) for name in list(STARTS)[gpus:]]  # single.sh asks for one
+    for job, gpus in jobs:
+        job.ended("FAILED")
+        assert f"AssertionError: torch can use only {gpus} GPUs" in job.log() and not job.starts()
+
+
+@only("plain")
+@pytest.mark.parametrize("way", ["conda", "container"])
+def test_environments(kind, clone, way, monkeypatch):
+    """Each file's other ways to an environment, here with stand-ins for conda and apptainer."""
+    monkeypatch.setenv("BASH_FUNC_module%%", '() { [ "$*" = "load miniforge" ]; }')
+    monkeypatch.setenv("PATH", f"{clone}/bin:{os.environ['PATH']}")
+    conda = f'echo \'conda() {{ [ "$*" = "activate NAME" ] && PATH="{clone}/.venv/bin:$PATH"; }}\''
+    apptainer = f'PATH="{clone}/.venv/bin:$PATH"; shift 5; CONTAINER="$PPID" exec "$@"'
+    Path("bin").mkdir()
+    for name, line in ("conda", conda), ("apptainer", apptainer):
+        Path("bin", name).write_text(f"#!/bin/bash\n{line}\n")
+        Path("bin", name).chmod(0o755)
+    for name in STARTS:
+        text = Path(f"slurm/{name}.sh").read_text()
+        [venv] = re.findall("^source .venv/bin/activate .*\n", text, re.M)
+        [module] = re.findall(r"^# (module load .*)", text, re.M)
+        [container] = re.findall(r"^inside=\(\) # EDIT: or a container: (\(.*\)),", text, re.M)
+        edit(name, venv, "")
+        if way == "conda":
+            edit(name, f"# {module}", module)
+        else:
+            edit(name, "inside=()", f"inside={container}")
+    jobs = [Job(name, "--lr", "a b") for name in STARTS]
+    for job in jobs:
+        starts = job.ended().starts()
+        assert starts[0][0][-2:] == ["--lr", "a b"], job.log()
+        assert all(("CONTAINER" in env) == (way == "container") for *_, env, _ in starts)
+
+
+@only("plain")
 def test_complete_is_requeued(kind, clone, monkeypatch):
     """At its time limit, with the code and folder that it began with, as often as the file says;
     a task of an array without the others; and not at all where requeueing is forbidden."""
     edit("complete", "requeues=20", "requeues=1")
     monkeypatch.setenv("STAND", "2")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     job = Job("complete", "--lr", "a b")
     forbidden = Job("complete", options=["--no-requeue"])
     array = Job("complete", options=["--array=1-3"])
@@ -328,14 +407,15 @@ def test_complete_is_requeued(kind, clone, monkeypatch):
         env = json.loads(path.read_text())[2]
         if task := env.get("SLURM_ARRAY_TASK_ID"):
             tasks[env["SLURM_JOB_ID"]] = f"{array.number}_{task}"
-    code = Path(f"runs/complete-{job.number}/train_ddp.py")
+    code = Path(f"runs/complete-{job.number}/job-{job.number}/script.py")
     before = code.read_text()
-    Path("complete/train_ddp.py").write_text("other code")
+    Path("complete/train.py").write_text("other code")
     warn(job.number, forbidden.number, tasks[array.number])  # this one has the array's own number
     first, second = job.starts(2)
     assert first[0] == second[0] and second[2]["SLURM_RESTART_COUNT"] == "1"
     assert code.read_text() == before and code.stat().st_mode & 0o777 == 0o600
-    assert second[2]["PYTHONPATH"].split(":")[0] == str(clone / "complete")
+    assert second[2]["PYTHONPATH"] == str(clone / "complete")  # not ":", the working folder
+    assert second[2]["TORCHINDUCTOR_CACHE_DIR"] == f"{code.parent}/compiled"
     array.starts(2)
     warn(job.number)
     time.sleep(1)
@@ -348,37 +428,111 @@ def test_complete_is_requeued(kind, clone, monkeypatch):
 
 
 @only("plain")
-def test_complete_is_preempted(kind, clone, monkeypatch):
-    """It is requeued, under a GraceTime by the page's last line. Cancelled, it continues
-    when it is submitted again. A node that is lost has it requeued, too."""
+def test_complete_fails(kind, clone, monkeypatch):
+    """It is requeued if there is a newer checkpoint than at its start, where its flags put it, and
+    not more often than the file says; else it ends with its status. If cancelled, it stays so."""
+    monkeypatch.setenv("FAILS", "0")
+    never = Job("complete")
+    monkeypatch.setenv("PROGRESS", "1")
+    once = Job("complete")
+    other = Job("complete", "--output", "runs/other")
+    monkeypatch.setenv("PROGRESS", "9")
+    edit("complete", "requeues=20", "requeues=2")
+    often = Job("complete")
+    monkeypatch.delenv("FAILS")
+    monkeypatch.setenv("STAND", "9")
+    cancelled = Job("complete")
+    cancelled.starts(1)
+    command("scancel", cancelled.number)
+    for job, restarts in (never, 0), (once, 1), (other, 1), (often, 2):
+        job.ended("FAILED", restarts)
+        assert job.show("ExitCode") == "3:0"
+    assert Path("runs/other/last.pt").exists()
+    cancelled.ended("CANCELLED")
+    assert len(cancelled.starts()) == 1
+
+
+@only("plain")
+def test_slurmctld_does_not_answer(kind, clone, tmp_path, monkeypatch):
+    """The job asks again until it does."""
     monkeypatch.setenv("STAND", "1")
-    jobs = {name: Job("complete", options=["-p", name]) for name in ("requeue", "grace", "cancel")}
-    last = block("sleep 600")
-    edit("complete", "wait $! # ... so", f"{last.strip()} #")
-    jobs["waits"] = Job("complete", options=["-p", "grace"])
-    for job in jobs.values():
-        job.starts(1)
+    job = Job("complete")
+    job.starts(1)
+    daemons, controller = RUNNING
+    os.kill(daemons[1].pid, signal.SIGTERM)
+    helpers.finish([daemons[1]])
+    shells = [  # the script's, and that of its part in the background
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if path.read_bytes().endswith(f"job{int(job.number):05}/slurm_script\0".encode())
+    ]
+    os.kill(min(shells), signal.SIGUSR1)
+    assert wait_until(lambda: "Unable to contact slurm controller" in job.log(), 60)
+    monkeypatch.delenv("TEST_FOLDER")  # or it would end with this test
+    daemons[1] = Cold(controller, Path(os.environ["SLURM_CONF"]).parent / "again.out")
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
+    assert wait_until(lambda: os.system("scontrol ping | grep -q UP") == 0, 60, 0.5)
+    job.ended(restarts=1)
+
+
+def preempt():
     command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 -o /dev/null --wrap=true".split())
-    jobs["requeue"].ended(restarts=1)
-    jobs["waits"].ended(restarts=1)
-    jobs["cancel"].ended("PREEMPTED")
-    version = command("sbatch", "--version").split()[1]
-    jobs["grace"].ended(*["FAILED"] if version < "24.05" else ["COMPLETED", 1])
+
+
+@pytest.mark.parametrize("kind", ["plain", "newer"], indirect=True, scope="module")
+def test_complete_is_preempted(kind, clone, monkeypatch):
+    """Six times in a row, which is more than MaxBatchRequeue; with and without a GraceTime, also
+    where jobs are cancelled after it; by SIGTERM for its processes, or USR1 for itself."""
+    if kind == "newer":
+        assert command("sbatch", "--version").split()[1] >= "24.05"
+    monkeypatch.setenv("STAND", "6")
+    edit("complete", "requeues=20", "requeues=0")  # of its own
+    names = ["requeue", "grace", "cancel_grace"]
+    jobs = [Job("complete", options=["-p", name]) for name in names]
+    edit("complete", " --signal=B:USR1@120", "")  # for send_user_signal
+    jobs += [Job("complete", options=["-p", name]) for name in names[1:]]
+    for life in range(1, 7):
+        for job in jobs:
+            job.starts(life)
+        preempt()
+    for job in jobs:
+        wait_until(job.over, LIMIT, 0.2)
+        state, restarts = job.show("JobState"), int(job.show("Restarts"))
+        # A job that has been preempted in its grace keeps a mark in 24.11: when it has finished, it
+        # is started once more, or called preempted.
+        later = [("COMPLETED", 7), ("PREEMPTED", 6)] if kind == "newer" else []
+        assert (state, restarts) in [("COMPLETED", 6), *later], job.log()
+        first, *others = job.starts()
+        assert len(others) == restarts and all(start[0] == first[0] for start in others)
+        if job is not jobs[0]:  # which Slurm requeues as it sends USR1
+            assert not Path(f"runs/complete-{job.number}/job-{job.number}/requeued").read_text()
+
+
+@pytest.mark.parametrize("kind", ["plain", "newer"], indirect=True, scope="module")
+def test_complete_is_stopped(kind, clone, monkeypatch):
+    """Cancelled without a grace, it continues when it is submitted again. A node that is lost has
+    it requeued."""
+    monkeypatch.setenv("STAND", "1")
+    cancelled = Job("complete", options=["-p", "cancel"])
+    cancelled.starts(1)
+    preempt()
+    cancelled.ended("PREEMPTED")
     failed = Job("complete", options=["-p", "requeue"])
     node = failed.starts(1)[0][2]["SLURMD_NODENAME"]
     command("scontrol", "update", f"node={node}", "state=down", "reason=test")
     failed.ended(restarts=1)
     os.system(f"scontrol update node={node} state=resume")  # it may have come back by itself
-    output = f"runs/complete-{jobs['cancel'].number}"
+    first, second = failed.starts()
+    assert first[0] == second[0]
+    output = f"runs/complete-{cancelled.number}"
     monkeypatch.setenv("STAND", "0")
     again = Job("complete", "--output", output).ended()
-    for job in jobs["requeue"], jobs["waits"], failed:
-        first, second = job.starts()
-        assert first[0] == second[0]
-    assert "--resume" in again.starts()[0][0] and again.starts()[0][0][-1] == output
+    words = again.starts()[0][0]
+    assert "--resume" in words and words[-1] == output
+    assert Path(output, f"job-{again.number}", "script.py").exists()
 
 
-INSTEAD = {r"--array=1-\d+": "--array=1-3", "nvidia-smi": "hostname"}
+INSTEAD = {r"--array=1-\d+": "--array=1-3", "nvidia-smi|COMMAND": "hostname", "FLAGS": "--lr 1"}
 
 
 @only("plain")
@@ -416,14 +570,36 @@ def test_commands_of_the_page(kind, clone):
 
 
 @only("plain")
+def test_repairs_of_the_page(kind, clone, monkeypatch):
+    """A mended script, a bad node, a job that is held, by the page's commands."""
+    monkeypatch.setenv("STAND", "2")
+    job = Job("complete", options=["-p", "requeue"])
+    node = job.starts(1)[0][2]["SLURMD_NODENAME"]
+    Path("complete/train.py").write_text("mended")
+
+    def run(start):
+        [line] = set(re.findall(f"`({start} [^`]*)`", PAGE))
+        command("bash", "-c", line.replace("12345", job.number).replace("NODE", node))
+
+    run("cp")
+    run("scontrol requeue")
+    assert wait_until(lambda: job.show("JobState") == "PENDING", 60)
+    run("scontrol update")
+    second = job.starts(2)[1]
+    assert second[2]["SLURMD_NODENAME"] != node
+    assert Path(second[0][second[0].index("--resume") - 1]).read_text() == "mended"
+    command("scontrol", "requeuehold", job.number)
+    assert wait_until(lambda: job.show("Reason") == "job_requeued_in_held_state", 60)
+    run("scontrol release")
+    job.ended(restarts=2)
+
+
+@only("plain")
 def test_lines_of_the_pages(kind, clone):
-    """One run per GPU in one job; an address of another network; srun instead of torchrun."""
-    last = Path("slurm/single.sh").read_text().splitlines()[-1]
+    """One run per GPU in one job; srun instead of torchrun."""
+    last = "\n".join(Path("slurm/single.sh").read_text().splitlines()[-2:])
     edit("single", last, block("CUDA_VISIBLE_DEVICES"))
     four = Job("single", "--epochs", 1, options=["--gres=gpu:4"])
-    [torchrun] = re.findall(r"`(bash -c 'torchrun --local-addr .*? bash)`", PAGE)
-    edit("complete", "torchrun --nnodes", f"{torchrun} --nnodes")
-    local = Job("complete", "--lr", "a b", options=["--nodes=2"])
     text = (ROOT / "docs" / "launching.md").read_text()
     [lines] = re.findall(r"^(export MASTER_ADDR.*\nsrun .*\n)", text, re.M)
     head = "#!/bin/bash\n#SBATCH --ntasks-per-node=4 --cpus-per-task=4 --gres=gpu:4 -o %x-%j.out\n"
@@ -432,9 +608,6 @@ def test_lines_of_the_pages(kind, clone):
     starts = four.ended().starts()
     assert sorted(env["CUDA_VISIBLE_DEVICES"] for *_, env, _ in starts) == ["0", "1", "2", "3"]
     assert len({words[words.index("--output") + 1] for words, *_ in starts}) == 4
-    for words, _, env, _ in local.ended().starts():
-        assert words[1:4] == ["--local-addr", env["SLURMD_NODENAME"] + "-ib", "--nnodes"]
-        assert words[-2:] == ["--lr", "a b"]
     places = [
         [env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")]
         for *_, env, _ in ranks.ended().starts()
@@ -460,13 +633,56 @@ def close(job, other):
         assert torch.allclose(a[name], b[name], rtol=0, atol=1e-5), (job, name)
 
 
+def on_cpus(name, *changes):
+    """Without the check of the GPUs, and with other changes."""
+    text = Path(f"slurm/{name}.sh").read_text()
+    [check] = re.findall(r"^srun .*device_count\(\)\n.*\n", text, re.M)
+    edit(name, check, "", *changes)
+
+
+@only("plain")
+def test_without_gpus(kind, real):
+    """The scripts do not train on the CPU unless that is asked for."""
+    single, complete = Job("single"), Job("complete")
+    for job in single, complete:
+        job.ended("FAILED")
+        assert "AssertionError: torch can use only 0 GPUs" in job.log(), job.log()
+        assert "rank 0" not in job.log()
+
+
+@only("plain")
+def test_names_that_lead_nowhere(kind, real):
+    """Nodes whose own names do not exist train together by the page's line."""
+    Path("meet.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "ones = torch.ones(1)\n"
+        "dist.all_reduce(ones)\n"
+        "print('sum', ones.item())\n"
+        "dist.destroy_process_group()\n"
+    )
+    [torchrun] = re.findall(r"`(bash -c 'torchrun --local-addr .*? bash)`", PAGE)
+    on_cpus("ddp_torchrun", "torchrun --nnodes", f"{torchrun} --nnodes", " gpu ", " 1 ")
+    edit("ddp_torchrun", "train_ddp_torchrun.py", "meet.py", "$(hostname)", "$SLURMD_NODENAME")
+    edit(
+        "ddp_torchrun",
+        "srun --export",
+        "srun bash -c 'hostname lost-$SLURMD_NODENAME'\nsrun --export",
+    )
+    edit("ddp_torchrun", '"$@" #', "\nsrun bash -c 'hostname $SLURMD_NODENAME' #")
+    job = Job("ddp_torchrun", options=["--nodes=2"]).ended()
+    assert job.log().count("sum 2.0") == 2, job.log()
+
+
 @only("plain")
 def test_small_scripts_train(kind, real, data):
     """On two nodes, which are given whole; and the pair. test_small.py starts all scripts."""
     port = helpers.free_port()
     for name in "node0", "node1":
-        edit(name, "23456", str(port))
-    edit("ddp_torchrun", "--nproc-per-node gpu", "--nproc-per-node 1")
+        on_cpus(name, "23456", str(port))
+    for name in "single", "ddp_multigpu_proc":
+        on_cpus(name)
+    on_cpus("ddp_torchrun", "--nproc-per-node gpu", "--nproc-per-node 1")
     flags = ["--dataset", data / "pictures", "--batch-size", 16, "--workers", 0, "--epochs", 1]
     options = ["-p", "whole"]
     names = ["single", "ddp_multigpu_proc", "node1", "node0"]
@@ -479,35 +695,54 @@ def test_small_scripts_train(kind, real, data):
 
 @only("plain")
 def test_complete_trains(kind, real, monkeypatch):
-    """Past a time limit on two nodes, to the weights of an undisturbed run."""
-    script = Path("complete/train_ddp.py").read_text()
-    line = "                    scaler.scale(loss)"
+    """Past a time limit on two nodes, to the weights of an undisturbed run; a loop of one's own;
+    and a run that fails before its first checkpoint, which is not requeued."""
     first = "os.environ.get('STAND') and 'SLURM_RESTART_COUNT' not in os.environ"
-    stand = f"                    if step == 3 and {first}:\n{' ' * 24}time.sleep(9999)\n"
+    stand = f"if {{}} and {first}:\n{' ' * 24}import time; time.sleep(9999)\n"
+    script = Path("complete/train.py").read_text()
+    line = "                    scaler.scale(loss)"
+    if line not in script:
+        line = "                scaler.scale(loss)"
     assert line in script
-    script = script.replace(line, stand + line).replace(
-        "import argparse\n", "import beside, argparse\n"
-    )
+    indent = " " * (len(line) - len(line.lstrip()))
+    script = script.replace(line, indent + stand.format("step == 3") + line)
+    script = script.replace("import argparse\n", "import beside, argparse\n", 1)
     Path("mine").mkdir()
     Path("mine/beside.py").touch()  # a module of the user's
     Path("mine/long.py").write_text(script)
+    Path("mine/fails.py").write_text(script.replace(line, f"{indent}1 / 0\n{line}"))
+    loop = (ROOT / "own_loop" / "after.py").read_text()
+    for old, new in (
+        ("Discs(2_000", "Discs(64"),
+        ("Discs(400", "Discs(16"),
+        ("        model.train()\n", f"        {stand.format('epoch == 1')}        model.train()\n"),
+    ):
+        assert loop.count(old) == 1, old
+        loop = loop.replace(old, new)
+    Path("mine/loop.py").write_text(loop)
     text = (ROOT / "slurm" / "complete.sh").read_text()
 
-    def submit(processes, *options):
-        changed = text.replace("complete/train_ddp.py", "mine/long.py")
-        changed = changed.replace("--nproc-per-node gpu", f"--nproc-per-node {processes}")
-        Path("slurm/complete.sh").write_text(changed)
+    def submit(script, processes, *flags, options=()):
+        Path("slurm/complete.sh").write_text(text)
+        on_cpus("complete", "complete/train.py", f"mine/{script}.py")
+        edit("complete", "--nproc-per-node gpu", f"--nproc-per-node {processes}")
         return Job("complete", *flags, options=options)
 
     flags = ["--dataset", "synthetic", "--batch-size", 1000, "--epochs", 1, "--log-every", 1]
     flags += ["--checkpoint-minutes", 0]
     monkeypatch.setenv("STAND", "1")
-    long = submit(1, "--nodes=2")
+    long = submit("long", 1, *flags, options=["--nodes=2"])
+    own = submit("loop", 2, "--epochs", 2, "--workers", 0)
     monkeypatch.delenv("STAND")
     long.wait_for("step 2/")
-    command("scontrol", "update", f"job={long.number}", "endtime=now+65")  # USR1 within 30 s
-    quiet = submit(2).ended()
-    long.wait_for("DUE TO JOB REQUEUE")
+    command("scontrol", "update", f"job={long.number}", "endtime=now+125")  # USR1 within 30 s
+    own.wait_for("epoch 0:")
+    warn(own.number)
+    quiet = submit("long", 2, *flags).ended()
+    fails = submit("fails", 1, *flags).ended("FAILED")
+    assert "ZeroDivisionError" in fails.log() and fails.log().count("steps are done") == 4
+    for job in long, own:
+        job.wait_for("DUE TO JOB REQUEUE")
     command("scontrol", "update", f"job={long.number}", "timelimit=60")  # of its next life
     long.ended(restarts=1)
     assert re.search("0 epochs and [12] steps are done", long.log()), long.log()
@@ -516,3 +751,6 @@ def test_complete_trains(kind, real, monkeypatch):
         for job in (long, quiet)
     ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+    own.ended(restarts=1)
+    assert re.findall(r"^epoch (\d)", own.log(), re.M) == ["0", "1"], own.log()
+    assert Path(f"runs/complete-{own.number}/best.pt").exists()
