@@ -1,4 +1,4 @@
-"""Test accuracy at the end: complete/train_ddp.py beside torchvision's reference, the same images.
+"""Test accuracy at the end: complete/train.py beside torchvision's reference, the same images.
 
 git clone https://github.com/pytorch/vision && git -C vision checkout d4a1e3d66ab7
 python benchmarks/accuracy.py DIR vision --image-size 64 --batch-size 40 --epochs 8
@@ -54,8 +54,8 @@ def run_script(seed, model, path, *flags):
         torchvision.models.get_model = lambda *_, num_classes, **__: small_resnet(
             DEPTHS[model], num_classes
         )
-    if Path(path).name == "train.py":
-        import utils  # the reference's
+    if "references" in Path(path).parts:
+        import utils  # torchvision's
 
         accuracy = utils.accuracy
         utils.accuracy = lambda output, target, topk: accuracy(
@@ -79,7 +79,7 @@ def train(args, name, seed):
         flags += ["--train-crop-size", side, "--val-crop-size", side]
         flags += ["--val-resize-size", side * 8 // 7 if side >= 64 else side]
     else:
-        path = HERE.parent / "complete" / "train_ddp.py"
+        path = HERE.parent / "complete" / "train.py"
         flags += ["--dataset", args.dir, "--image-size", side, "--augment", "--seed", seed]
         flags += ["--lr-schedule", "cosine", "--warmup-steps", args.warmup_steps]
         flags += ["--device", args.device, "--output", args.output / f"{name}-{seed}", "--resume"]
@@ -133,5 +133,5 @@ elif __name__ == "__main__":
     add("--workers", type=int, default=2)
     add("--parallel", type=int, default=1, help="runs at a time")
     add("--output", type=Path, default=Path("runs", "accuracy"))
-    add("ours", nargs="*", help="after --: more flags for complete/train_ddp.py")
+    add("ours", nargs="*", help="after --: more flags for complete/train.py")
     main(parser.parse_args())

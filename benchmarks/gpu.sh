@@ -1,20 +1,28 @@
 #!/usr/bin/env bash
-# What the GPUs of this machine show: six parts, printed and kept in $OUT (gpu/).
+# What the GPUs of this machine show. Each part ends within ten minutes, and needs no network; its
+# table, or the tests' results, are printed and kept in $OUT (gpu/).
 #
-#   bash benchmarks/gpu.sh                # all six, or those that are named: `gpu.sh scripts resume`
-#   TINY=1 bash benchmarks/gpu.sh         # tiny sizes, on a CPU: does every command run?
+#   bash benchmarks/gpu.sh                     # all parts
+#   bash benchmarks/gpu.sh tests checkpoint    # these
+#   TINY=1 bash benchmarks/gpu.sh              # tiny sizes, on a CPU: does every command run?
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p "${OUT:=gpu}"
-[[ ${TINY:-} ]] && export TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=1
-[[ $# -gt 0 ]] || set -- tests scripts settings large images resume
+workers=(0 1 2 4 8 16)
+[[ ${TINY:-} ]] && export TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=1 && workers=(0 1)
+[[ $# -gt 0 ]] || set -- tests compiled scripts settings graphs large inputs images loader \
+    checkpoint resume
+nvidia-smi -L || rocm-smi --showproductname || true
+df -h /dev/shm "${TMPDIR:-/tmp}" || true # room for loader workers, and for checkpoints
 failed=0
 for part; do # one that fails does not keep the others from running
-    command=(benchmarks/gpu.py "$part")
-    if [[ $part == tests ]]; then # what only a GPU shows, test by test
-        nvidia-smi -L || rocm-smi --showproductname || true
-        command=(-m pytest -m gpu -v)
-    fi
-    "${PYTHON:-python}" "${command[@]}" | tee "$OUT/$part.md" || failed=1
+    case $part in
+        tests) command=(-m pytest -m gpu -v -rs -k "not compile") ;; # what only a GPU shows
+        compiled) command=(-m pytest -m gpu -v -rs -k compile) ;;
+        loader) command=(benchmarks/images.py --sizes ImageNet --rounds 1
+            --seconds "${TINY:-5}" --workers "${workers[@]}") ;;
+        *) command=(benchmarks/gpu.py "$part") ;;
+    esac
+    "${PYTHON:-python3}" "${command[@]}" | tee "$OUT/$part.md" || failed=1
 done
 exit "$failed"

@@ -2,12 +2,13 @@
 
 python benchmarks/images.py                      # images that it makes, of two sizes
 python benchmarks/images.py --folder my_images   # yours, with train/CLASS/ and test/CLASS/
+python benchmarks/images.py --folder my_images --workers 0 1 2 4 8 16   # how many workers help?
 
 Contestants: torchvision's reference pipeline (references/classification/presets.py with PIL), a
-folder in complete/train_ddp.py, the same folder after pack_images.py, and as a limit the plain
-reading of the files' bytes in one process. Each round runs all of them; ratios are taken within a
-round. The files are in the page cache, so this measures the CPU, not the disk. Images per CPU
-second count the time of all processes: what one core delivers, even on a machine that is shared.
+folder in complete/train.py, the same folder after pack_images.py, and as a limit the plain reading
+of the files' bytes in one process. Each round runs all of them; ratios are taken within a round.
+The files are in the page cache, so this measures the CPU, not the disk. Images per CPU second count
+the time of all processes: what one core delivers, even on a machine that is shared.
 """
 
 import argparse
@@ -21,14 +22,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from runs import row, spread, table
+from runs import fitting_workers, row, spread, table
 from torch.utils.data import DataLoader, Dataset
 from torchvision import datasets, transforms
 
 CHILDREN = resource.RUSAGE_CHILDREN
 COMPLETE = Path(__file__).resolve().parent.parent / "complete"
 sys.path.insert(0, str(COMPLETE))
-import train_ddp  # noqa: E402
+import train as script  # noqa: E402
 
 # Width, height, JPEG quality and strength of the finest noise, for the bits per pixel of ImageNet's
 # files (110 kB) and of a phone's photographs (4 MB); and the number of files.
@@ -77,9 +78,9 @@ def reference(folder):
     return datasets.ImageFolder(folder, transforms.Compose(steps))
 
 
-def ours(folder):
-    flags = ["--dataset", str(folder), "--image-size", "224"]
-    return train_ddp.load_data(train_ddp.parser.parse_args(flags))[0]
+def ours(folder, side=224):
+    flags = ["--dataset", str(folder), "--image-size", str(side)]
+    return script.load_data(script.parser.parse_args(flags))[0]
 
 
 def cpu_seconds():
@@ -113,29 +114,34 @@ def measure(args, name, folder):
     print(f"{pixels / len(paths) / 1e6:.2f} megapixels, {size * 8 / pixels:.1f} bits per pixel\n")
     with tempfile.TemporaryDirectory() as packed:
         command = [sys.executable, COMPLETE / "pack_images.py", folder, packed]
-        subprocess.run([*command, "--workers", str(args.workers)], check=True, stdout=sys.stderr)
-        found = {"torchvision's reference": reference(folder / "train"), "folder": ours(folder)}
-        found |= {"packed": ours(packed), "reading the files": Bytes(folder / "train")}
-        counts, speeds = dict.fromkeys(found, 2 * args.batch_size), {key: [] for key in found}
+        subprocess.run([*command, "--workers", "1"], check=True, stdout=sys.stderr)
+        data = {"torchvision's reference": reference(folder / "train"), "folder": ours(folder)}
+        data |= {"packed": ours(packed), "reading the files": Bytes(folder / "train")}
+        found = {}  # images/s, and images per CPU second, of each round
+        for count in args.workers:  # a batch of the reference, whose pixels are floats, is largest
+            if fitting_workers(count, args.batch_size * 12 * 224**2) == count:
+                found |= {(key, count): [] for key in data if key != "reading the files"}
+        found["reading the files", 0] = []
+        images = dict.fromkeys(found, 2 * args.batch_size)
         for number in range(-1, args.rounds):  # the first only finds out how many images to take
-            for key, dataset in found.items():
-                workers = args.workers if key != "reading the files" else 0
-                own = speed(dataset, workers, args.batch_size, counts[key])
-                print(name, number, key, *own, file=sys.stderr, flush=True)
+            for (key, count), speeds in found.items():
+                own = speed(data[key], count, args.batch_size, images[key, count])
+                print(name, number, key, count, *own, file=sys.stderr, flush=True)
                 if number >= 0:
-                    speeds[key].append(own)
+                    speeds.append(own)
                 else:
                     batches = max(4, round(own[0] * args.seconds / args.batch_size))
-                    counts[key] = batches * args.batch_size
-    heads = ["images/s", "x reference", "images per CPU second", "x reference"]
-    table(0, f"{args.workers} workers", *heads)
-    for key, own in speeds.items():
+                    images[key, count] = batches * args.batch_size
+    heads = "images/s", "x reference", "images per CPU second", "x reference"
+    table(0, "images", "workers", *heads)
+    for (key, count), own in found.items():
+        base = found.get(("torchvision's reference", count)) or next(iter(found.values()))
         cells = []
         for kind in range(2):
             rates = [pair[kind] for pair in own]
-            ratios = [a / pair[kind] for a, pair in zip(rates, speeds["torchvision's reference"])]
+            ratios = [rate / pair[kind] for rate, pair in zip(rates, base)]
             cells += [spread(rates, 0), spread(ratios, 2)]
-        row(key, *cells)
+        row(key, count, *cells)
 
 
 if __name__ == "__main__":
@@ -144,7 +150,7 @@ if __name__ == "__main__":
     parser.add_argument("--sizes", nargs="+", default=[*SIZES], choices=[*SIZES])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10, help="of each measurement")
-    parser.add_argument("--workers", type=int, default=2, help="processes of the DataLoader")
+    parser.add_argument("--workers", nargs="+", type=int, default=[2], help="of the DataLoader")
     parser.add_argument("--batch-size", type=int, default=32)
     args = parser.parse_args()
     if args.folder:

@@ -1,10 +1,12 @@
-"""What each process of complete/train_fsdp2.py holds: convnext_base, 88 million parameters, AdamW.
+"""What each process of complete/train.py holds with --shard 0: convnext_base, with 88 million
+parameters, and AdamW.
 
 OMP_NUM_THREADS=1 python benchmarks/memory.py --processes 1 2 4
 
 Bytes for each parameter of the whole model, in the process that has most. `held`: its shards of
 parameters, gradients and optimizer state, counted. The others: peaks of its memory beyond what it
-has before the model is built: until it is sharded, in steps, while last.pt is read, and written.
+has before the model is built: until it is sharded, in steps, while a checkpoint is read, and
+while it is written.
 """
 
 import argparse
@@ -15,9 +17,7 @@ from pathlib import Path
 
 from runs import COMPLETE, copy_script, row, run, table
 
-START = '\n\nif __name__ == "__main__":\n'
 PROBE = r"""
-
 import threading
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -62,12 +62,12 @@ if __name__ == "__main__":
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
     args, flags = parser.parse_known_args()
     words = "--device cpu --dataset synthetic --model convnext_base --batch-size 4".split()
-    words += ["--optimizer", "adamw"]
+    words += ["--optimizer", "adamw", "--shard", 0]
     # What is freed is given back to the kernel at once, or its pages would still count.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "100000", "MALLOC_TRIM_THRESHOLD_": "0"}
     table(0, "processes", "held", "build", "steps", "reading", "saving: rank 0", "saving: others")
     with tempfile.TemporaryDirectory() as folder:
-        path = copy_script(COMPLETE[1], folder, 16, (START, PROBE + START))
+        path = copy_script(COMPLETE, folder, 16, PROBE)
         for n in args.processes:
             output, found, cells = Path(folder, f"out{n}"), {}, []
             text = run(path, n, [*words, *flags, "--epochs", 1], output)

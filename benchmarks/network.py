@@ -2,7 +2,7 @@
 
 sudo "$(which python)" benchmarks/network.py --rounds 3
 
-Medians over the rounds, ratios within a round. `one`: complete/train_ddp.py with the whole batch in
+Medians over the rounds, ratios within a round. `one`: complete/train.py with the whole batch in
 one namespace; `two`: half of it in each; `accumulate`: 4 times the batch with --accumulate 4, which
 communicates the same bytes.
 """
@@ -75,16 +75,16 @@ def run(names, words):
 def measure(names, job, folder, number):
     """{(kind of run, Gbit/s): seconds per sample}."""
     flags, batch, steps = JOBS[job]
-    runs = [("one", RATES[0], names[:1], COMPLETE[0], 1)]
+    runs = [("one", RATES[0], names[:1], 1, 1)]
     for rate in RATES:
-        runs += [("ddp", rate, names, COMPLETE[0], 1), ("fsdp2", rate, names, COMPLETE[1], 1)]
-        runs.append(("accumulate", rate, names, COMPLETE[0], 4))
+        runs += [("ddp", rate, names, 1, 1), ("fsdp2", rate, names, 0, 1)]
+        runs.append(("accumulate", rate, names, 1, 4))
     found, first = {}, number % len(runs)
-    for kind, rate, where, script, parts in runs[first:] + runs[:first]:
+    for kind, rate, where, shard, parts in runs[first:] + runs[:first]:
         shape(names, rate)
-        path = copy_script(script, folder, parts * batch * steps)
+        path = copy_script(COMPLETE, folder, parts * batch * steps)
         own = ["--dataset", "synthetic", *flags.split(), "--epochs", 3, "--overwrite"]
-        own += ["--batch-size", parts * batch, "--accumulate", parts]
+        own += ["--batch-size", parts * batch, "--accumulate", parts, "--shard", shard]
         run(where, [path, *own, "--output", folder / "outNUMBER"])
         rows = list(csv.DictReader((folder / "out0/metrics.csv").open()))[1:]
         found[kind, rate] = 1 / statistics.harmonic_mean(

@@ -19,20 +19,53 @@ ROOT = Path(__file__).resolve().parents[1]
 GPUS = torch.cuda.device_count()
 SMALL = ["single", "dp", "ddp_torchrun", "ddp_spawn", "ddp_multigpu_proc", "fsdp2"]
 SMALL = [f"train_{name}.py" for name in SMALL]
-COMPLETE = ["complete/train_ddp.py", "complete/train_fsdp2.py"]
+COMPLETE = "complete/train.py"
+FAILED = []  # runs that did not end as they should
+
+NO_TF32 = """
+torch.set_float32_matmul_precision = lambda precision: None
+torch.backends.cudnn.allow_tf32 = False
+"""
+START = '\n\nif __name__ == "__main__":\n'
+ON_DEVICE = """
+def load_data(args):
+    side = args.image_size
+    return synthetic({samples}, side, 1), synthetic({test}, side, 2), 10
+"""
+ONE_BATCH = """
+class Images(Dataset):
+    def __init__(self, count, side):
+        self.images, self.count, self.classes = torch.rand(10, 3, side, side), count, range(10)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        return self.images[i % 10], i % 10
+
+class DataLoader(DataLoader):
+    def __iter__(self):  # the same batch in each step, in pinned memory
+        if not hasattr(self, "batch"):
+            self.batch = next(super().__iter__())
+        return iter([self.batch] * len(self))
+
+of_script = load_data
+
+def load_data(args):
+    sets = Images({samples}, args.image_size), Images({test}, args.image_size)
+    return *sets, *of_script(args)[2:]
+"""
 
 
-def copy_script(name, folder, samples, *changes):
-    """A copy of a script that trains on so many synthetic images. Changes: (old text, new text)."""
-    text, test, path = (ROOT / name).read_text(), max(16, samples // 10), Path(folder, name)
-    sizes = [("12_000", str(samples + test)), ("10_000", str(samples)), ("2_000", str(test))]
-    for old, new in changes:
-        assert old in text, (name, old)
-        text = text.replace(old, new)
-    for old, new in sizes:
-        text = text.replace(old, new)
+def copy_script(name, folder, samples, code=""):
+    """A copy of a script that trains on so many synthetic images, which the complete script has on
+    the device, and of which a small one repeats a batch. `code` can replace its functions."""
+    text, path = (ROOT / name).read_text(), Path(folder, name)
+    assert text.count(START) == 1, name
+    data = ON_DEVICE if name == COMPLETE else ONE_BATCH
+    data = data.format(samples=samples, test=max(64, samples // 10))
     path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
+    path.write_text(text.replace(START, f"\n\n{data}\n{code}{START}"))
     return path
 
 
@@ -43,9 +76,9 @@ def commands(path, n, folder):
     if path.name == "train_ddp_multigpu_proc.py" and not GPUS:  # a process is a machine
         place = [f"--init-method=file://{folder.resolve()}.store", f"--world-size={n}"]
         return [[sys.executable, path, *place, f"--rank={rank}"] for rank in range(n)]
-    small = path.name in (SMALL[2], SMALL[5]) and path.parent.name != "complete"
-    if small or path.name in ("train_ddp.py", "train_fsdp2.py") and n > 1:
+    if path.name in (SMALL[2], SMALL[5]) or path.name == Path(COMPLETE).name and n > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n]
+        torchrun += ["--local-addr", "127.0.0.1"]  # the host's own name may lead nowhere
         return [[sys.executable, *torchrun, path]]
     return [[sys.executable, path]]
 
@@ -57,9 +90,10 @@ def processes(pid):
     return [int(pid)] + [other for child in children for other in processes(child)]
 
 
-def run(path, n, flags, output, until=None):
+def run(path, n, flags, output, until=None, limit=3600):
     """Run a script on n GPUs, or with an even share of the cores for each of n processes. Returns
-    what it prints. With `until`, all its processes are killed once it has printed this."""
+    what it prints. All its processes are killed once it has printed `until`, or after `limit`
+    seconds, which is an error."""
     environment, log = dict(os.environ), Path(f"{output}.out")
     if not GPUS and n > 1:
         environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // n))
@@ -67,31 +101,45 @@ def run(path, n, flags, output, until=None):
         options = {"env": environment, "stdout": file, "stderr": file}
         lines = [[*line, *flags, "--output", output] for line in commands(path, n, output)]
         started = [subprocess.Popen([str(word) for word in line], **options) for line in lines]
-    while until and until not in log.read_text() and started[0].poll() is None:
-        time.sleep(0.01)
-    for pid in [pid for process in started for pid in processes(process.pid)] if until else []:
+    end = time.monotonic() + limit
+    while any(process.poll() is None for process in started) and time.monotonic() < end:
+        if until and until in log.read_text():
+            break
+        time.sleep(0.02)
+    running = [process for process in started if process.poll() is None]
+    for pid in [pid for process in running for pid in processes(process.pid)]:
         os.kill(pid, signal.SIGKILL)
     statuses = {process.wait() for process in started}
-    if statuses != {-signal.SIGKILL if until else 0}:
-        raise RuntimeError(f"{path} {flags}: {log.read_text()}")
-    return log.read_text()
+    text = log.read_text()
+    if statuses != {-signal.SIGKILL if until else 0} or until and until not in text:
+        raise RuntimeError(f"{path} {flags}: status {statuses}\n{text}")
+    return text
 
 
-def train(path, n, flags):
+def attempt(*args, **options):
+    """What `run` returns, or None if it fails, of which it tells and takes note."""
+    try:
+        return run(*args, **options)
+    except RuntimeError as error:
+        print(error, file=sys.stderr, flush=True)
+        FAILED.append(str(error).splitlines()[0])
+
+
+def train(path, n, flags, **options):
     """Run a script to its end. Returns its samples a second, the mean over all epochs but the
-    first, and the peak of the device's memory in MiB (of complete/). NaN if it fails."""
+    first, and the peak of its device's memory in MiB. NaN if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         output, memory = Path(folder, "out"), math.nan
-        try:
-            text = run(path, n, flags, output)
-        except RuntimeError as error:
-            print(error, file=sys.stderr, flush=True)
+        text = attempt(path, n, flags, output, **options)
+        if text is None:
             return math.nan, math.nan
         rates = re.findall(r"^epoch .* (\d+) images/s$", text, re.M)
+        peaks = re.findall(r"^peak (\d+) MiB$", text, re.M)
         if (output / "metrics.csv").exists():
             rows = list(csv.DictReader((output / "metrics.csv").open()))
             rates = [row["samples_per_second"] for row in rows]
-            memory = float(rows[-1].get("peak_memory_mib", math.nan))
+            peaks = [row.get("peak_memory_mib", math.nan) for row in rows]
+        memory = max(map(float, peaks), default=math.nan)
         return statistics.harmonic_mean(map(float, rates[1:])), memory
 
 
@@ -116,3 +164,15 @@ def table(used, *heads):
     print(f"{device}, torch {torch.__version__}, {date}, `{command}`\n")
     row(*heads)
     print("|---" * len(heads) + "|", flush=True)
+
+
+def fitting_workers(workers, batch_bytes):
+    """As many loader workers as have room in /dev/shm for the batches that they send."""
+    shm = Path("/dev/shm")
+    if not shm.exists():
+        return workers
+    space = os.statvfs(shm)
+    most = int(space.f_bavail * space.f_frsize / (3 * batch_bytes))  # two each, and one on its way
+    if most < workers:
+        print(f"/dev/shm has room for {most} workers, not {workers}", file=sys.stderr, flush=True)
+    return min(workers, most)

@@ -1,4 +1,4 @@
-"""How many images a second: complete/train_ddp.py beside a bound, and beside the loops of others.
+"""How many images a second: complete/train.py beside a bound, and beside the loops of others.
 
 OMP_NUM_THREADS=1 python benchmarks/throughput.py --rounds 5
 OMP_NUM_THREADS=1 python benchmarks/throughput.py --rounds 5 --only limit complete -- --model mlp \\
@@ -19,7 +19,7 @@ FLAGS = "--dataset cifar10 --batch-size 64 --epochs 2 --workers 0".split()
 PEERS = ["usual", "accelerate", "lightning"]
 CONTESTANTS = {  # the words for yardsticks.py
     "limit": ["limit", "our"],
-    COMPLETE[0]: [ROOT / COMPLETE[0], "", "--log-every", 10_000],
+    COMPLETE: [ROOT / COMPLETE, "", "--log-every", 10_000],
     **{f"{name}, DataLoader": [name, "usual"] for name in PEERS},
     **{f"{name}, our loader": [name, "our"] for name in PEERS},
     "train_single.py": [ROOT / SMALL[0], ""],
@@ -39,12 +39,9 @@ if __name__ == "__main__":
             flags = [*CONTESTANTS[name], *FLAGS, *args.flags]
             times[name].append(1e6 / train(ROOT / "benchmarks/yardsticks.py", 1, flags)[0])
             print(name, times[name][-1], file=sys.stderr, flush=True)
-    ours = times[
-        names[min(1, len(names) - 1)]
-    ]  # complete/train_ddp.py, unless --only leaves it out
-    table(
-        1, "", "images/s", "us per image", "over limit, us", "x limit", "complete/train_ddp.py x it"
-    )
+    ours = times[names[min(1, len(names) - 1)]]  # complete/train.py, unless --only leaves it out
+    heads = "images/s", "us per image", "over limit, us", "x limit", f"{COMPLETE} x it"
+    table(1, "", *heads)
     for name, own in times.items():
         limit = times[names[0]]
         cells = [spread([1e6 / time for time in own], 0), spread(own, 1)]

@@ -1,6 +1,6 @@
 """What throughput.py runs, each in a process of its own: a script, or one of the loops below.
 
-Flags are those of complete/train_ddp.py. In the place of CIFAR-10 there are random images.
+Flags are those of complete/train.py. In the place of CIFAR-10 there are random images.
 """
 
 import csv
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
 sys.path.insert(0, str(ROOT / "complete"))
-import train_ddp as script  # noqa: E402
+import train as script  # noqa: E402
 
 SAMPLES = 10_000  # per epoch
 
@@ -27,10 +27,8 @@ class Images(datasets.CIFAR10):
     def __init__(self, root, train=True, transform=None, download=False):
         count, random = SAMPLES if train else 100, np.random.default_rng(train)
         shape = count, args.image_size, args.image_size, 3
-        self.data, self.targets = (
-            random.integers(256, size=shape, dtype=np.uint8),
-            [0, 1] * (count // 2),
-        )
+        self.data = random.integers(256, size=shape, dtype=np.uint8)
+        self.targets = [0, 1] * (count // 2)
         self.transform, self.target_transform, self.classes = transform, None, range(10)
 
 

@@ -1,32 +1,137 @@
 """What only a GPU shows: NCCL, TF32, channels_last, --amp, float16, --compile, --sync-bn, no hidden
-waiting. `pytest -m gpu` on a machine with one GPU or more."""
+waiting. `pytest -m gpu` on a machine with one GPU or more; TINY=1 runs it on a CPU, to see whether
+it runs.
 
+With two GPUs, DDP and FSDP2 have a rank on each. With one, they have two ranks on it where NCCL
+allows that, and else one, on which DDP's wrapper is there all the same."""
+
+import os
 import re
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import COMPLETE, SMALL, close, edited, kill_all, run, start, wait_for, weights
+from helpers import Warm, close, done, free_port, kill_all, wait_for, weights
+from runs import COMPLETE, NO_TF32, ROOT, SMALL, START
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-GPUS, IS_CUDA = torch.cuda.device_count(), torch.version.hip is None
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU")]
-DDP, FSDP2 = COMPLETE
-RANKS = [SMALL[2], SMALL[3], SMALL[5], *COMPLETE]  # those with a process per GPU
-TWO = dict.fromkeys(RANKS, min(GPUS, 2))  # the others have one process for all GPUs
+GPUS, TINY = torch.cuda.device_count(), bool(os.environ.get("TINY"))
+DEVICE = "cuda" if GPUS else "cpu"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS and not TINY, reason="needs a GPU")]
+only_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
+OLD = GPUS and not torch.cuda.is_bf16_supported(including_emulation=False)  # before Ampere
+RANKED = [SMALL[2], SMALL[5], COMPLETE]  # which torchrun starts, a process for each GPU
 LOSSES = ["train_loss", "test_loss"]
-JOB = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.01, "--output"]
-FLOAT16 = "not torch.cuda.is_bf16_supported(including_emulation=False)", "True"  # as on a T4
-OLD = GPUS and not torch.cuda.is_bf16_supported(including_emulation=False)
+JOB = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.002, "--output"]
+
+# What a copy of a script does differently.
+FEW = """
+def few(dataset, count):
+    if hasattr(dataset, "tensors"):  # of the complete script
+        return torch.utils.data.TensorDataset(*dataset[:count])
+    part = torch.utils.data.Subset(dataset, range(count))
+    part.classes = getattr(dataset, "classes", None)
+    return part
+
+all_data = load_data
+
+def load_data(args):
+    train_set, test_set, *classes = all_data(args)
+    return few(train_set, 2048), few(test_set, 512), *classes
+"""
+WRAPPED = """
+without_wrapper = distribute
+
+def distribute(args, model, device, world_size, rank):  # DDP's wrapper on one rank, too
+    return without_wrapper(args, model, device, max(2, world_size), rank)
+"""
+FLOAT16 = "torch.cuda.is_bf16_supported = lambda *args, **options: False\n"  # as on a T4
+
+PROBE = """
+import os, sys, torch, torch.distributed as dist
+device = torch.device("cuda", 0)
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", device_id=device)
+total = torch.ones(2**20, device=device)
+for _ in range(3):
+    dist.all_reduce(total)
+assert total.sum().item() == 2**23
+dist.destroy_process_group()
+"""
 
 
-def check_devices(name, text):
-    """All its GPUs are used, and NCCL knows which one is whose."""
-    assert "device cuda" in text and ("device cuda:1" in text) == (TWO.get(name) == 2), text
+def places(ranks):
+    """The environment of each rank. Each sees all GPUs; two on one GPU are both local rank 0."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    shared |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return [shared | {"RANK": i, "LOCAL_RANK": i % max(1, GPUS or ranks)} for i in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """How many ranks communicate: two, if there are two GPUs, or NCCL allows two on one."""
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # newer NCCL; older ones do not know it
+    if GPUS != 1:
+        return 2
+    path = tmp_path_factory.mktemp("probe") / "probe.py"
+    path.write_text(PROBE)
+    environments = [{**os.environ, **{k: str(v) for k, v in own.items()}} for own in places(2)]
+    jobs = [subprocess.Popen([sys.executable, path], env=own) for own in environments]
+    try:
+        return 1 if any([job.wait(90) for job in jobs]) else 2
+    except subprocess.TimeoutExpired:  # neither refused nor working
+        return 1
+    finally:
+        for job in jobs:
+            job.kill()
+
+
+def start(name, *flags, ranks=1, code=FEW):
+    """Start a copy of a script that has this code, too: with 0 ranks as `python` starts it."""
+    text, path = (ROOT / name).read_text(), Path(name).resolve()
+    assert text.count(START) == 1
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text.replace(START, f"\n\n{code}{START}"))
+    if name == SMALL[3]:
+        flags += "--nproc-per-node", ranks
+    environments = places(ranks) if name in RANKED and ranks else [{}]
+    return [Warm(path, flags, f"{time.monotonic_ns()}.log", own) for own in environments]
+
+
+def run(*args, **options):
+    return done(start(*args, **options))
+
+
+def one(output, *flags, code=FEW + NO_TF32):
+    """The run to compare with: complete/train.py on one process, in float32 without TF32."""
+    return run(COMPLETE, *JOB, output, *flags, ranks=0, code=code)
+
+
+def wrapper(ranks, shard=1):
+    """The code by which DDP has its wrapper, on one rank too."""
+    return WRAPPED if ranks == shard == 1 else ""
+
+
+def checkpoint(output):
+    """All that a run's last checkpoint has."""
+    [folder] = Path(output).glob("checkpoint-*")
+    dcp_to_torch_save(folder, "converted.pt")
+    return torch.load("converted.pt", weights_only=False)
+
+
+def ranks_of(name, ranks):
+    """How many processes a small script has on this machine."""
+    return {SMALL[3]: max(1, min(GPUS, 2))}.get(name, ranks if name in RANKED else 1)
+
+
+def check_devices(text, ranks=1):
+    """All of this run's GPUs are used, and NCCL knows which one is whose."""
+    assert f"device {DEVICE}" in text, text
+    assert ("device cuda:1" in text) == (ranks > 1 and GPUS > 1), text
     assert not re.search("under current context|Guessing device|destroy_process_group", text), text
-
-
-def hide_gpus(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")  # to HIP, "" is all
 
 
 def losses(text):
@@ -35,140 +140,227 @@ def losses(text):
     return [float(number) for pair in found for number in pair]
 
 
+def hide_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")  # to HIP, "" is all
+
+
+def test_two_ranks_communicate(ranks):
+    """Without this the tests below train on one rank only, and no gradient is averaged."""
+    if ranks == 1:
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        pytest.skip(f"one GPU, and NCCL {version} does not allow two ranks on it")
+
+
 @pytest.mark.parametrize("name", SMALL)
-def test_small(monkeypatch, name):
-    """As on the CPU, up to TF32; and with --amp, up to bfloat16."""
-    text = run(name, *JOB, "out", processes=TWO.get(name, 1))
-    check_devices(name, text)
-    found = [losses(text)]
-    if name not in (SMALL[1], SMALL[4]):  # DataParallel has no --amp
-        found.append(losses(run(name, *JOB, "amp", "--amp", processes=TWO.get(name, 1))))
+def test_small(monkeypatch, ranks, name):
+    """As on the CPU; and with --amp, up to bfloat16."""
+    own = ranks_of(name, ranks)
+    text = run(name, *JOB, "out", ranks=own, code=FEW + NO_TF32)
+    check_devices(text, own)
+    amp = None
+    if name not in (SMALL[1], SMALL[4]) and not OLD:  # DataParallel has no --amp
+        amp = losses(run(name, *JOB, "amp", "--amp", ranks=own))
     hide_gpus(monkeypatch)
-    text = run("single", *JOB, "cpu")
-    assert "device cpu" in text
-    for own in found:
-        assert own == pytest.approx(losses(text), rel=5e-2, abs=1e-2)
+    cpu = losses(run(SMALL[0], *JOB, "cpu"))
+    assert len(cpu) == 2 and losses(text) == pytest.approx(cpu, rel=1e-3, abs=4e-3)
+    assert amp is None or amp == pytest.approx(cpu, rel=5e-2, abs=2e-2)
 
 
-def test_small_scripts_continue_each_other():
+def test_small_scripts_continue_each_other(ranks):
     """One run on GPUs, an epoch by each script."""
     text, flags = "", [*JOB, "out", "--resume"]
     for epochs, name in enumerate(SMALL[:5], 1):
-        text += run(name, *flags, "--epochs", epochs, processes=TWO.get(name, 1))
-    whole = run("single", *JOB, "whole", "--epochs", 5)
-    assert len(losses(text)) == 10 and losses(text) == pytest.approx(losses(whole), 5e-2, 1e-2)
+        own = ranks_of(name, ranks)
+        text += run(name, *flags, "--epochs", epochs, ranks=own, code=FEW + NO_TF32)
+    whole = run(SMALL[0], *JOB, "whole", "--epochs", 5, code=FEW + NO_TF32)
+    assert len(losses(text)) == 10 and losses(text) == pytest.approx(losses(whole), 2e-3, 4e-3)
 
 
-PARTS = ["--accumulate", 2, "--clip-norm", 1, "--batch-size", 96]
-SYNC = ["--model", "resnet18", "--lr", 0, "--batch-size", 8, "--sync-bn"]  # only batch norm differs
+ACCUMULATE = ["--accumulate", 2, "--clip-norm", 1]
 
 
-@pytest.mark.parametrize("name", COMPLETE)
-@pytest.mark.parametrize("flags", [[], ["--amp"], ["--compile"], PARTS, SYNC])
-def test_complete(name, flags):
-    """On two GPUs, where there are two, as on one without --amp, --compile, --accumulate; and
-    without flags as on the CPU. With --sync-bn batch norm is the same, too."""
-    if name == FSDP2 and OLD and "--amp" in flags or flags == SYNC and (name == FSDP2 or GPUS < 2):
-        pytest.skip("not offered, or nothing to see")
-    check_devices(name, run(name, *JOB, "out", *flags, processes=TWO[name]))
-    one = {"--amp": [], "--compile": [], "--accumulate": PARTS[2:], "--model": SYNC[:-1]}
-    one = one[flags[0]] if flags else ["--device", "cpu"]
-    run(DDP, *JOB, "one", *one, processes=0)
-    least = 1e-3 if flags == SYNC else 1e-2
-    close("out", "one", 1e-3 if flags in (PARTS, SYNC) else 5e-2, LOSSES, least)
+@pytest.mark.parametrize("shard", [1, 0])
+@pytest.mark.parametrize("flags", [[], ACCUMULATE], ids=["plain", "accumulate"])
+def test_as_on_one_cpu(ranks, shard, flags):
+    """In float32 without TF32, DDP and FSDP2 train as one process does on the CPU."""
+    code = FEW + NO_TF32 + wrapper(ranks, shard)
+    text = run(COMPLETE, *JOB, "out", "--shard", shard, *flags, ranks=ranks, code=code)
+    check_devices(text, ranks)
+    one("one", *flags[2:], "--device", "cpu")
+    close("out", "one", 1e-3, LOSSES)
 
 
-def test_float16():
+@pytest.mark.parametrize("shard", [1, 0])
+@pytest.mark.parametrize("flag", ["--amp", "--compile"])
+def test_amp_and_compile(ranks, shard, flag):
+    """With TF32, as users have it, the losses are near those without."""
+    if OLD and shard == 0 and flag == "--amp":
+        pytest.skip("not offered before Ampere")
+    code = FEW + wrapper(ranks, shard)
+    run(COMPLETE, *JOB, "out", "--shard", shard, flag, ranks=ranks, code=code)
+    one("one")
+    close("out", "one", 5e-2, LOSSES)
+
+
+RESNET = ["--model", "resnet18", "--batch-size", 32]
+FEWER = FEW.replace("2048", "256").replace("512", "64") + NO_TF32
+
+
+@pytest.mark.parametrize("shard", [1, 0])
+def test_batch_norm_in_channels_last(shard):
+    """cuDNN's kernels for this memory format train as the CPU does, through DDP's wrapper, whose
+    buckets keep the strides; FSDP2's weights are contiguous, the images are not."""
+    code = FEWER + wrapper(1, shard)
+    run(COMPLETE, *JOB, "out", *RESNET, "--shard", shard, code=code)
+    one("one", *RESNET, "--device", "cpu", code=FEWER)
+    close("out", "one", 1e-2, LOSSES)
+    own, other = weights("out"), weights("one")
+    for name in ("bn1.running_mean", "bn1.running_var", "layer4.1.bn2.running_var"):
+        assert torch.allclose(own[name], other[name], rtol=2e-2, atol=1e-3), name
+
+
+@only_gpu
+def test_sync_bn(ranks):
+    """Batch norm over both ranks' images is that of one process."""
+    if ranks == 1:
+        pytest.skip("one rank")
+    flags = [*RESNET, "--lr", 0]  # so that only batch norm can differ
+    run(COMPLETE, *JOB, "out", *flags, "--sync-bn", ranks=ranks, code=FEWER)
+    one("one", *flags, code=FEWER)
+    close("out", "one", 1e-3, LOSSES)
+
+
+def test_float16(ranks):
     """As before Ampere: the losses of float32."""
-    run(DDP, *JOB, "out", "--amp", processes=TWO[DDP], path=edited(DDP, *FLOAT16))
-    run(DDP, *JOB, "one", processes=0)
-    close("out", "one", 5e-2, LOSSES, 1e-2)
+    run(COMPLETE, *JOB, "out", "--amp", ranks=ranks, code=FEW + FLOAT16 + wrapper(ranks))
+    one("one")
+    close("out", "one", 5e-2, LOSSES)
+    assert (checkpoint("out").get("scaler", {}) != {}) == bool(GPUS)
 
 
-@pytest.mark.skipif(bool(OLD), reason="not offered")
-def test_blocks_are_gathered_in_bfloat16():
+@pytest.mark.skipif(bool(OLD), reason="not offered before Ampere")
+def test_blocks_are_gathered_in_bfloat16(ranks):
     """By --amp, in a model without batch norm; the losses are those of float32."""
-    cut = "    fully_shard(model, mesh=mesh)"
-    tell = "lambda layer, _: print('types', layer.weight.dtype, flush=True)"
-    hook = f"    blocks[0].register_forward_pre_hook({tell})\n{cut}"
-    path = edited(FSDP2, "BLOCKS = (models", "BLOCKS = (nn.Linear, models", cut, hook)
-    text = run(FSDP2, *JOB, "out", "--amp", processes=TWO[FSDP2], path=path)
-    assert set(re.findall(r"types (.*)", text)) == {"torch.bfloat16"}
-    run(DDP, *JOB, "one", processes=0)
-    close("out", "one", 5e-2, LOSSES, 1e-2)
+    tell = """
+BLOCKS = (nn.Linear,)
+tellers = nn.modules.module.register_module_forward_pre_hook(
+    lambda layer, _: print("types", layer.weight.dtype, flush=True)
+    if isinstance(layer, nn.Linear) and layer.training else None
+)
+"""
+    flags = ["--amp", "--shard", 0]
+    text = run(COMPLETE, *JOB, "out", *flags, ranks=ranks, code=FEW + tell)
+    wanted = "bfloat16" if GPUS else "float32"
+    assert set(re.findall(r"types (.*)", text)) == {f"torch.{wanted}"}
+    one("one")
+    close("out", "one", 5e-2, LOSSES)
 
 
-OFTEN = "30 * (now - started)", "0"  # FSDP2 saves as often as it is told to
-KILLED = [(DDP, ["--compile", "--amp"], ()), (FSDP2, ["--compile"], OFTEN)]
-KILLED += [(DDP, ["--amp"], FLOAT16)]
+KILLED = {
+    "compile-amp": (1, ["--compile", "--amp"], ""),
+    "compile-shard": (0, ["--compile"], ""),
+    "float16": (1, ["--amp"], FLOAT16),
+}
 
 
-@pytest.mark.parametrize("name, flags, change", KILLED)
-def test_killed_and_resumed(name, flags, change):
+@pytest.mark.parametrize("shard, flags, code", KILLED.values(), ids=KILLED)
+def test_killed_and_resumed(ranks, shard, flags, code):
     """Compiled, and in float16: the scaler goes on where it was."""
-    flags = [*flags, "--augment", "--epochs", 2, "--log-every", 5, "--checkpoint-minutes", 0]
-    flags.append("--resume")
-    path = edited(name, *change)
-    jobs = start(name, *JOB, "out", *flags, processes=TWO[name], path=path)
-    wait_for("epoch 1/2 step 60/", *jobs)
+    code = FEW + code + wrapper(ranks, shard)
+    flags = [*JOB, "out", "--shard", shard, *flags, "--augment", "--epochs", 2, "--resume"]
+    flags += ["--log-every", 5, "--checkpoint-minutes", 0]
+    jobs = start(COMPLETE, *flags, ranks=ranks, code=code)
+    wait_for("epoch 1/2 step 20/", *jobs)
     kill_all(jobs)
-    text = run(name, *JOB, "out", *flags, processes=TWO[name], path=path)
-    [done] = re.findall(r"out: (\d epochs and \d+) steps are done", text)
-    assert done not in ("0 epochs and 0", "2 epochs and 0")
-    run(name, *JOB, "whole", *flags, processes=TWO[name], path=path)
-    close("out", "whole", 2e-2, LOSSES, 1e-2)
-    scalers = [weights(output, "last.pt")["scaler"] for output in ("out", "whole")]
-    assert bool(scalers[0]) == (change == FLOAT16 or bool(OLD) and "--amp" in flags)
+    text = run(COMPLETE, *flags, ranks=ranks, code=code)
+    [finished] = re.findall(r"out: (\d epochs and \d+) steps are done", text)
+    assert finished not in ("0 epochs and 0", "2 epochs and 0")
+    flags[flags.index("out")] = "whole"
+    run(COMPLETE, *flags, ranks=ranks, code=code)
+    close("out", "whole", 2e-2, LOSSES)
+    scalers = [checkpoint(output).get("scaler") for output in ("out", "whole")]
     assert scalers[0] == scalers[1]  # its scale, and the steps since that last changed
 
 
-MORE = [], ["--augment"], ["--accumulate", 2, "--clip-norm", 1, "--amp", "--optimizer", "adamw"]
-BEGIN = "            for micro_step in range(args.accumulate):\n"  # of a step
-END = "            log = step % args.log_every == 0 or step == steps_per_epoch\n"
-SMALL_BEGIN = "        for step, batch in enumerate(train_loader, 1):\n"
-SMALL_END = "            if step % 100 == 0"
-WATCH = """            if step == 13:
-                (watch := torch.profiler.profile()).start()
-"""
-TELL = """            if step == 22:
-                watch.stop()  # it waits once for the whole device
-                print("watched", *(event.key for event in watch.key_averages()), flush=True)
-                tf32, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark
-                last = model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
-                gpus = range(torch.cuda.device_count())
-                used = [torch.cuda.max_memory_allocated(gpu) > 0 for gpu in gpus]
-                print("set", tf32, cudnn, last, "used", sum(used), flush=True)
+def test_a_run_moves_between_gpu_and_cpu(ranks):
+    """FSDP2 on GPUs, one process on the CPU, FSDP2 on GPUs again: the run that the CPU does alone.
+    AdamW's fused step counts are on the device."""
+    flags = ["--optimizer", "adamw", "--resume", "--epochs"]
+    options = {"ranks": ranks, "code": FEW + NO_TF32}
+    run(COMPLETE, *JOB, "out", "--shard", 0, *flags, 1, **options)
+    one("out", "--device", "cpu", *flags, 2)
+    text = run(COMPLETE, *JOB, "out", "--shard", 0, *flags, 3, **options)
+    assert "out: 2 epochs and 0 steps are done" in text
+    one("whole", "--device", "cpu", *flags, 3)
+    close("out", "whole", 2e-3, LOSSES)
+
+
+# Nothing waits for the GPU between two progress lines: steps 13 to 21 are watched. cuDNN searches
+# in the first steps; DDP's own timers wait in steps 2 to 11, 101, 201, ...
+WATCH = """
+import torch.optim.optimizer
+
+watch, steps = None, 0
+
+def count_steps(optimizer, *_):
+    global watch, steps
+    steps += 1
+    if steps == 12:
+        watch = torch.profiler.profile()
+        watch.start()
+    if steps == 21:
+        watch.stop()  # it waits once for the whole device
+        print("watched", *(event.key for event in watch.key_averages()), flush=True)
+        tf32, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+        filters = [p for group in optimizer.param_groups for p in group["params"] if p.ndim == 4]
+        last = filters[0].is_contiguous(memory_format=torch.channels_last)
+        gpus = range(torch.cuda.device_count())
+        used = [torch.cuda.max_memory_allocated(gpu) > 0 for gpu in gpus]
+        print("set", tf32, cudnn, last, "used", sum(used), flush=True)
+
+torch.optim.optimizer.register_optimizer_step_post_hook(count_steps)
 """
 
 
-def check_no_waiting(text, processes):
+def check_no_waiting(text, ranks):
     """No call waits for a stream, and no copy is from memory that is not pinned, for which it would
-    wait. cudnn searches in the first steps; DDP's own timers wait in steps 2 to 11, 101, 201, ...;
-    --sync-bn waits in every step."""
-    assert text.count("watched") == processes and "LaunchKernel" in text, text
+    wait."""
+    assert text.count("watched") == text.count("set ") == ranks, text
+    assert "LaunchKernel" in text or not GPUS, text
     assert not re.search("StreamSync|EventSync|Pageable|hipMemcpyWithStream", text), text
 
 
-CASES = [(name, more, ()) for name in COMPLETE for more in MORE] + [(DDP, MORE[2], FLOAT16)]
+MORE = {
+    "plain": (1, [], ""),
+    "augment": (1, ["--augment"], ""),
+    "accumulate": (1, [*ACCUMULATE, "--amp", "--optimizer", "adamw"], ""),
+    "float16": (1, ["--amp", "--optimizer", "adamw"], FLOAT16),  # SGD's step waits for the scaler
+    "shard": (0, ["--augment"], ""),
+    "shard-accumulate": (0, [*ACCUMULATE, "--optimizer", "adamw"], ""),
+}
 
 
-@pytest.mark.parametrize("name, more, change", CASES)
-def test_nothing_waits_between_progress_lines(data, name, more, change):
-    if name == FSDP2 and OLD:
-        more = [flag for flag in more if flag != "--amp"]
-    path = edited(name, *change, END, TELL + END, BEGIN, WATCH + BEGIN)
-    folder = ["--dataset", data / "pictures", "--batch-size", 4, "--workers", 2]
-    for output, own in ("out", []), ("folder", folder):
-        flags = [*JOB, output, "--log-every", 50, *more, *(own or ["--model", "resnet18"])]
-        text = run(name, *flags, path=path, processes=TWO[name])
-        check_no_waiting(text, TWO[name])
-        # AMD has TF32 on request only, and its search takes minutes.
-        assert f"set {IS_CUDA} {IS_CUDA} {not own if name == DDP else ''}" in text
+@pytest.mark.parametrize("place", ["device", "loader"])
+@pytest.mark.parametrize("shard, more, code", MORE.values(), ids=MORE)
+def test_nothing_waits_between_progress_lines(data, ranks, shard, more, code, place):
+    code += WATCH + wrapper(ranks, shard)
+    if place == "device":
+        flags, code = ["--dataset", "synthetic", *RESNET], FEW + code
+    else:
+        flags = ["--dataset", data / "pictures", "--batch-size", 4, "--workers", 2]
+    flags += ["--log-every", 50, "--epochs", 1, "--output", "out", "--shard", shard, *more]
+    text = run(COMPLETE, *flags, ranks=ranks, code=code)
+    check_no_waiting(text, ranks)
+    if place == "device":
+        cuda = torch.version.hip is None  # on AMD, the search takes minutes
+        assert text.count(f"set high {cuda} {shard == 1}") == ranks, text
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_nothing_waits_in_the_small_scripts(name):
-    path = edited(name, SMALL_END, TELL + SMALL_END, SMALL_BEGIN, SMALL_BEGIN + WATCH)
-    text = run(name, *JOB, "out", path=path, processes=TWO.get(name, 1))
-    check_no_waiting(text, TWO.get(name, 1))
-    assert f"used {GPUS if name in (SMALL[1], SMALL[4]) else 1}\n" in text  # by one process
+def test_nothing_waits_in_the_small_scripts(ranks, name):
+    own = ranks_of(name, ranks)
+    text = run(name, *JOB, "out", ranks=own, code=FEW + WATCH)
+    check_no_waiting(text, own)
+    used = GPUS if name in (SMALL[1], SMALL[4]) else min(1, GPUS)
+    assert f"used {used}\n" in text  # by one process
