@@ -144,3 +144,239 @@ def test_recipes(fashion):
     together(one, path=path, processes=1)
     outputs = [torch.load(f"{name}/predictions.pt") for name in ("one", "ddp-stalled")]
     assert torch.allclose(*outputs, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_how_fast(fashion):
+    """What docs/how_fast.md measures: the loader, and the operators of three steps."""
+    path = paste("my", "Is it the loader?", "Communication or computation?", **{"> 60:": "> 0:"})
+    for text in together(*runs(*fashion, *SHORT, my=[1]), path=path, more=BLOCKS):
+        assert text.count("the loader alone: ") == 1 and "aten::" in text
+    for name in SHARDS:
+        assert "ProfilerStep#23" in Path(f"{name}-my", "trace.json").read_text()
+
+
+@pytest.mark.slow
+def test_frozen_layers(fashion):
+    """Only the head is trained. Frozen weights may have another type than the trained ones."""
+    path = paste("my", "Frozen layers")
+    flags = [*fashion, *SHORT, "--batch-size", 320, "--model", "resnet18"]
+    together(*runs(*flags, my=[1]), path=path)
+    torch.manual_seed(76)
+    old = models.resnet18(num_classes=10).state_dict()
+    for name in SHARDS:
+        new = weights(f"{name}-my")
+        changed = {key for key in old if not torch.equal(old[key], new[key])}
+        assert changed == {"fc.weight", "fc.bias"}
+
+
+HALVES = """
+BLOCKS += (nn.Sequential,)
+def build_model(args, inputs, classes):
+    frozen = nn.Linear(784, 20, dtype=torch.bfloat16).requires_grad_(False)
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen, self.adapter = frozen, nn.Linear(784, 20)
+        def forward(self, x):
+            return self.frozen(x.bfloat16()) + self.adapter(x)
+    return nn.Sequential(nn.Flatten(), nn.Sequential(Layer()), nn.Linear(20, classes))
+"""
+
+
+@pytest.mark.slow
+def test_frozen_weights_in_bfloat16(fashion):
+    """Beside float32 adapters, as docs/large_models.md says, also resumed."""
+    path = paste("my", "Frozen layers")
+    every = runs(*fashion, *SHORT, whole=[2], parts=[1, 2])
+    together(*every, path=path, more=HALVES)
+    for name in SHARDS:
+        whole = weights(f"{name}-whole")
+        assert whole["1.0.frozen.weight"].dtype == torch.bfloat16
+        assert same(whole, weights(f"{name}-parts"))
+    close("fsdp2-whole", "ddp-whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("follows", ["test_loss", "-test_macro_f1"])
+def test_fine_tuning(data, follows):
+    """Accuracy and F1 from confusion.csv are those of metrics.csv, in the epoch of best.pt, which
+    early stopping follows too."""
+    new = re.search(r'`(-row\[".*"\])`', "".join(code for code in SECTIONS if "Fine" in code[:5]))
+    changes = {} if follows == "test_loss" else {'row["test_loss"]': new[1]}
+    path = paste("my", "Fine-tuning", "Early stopping", "Imbalanced classes", **changes)
+    flags = ["--dataset", data / "pictures", "--image-size", 32, *SHORT, "--workers", 0]
+    flags += ["--lr", 0.1, "--augment"]
+    every = runs(*flags, my=[12])
+    together(*every, path=path)
+    for name in SHARDS:
+        rows = metrics(f"{name}-my")
+        scores = [row[follows.strip("-")] * (-1 if "-" in follows else 1) for row in rows]
+        best = scores.index(min(scores))
+        assert len(rows) == min(12, best + 6)
+        latest = max(i for i, score in enumerate(scores) if score == min(scores))
+        confusion = np.loadtxt(f"{name}-my/confusion.csv", delimiter=",")
+        hits, both = confusion.diagonal(), confusion.sum(0) + confusion.sum(1)
+        assert confusion.shape == (3, 3) and confusion.sum() == 3
+        assert rows[latest]["test_accuracy"] == pytest.approx(hits.sum() / 3)
+        f1 = (2 * hits / both.clip(min=1)).mean()
+        assert rows[latest]["test_macro_f1"] == pytest.approx(f1)
+    close("fsdp2-my", "ddp-my", keys=("train_loss", "test_loss", "test_macro_f1"))
+    pytest.importorskip("matplotlib")
+    [code] = [code for code in code_of("Fine-tuning") if "import pyplot" in code]
+    code = code.replace("runs/mine", "ddp-my")
+    space = {}
+    exec("import matplotlib; matplotlib.use('agg')\n" + code, space)
+    assert Path("curves.png").exists() and Path("confusion.png").exists()
+    assert space["classes"] == ["a", "b", "c"]
+
+
+def test_best_weights():
+    """best.pt is used with the classes of last.json, on a photo of any size."""
+    [code] = code_of("Use the best weights")
+    Path("runs", "mine").mkdir(parents=True)
+    Path("runs", "mine", "last.json").write_text('{"data": {"samples": 9, "classes": ["a", "b"]}}')
+    torch.save(models.resnet18(num_classes=2).state_dict(), "runs/mine/best.pt")
+    Image.new("RGBA", (300, 400)).save("photo.png")
+    code = code.replace("resnet50", "resnet18").replace("ResNet50", "ResNet18")
+    exec(code.replace("photo.jpg", "photo.png"), space := {})
+    assert space["classes"] == ["a", "b"] and space["image"].shape == (3, 224, 224)
+
+
+def test_metrics_and_folds():
+    """IoU, F1 and AUC from sums; the folds are a partition; classes are drawn equally often."""
+    path = paste("folds", "Cross-validation", "Imbalanced classes")
+    space = runpy.run_path(str(path))
+    assert space["parser"].parse_args(["--fold", "3"]).fold == 3
+    sampler = space["EpochSampler"](range(1000), 0)
+    labels = (torch.arange(1000) < 100).long()
+    sampler.weights, sampler.length = 1 / labels.bincount()[labels], 1000
+    sampler.set_epoch(0, 0)
+    assert labels[list(sampler)].sum() == pytest.approx(500, abs=60)
+    [_, code] = code_of("Cross-validation")
+    exec(code, space)
+    folds = [space["fold_of"](range(23), fold) for fold in range(5)]
+    assert sorted(i for _, test in folds for i in test.indices) == list(range(23))
+    assert all(sorted(a.indices + b.indices) == list(range(23)) for a, b in folds)
+    exec(code_of("Metrics")[0], space)
+    outputs, masks = torch.tensor([[1.0, 1, -1, -1, 1]]), torch.tensor([[1.0, 0, 1, 0, 1]])
+    sums = space["count"](outputs, masks)
+    assert sums["labels"] == 5
+    found = space["metrics"](sums)
+    assert found["test_iou"] == 2 / 4 and found["test_f1"] == pytest.approx(2 / 3)
+
+
+MASKS = """
+class Dots(Dataset):
+    def __len__(self):
+        return 67
+    def __getitem__(self, i):
+        image = torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(i))
+        return image, (image > 0.7).float()
+def load_data(args):
+    return Dots(), Dots(), 1
+def build_model(args, inputs, classes):
+    return nn.Sequential(nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Conv2d(4, 1, 1))
+def loss_function(outputs, labels):
+    return F.binary_cross_entropy_with_logits(outputs, labels)
+BLOCKS = (nn.Conv2d,)
+"""
+AUC = """
+def load_data(args):
+    images, labels = load_torchvision(args, train=True).tensors
+    noise = torch.rand(640, generator=torch.Generator().manual_seed(0))
+    labels = (labels + 9 * noise > 9).long()
+    return TensorDataset(images, labels), TensorDataset(images, labels), 2
+plain_evaluate = evaluate
+def evaluate(args, model, loader, *words):
+    sums = plain_evaluate(args, model, loader, *words)
+    if hasattr(loader, "tensors"):
+        outputs = model.eval()(prepare(args, loader.tensors, torch.device("cpu"))[0])
+        scores, labels = outputs.softmax(1)[:, 1], loader.tensors[1]
+        higher = scores[labels == 1][:, None] - scores[labels == 0]
+        print("exact", ((higher > 0).float() + (higher == 0) / 2).mean().item())
+        model.train()
+    return sums
+"""
+
+
+@pytest.mark.slow
+def test_own_data(fashion):
+    """A Dataset and a model of one's own, with masks, and AUC: the same on one process and on two,
+    sharded or not."""
+    path = paste("masks")
+    code = MASKS + code_of("Metrics")[0]
+    flags = [*SHORT, "--workers", 0, "--lr", 0.1]
+    together(*runs(*flags, masks=[2]), path=path, more=code)
+    together(*runs(*flags, one=[2], shards={"ddp": 1}), path=path, more=code, processes=1)
+    path = paste("auc", "AUC in each epoch")
+    together(*runs(*fashion, *flags, auc=[2]), path=path, more=AUC)
+    [text] = together(
+        *runs(*fashion, *flags, exact=[2], shards={"ddp": 1}), path=path, more=AUC, processes=1
+    )
+    for name in SHARDS:
+        close(f"{name}-masks", "ddp-one", 1e-3, ("train_loss", "test_iou", "test_f1"))
+        close(f"{name}-auc", "ddp-exact", 1e-3, ("train_loss", "test_auc"))
+    exact = [*map(float, re.findall(r"exact (\S+)", text))]
+    assert [row["test_auc"] for row in metrics("ddp-exact")] == pytest.approx(exact, abs=2e-3)
+    assert exact[-1] > 0.6
+
+
+SEQUENCES = """
+def load_data(args):
+    data = [(torch.arange(i % 200 + 1), i % 2) for i in range(100)]
+    return data, data, 2
+def build_model(args, inputs, classes):
+    assert inputs.shape[1] in LENGTHS
+    return nn.EmbeddingBag(256, 2, padding_idx=0)
+"""
+DETECTION = """
+class Squares(Dataset):
+    def __init__(self, count):
+        self.count = count
+    def __len__(self):
+        return self.count
+    def __getitem__(self, i):
+        image = torch.zeros(3, 40 + i % 3, 48, dtype=torch.uint8)
+        x = 4 + i * 7 % 20
+        image[:, 8:24, x : x + 16] = 200
+        return image, {"boxes": torch.tensor([[x, 8.0, x + 16, 24]]), "labels": torch.tensor([1])}
+def load_data(args):
+    return Squares(16), Squares(5), 2
+def small(num_classes):
+    layers = nn.Conv2d(3, 16, 5, 4, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()
+    features = nn.Sequential(*layers)
+    features.out_channels = 32
+    anchors = models.detection.anchor_utils.AnchorGenerator(((16,),), ((1.0,),))
+    sizes = {"min_size": 48, "max_size": 48, "image_mean": [0] * 3, "image_std": [1] * 3}
+    few = {"rpn_post_nms_top_n_train": 50, "rpn_post_nms_top_n_test": 20}
+    return models.detection.FasterRCNN(
+        features, rpn_anchor_generator=anchors, **sizes, **few,
+        box_roi_pool=models.detection.faster_rcnn.MultiScaleRoIAlign(["0"], 4, 2),
+        box_head=models.detection.faster_rcnn.TwoMLPHead(32 * 16, 64),
+        box_predictor=models.detection.faster_rcnn.FastRCNNPredictor(64, num_classes),
+    )
+models.detection.fasterrcnn_resnet50_fpn = small
+BLOCKS = (nn.Conv2d, models.detection.faster_rcnn.TwoMLPHead)
+"""
+
+
+@pytest.mark.slow
+def test_detection_and_sequences():
+    """torchvision's detector learns, with --accumulate, also resumed and sharded. Sequences of
+    several lengths are padded, by the script as it is but for the data."""
+    path = paste("squares", "Detection")
+    flags = [*SHORT, "--batch-size", 8, "--accumulate", 2, "--log-every", 1, "--workers", 0]
+    flags += ["--optimizer", "adamw", "--lr", 3e-3]
+    every = [*runs(*flags, whole=[20]), *runs(*flags, parts=[10, 20], shards={"ddp": 1})]
+    together(*every, path=path, more=DETECTION)
+    assert same(weights("ddp-whole"), weights("ddp-parts"))
+    close("fsdp2-whole", "ddp-whole", 1e-2, ("train_loss", "test_loss"))
+    rows = metrics("ddp-whole")
+    print(rows)
+    path = paste("sequences", "Sequences of several lengths")
+    together(*runs(*SHORT, "--workers", 1, my=[3]), path=path, more=SEQUENCES)
+    one = runs(*SHORT, "--workers", 1, one=[3], shards={"ddp": 1})
+    together(*one, path=path, more=SEQUENCES, processes=1)
+    for name in SHARDS:
+        close(f"{name}-my", "ddp-one")
