@@ -342,7 +342,7 @@ class Squares(Dataset):
         image[:, 8:24, x : x + 16] = 200
         return image, {"boxes": torch.tensor([[x, 8.0, x + 16, 24]]), "labels": torch.tensor([1])}
 def load_data(args):
-    return Squares(16), Squares(5), 2
+    return Squares(32), Squares(5), 2
 def small(num_classes):
     layers = nn.Conv2d(3, 16, 5, 4, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()
     features = nn.Sequential(*layers)
@@ -367,16 +367,134 @@ def test_detection_and_sequences():
     several lengths are padded, by the script as it is but for the data."""
     path = paste("squares", "Detection")
     flags = [*SHORT, "--batch-size", 8, "--accumulate", 2, "--log-every", 1, "--workers", 0]
-    flags += ["--optimizer", "adamw", "--lr", 3e-3]
-    every = [*runs(*flags, whole=[20]), *runs(*flags, parts=[10, 20], shards={"ddp": 1})]
+    flags += ["--optimizer", "adamw", "--lr", 5e-3]
+    every = [*runs(*flags, whole=[16]), *runs(*flags, parts=[8, 16], shards={"ddp": 1})]
     together(*every, path=path, more=DETECTION)
     assert same(weights("ddp-whole"), weights("ddp-parts"))
     close("fsdp2-whole", "ddp-whole", 1e-2, ("train_loss", "test_loss"))
-    rows = metrics("ddp-whole")
-    print(rows)
+    assert max(row["test_recall"] for row in metrics("fsdp2-whole")) == 1
     path = paste("sequences", "Sequences of several lengths")
     together(*runs(*SHORT, "--workers", 1, my=[3]), path=path, more=SEQUENCES)
     one = runs(*SHORT, "--workers", 1, one=[3], shards={"ddp": 1})
     together(*one, path=path, more=SEQUENCES, processes=1)
     for name in SHARDS:
         close(f"{name}-my", "ddp-one")
+
+
+CONTRAST = "A contrastive loss over the whole batch"
+HALF, EXACT = "All-reduce in bfloat16", "A loss that ignores labels"
+SMALLER = "Tokens in a file", "Less memory for activations"
+ALIKE = {  # recipes: what the data set needs
+    (): {},
+    SMALLER: {"50_304": "256"},
+    (EXACT,): {"return images, labels\n": "return images, labels.where(labels > 6, -100)\n"},
+    ("Imbalanced classes",): TARGETS,
+    (CONTRAST,): {"normalize(outputs": "normalize(outputs.view(-1, 2, 5)"},
+    (HALF,): {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipes", ALIKE)
+def test_alike(fashion, recipes):
+    """On one process, on two, sharded or not, and in micro-batches but for the contrasts; bfloat16
+    is near. Without the recipe, unequal numbers of labels give another loss."""
+    example = recipes in ((), SMALLER)
+    flags = [*FLAGS, "--dropout", 0] if example else [*fashion, *SHORT]
+    path = paste("my", *recipes, rooms=example, **ALIKE[recipes])
+    more = "" if example else BLOCKS
+    epochs = [2] if example else [1]
+    every = runs(*flags, two=epochs) + runs(*flags, "--accumulate", 2, parts=epochs)
+    together(*every, path=path, more=more)
+    one = runs(*flags, one=epochs, shards={"ddp": 1})
+    together(*one, path=path, more=more, processes=1)
+    for name in SHARDS:
+        for output in ["two"] if recipes == (CONTRAST,) else ["two", "parts"]:
+            nearly = recipes == (HALF,) and name == "ddp"
+            digits = 0.02 if nearly else 1e-4
+            close(f"{name}-{output}", "ddp-one", digits, ["train_loss"])
+            assert not nearly or weights("ddp-two")["fc3.bias"] is not None
+    losses = [row["test_loss"] for row in metrics("ddp-one")]
+    assert not example or 0 < losses[1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon():
+    """Of torch itself, for the matrices of the blocks, AdamW for the rest: the same on one process
+    and on two, sharded or not, and bit-identical when resumed."""
+    path = paste("my", "Muon", rooms=True)
+    show = "\nplain = save_checkpoint\ndef save_checkpoint(args, progress, state, *words):\n"
+    show += "    held = [len(state[n].state) for n in ('muon', 'optimizer')]\n"
+    show += "    print('momenta', *held)\n    plain(args, progress, state, *words)\n"
+    flags = [*FLAGS, "--dropout", 0, "--lr", 3e-3, "--lr-schedule", "cosine"]
+    every = runs(*flags, whole=[2]) + runs(*flags, parts=[1, 2])[:4]
+    texts = together(*every, path=path, more=show)
+    assert all("momenta 8 20" in text for text in texts), texts[0]  # 2 layers of 4 matrices
+    together(*runs(*flags, one=[2], shards={"ddp": 1}), path=path, processes=1)
+    for name in SHARDS:
+        close(f"{name}-whole", "ddp-one", 1e-3, ("train_loss", "test_loss"))
+        assert Path(f"{name}-parts/model.pt").exists()
+
+
+@pytest.mark.slow
+def test_three_billion():
+    """docs/large_models.md's command, of fewer parameters, with the recipes that it names."""
+    path = paste("my", *SMALLER, rooms=True, **ALIKE[SMALLER])
+    flags = re.search(r"my_training\.py (.* --dataset my_texts --.*) --output", DOCS)[1]
+    few = {"2560": "64", "--layers 36": "--layers 3", "2048": "64", "256 --acc": "32 --acc"}
+    for old, new in {**few, "accumulate 16": "accumulate 4", "my_texts": "texts"}.items():
+        assert old in flags, old
+        flags = flags.replace(old, new)
+    words = [*flags.split(), "--workers", 0, "--resume", "--output", "3b", "--epochs"]
+    for text in together([*words, 1], [*words, 2], path=path):
+        assert "3 blocks; each copy of the model on 2 ranks" in text
+
+
+META = "Building on the meta device"
+LARGE = {"first": [], "plain": [], "meta": [META], "file": [META, "Your own weights"]}
+LARGE |= {"bytes": ["Less communication, more memory"], "offload": ["CPU offload"]}
+TIED = """
+BLOCKS = (nn.Sequential,)
+class Net(Net):
+    def __init__(self, channels, side, classes):
+        super().__init__(channels, side, classes)
+        self.fc2 = nn.Sequential(nn.Linear(120, 120), nn.Linear(120, 120), nn.Linear(120, 84))
+        self.fc2[0].weight = self.fc2[1].weight
+def loss_function(outputs, labels):
+    if torch.is_grad_enabled():
+        print("is a", type(train_model_of[0].fc2[2].weight).__name__)
+    return F.cross_entropy(outputs, labels)
+train_model_of, plain = [], distribute
+def distribute(*words):
+    train_model_of[:] = [plain(*words)]
+    return train_model_of[0]
+"""
+
+
+@pytest.mark.slow
+def test_large_models(fashion):
+    """The recipes of docs/large_models.md end with the weights of the script, also resumed; a
+    file's may be in channels_last. Tied weights stay tied. Blocks stay gathered with one of them.
+    torch's converters write and read the folders; best.pt is in the one of a checkpoint too."""
+    [to, back] = re.findall(r"^python -m (torch\S+) (\w+) (\S+)", DOCS, re.M)
+    for output, titles in LARGE.items():
+        changes = {}
+        if output == "offload":  # there is no CUDA here
+            changes |= {",cuda:nccl": "", "OffloadPolicy()": "OffloadPolicy(pin_memory=False)"}
+        path = paste(f"my-{output}", *titles, **changes)
+        flags = [*fashion, *SHORT, "--optimizer", "adamw", "--lr", 0.001 * (output != "first")]
+        counts = [1, 2] if output in ("meta", "file") else [2]
+        every = runs(*flags, shards={output: 0}, my=counts)
+        texts = together(*every, path=path, more=TIED)
+        assert ("is a Parameter" in "".join(texts)) == (output == "bytes")
+        if output == "first":
+            pretrained = weights("first-my")
+            filters = pretrained["conv2.weight"].to(memory_format=torch.channels_last)
+            torch.save(pretrained | {"conv2.weight": filters}, "pretrained.pt")
+            helpers.command(helpers.sys.executable, "-m", *to[:2], "pretrained.pt", "pretrained")
+        else:
+            assert same(weights(f"{output}-my"), weights("plain-my")), output
+    helpers.command(helpers.sys.executable, "-m", *back[:2], "plain-my/checkpoint-2-0", "whole.pt")
+    whole = torch.load("whole.pt", weights_only=False)
+    assert same(whole["model"], weights("plain-my"))
