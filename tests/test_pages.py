@@ -3,7 +3,6 @@
 import difflib
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import textwrap
@@ -11,36 +10,27 @@ from pathlib import Path
 from unittest import mock
 
 import helpers
-import numpy as np
 import pytest
 import torch
 from helpers import (
     ROOT,
     Warm,
     by_hand,
-    close,
     done,
     kill_all,
-    metrics,
     run,
     same,
     wait_for,
     weights,
 )
-from PIL import Image
 from torch.distributed.run import get_args_parser
-from torchvision import models
 
 FOLDERS = [ROOT, ROOT / "docs", ROOT / "slurm", ROOT / "benchmarks"]
 PAGES = {path: path.read_text() for folder in FOLDERS for path in sorted(folder.glob("*.md"))}
-README, GUIDE = PAGES[ROOT / "README.md"], PAGES[ROOT / "docs" / "your_model_and_data.md"]
+README = PAGES[ROOT / "README.md"]
 DOCS = "".join(text for path, text in PAGES.items() if path.parent.name == "docs")
 SECTIONS = re.split(r"^##+ ", DOCS, flags=re.M)  # each begins with its title
 CODE = re.compile(r"^```(\w*) ?(.*)\n((?:.*\n)*?)```$", re.M)  # language, scripts, content
-ROOMS = re.findall(r"^```python\n((?:BLOCKS|def load)(?:.*\n)*?)```", GUIDE, re.M)
-OWN_FLAGS = re.search(r'^```python\n(add\("--width.*\n(?:add.*\n)*)', GUIDE, re.M)[1]
-FLAGS = re.search(r"my_training\.py --dataset docs (--.*)", GUIDE)[1].split()
-FLAGS = ["--dataset", "texts", "--epochs", 2, "--batch-size", 16, "--log-every", 1, *FLAGS]
 INSTEAD = {  # what is run instead of a part of a command
     r"^python3 -m venv .*/bin/python ": "python ",  # an environment takes 5 GB
     r"HOST": "127.0.0.1",
@@ -264,235 +254,6 @@ def test_commands(lines, data):
     ]
     if lines == FIRST:
         assert "1 epochs and 0 steps are done" in texts[-1]
-
-
-def copy(*titles, name="complete/train_ddp", rooms=False, **changes):
-    """my_script.py: a script with these recipes, in its rooms the example, and other changes."""
-    text = Path(helpers.script(name)).read_text()
-    ends = ("def build_optimizer", "# ---- Loaders") if rooms else ()
-    for banner, block, end in zip(("model", "data"), ROOMS, ends):
-        start, end = re.search(rf"# ---- The {banner}: .*\n", text).end(), text.index(end)
-        text = text[:start] + block + "\n\n" + text[end:]
-    for title in titles:
-        [section] = [part for part in SECTIONS if part.startswith(f"{title}\n")]
-        verbs = r"^# (below|above|delete|instead of|instead of the function): (.*)\n"
-        lines = "".join(code[2] for code in CODE.findall(section) if re.match(verbs, code[2]))
-        pieces = re.split(verbs, lines, flags=re.M)[1:]
-        for verb, place, lines in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
-            pattern = rf"^ *{re.escape(place)}.*\n"
-            if verb == "instead of the function":
-                pattern, lines = rf"^def {place}\(.*\n(?:(?: .*)?\n)*", f"{lines}\n\n"
-            [old] = re.findall(pattern, text, re.M)
-            text = text.replace(old, {"above": lines + old, "below": old + lines}.get(verb, lines))
-    for old, new in {'add("--seed"': f'{OWN_FLAGS}add("--seed"', **changes}.items():
-        assert old in text, old
-        text = text.replace(old, new)
-    Path("my_script.py").write_text(text)
-    Path("texts").mkdir(exist_ok=True)
-    text = (README[:6500] * 2).encode()[: 200 * 64 + 1]
-    tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
-    Path("texts", "a.md").write_bytes(text)
-    tokens[:11521].tofile("texts/train.bin"), tokens[11520:].tofile("texts/test.bin")
-
-
-def train(output, *flags, name="complete/train_ddp", processes=2):
-    """Run my_script.py in this folder, where it resumes: what it has printed."""
-    flags = [*flags, "--resume", "--output", output]
-    return run(name, *flags, processes=processes, path="my_script.py")
-
-
-SHORT = ["--batch-size", 16, "--epochs", 3, "--lr", 0.001, "--log-every", 10]
-SMALLER = "Tokens in a file", "Less memory for activations"
-EXACT, CLASSES = "A loss that ignores labels", "Imbalanced classes"
-ADDED = ["An average of the weights", "Evaluation every N steps", "The last three checkpoints"]
-ADDED += ["Early stopping", "TensorBoard", "Weights & Biases", CLASSES]
-ADDED += ["Deterministic runs on a GPU", "Predictions for all test samples"]
-ADDED += ["Is it the loader?", "Communication or computation?"]
-
-
-@pytest.mark.slow
-def test_recipes(fashion):
-    """A resumed run leaves the same files; a run that stalls is stopped."""
-    changes = {"train_set.targets": "train_set.tensors[1]", "> 60:": "> 0:", "% 1000": "% 20"}
-    changes["torch.utils.tensorboard import SummaryWriter"] = "unittest import mock"
-    changes["SummaryWriter(args.output / "] = "mock.MagicMock(name="
-    nothing = "init = define_metric = staticmethod(lambda *words, **options: None)"
-    changes["import wandb\n"] = f"class wandb:\n    {nothing}\n    log = staticmethod(print)\n"
-    copy(*ADDED, **changes)
-    flags, names = [*fashion, *SHORT, "--augment"], ("model.pt", "best.pt", "ema.pt")
-    text = train("whole", *flags)
-    assert text.count("the loader alone: ") == 1 and "aten::" in text
-    assert text.count("step 20: test loss ") == 3
-    logged = re.findall(r"{'step': (\d+)", text)  # by wandb
-    assert [*map(int, logged)] == sorted([*range(10, 121, 10), 40, 80, 120])
-    assert "ProfilerStep#23" in Path("whole", "trace.json").read_text()
-    for epochs in 1, 3:
-        train("parts", *flags, "--epochs", epochs)
-    whole, parts = ([weights(output, name) for name in names] for output in ("whole", "parts"))
-    assert all(map(same, whole, parts)) and not same(whole[0], whole[2])
-    for epochs in (8, 9):  # the second run is stopped before it begins
-        train("stalled", *flags, "--lr", 0, "--epochs", epochs, processes=epochs - 7)
-        os.rename("stalled/predictions.pt", f"{epochs}.pt")
-        assert len(metrics("stalled")) == 6
-    assert torch.allclose(weights(".", "8.pt"), weights(".", "9.pt"))
-    assert sorted(path.name for path in Path("stalled").glob("e*.pt")) == [
-        "ema.pt", "epoch-4.pt", "epoch-5.pt", "epoch-6.pt"
-    ]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_frozen_layers(fashion):
-    """Only the head is trained, on two processes too."""
-    copy("Frozen layers")
-    train("frozen", *fashion, *SHORT, "--epochs", 1, "--model", "resnet18")
-    torch.manual_seed(76)
-    old, new = models.resnet18(num_classes=10).state_dict(), weights("frozen")
-    assert {name for name in old if not torch.equal(old[name], new[name])} == {
-        "fc.weight",
-        "fc.bias",
-    }
-
-
-@pytest.mark.slow
-def test_fine_tuning(data):
-    """Accuracy and F1 from confusion.csv are those of metrics.csv, on any number of processes."""
-    copy("Fine-tuning")
-    flags = ["--dataset", data / "pictures", "--image-size", 32, *SHORT, "--lr", 0.1]
-    for processes in 1, 2:
-        train(f"{processes}", *flags, processes=processes)
-        confusion = np.loadtxt(f"{processes}/confusion.csv", delimiter=",")
-        hits, both = confusion.diagonal(), confusion.sum(0) + confusion.sum(1)
-        row = min(metrics(f"{processes}"), key=lambda row: row["test_loss"])
-        assert confusion.shape == (3, 3) and confusion.sum() == 3
-        assert row["test_accuracy"] == pytest.approx(hits.sum() / 3)
-        assert row["test_f1"] == pytest.approx((2 * hits / both.clip(min=1)).mean())
-    close("2", "1", keys=("test_loss", "test_accuracy", "test_f1"))
-    pytest.importorskip("matplotlib")
-    [code] = [code[2] for code in CODE.findall(GUIDE) if "import pyplot" in code[2]]
-    Path("my_images").symlink_to(data / "pictures")
-    exec("import matplotlib; matplotlib.use('agg')\n" + code.replace("runs/tuned", "1"), {})
-    assert Path("curves.png").exists() and Path("confusion.png").exists()
-
-
-@pytest.mark.slow
-def test_sequences():
-    """Samples of several lengths are padded, by the script as it is but for the data."""
-    data = "[(torch.arange(i % 200 + 1), i % 2) for i in range(100)]"
-    changes = {
-        '    if args.dataset == "synthetic":\n': f"    return {data}, {data}, 2\n    if 0:\n"
-    }
-    changes["    channels, side = inputs.shape[1:3]\n"] = (
-        "    return nn.EmbeddingBag(256, 2, padding_idx=0)\n"
-    )
-    copy("Detection, and sequences of several lengths", **changes)
-    for processes in 1, 2:
-        train(f"{processes}", *SHORT, "--workers", 1, processes=processes)
-    close("2", "1")
-
-
-def test_guide():
-    """IoU and F1 of docs/your_model_and_data.md; its folds are a partition; best.pt is used."""
-    [code] = [code[2] for code in CODE.findall(GUIDE) if "print(classes" in code[2]]
-    for name in "ab":
-        Path("my_images", "train", name).mkdir(parents=True)
-    Path("runs", "tuned").mkdir(parents=True)
-    torch.save(models.resnet18(num_classes=2).state_dict(), "runs/tuned/best.pt")
-    Image.new("RGBA", (300, 400)).save("photo.png")
-    code = code.replace("resnet50", "resnet18").replace("ResNet50", "ResNet18")
-    exec(code.replace("photo.jpg", "photo.png"), space := {})
-    assert space["classes"] == ["a", "b"] and space["image"].shape == (3, 224, 224)
-    copy("Cross-validation")
-    space = runpy.run_path("my_script.py")
-    assert space["parser"].parse_args(["--fold", "3"]).fold == 3
-    for start in "def count", "def fold_of":
-        [code] = [code[2] for code in CODE.findall(GUIDE) if code[2].startswith(start)]
-        exec(code, space)
-    outputs, masks = torch.tensor([[1.0, 1, -1, -1, 1]]), torch.tensor([[1.0, 0, 1, 0, 1]])
-    sums = space["count"](outputs, masks)
-    assert sums["labels"] == 5
-    found = space["metrics"](sums)
-    assert found["test_iou"] == 2 / 4 and found["test_f1"] == pytest.approx(2 / 3)
-    folds = [space["fold_of"](range(23), fold) for fold in range(5)]
-    assert sorted(i for _, test in folds for i in test.indices) == list(range(23))
-    assert all(sorted(a.indices + b.indices) == list(range(23)) for a, b in folds)
-
-
-CONTRAST = "A contrastive loss over the whole batch"
-HALF = "All-reduce in bfloat16"
-ALIKE = {  # recipes: what the data set needs
-    (): {},
-    SMALLER: {"50_257": "256"},
-    (EXACT,): {"return images, labels\n": "return images, labels.where(labels > 6, -100)\n"},
-    (CLASSES,): {"train_set.targets": "train_set.tensors[1]"},
-    (CONTRAST,): {"normalize(outputs": "normalize(outputs.view(-1, 2, 5)"},
-    (HALF,): {},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipes", ALIKE)
-def test_alike(fashion, recipes):
-    """On one process, on two, and in micro-batches but for the contrasts; bfloat16 is near."""
-    example = recipes in ((), SMALLER)
-    flags = ["--workers", 0] if example else [*fashion, *SHORT, "--epochs", 1]
-    flags += [*FLAGS, "--dropout", 0] if example else []
-    copy(*recipes, rooms=example, **ALIKE[recipes])
-    for output, processes, parts in ("one", 1, 1), ("two", 2, 1), ("parts", 2, 2):
-        train(output, *flags, "--accumulate", parts, processes=processes)
-        if recipes != (CONTRAST,) or parts == 1:
-            close(output, "one", 0.02 if HALF in recipes else 1e-4, keys=["train_loss"])
-    assert not example or 0 < metrics("one")[1]["test_loss"] < metrics("one")[0]["test_loss"]
-
-
-@pytest.mark.slow
-def test_three_billion(fashion):
-    """docs/large_models.md's command, of fewer parameters, with the recipes that it names."""
-    copy(*SMALLER, name="complete/train_fsdp2", rooms=True, **ALIKE[SMALLER])
-    flags = re.search(r"my_training\.py --dataset my_texts (--.*) --output", DOCS)[1]
-    few = {"2560": "64", "--layers 36": "--layers 3", "2048": "64", "256 --acc": "32 --acc"}
-    for old, new in {**few, "accumulate 16": "accumulate 4"}.items():
-        assert old in flags, old
-        flags = flags.replace(old, new)
-    for epochs in 1, 2:
-        words = ["--dataset", "texts", "--workers", 0, *flags.split(), "--epochs", epochs]
-        text = train("3b", *words, name="complete/train_fsdp2")
-        assert "3 blocks; each copy of the model on 2 ranks" in text
-
-
-META = "Building on the meta device"
-LARGE = {"first": [], "plain": [], "meta": [META], "file": [META, "A pretrained file"]}
-LARGE |= {"parts": ["Sharded checkpoints"], "bytes": ["Less communication, more memory"]}
-LARGE |= {"offload": ["CPU offload"]}
-
-
-@pytest.mark.slow
-def test_large_models(fashion):
-    """The recipes of docs/large_models.md end with the weights of the script, also resumed; a
-    file's may be in channels_last. Tied weights stay tied. Blocks stay gathered with one of them.
-    torch's converter reads the folder."""
-    name, show = "complete/train_fsdp2", "print('is a', type(model.fc2[2].weight).__name__)"
-    changes = {"BLOCKS = (models.resnet.BasicBlock,": "BLOCKS = (nn.Sequential,"}
-    tied = "self.fc2 = nn.Sequential(nn.Linear(120, 120), nn.Linear(120, 120), nn.Linear(120, 84))"
-    changes["self.fc3 ="] = f"{tied}; self.fc2[0].weight = self.fc2[1].weight; self.fc3 ="
-    changes["loss.backward()"] = f"{show}; loss.backward()"
-    for output, titles in LARGE.items():
-        if output == "offload":  # there is no CUDA here
-            changes |= {",cuda:nccl": "", "OffloadPolicy()": "OffloadPolicy(pin_memory=False)"}
-        copy(*titles, name=name, **changes)
-        flags = [*fashion, *SHORT, "--optimizer", "adamw", "--lr", 0.001 * (output != "first")]
-        parts = (1, 2) if output in ("meta", "file", "parts") else (2,)
-        text = "".join(train(output, *flags, "--epochs", n, name=name) for n in parts)
-        assert ("is a Parameter" in text) == (output == "bytes")
-        if output == "first":
-            pretrained = weights("first")
-            filters = pretrained["conv2.weight"].to(memory_format=torch.channels_last)
-            torch.save(pretrained | {"conv2.weight": filters}, "pretrained.pt")
-        else:
-            assert same(weights(output), weights("plain")), output
-    assert [path.name for path in Path("parts").glob("parts-*")] == ["parts-2-0"]
-    [command] = re.findall(r"^python -m (torch.*) dcp_to_torch ", DOCS, re.M)
-    helpers.command(helpers.sys.executable, "-m", command, "dcp_to_torch", "parts/parts-2-0", "one")
-    assert same(weights(".", "one")["model"], weights("plain"))
 
 
 LOOP = """
