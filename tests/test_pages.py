@@ -11,7 +11,6 @@ from unittest import mock
 
 import helpers
 import pytest
-import torch
 from helpers import (
     ROOT,
     Warm,
@@ -19,7 +18,6 @@ from helpers import (
     done,
     kill_all,
     run,
-    same,
     wait_for,
     weights,
 )
