@@ -11,6 +11,7 @@ from unittest import mock
 
 import helpers
 import pytest
+import torch
 from helpers import (
     ROOT,
     Warm,
@@ -19,7 +20,6 @@ from helpers import (
     kill_all,
     run,
     wait_for,
-    weights,
 )
 from torch.distributed.run import get_args_parser
 
@@ -42,14 +42,14 @@ INSTEAD = {  # what is run instead of a part of a command
     r"--side 256": "--side 40",
 }
 NOT_RUN = [  # test_own_script, test_slurm.py and others do, it takes hours, or trains nothing
-    r"python3 -m venv .* -m pytest$|.* my_(training|script)\.py|ls -d my_images",
+    r"python3 -m venv .* -m pytest$|.* my_(training|script)\.py",
     r"(NCCL_DEBUG=INFO )?(sbatch|srun|scontrol|squeue|scancel|export) ",
     r".*(python\S*|bash) (benchmarks/|-m pytest .* tests/|-m torch)",
     r"(git|mpirun|docker|apptainer|nvidia-smi|source|pip|uv|for \w+ in|torchfrtrace) |  |done|#",
 ]
 SCRIPT = r"((?:complete/)?(?:train(?:_\w+)?|pack_images)\.py)"
 TRAINS = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:torchrun (.* )?|python3? |.*/python ){SCRIPT}(.*)")
-ORDER = re.split("\n## From", README)[0]  # its commands run one after the other
+ORDER = re.split("\n## What to copy", README)[0]  # its commands run one after the other
 LINES = [code[2] for code in CODE.findall(ORDER) if not code[0]]  # what they print
 
 
@@ -186,34 +186,49 @@ def test_jobs_of_clouds_fit_their_schemas(monkeypatch):
     assert (task.num_nodes, resources.accelerators) == (2, {"A100": 8}) and resources.use_spot
 
 
-def test_split(data):
-    """README.md's command that moves every tenth image into test/."""
-    for name in "a", "b":
-        for i in range(20):
-            Path("my_images", "train", name).mkdir(parents=True, exist_ok=True)
-            Path("my_images", "train", name, f"photo {i:02}.jpg").touch()
-    [command] = re.findall(r"^ls -d my_images.*", README, re.M)
-    subprocess.run(["bash", "-c", command], check=True)
-    moved = sorted(str(path) for path in Path("my_images", "test").glob("*/*"))
-    assert moved == [f"my_images/test/{n}/photo {i}.jpg" for n in "ab" for i in ("00", 10)]
-    assert len(list(Path("my_images", "train").glob("*/*"))) == 36
+FULL_BATCH = """
+import os, torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+torch.manual_seed(0)
+epochs, loss_function, Model = 3, nn.MSELoss(), lambda: nn.Linear(4, 2)
+train_set = TensorDataset(torch.randn(256, 4), torch.randn(256, 2))
+"""
+OPTIMIZER = 'model = Model().to("cpu")\noptimizer = torch.optim.SGD(model.parameters(), 0.5)\n'
+
+
+def test_a_dozen_lines():
+    """README.md's first diff: both sides train, the new one on two ranks, to the same weights."""
+    [diff] = [code[2] for code in CODE.findall(README) if code[0] == "diff"]
+    for sign, output, processes in ("-", "old.pt", 0), ("+", "new.pt", 2):
+        lines = [line[1:] for line in diff.splitlines() if line[0] in (" ", sign)]
+        code = "\n".join(line for line in lines if "cuda.set_device" not in line)
+        for cuda, cpu in ('"cuda"', '"cpu"'), ('"nccl"', '"gloo"'), ("model.pt", output):
+            code = code.replace(cuda, cpu)
+        first, _, rest = code.partition('model = Model().to("cpu")\n')
+        Path("loop.py").write_text(FULL_BATCH + first + OPTIMIZER + rest)
+        done(by_hand("loop.py", processes=processes))
+    old, new = torch.load("old.pt"), torch.load("new.pt")
+    assert all(torch.allclose(old[name], new[name], atol=1e-6) for name in old)
 
 
 @pytest.mark.slow
 def test_transcript():
-    """README.md's first lines: a run that is killed, and resumed on two processes."""
+    """README.md's run that is killed, and resumed on two processes; and what its first command
+    prints."""
     [text] = [code[2] for code in CODE.findall(README) if code[0] == "console"]
     shown = re.split(r"^\$ .*\n", text, flags=re.M)[1:]
-    one, two = re.findall(r"^\$ .*? complete/train_ddp.py (.*)", text, re.M)
-    first = by_hand(helpers.script("complete/train_ddp"), *one.split(), processes=0)
+    one, two = re.findall(r"^\$ .*? complete/train.py (.*)", text, re.M)
+    first = by_hand(helpers.script("complete/train"), *one.split(), processes=0)
     wait_for("step 100/", *first)
-    helpers.wait_until(lambda: weights("runs/demo", "last.pt")["progress"]["step"] == 100)
+    helpers.wait_until(lambda: '"step": 100' in Path("runs/demo/last.json").read_text())
     kill_all(first)
     printed = helpers.logs(first) + "Killed\n"
-    again = by_hand(helpers.script("complete/train_ddp"), *two.split(), processes=2)
+    again = by_hand(helpers.script("complete/train"), *two.split(), processes=2)
     assert [*map(masked, shown)] == [masked(printed), masked(done(again))]
     flags = re.search(r"train_single.py (.*)", FIRST[0])[1].split()
-    flags += ["--workers", 0]  # on one core, torch warns of two
+    flags += ["--workers", 0]  # torch warns of more than there are cores
     assert masked(LINES[0]) == masked(run("single", *flags))
 
 
