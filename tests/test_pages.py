@@ -204,13 +204,13 @@ def test_transcript():
     """README.md's first lines: a run that is killed, and resumed on two processes."""
     [text] = [code[2] for code in CODE.findall(README) if code[0] == "console"]
     shown = re.split(r"^\$ .*\n", text, flags=re.M)[1:]
-    one, two = re.findall(r"^\$ .*? complete/train_ddp.py (.*)", text, re.M)
-    first = by_hand(helpers.script("complete/train_ddp"), *one.split(), processes=0)
+    one, two = re.findall(r"^\$ .*? complete/train.py (.*)", text, re.M)
+    first = by_hand(helpers.script(helpers.COMPLETE), *one.split(), processes=0)
     wait_for("step 100/", *first)
-    helpers.wait_until(lambda: weights("runs/demo", "last.pt")["progress"]["step"] == 100)
+    helpers.wait_until(lambda: helpers.place("runs/demo") == (0, 100))
     kill_all(first)
     printed = helpers.logs(first) + "Killed\n"
-    again = by_hand(helpers.script("complete/train_ddp"), *two.split(), processes=2)
+    again = by_hand(helpers.script(helpers.COMPLETE), *two.split(), processes=2)
     assert [*map(masked, shown)] == [masked(printed), masked(done(again))]
     flags = re.search(r"train_single.py (.*)", FIRST[0])[1].split()
     flags += ["--workers", 0]  # on one core, torch warns of two
