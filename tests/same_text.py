@@ -12,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["single", "dp", "ddp_torchrun", "ddp_spawn", "ddp_multigpu_proc", "fsdp2"]
 COMPLETE = "complete/train"
-GROUPS = [[ROOT / f"train_{name}.py" for name in SMALL]]
 OWN = [ROOT / "own_loop" / "before.py", ROOT / "own_loop" / "after.py"]
+GROUPS = [[ROOT / f"train_{name}.py" for name in SMALL], OWN]
 SHARDED = {"count_correct", "build_optimizer", "prepare", "evaluate"}  # of train_fsdp2.py alone
 SHARDED |= {"save_checkpoint", "load_checkpoint"}
 PER_GPU = {"--batch-size", "--workers"}  # of own_loop/after.py: their help differs
@@ -59,7 +59,7 @@ def compare(paths, source=None):
 if __name__ == "__main__":
     fix = Path(sys.argv[2]).resolve() if sys.argv[1:2] == ["--fix"] else None
     differ = []
-    for paths in [*GROUPS, OWN]:
+    for paths in GROUPS:
         if fix is None or fix in paths:
             differ += compare(paths, fix)
     print("\n".join(differ) or "all the same")

@@ -19,7 +19,6 @@ from helpers import (
     kill_all,
     run,
     wait_for,
-    weights,
 )
 from torch.distributed.run import get_args_parser
 
