@@ -10,7 +10,7 @@ torch.compile, --sync-bn, --amp.
 
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from unittest.mock import patch
 
@@ -29,7 +29,7 @@ chosen = ContextVar("card", default=0)  # a thread begins with card 0, as in CUD
 def tell(what):
     """A line of the report: the function of the script that we are in, and what it does."""
     frame = sys._getframe()
-    while frame and not os.path.basename(frame.f_code.co_filename).startswith("train_"):
+    while frame and not os.path.basename(frame.f_code.co_filename).startswith("train"):
         frame = frame.f_back
     where = f"{frame.f_code.co_name}:{frame.f_lineno}" if frame else "elsewhere:0"
     with open(f"{os.environ['EMULATED_REPORT']}/{os.getpid()}", "a") as file:
@@ -165,6 +165,11 @@ class DistributedDataParallel(nn.Module):
         return patch.object(self, "sync", False)
 
 
+class Stream:  # torch.distributed.checkpoint copies on one
+    def synchronize(self):
+        tell("waits: stream")
+
+
 def pin_memory(tensor, *_):
     tensor = tensor.clone()
     tensor.pinned = True
@@ -179,6 +184,8 @@ def install(cards):
     torch.emu.manual_seed_all = lambda seed: [tell(f"seeds card {i} with {seed}") for i in seen]
     torch.emu._is_in_bad_fork = lambda: False  # torch.manual_seed asks
     torch.emu.device_count = lambda: cards
+    stream = Stream()
+    torch.emu.current_stream, torch.emu.stream = lambda: stream, nullcontext
     torch.accelerator.set_device_index = chosen.set
     torch.accelerator.device_index = device_index
     torch.Tensor.pin_memory = pin_memory
@@ -189,7 +196,7 @@ def install(cards):
     nn.parallel.DistributedDataParallel = DistributedDataParallel
 
     tensor, save, load = torch.tensor, torch.save, torch.load
-    init, all_reduce = dist.init_process_group, dist.all_reduce
+    init, all_reduce, broadcast = dist.init_process_group, dist.all_reduce, dist.broadcast
 
     def emulated_tensor(data, *, device=None, **options):
         return tensor(data, **options).to(device or "cpu")
@@ -206,4 +213,5 @@ def install(cards):
     dist.init_process_group = lambda *names, device_id=None, **options: init(*names, **options)
     dist.Backend.default_device_backend_map["emu"] = "gloo"
     dist.all_reduce = lambda tensor: all_reduce(real(tensor))
+    dist.broadcast = lambda tensor, source: broadcast(real(tensor), source)
     Mode().__enter__()

@@ -2,6 +2,7 @@
 that has imported torch already, which saves the seconds that this takes."""
 
 import csv
+import json
 import multiprocessing
 import os
 import runpy
@@ -19,14 +20,14 @@ import torch
 import torch.distributed as dist
 from same_text import COMPLETE, ROOT, SMALL
 
-COUNTS = {name: 1 if name in SMALL[:2] else 2 for name in SMALL + COMPLETE}  # processes
+COUNTS = {name: 1 if name in SMALL[:2] else 2 for name in [*SMALL, COMPLETE]}  # processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LIMIT = 900  # seconds after which something hangs, on the slowest machine
 
 
 def place_of(name):
-    """A script's path below ROOT. Its name is one of SMALL ("dp") or COMPLETE."""
-    return f"{name}.py" if name in COMPLETE else f"train_{name}.py"
+    """A script's path below ROOT. Its name is one of SMALL ("dp"), or COMPLETE."""
+    return f"{name}.py" if name == COMPLETE else f"train_{name}.py"
 
 
 def some_fast(values, *fast):
@@ -93,7 +94,9 @@ def inside(path, flags, log, folder, environment):
 
 
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["torch", "torchvision", "torch.distributed"])
+IMPORTED = "torch torchvision torch.distributed.checkpoint.state_dict torch.distributed.fsdp"
+IMPORTED += " torchvision.transforms.v2 torch._dynamo fsspec.core"
+forks.set_forkserver_preload(IMPORTED.split())
 
 
 class Warm:
@@ -127,7 +130,7 @@ def by_hand(path, *flags, processes=1):
 def start(name, *flags, processes=1, path=None):
     """Start a script on all its machines. Returns a Warm a machine, or a process."""
     path, own = Path(path or script(name)).resolve(), [[]]
-    if name in ("ddp_torchrun", "fsdp2", *COMPLETE):
+    if name in ("ddp_torchrun", "fsdp2", COMPLETE):
         return by_hand(path, *flags, processes=processes)
     if name == "ddp_spawn":
         own = [["--nproc-per-node", processes]]
@@ -155,10 +158,15 @@ def logs(jobs):
 
 
 def finish(jobs, limit=LIMIT):
-    """The exit statuses of all, and what they have printed."""
-    wait_until(lambda: None not in [job.status() for job in jobs], limit)
-    statuses = ["still there" if job.status() is None else job.status() for job in jobs]
-    return statuses, logs(jobs)
+    """The exit statuses of all, and what they have printed. Once one has failed, the others, which
+    may wait for it, have a minute."""
+
+    def statuses():
+        return [job.status() for job in jobs]
+
+    wait_until(lambda: None not in statuses() or any(statuses()), limit)
+    wait_until(lambda: None not in statuses(), min(limit, 60))
+    return ["still there" if status is None else status for status in statuses()], logs(jobs)
 
 
 def done(jobs, status=0):
@@ -172,20 +180,38 @@ def run(name, *flags, status=0, **options):
     return done(start(name, *flags, **options), status)
 
 
-def parse(*flags):
-    import train_ddp  # not above: it counts the GPUs, before a Warm could hide them
+def begin(*runs, processes=2, more="", path=None):
+    """The same of complete/train.py out of a module of the user's, which imports it and replaces or
+    wraps functions there (`more`): runs with these flags, one after the other."""
+    code = Path(f"more-{time.monotonic_ns()}.log").resolve()
+    code.write_text(more)
+    runs = json.dumps([[free_port(), [str(flag) for flag in flags]] for flags in runs])
+    words = Path(path or script(COMPLETE)).parent, code, runs
+    return by_hand(ROOT / "tests" / "together.py", *words, processes=processes)
 
-    return train_ddp.parser.parse_args(["--device", "cpu", *map(str, flags)])
+
+def together(*runs, status=0, **options):
+    """What these have printed: a text a run, which begins with rank 0's."""
+    jobs = begin(*runs, **options)
+    done(jobs, status)
+    parts = [job.log.read_text().split("next run\n") for job in jobs]
+    return ["".join(texts) for texts in zip(*parts, strict=True)]
+
+
+def parse(*flags):
+    import train  # not above: it counts the GPUs, before a Warm could hide them
+
+    return train.parser.parse_args(["--device", "cpu", *map(str, flags)])
 
 
 def train(*flags):
-    """complete/train_ddp.py in the test's own process, as `python` starts it."""
-    import train_ddp
+    """complete/train.py in the test's own process, as `python` starts it."""
+    import train
 
     args = parse(*flags)
-    train_ddp.check_flags(args, 1)
+    train.check_flags(args, 1)
     try:
-        train_ddp.main(args)
+        train.main(args)
     finally:
         if dist.is_initialized():  # it has failed
             dist.destroy_process_group()
@@ -229,6 +255,27 @@ def metrics(output):
 
 def weights(output, name="model.pt"):
     return torch.load(Path(output, name), weights_only=True)
+
+
+def last(output):
+    return json.loads(Path(output, "last.json").read_text())
+
+
+def place(output):
+    """Epoch and step of the last checkpoint."""
+    return last(output)["progress"]["epoch"], last(output)["progress"]["step"]
+
+
+def checkpoint(output):
+    """All that the last checkpoint has, as torch's converter makes one file of it."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(Path(output, last(output)["checkpoint"]), "converted.pt")
+    return torch.load("converted.pt", weights_only=False)
+
+
+def files(output):
+    return sorted(path.name for path in Path(output).iterdir())
 
 
 def same(a, b):

@@ -1,5 +1,5 @@
-"""Functions, classes and flags of one name have one text in all small scripts, and in both scripts
-of complete/. `main` may differ, and so may what a sharded model needs.
+"""Functions, classes and flags of one name have one text in all small scripts. `main` may differ,
+and so may what a sharded model needs.
 
 python tests/same_text.py                          # says where they differ; status 1 if anywhere
 python tests/same_text.py --fix train_single.py    # copies that script's text into its siblings
@@ -11,25 +11,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["single", "dp", "ddp_torchrun", "ddp_spawn", "ddp_multigpu_proc", "fsdp2"]
-COMPLETE = ["complete/train_ddp", "complete/train_fsdp2"]
-GROUPS = [[ROOT / f"train_{name}.py" for name in SMALL], [ROOT / f"{name}.py" for name in COMPLETE]]
+COMPLETE = "complete/train"
 OWN = [ROOT / "own_loop" / "before.py", ROOT / "own_loop" / "after.py"]
+GROUPS = [[ROOT / f"train_{name}.py" for name in SMALL], OWN]
 SHARDED = {"count_correct", "build_optimizer", "prepare", "evaluate"}  # of train_fsdp2.py alone
 SHARDED |= {"save_checkpoint", "load_checkpoint"}
 PER_GPU = {"--batch-size", "--workers"}  # of own_loop/after.py: their help differs
 
 
 def definitions(path):
-    """{name: text} of a script's top-level functions and classes, calls that add a flag, and
-    statements that fill MAY_CHANGE."""
+    """{name: text} of a script's top-level functions and classes, and calls that add a flag."""
     text, found = path.read_text(), {}
     for node in ast.parse(text).body:
         own = ast.get_source_segment(text, node)
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
             found[node.name] = "\n".join(text.splitlines()[first - 1 : node.end_lineno])
-        elif isinstance(node, (ast.Assign, ast.AugAssign)) and own.startswith("MAY_CHANGE"):
-            found[f"MAY_CHANGE {sum(name.startswith('MAY_') for name in found) + 1}"] = own
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             if ast.unparse(node.value.func).rpartition(".")[2] in ("add", "add_argument"):
                 found[node.value.args[0].value] = own
@@ -62,7 +59,7 @@ def compare(paths, source=None):
 if __name__ == "__main__":
     fix = Path(sys.argv[2]).resolve() if sys.argv[1:2] == ["--fix"] else None
     differ = []
-    for paths in [*GROUPS, OWN]:
+    for paths in GROUPS:
         if fix is None or fix in paths:
             differ += compare(paths, fix)
     print("\n".join(differ) or "all the same")

@@ -1,8 +1,7 @@
-"""Runs are killed and resumed: bit-identical, each epoch once; a run that fails leaves it so."""
+"""Runs are killed and resumed: bit-identical, each epoch once, on any number of processes and with
+any --shard; a run that fails leaves its folder so that it can go on."""
 
 import random
-import shutil
-from itertools import count
 from pathlib import Path
 
 import helpers
@@ -10,125 +9,154 @@ import pytest
 import torch
 from helpers import (
     COMPLETE,
+    begin,
+    checkpoint,
     edited,
-    finish,
+    files,
     kill_all,
+    last,
     logs,
     metrics,
-    run,
+    place,
     some_fast,
-    start,
+    together,
     train,
     weights,
 )
-from test_training import CONFUSION
 from torch.utils._pytree import tree_leaves
 
-DDP, FSDP2 = COMPLETE
-TRAIN = "--epochs 6 --batch-size 16 --augment --lr-schedule cosine --resume --log-every 4".split()
-TRAIN += ["--checkpoint-minutes", 0, "--lr", 0.01]  # a checkpoint every 4 of an epoch's 40 steps
-DROPOUT = """
-plain = build_model
-def build_model(*words):
-    return nn.Sequential(plain(*words), nn.Dropout(0.2))
+OFTEN = ["--log-every", 4, "--checkpoint-minutes", 0]  # a checkpoint every 4 steps
+MODEL = """
+BLOCKS = (nn.Linear,)
+def build_model(args, inputs, classes):
+    convolution = nn.Conv2d(inputs.shape[1], 4, 5, 3)
+    head = nn.Dropout(0.2), nn.Flatten(), nn.Linear(4 * 8 * 8, classes)
+    return nn.Sequential(convolution, nn.BatchNorm2d(4), nn.ReLU(), *head)
 """
-LOAD = "    progress = load_checkpoint("  # of main, which this code extends as a user would
-OWN = """    biases = [p for p in model.parameters() if p.ndim == 1]
-    state["second"] = second = torch.optim.Adam(biases, 1e-4)
+STATE = """
+class Average:  # of the weights, or of this rank's shards
+    def __init__(self, model):
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self, model):
+        for name, parameter in model.named_parameters():
+            self.weights[name].mul_(0.9).add_(parameter.detach(), alpha=0.1)
+
+    def state_dict(self):
+        return dict(self.weights)
+
+    def load_state_dict(self, weights):
+        self.weights = weights
+
+def add_state(model, optimizer):
+    biases = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    second, average = torch.optim.Adam(biases, 1e-4), Average(model)
+    optimizer.register_step_post_hook(lambda *_: (second.step(), average.update(model)))
+    return {"second": second, "average": average}
 """
-ZERO = "            optimizer.zero_grad()\n"
-STEP = f"            second.step()\n{ZERO}"
-AVERAGE = """    decay = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    state["average"] = average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=decay)
-"""
-UPDATE = "            average.update_parameters(model)\n"
 
 
-# FSDP2 saves less often: no more than a thirtieth of the time is spent saving.
-OFTEN = {DDP: [], FSDP2: ["30 * (now - started)", "0"]}
-
-
-def own_state(name):
-    """A copy of a script that has dropout, a confusion matrix, and a second optimizer; with DDP
-    also an average of the weights."""
-    own, step = (OWN + AVERAGE, STEP + UPDATE) if name == DDP else (OWN, STEP)
-    return edited(name, *OFTEN[name], LOAD, own + LOAD, ZERO, step, more=DROPOUT + CONFUSION)
+def with_state():
+    """A copy with a second optimizer and an average of the weights, as a user adds them."""
+    return edited(COMPLETE, '"scaler": scaler}', '"scaler": scaler, **add_state(model, optimizer)}')
 
 
 def same_run(output, other):
     """Two runs ended bit-identical, with the same files and losses."""
-    names = ["best.pt", "last.pt", "metrics.csv", "model.pt"]
-    assert sorted(path.name for path in Path(output).iterdir()) == names
+    names = ["best.pt", last(output)["checkpoint"], "last.json", "metrics.csv", "model.pt"]
+    assert files(output) == files(other) == names
     a, b = [[list(row.values())[:-3] for row in metrics(folder)] for folder in (output, other)]
-    assert [row[0] for row in a] == [*range(1, len(b) + 1)] and sum(a, []) == pytest.approx(
-        sum(b, []), rel=1e-6
-    )
-    for name in "best.pt", "last.pt", "model.pt":
-        both = weights(output, name), weights(other, name)
-        for part in both[0]:
-            if part not in ("flags", "progress"):
-                for a, b in zip(*(tree_leaves(x[part]) for x in both), strict=True):
-                    assert a is b or torch.equal(*map(torch.as_tensor, (a, b))), (name, part)
+    assert [row[0] for row in a] == [*range(1, len(b) + 1)]
+    assert sum(a, []) == pytest.approx(sum(b, []), rel=1e-6)
+    for read in checkpoint, weights, lambda output: weights(output, "best.pt"):
+        both = read(output), read(other)
+        assert both[0].keys() == both[1].keys()
+        for a, b in zip(*map(tree_leaves, both), strict=True):
+            assert a is b or torch.equal(*map(torch.as_tensor, (a, b))), read
 
 
-SLOW = [pytest.param(*place, marks=pytest.mark.slow) for place in ((DDP, 0), (FSDP2, 2))]
+ONE = pytest.param(0, 1, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name, processes", [(DDP, 2), *SLOW])
-def test_killed_at_random(fashion, name, processes):
-    """All processes by SIGKILL, twice. What a user has put into `state` goes on too."""
-    flags, path = [*fashion, *TRAIN, "--output", "out"], own_state(name)
+@pytest.mark.parametrize("processes, shard", [(2, 1), (2, 0), ONE], ids=["ddp", "fsdp2", "one"])
+def test_killed_at_random(fashion, processes, shard):
+    """All processes by SIGKILL, twice, between any two operations. Dropout, random crops, batch
+    norm's averages, and what a user has put into `state`, go on too."""
+    flags = [*fashion, *OFTEN, "--epochs", 4, "--batch-size", 32, "--augment", "--lr", 0.01]
+    flags += ["--lr-schedule", "cosine", "--resume", "--shard", shard, "--output"]
+    options = {"processes": processes, "path": with_state(), "more": MODEL + STATE}
     progress = 0, 0
     for _ in range(2):
-        more = progress[0] * 40 + progress[1] + random.randrange(4, 81, 4)
-        jobs = start(name, *flags, processes=processes, path=path)
-        helpers.wait_for(f"epoch {(more - 1) // 40 + 1}/6 step {(more - 1) % 40 + 1}/", *jobs)
+        more = progress[0] * 20 + progress[1] + random.randrange(4, 33, 4)
+        jobs = begin([*flags, "out"], **options)
+        helpers.wait_for(f"epoch {(more - 1) // 20 + 1}/4 step {(more - 1) % 20 + 1}/", *jobs)
         kill_all(jobs)
-        state = weights("out", "last.pt")["progress"]
-        progress = state["epoch"], state["step"]
+        progress = place("out")
         assert not Path("out/model.pt").exists()
-    text = run(name, *flags, processes=processes, path=path)
+    text, _ = together([*flags, "out"], [*flags, "whole"], **options)
     assert "out: {} epochs and {} steps are done".format(*progress) in text
-    run(name, *flags, "--output", "whole", processes=processes, path=path)
     same_run("out", "whole")
-    assert "macro_f1" in metrics("out")[5]
+    # The two kept something: biases move by the second one, and the average is another tensor.
+    saved = checkpoint("out")
+    assert saved["second"]["state"] and not torch.equal(
+        saved["average"]["5.weight"], saved["model"]["5.weight"]
+    )
 
 
-KILL = """
-left = int(os.environ["WRITES"])
-def count_writes(event, words):
-    global left
-    if event in ("os.remove", "os.rename") or event == "open" and "w" in str(words[1]):
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), 9)
+MOMENTS = """
 import sys
-sys.addaudithook(count_writes)
+seen, saves, copying = [], 0, False
+def copy(whole=False):
+    global copying
+    names = sorted(map(str, args.output.rglob("*")))
+    if not copying and dist.is_initialized() and (whole or names not in seen[-1:]):
+        copying = seen.append(names) is None
+        shutil.copytree(args.output, f"rank-{dist.get_rank()}-{len(seen):03}", dirs_exist_ok=True)
+        copying = False
+def before(event, words):
+    names = "os.mkdir", "os.remove", "os.rename", "os.rmdir"
+    if event in names or event == "open" and set(str(words[1])) & set("wxa"):
+        copy()
+sys.addaudithook(before)
+plain = torch.save
+def save(*words, **options):  # also DCP's, of each tensor in turn
+    global saves
+    saves += 1
+    plain(*words, **options)
+    copy(saves % 20 == 0)
+torch.save = save
 """
+SLOW = [
+    pytest.param(*case, marks=pytest.mark.slow) for case in ((0, "--overwrite"), (2, "--resume"))
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flag, writes", [("--resume", 12), ("--overwrite", 18)])
-def test_killed_at_each_write(fashion, monkeypatch, flag, writes):
-    """A finished run gets another epoch, or is replaced, and is killed at its first write, its
-    second, ...: with --resume it ends as it should, and no model.pt is there until then."""
-    replaced = flag == "--overwrite"
-    flags, path = [*fashion, "--batch-size", 320, "--epochs", 2], edited(DDP, more=KILL)
-    train(*flags, "--output", "old", "--epochs", 1)
-    train(*flags, "--output", "whole", *["--seed", 1] * replaced)
-    flags += ["--output", "out"]
-    for number in count(1):
-        monkeypatch.setenv("WRITES", str(number))
-        shutil.copytree("old", "out")
-        [status], text = finish(start(DDP, *flags, flag, *["--seed", 1] * replaced, path=path))
-        if status == 0:
-            break
-        assert status == -9 and Path("out/model.pt").exists() == (number == 1), text
-        old = weights("out", "last.pt")["flags"]["seed"] == 76  # it has not been replaced yet
-        train(*flags, *["--seed", 1] * replaced, flag if replaced and old else "--resume")
-        same_run("out", "whole")
-        shutil.rmtree("out")
-    assert number > writes // 2
+@pytest.mark.parametrize("processes, flag", [(0, "--resume"), *SLOW])
+def test_killed_at_each_moment_of_a_save(fashion, processes, flag):
+    """Before each operation on the folder it is copied, which is what SIGKILL would leave there.
+    Each copy goes on to the end, and nothing is left over in it. --overwrite: another run replaces
+    this one."""
+    new = ["--seed", 1] if flag == "--overwrite" else ["--epochs", 2]
+    flags = [*fashion, "--batch-size", 320, "--shard", 0, "--checkpoint-minutes", 100]
+    first = [[*flags, "--epochs", 1, "--output", "out"]]
+    together(*first, [*flags, "--epochs", 1, *new, "--output", "whole"], processes=processes)
+    again = [*flags, "--epochs", 1, *new, "--output"]
+    together([*again, "out", flag], more=MOMENTS, processes=processes)
+    same_run("out", "whole")
+    moments, runs = sorted(path.name for path in Path().glob("rank-*")), []
+    for output in moments:
+        old = place(output) == (1, 0) and last(output)["flags"]["seed"] == 76
+        assert old or "model.pt" not in files(output)  # it is there once all epochs are done
+        runs.append([*again, output, flag if old else "--resume"])
+    for wanted in ".metadata.tmp", "last.json.tmp", "best.pt.tmp", "model.pt.tmp":
+        assert any(list(Path(output).rglob(wanted)) for output in moments), wanted
+    assert any(len(list(Path(output).glob("checkpoint-*"))) == 2 for output in moments)
+    if processes:
+        together(*runs, processes=processes)
+    else:
+        [train(*flags) for flags in runs]
+    for output in moments:
+        same_run(output, "whole")
 
 
 FAULT = """
@@ -148,19 +176,16 @@ def loss_function(outputs, labels):
 """
 
 
-@pytest.mark.parametrize("name", some_fast(COMPLETE, DDP))
+@pytest.mark.parametrize("shard", some_fast([0, 1], 0))
 @pytest.mark.parametrize("fault", ["loss", "weight", "test loss"])
-def test_not_finite(fashion, name, fault):
+def test_not_finite(fashion, shard, fault):
     """In step 14, which ends with a progress line 16, on one rank: the run ends on all."""
-    flags = [*fashion, "--output", "out", "--log-every", 4, "--checkpoint-minutes", 0]
-    path = edited(name, *OFTEN[name], more=FAULT.replace("FAULT", fault))
-    text = run(name, *flags, processes=2, path=path, status=1)
+    flags = [*fashion, *OFTEN, "--output", "out", "--shard", shard]
+    [text] = together(flags, more=FAULT.replace("FAULT", fault), status=1)
     says = "test loss not finite" if fault == "test loss" else "loss or weights not finite"
-    assert f"{says}: out/last.pt is good" in text and "Traceback" not in text, text
-    checkpoint = weights("out", "last.pt")
-    progress = checkpoint["progress"]["epoch"], checkpoint["progress"]["step"]
-    assert progress == ((0, 10) if fault == "test loss" else (1, 0))  # an epoch has ten steps
-    assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
+    assert says in text and "Traceback" not in text, text
+    assert place("out") == ((0, 10) if fault == "test loss" else (1, 0))  # an epoch has ten steps
+    assert all(tensor.isfinite().all() for tensor in checkpoint("out")["model"].values())
     assert not Path("out/model.pt").exists()
 
 
@@ -173,33 +198,39 @@ os.getppid = getppid
 """
 
 
-@pytest.mark.parametrize("name", some_fast(COMPLETE, DDP))
-def test_one_rank_sees_that_torchrun_is_gone(fashion, monkeypatch, name):
+@pytest.mark.parametrize("shard", some_fast([0, 1], 1))
+def test_one_rank_sees_that_torchrun_is_gone(fashion, monkeypatch, shard):
     """All end there, in a line, and none waits for the other, or writes."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    flags = [*fashion, *TRAIN, "--output", "out"]
-    text = run(name, *flags, processes=2, path=edited(name, *OFTEN[name], more=ORPHAN), status=1)
+    flags = [*fashion, *OFTEN, "--batch-size", 16, "--output", "out", "--shard", shard]
+    [text] = together(flags, more=ORPHAN, status=1)
     assert text.count("torchrun was killed") in (1, 2) and "Traceback" not in text, text
-    assert weights("out", "last.pt")["progress"]["step"] == 8
+    assert place("out") == (0, 8)
 
 
 @pytest.mark.slow
 def test_torchrun(fashion, monkeypatch):
     """Twice a rank is killed by SIGKILL, and --max-restarts starts all again. Then torchrun is: its
     ranks end at the next progress line, or they would write beside the resumed run, which ends
-    bit-identical. Without the variable about every other restart hangs until --timeout."""
+    bit-identical. Without the variable about every other restart hangs until --timeout. torch's
+    command makes one file of the checkpoint."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    flags, path = [*fashion, *TRAIN, "--output", "out"], own_state(DDP)
-    words = [2, "--max-restarts", 2, path, *flags]
-    job = helpers.torchrun(*words)
+    flags = [*fashion, *OFTEN, "--epochs", 6, "--batch-size", 16, "--augment", "--resume"]
+    flags += ["--output"]
+    job = helpers.torchrun(2, "--max-restarts", 2, helpers.script(COMPLETE), *flags, "out")
     for life in (1, 2, 3):
-        place = f" step {random.randrange(4, 41, 4)}/"
-        helpers.wait_until(lambda: place in "".join(logs([job]).split("are done")[life:]))
-        ranks = helpers.command("pgrep", "-P", job.pid, "-f", "train_")
+        line = f" step {random.randrange(4, 41, 4)}/"
+        helpers.wait_until(lambda: line in "".join(logs([job]).split("are done")[life:]))
+        ranks = helpers.command("pgrep", "-P", job.pid, "-f", "train")
         helpers.kill(int(random.choice(ranks.split())) if life < 3 else job.pid)
     assert helpers.wait_until(lambda: not helpers.marked(), 20)
     text = logs([job])
     assert "torchrun was killed" in text and text.count("steps are done") == 3, text
-    run(DDP, *flags, processes=2, path=path)
-    run(DDP, *flags, "--output", "whole", processes=2, path=path)
+    together([*flags, "out"], [*flags, "whole"])
     same_run("out", "whole")
+    folder, command = (
+        f"out/{last('out')['checkpoint']}",
+        "torch.distributed.checkpoint.format_utils",
+    )
+    helpers.command(helpers.sys.executable, "-m", command, "dcp_to_torch", folder, "one.pt")
+    assert helpers.same(torch.load("one.pt", weights_only=False)["model"], weights("out"))

@@ -1,32 +1,43 @@
 """Daily mistakes: one line that says what to do, status 2, and nothing written or overwritten."""
 
+import json
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-import train_ddp
+import train as script
 from helpers import (
     COMPLETE,
+    Warm,
+    begin,
+    done,
     edited,
+    files,
     kill_all,
+    last,
     logs,
     parse,
-    run,
-    some_fast,
+    place,
     start,
+    together,
     train,
     wait_until,
-    weights,
 )
+from helpers import (
+    script as path_of,
+)
+from test_crash import MODEL, STATE
+from torchvision import models
 
-DDP, FSDP2 = COMPLETE
 WRONG = "--batch-size 0,--batch-size many,--epochs -1,--lr -0.1,--workers -1,--accumulate 0,"
 WRONG += "--image-size 0,--log-every 0,--clip-norm -1,--weight-decay -1,--timeout 0,"
 WRONG += "--warmup-steps -1,--device cuda,--model vgg,--no-such-flag,--dataset no_such,"
-WRONG += "--dataset pictures,--data-dir nothing,--resume,--pretrained,--pretrained --model mlp,"
+WRONG += "--data-dir nothing,--resume,--pretrained,--pretrained --model mlp,"
 WRONG += "--pretrained --model resnet18 --init out/model.pt,--model googlenet,--model inception_v3,"
-WRONG += "--batch-size 63 --accumulate 2,--batch-size 1000"
+WRONG += "--batch-size 63 --accumulate 2,--batch-size 1000,--shard 2,--shard -1,--sync-bn"
 CHANGED = "dataset cifar10 fashion-mnist,image-size 24 32,model mlp net,lr 0.1 0.001,"
 CHANGED += "optimizer adamw sgd,lr-schedule cosine constant,warmup-steps 9 0,batch-size 32 64,"
 CHANGED += (
@@ -36,7 +47,7 @@ FREE = "--epochs 3 --accumulate 2 --amp --workers 0 --log-every 3 --clip-norm 0 
 
 
 def content():
-    return {path.name: path.read_bytes() for path in Path("out").iterdir()}
+    return {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -60,106 +71,329 @@ def test_wrong_flags(refused, data):
     Path("pictures/test/c").rename("pictures/test/d")  # other classes than those of train/
     for flags in WRONG.split(","):
         refused(flags.split()[0], f"--overwrite {flags}")
+    refused("pictures: train/ and test/ differ in c, d", "--overwrite --dataset pictures")
 
 
 def test_resumed_with_other_flags(refused, fashion):
     """Refused before the data are loaded. What may change, and flags that are new, may."""
-    resume, started = "--resume --data-dir nothing", "out/last.pt was started"
+    resume, started = "--resume --data-dir nothing", "out/last.json was started"
     for flag, new, old in (change.split() for change in CHANGED.split(",")):
         old = old.strip("'")
         refused(f"{started} with --{flag} {old}, not {new}: use", f"{resume} --{flag} {new}")
     refused(f"{started} with --augment False, not True: use", f"{resume} --augment")
-    refused("--epochs 1: out/last.pt already has 2 epochs", f"{resume} --epochs 1")
+    refused("--epochs 1: out/last.json already has 2 epochs", f"{resume} --epochs 1")
     train(*fashion, "--output", "out", "--resume", *FREE.split())
-    checkpoint = weights("out", "last.pt")
-    for other in {"epoch": 1}, {"model": 1}:
-        torch.save(other, "out/last.pt")  # as of an older version, or a small script
-        refused("out has a run of another script or version", resume)
-    checkpoint["flags"] |= {"augment": True, "mine": "1", "dataset": "pictures"}
-    del checkpoint["flags"]["clip_norm"]  # which its script does not have
-    torch.save(checkpoint, "out/last.pt")
+    saved = last("out")
+    saved["flags"] |= {"augment": True, "mine": "1", "dataset": "pictures"}
+    del saved["flags"]["clip_norm"]  # which its script does not have
+    Path("out/last.json").write_text(json.dumps(saved))
     refused(f"{started} with --augment True, not", f"{resume} --dataset pictures")
-    unknown = f"{started} with --mine 1, not False"  # as train_fsdp2.py has no --sync-bn
-    refused(unknown, f"{resume} --dataset pictures --augment")
     args = parse("--resume", "--output", "out", "--augment", "--dataset", "moved/pictures")
     args.mine = "1"  # a flag that the user has added
-    train_ddp.check_flags(args)
+    script.check_flags(args)
     args.mine = "2"
     with pytest.raises(SystemExit):
-        train_ddp.check_flags(args)
+        script.check_flags(args)
 
 
-def refuse(name, *flags, processes=2, **options):
-    """What processes say, one of which ends with status 2. As torchrun does, end the others then,
-    which may wait for it."""
-    jobs = start(name, *flags, processes=processes, **options)
+def test_not_a_run_of_this_script(refused):
+    """As of an older version, or of a small script; or damaged: named, with what to do."""
+    Path("out/last.json").rename("last.json")
+    for name in "last.pt", "epoch-3", "checkpoint.pt":
+        Path("out", name).touch()
+        refused("out has a run", "")
+        refused("out has a run of another script or version", "--resume")
+        Path("out", name).unlink()
+    for text in "", '{"checkpoint": "checkp':
+        Path("out/last.json").write_text(text)
+        refused("out/last.json", "--resume")
+
+
+def damage(kind, path):
+    if kind == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: 0 if kind == "empty" else path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "short"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_damaged_checkpoint(fashion, capsys, name, kind):
+    """Its name, and what to do."""
+    train(*fashion, "--epochs", 1, "--output", "out")
+    damage(kind, Path("out/checkpoint-1-0", name))
+    before = content()
+    with pytest.raises(SystemExit):
+        train(*fashion, "--output", "out", "--resume")
+    assert "error: out/checkpoint-1-0 is damaged" in capsys.readouterr().err
+    assert content() == before
+    train(*fashion, "--epochs", 1, "--output", "new", "--init", "out/best.pt")
+
+
+def test_other_data(fashion, data, capsys):
+    """A number of samples or names of classes that are not those of the run: refused."""
+    shutil.copytree(data / "pictures", "pictures")
+    flags = ["--dataset", "pictures", "--batch-size", 16, "--workers", 0, "--output", "out"]
+    train(*flags, "--epochs", 1)
+    before = content()
+    for part in "train", "test":
+        Path("pictures", part, "b").rename(Path("pictures", part, "other"))
+    with pytest.raises(SystemExit):
+        train(*flags, "--resume")
+    said = capsys.readouterr().err
+    assert "'b'" in said and "'other'" in said and "out/last.json" in said, said
+    for part in "train", "test":
+        Path("pictures", part, "other").rename(Path("pictures", part, "b"))
+    moved = next(Path("pictures/train/a").iterdir())
+    moved.rename(moved.name)
+    with pytest.raises(SystemExit):
+        train(*flags, "--resume")
+    said = capsys.readouterr().err
+    assert "96" in said and "95" in said and content() == before, said
+    Path(moved.name).rename(moved)
+    train(*flags, "--resume", "--epochs", 2)
+
+
+STATES = """
+add("--parts", default="")
+MAY_CHANGE.append("parts")
+class Growing:
+    def __init__(self):
+        self.seen = {}
+    def state_dict(self):
+        return dict(self.seen)
+    def load_state_dict(self, seen):
+        self.seen = seen
+plain_add, plain_build, plain_epoch = add_state, build_model, finish_epoch
+def add_state(model, optimizer):
+    parts = plain_add(model, optimizer) | {"growing": Growing()}
+    finish_epoch.parts = {name: part for name, part in parts.items() if name in args.parts}
+    return finish_epoch.parts
+def finish_epoch(args, progress, sums):
+    if "growing" in finish_epoch.parts:
+        finish_epoch.parts["growing"].seen[f"epoch{progress.epoch}"] = torch.zeros(())
+    return plain_epoch(args, progress, sums)
+def build_model(*words):
+    model = plain_build(*words)
+    return model[1:] if "no layer" in args.parts else model
+"""
+
+
+def test_another_state(fashion):
+    """What a checkpoint has and the script lacks, or the other way round, is an error with the
+    names: a part of `state` that was added or removed, a dictionary that has grown, a layer."""
+    flags = [*fashion, "--batch-size", 320, "--epochs", 2, "--resume", "--output"]
+    cases = {
+        "second": ("", "second.state"),
+        "": ("average", "average.0.weight"),
+        "second growing": ("second growing", "growing.epoch0"),
+        "second average": ("second average no layer", "model."),
+    }
+    runs = []
+    for i, (saved, (then, _)) in enumerate(cases.items()):
+        runs += [[*flags, f"out-{i}", "--epochs", 1, "--parts", saved]]
+        runs += [[*flags, f"out-{i}", "--parts", then]]
+    path = edited(COMPLETE, '"scaler": scaler}', '"scaler": scaler, **add_state(model, optimizer)}')
+    texts = together(*runs, [*flags, "last"], path=path, more=MODEL + STATE + STATES, processes=0)
+    for i, (_, name) in enumerate(cases.values()):
+        assert "SystemExit: " in texts[2 * i + 1] and name in texts[2 * i + 1], texts[2 * i + 1]
+        assert f"out-{i}/checkpoint-1-0" in texts[2 * i + 1]
+        assert place(f"out-{i}") == (1, 0)
+
+
+def refuse(*jobs, status=2):
+    """What processes say, one of which ends with this status. As torchrun does, end the others
+    then, which may wait for it."""
     assert wait_until(lambda: any(job.status() is not None for job in jobs))
-    wait_until(lambda: None not in [job.status() for job in jobs], 0.3)
-    assert 2 in [job.status() for job in jobs], logs(jobs)
+    wait_until(lambda: None not in [job.status() for job in jobs], 0.5)
+    assert status in [job.status() for job in jobs], logs(jobs)
     kill_all(jobs)
     return logs(jobs)
 
 
-@pytest.mark.parametrize("name", some_fast(COMPLETE, DDP))
-def test_said_once(fashion, refused, data, name):
+def test_said_once(fashion, refused, data):
     """By one process of a machine, and before data are loaded where it can be."""
     before = content()
     wrong = {"--resume --seed 1 --data-dir no": "was started with --seed 76, not 1: use"}
     wrong |= {"--overwrite --batch-size 1000": "has only 640 samples"}
-    if name == FSDP2:
-        wrong |= {"--overwrite --shard 3": "a multiple of --shard"}
-    else:  # the rest of what they check is the same text
-        wrong |= {"--data-dir no": "out has a run: --resume continues it, --overwrite replaces it"}
-        wrong |= {"--overwrite --batch-size 63": "a multiple of --accumulate times the processes"}
-        wrong |= {f"--overwrite --dataset {data}/pictures": "only 3 test samples"}
-        wrong |= {"--overwrite --sync-bn": "--sync-bn works on GPUs only"}
+    wrong |= {"--overwrite --shard 3": "a multiple of --shard"}
+    wrong |= {"--data-dir no": "out has a run: --resume continues it, --overwrite replaces it"}
+    wrong |= {"--overwrite --batch-size 63": "a multiple of --accumulate times the processes"}
+    wrong |= {f"--overwrite --dataset {data}/pictures": "only 3 test samples"}
+    started = []
     for flags, says in wrong.items():
-        processes = 4 if "only 3" in says else 2
-        text = refuse(name, *fashion, "--output", "out", *flags.split(), processes=processes)
+        flags = [*fashion, "--output", "out", *flags.split()]
+        started.append(start(COMPLETE, *flags, processes=4 if "only 3" in says else 2))
+    for says, jobs in zip(wrong.values(), started):
+        text = refuse(*jobs)
         assert text.count("error: ") == 1 and says in text and content() == before, text
         assert "Traceback" not in text or "only" in says, text  # found when all had met
 
 
-@pytest.mark.parametrize("name", some_fast(COMPLETE, DDP))
-def test_places(fashion, monkeypatch, name):
-    """What torchrun's and srun's processes refuse, also to go on where ranks see no last.pt."""
+def test_disks_that_are_not_shared(fashion):
+    """Two ranks with folders of their own: said at the first save, and when a run is resumed."""
     Path("elsewhere").mkdir()
     train(*fashion, "--epochs", 1, "--output", "out")
-    flags = [*fashion, "--resume", "--output", "out"]
-    path = edited(name, more='if os.environ["RANK"] == "1": os.chdir("elsewhere")')
-    text = run(name, *flags, path=path, processes=2, status=1)
-    assert "the processes see different files: put --output on a shared disk" in text, text
+    elsewhere = 'if os.environ["RANK"] == "1": os.chdir("elsewhere")'
+    for output, often in ("out", 100), ("new", 2):
+        flags = [*fashion, "--resume", "--epochs", 100, "--log-every", often, "--output", output]
+        text = refuse(*begin(flags, more=elsewhere), status=1)
+        assert "put --output on a disk that all machines share" in text, text
+        assert "step 4/" not in text and "epoch 2/" not in text, text
+
+
+def test_places(monkeypatch, fashion):
+    """What torchrun's and srun's processes refuse. One variable alone is not believed."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     for own in [], ["--resume"]:
-        text = refuse(name, "--output", "new", *own, processes=1)
+        text = refuse(*start(COMPLETE, "--output", "new", *own))
         assert "needs --resume, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")  # srun -n 8 python
-    assert "8 processes without ranks" in run(name, "--output", "new", processes=0, status=2)
-    assert not Path("new").exists() and not Path("runs").exists()
+    text = done([Warm(path_of(COMPLETE), ["--output", "new"], "log")], 2)
+    assert "8 processes without ranks" in text and not Path("new").exists()
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    train(*fashion, "--epochs", 1, "--output", "out")
+    before = content()
+    left_over = {"LOCAL_RANK": 1, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "RANK": ""}
+    flags = [*fashion, "--seed", 5, "--epochs", 1, "--output"]
+    text = done([Warm(path_of(COMPLETE), [*flags, "out"], "log", left_over)], 2)
+    assert "out has a run" in text and content() == before, text
+    text = done([Warm(path_of(COMPLETE), [*flags, "new"], "log", left_over)])
+    assert "rank 0" in text and "finished" in text
+    text = done([Warm(path_of(COMPLETE), [*flags, "no"], "log", {"RANK": 1, "LOCAL_RANK": 1})], 2)
+    assert "RANK is set, but not all of" in text and not Path("no").exists()
 
 
-@pytest.mark.parametrize("name", COMPLETE)
-def test_what_could_not_be_resumed(fashion, name):
-    """A flag of a user's whose value cannot be read back is found before the first step."""
+TWICE = """
+plain = evaluate
+def evaluate(*words):  # of one sample, before anything is written
+    Path(f"ready-{os.getpid()}").touch()
+    while len(list(Path().glob("ready-*"))) < 2:
+        time.sleep(0.01)
+    return plain(*words)
+"""
+
+
+@pytest.mark.parametrize("flag", [[], ["--resume"]])
+def test_started_twice_at_the_same_moment(fashion, flag):
+    """In one folder: one of them is refused, the other one goes on."""
+    flags = [*fashion, "--epochs", 2, "--output", "out", *flag]
+    jobs = [job for _ in range(2) for job in begin(flags, more=TWICE, processes=0)]
+    wait_until(lambda: None not in [job.status() for job in jobs])
+    assert sorted(job.status() == 0 for job in jobs) == [False, True], logs(jobs)
+    [refused] = [job.log.read_text() for job in jobs if job.status()]
+    assert "out" in refused.splitlines()[-1] and "samples/s" not in refused, refused
+    assert files("out") == ["best.pt", "checkpoint-2-0", "last.json", "metrics.csv", "model.pt"]
+
+
+def test_a_full_disk(fashion):
+    """Found before the first step, and in the line that says so; what was saved stays. When there
+    is room again the run goes on."""
+    Path("out").mkdir()
+    if os.getuid() or os.system("mount -t tmpfs -o size=400k tmpfs out"):
+        pytest.skip("it needs root, to mount a small disk")
+    flags = [*fashion, "--resume", "--log-every", 2, "--checkpoint-minutes", 0, "--output", "out"]
+    try:
+        for room, says in (0, "out/last.json"), (200_000, "out/checkpoint-0-2"):
+            with suppress(OSError):  # until it is full
+                Path("out/filler").write_bytes(bytes(1_000_000))
+            os.truncate("out/filler", Path("out/filler").stat().st_size - room)
+            with pytest.raises(OSError, match=says):
+                train(*flags, "--epochs", 1)
+            Path("out/filler").unlink()
+        os.system("mount -o remount,size=4m out")
+        train(*flags, "--epochs", 1)
+        assert files("out") == ["best.pt", "checkpoint-1-0", "last.json", "metrics.csv", "model.pt"]
+    finally:
+        os.system("umount out")
+
+
+def test_what_stays(fashion, monkeypatch):
+    """A folder that somebody holds does not end the run, and a folder of the user's stays. Folders
+    of a run that --overwrite replaces are gone before the first step."""
+    train(*fashion, "--epochs", 1, "--output", "out")
+    Path("out/checkpoint-5-0.keep").mkdir()
+    plain, held = os.rmdir, ["checkpoint-1-0"]
+
+    def rmdir(path, **options):
+        if Path(path).name in held:
+            raise OSError(16, "Device or resource busy")
+        plain(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    train(*fashion, "--epochs", 2, "--output", "out", "--resume")
+    assert {"checkpoint-1-0", "checkpoint-2-0", "checkpoint-5-0.keep"} < set(files("out"))
+    held.clear()
+
+    def set_epoch(*words, **options):
+        raise SystemExit("here")
+
+    monkeypatch.setattr(script.EpochSampler, "set_epoch", set_epoch)
+    with pytest.raises(SystemExit, match="here"):
+        train(*fashion, "--output", "out", "--overwrite")
+    assert files("out") == ["checkpoint-5-0.keep", "last.json"]
+
+
+def test_a_flag_of_ones_own(fashion):
+    """Its value is compared too, whatever type it has."""
     flag = 'add("--mine", type=Path, default=Path("x"))\n'
-    text = run(name, *fashion, path=edited(name, more=flag), status=1)
-    assert "Path" in text and "samples/s" not in text and not list(Path().glob("runs/*/*.pt"))
+    flags = [*fashion, "--epochs", 1, "--resume", "--output", "out"]
+    texts = together(flags, flags, [*flags, "--mine", "y"], more=flag, processes=0, status=2)
+    assert "1 epochs and 0 steps are done" in texts[1]
+    assert "out/last.json was started with --mine x, not y" in texts[2]
 
 
-@pytest.mark.parametrize("file", ["mlp/model.pt", "nothing.pt"])
-def test_init_from_another_model(fashion, file):
-    """Or from no file: said, and nothing is written."""
-    train(*fashion, "--epochs", 1, "--model", "mlp", "--output", "mlp")
-    says = r"Error\(s\) in loading state_dict for Net|nothing.pt"
-    with pytest.raises((RuntimeError, OSError), match=says):
-        train(*fashion, "--init", file)
-    assert not Path("runs").exists()
+@pytest.mark.parametrize("kind", ["mlp", "missing", "empty", "short"])
+def test_a_file_to_begin_with(fashion, kind, monkeypatch, capsys):
+    """--init from another model, or a damaged file, or none; --pretrained with an interrupted
+    download: the file is named, and nothing is written."""
+    train(*fashion, "--epochs", 1, "--model", "mlp" if kind == "mlp" else "net", "--output", "old")
+    name = "shufflenet_v2_x0_5"
+    url = models.get_model_weights(name).DEFAULT.url
+    Path("hub/checkpoints").mkdir(parents=True)
+    shutil.copy("old/model.pt", downloaded := Path("hub/checkpoints", url.rpartition("/")[2]))
+    if kind != "mlp":
+        damage(kind, Path("old/model.pt"))
+        damage(kind, downloaded)
+    monkeypatch.setenv("TORCH_HOME", str(Path().resolve()))
+    capsys.readouterr()
+    for flags, says in (
+        (["--init", "old/model.pt"], "old/model.pt"),
+        (["--model", name, "--pretrained"], downloaded.name),
+    ):
+        with pytest.raises(SystemExit):
+            train(*fashion, *flags)
+        said = capsys.readouterr().err
+        assert said.count("error: ") == 1 and says in said and not Path("runs").exists(), said
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_before_ampere(shard, monkeypatch, capsys):
+    """--amp is float16 with a GradScaler there, which --shard does not offer."""
+    args = parse("--amp", "--shard", shard)
+    args.device = "cuda"
+    bfloat16 = lambda including_emulation=True: including_emulation  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", bfloat16)
+    if shard == 1:
+        return script.check_flags(args, 2)
+    with pytest.raises(SystemExit):
+        script.check_flags(args, 2)
+    assert "needs a GPU with bfloat16" in capsys.readouterr().err
+
+
+def test_windows(monkeypatch, capsys):
+    """It has no HashStore."""
+    args = parse()
+    with pytest.raises(SystemExit), monkeypatch.context() as patch:
+        patch.setattr(os, "name", "nt")
+        script.check_flags(args)
+    assert "WSL2" in capsys.readouterr().err
 
 
 def test_more_processes_than_gpus(monkeypatch):
     pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
     monkeypatch.setenv("EMULATED_CARDS", "1")
     monkeypatch.setenv("EMULATED_REPORT", str(Path().resolve()))
-    text = refuse(DDP, "--dataset", "synthetic", "--timeout", 60)
+    text = refuse(*start(COMPLETE, "--dataset", "synthetic", "--timeout", 60, processes=2))
     assert text.count("error: more processes than the 1 GPU") == 1 and not Path("runs").exists()

@@ -1,10 +1,9 @@
-"""The scripts of complete/: the same losses on any number of processes, exact evaluation, the
-flags, the user's functions, and what a run says and writes."""
+"""complete/train.py: the same losses on any number of processes and with any --shard, exact
+evaluation, the flags, the user's functions, and what a run says and writes."""
 
 import csv
 import math
 import re
-import runpy
 import shutil
 import sysconfig
 from pathlib import Path
@@ -13,55 +12,72 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import train_ddp
+import train as script
 from conftest import pictures
-from helpers import COMPLETE, close, edited, metrics, parse, run, same, some_fast, train, weights
+from helpers import (
+    COMPLETE,
+    checkpoint,
+    close,
+    files,
+    metrics,
+    parse,
+    run,
+    same,
+    some_fast,
+    together,
+    train,
+    weights,
+)
 from torch import nn
 from torch.utils.data import DistributedSampler
 from torchvision import datasets, models
 from torchvision.transforms import functional
 
-DDP, FSDP2 = COMPLETE
-# Processes, --accumulate, and FSDP2's --shard.
-FEW = [(DDP, 3, 2, 0), (FSDP2, 2, 2, 0)]
-FOLDER = [(DDP, 2, 1, 0), (FSDP2, 3, 1, 0)]
-FOUR = [(DDP, 4, 1, 0), (FSDP2, 4, 3, 2)]
-MORE = [pytest.param(runs, marks=pytest.mark.slow) for runs in (FOLDER, FOUR)]
+# Processes, and runs on these with --accumulate and --shard.
+FEW = {2: [(2, 0)], 3: [(2, 1), (1, 0)]}
+MORE = pytest.param({2: [(1, 1)], 4: [(1, 1), (3, 2)]}, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("runs", [FEW, *MORE], ids=["few", "folder", "four"])
-def test_same_losses(runs, data, fashion):
+@pytest.mark.parametrize("runs", [FEW, MORE], ids=["few", "more"])
+def test_same_losses(runs, fashion):
     """The same order too: what is left over after 10 steps are other images in each epoch. The norm
     of the whole gradient is clipped, once a step. 203 test images are counted once each, on three
-    ranks, or in micro-batches. FOLDER: `mlp`, with workers."""
+    ranks, or in micro-batches."""
     flags = [*fashion, "--epochs", 2, "--batch-size", 60, "--lr", 0.5, "--clip-norm", 0.2]
     flags += ["--weight-decay", 0.01, "--output"]
-    if runs == FOLDER:
-        flags += ["one", "--dataset", data / "pictures", "--model", "mlp", "--image-size", 20]
-        flags += ["--workers", 1, "--output"]
     train(*flags, "one")
-    for name, count, parts, shard in runs:
-        output = f"{name}-{count}"
-        own = ["--accumulate", parts, *["--shard", shard][: 2 * shard]]
-        text = run(name, *flags, output, *own, processes=count)
-        assert text.count("samples/s") == len(metrics(output))  # one process speaks
-        close(output, "one")
-    if runs == FEW:
-        assert metrics("one")[0]["train_loss"] > metrics("one")[1]["train_loss"] + 1e-3
-        args, device = parse(*flags, "one"), torch.device("cpu")
-        images, labels = train_ddp.prepare(args, train_ddp.load_data(args)[1].tensors, device)
-        model = train_ddp.Net(1, 28, 10)
-        model.load_state_dict(weights("one"))
-        correct = (model(images).argmax(1) == labels).sum().item()
-        assert metrics("one")[1]["test_accuracy"] == correct / 203
+    for count, own in runs.items():
+        own = [[f"{count}-{i}", "--accumulate", a, "--shard", b] for i, (a, b) in enumerate(own)]
+        for text, (output, *_) in zip(together(*([*flags, *o] for o in own), processes=count), own):
+            assert text.count("samples/s") == len(metrics(output))  # one process speaks
+            close(output, "one")
+    assert metrics("one")[0]["train_loss"] > metrics("one")[1]["train_loss"] + 1e-3
+    args, device = parse(*flags, "one"), torch.device("cpu")
+    images, labels = script.prepare(args, script.load_data(args)[1].tensors, device)
+    model = script.Net(1, 28, 10)
+    model.load_state_dict(weights("one"))
+    correct = (model(images).argmax(1) == labels).sum().item()
+    assert metrics("one")[1]["test_accuracy"] == correct / 203
+
+
+@pytest.mark.slow
+def test_same_losses_of_a_folder(data):
+    """With loader workers, on two processes and on three, with DDP and with FSDP2."""
+    flags = ["--dataset", data / "pictures", "--model", "mlp", "--image-size", 20, "--workers", 1]
+    flags += ["--epochs", 2, "--batch-size", 12, "--lr", 0.1, "--output"]
+    train(*flags, "one")
+    for count in 2, 3:
+        together(*([*flags, f"{count}-{n}", "--shard", n] for n in (0, 1)), processes=count)
+        for n in 0, 1:
+            close(f"{count}-{n}", "one")
 
 
 def test_a_longer_run():
     """Warm-up and cosine; a run that is resumed with more steps follows the longer curve."""
     args = parse("--lr-schedule", "cosine", "--warmup-steps", 15)
-    states = [part.state_dict() for part in train_ddp.build_optimizer(args, nn.Linear(1, 1), 10)]
+    states = [part.state_dict() for part in script.build_optimizer(args, nn.Linear(1, 1), 10)]
     for steps, done in (10, range(10)), (40, range(10, 40)):
-        both = optimizer, scheduler = train_ddp.build_optimizer(args, nn.Linear(1, 1), steps)
+        both = optimizer, scheduler = script.build_optimizer(args, nn.Linear(1, 1), steps)
         [part.load_state_dict(state) for part, state in zip(both, states)]
         for step in done:
             cosine = (1 + math.cos(math.pi * step / (10 if step <= 10 else 40))) / 2
@@ -78,7 +94,7 @@ def test_weight_decay(name):
     args = parse("--optimizer", name, "--lr", 0.1, "--weight-decay", 0.5)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer, _ = train_ddp.build_optimizer(args, model, 10)
+    optimizer, _ = script.build_optimizer(args, model, 10)
     for parameter in model.parameters():
         parameter.grad = torch.rand_like(parameter) + 1
     optimizer.step()
@@ -102,7 +118,7 @@ def build_optimizer(args, model, steps):
     optimizer, scheduler = plain(args, model, steps)
     optimizer.register_step_post_hook(lambda *_: counts.append(count_all()))
     return optimizer, scheduler
-def evaluate(args, model, loader, device):
+def evaluate(args, model, loader, *words):
     if not isinstance(loader, list):  # not the one sample at the beginning
         tensors["random"] = torch.rand(4)
         calls = counts[2] - counts[1]  # DDP's buckets are final from the third step on
@@ -111,7 +127,7 @@ def evaluate(args, model, loader, device):
             dist.broadcast(tensor, 0)
         differ = [name for name in tensors if not torch.equal(tensors[name], firsts[name])]
         print(f"{args.workers} workers, {calls} calls, differ: {differ}\\n", end="", flush=True)
-    return plain_evaluate(args, model, loader, device)
+    return plain_evaluate(args, model, loader, *words)
 EpochSampler.__iter__ = __iter__
 """
 
@@ -122,21 +138,21 @@ def test_two_processes(data):
     workers share the cores."""
     flags = ["--dataset", data / "pictures", "--model", "shufflenet_v2_x0_5", "--epochs", 1]
     flags += ["--batch-size", 24, "--accumulate", 2]
-    lines = run(DDP, *flags, processes=2, path=edited(DDP, more=WATCH)).splitlines()
-    workers = min(16, max(1, train_ddp.cores // 2))
+    lines = together(flags, more=WATCH)[0].splitlines()
+    workers = min(16, max(1, script.cores // 2))
     for differ in [], ["workers' seed", "random"]:
         assert f"{workers} workers, 2 calls, differ: {differ}" in lines, lines
 
 
 def test_flags_have_effect(fashion, monkeypatch):
     """--amp and --accumulate have it on evaluation too."""
-    seen, plain = set(), train_ddp.loss_function
+    seen, plain = set(), script.loss_function
 
     def loss_function(outputs, labels):
-        seen.add((outputs.dtype, len(labels)))
+        seen.add((outputs.dtype, len(labels), torch.is_grad_enabled()))
         return plain(outputs, labels)
 
-    monkeypatch.setattr(train_ddp, "loss_function", loss_function)
+    monkeypatch.setattr(script, "loss_function", loss_function)
     flags = [*fashion, "--epochs", 1, "--output"]
     train(*flags, "plain")
     train(*flags, "often", "--log-every", 3, "--checkpoint-minutes", 0)
@@ -145,9 +161,11 @@ def test_flags_have_effect(fashion, monkeypatch):
         train(*flags, flag[2:], flag)
         assert not same(weights("plain"), weights(flag[2:])), flag
     seen.clear()
-    train(*flags, "amp", "--amp", "--accumulate", 4)
-    sizes = {1, 16, 203 % 16}  # one is tried before the first step
-    assert seen == {(torch.bfloat16, size) for size in sizes}
+    train(*flags, "amp", "--amp", "--accumulate", 8)
+    assert {dtype for dtype, *_ in seen} == {torch.bfloat16}
+    assert {size for _, size, learns in seen if learns} == {8}
+    # Four forward passes of the training at a time; one sample is tried before the first step.
+    assert {size for _, size, learns in seen if not learns} == {1, 32, 203 % 32}
 
 
 CONFUSION = """
@@ -182,10 +200,10 @@ def test_metrics_of_ones_own(fashion, more):
     flags = [*fashion, "--output", "out", "--lr", 0.05, "--resume", "--epochs"]
     if more == CONFUSION:
         train(*flags, 1)
-    path = edited(DDP, more=more)
     for epochs, processes in (2, 2), (3, 0):
-        run(DDP, *flags, epochs, processes=processes, path=path)
-        own = SimpleNamespace(**runpy.run_path(path))
+        together([*flags, epochs], processes=processes, more=more)
+        own = SimpleNamespace(**vars(script))
+        exec(more, vars(own))
         args, (_, test_set, _) = parse(*flags, 1), own.load_data(parse(*flags, 1))
         images, labels = own.prepare(args, test_set.tensors, torch.device("cpu"))
         model = own.build_model(args, images, 10)
@@ -219,10 +237,10 @@ def test_what_a_run_says_and_writes(fashion, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"torch {torch.__version__}, backend gloo")
     assert re.fullmatch(r"rank 0: host \S+, device cpu", lines[1])
-    assert (
-        lines[2] == "out: 0 epochs and 0 steps are done" and lines[-1] == "finished: out/model.pt"
-    )
-    found = [re.fullmatch(LINE, line) for line in lines[3:-1]]
+    assert {"640", "203", "10"} <= set(re.findall(r"\d+", lines[2]))  # samples and classes
+    assert lines[3] == "out: 0 epochs and 0 steps are done"
+    assert lines[-1] == "finished: out/model.pt"
+    found = [re.fullmatch(LINE, line) for line in lines[4:-1]]
     assert list(map(bool, found)) == [True, True, True, False] * 3, lines
     for i, row in enumerate(metrics("out")):
         own = [[float(x) for x in match.groups()] for match in found[4 * i : 4 * i + 3]]
@@ -235,30 +253,29 @@ def test_what_a_run_says_and_writes(fashion, capsys, monkeypatch):
             assert rate == pytest.approx(0.1 * cosine, rel=0.1, abs=1e-4)
             assert norm == pytest.approx(norms[done - 1].item(), rel=0.01)
         shown = [f"{name.replace('_', ' ')} {row[name]:.4f}" for name in COLUMNS.split()[1:4]]
-        assert lines[6 + 4 * i] == f"epoch {i + 1}: {' '.join(shown)} {row['seconds']:.1f} s"
+        assert lines[7 + 4 * i] == f"epoch {i + 1}: {' '.join(shown)} {row['seconds']:.1f} s"
         assert row["samples_per_second"] == pytest.approx(640 / row["seconds"])
     header, *rows = Path("out/metrics.csv").read_text().splitlines()
     assert header == COLUMNS.replace(" ", ",") and len(rows) == 3
     assert [row["epoch"] for row in metrics("out")] == [1, 2, 3]
     assert metrics("out")[2]["test_loss"] < metrics("out")[0]["test_loss"] - 0.1
-    names = sorted(path.name for path in Path("out").iterdir())
-    assert names == ["best.pt", "last.pt", "metrics.csv", "model.pt"]
-    progress = train_ddp.Progress(epoch=1, step=20, seconds=10.0)  # 128 samples/s, 60 steps left
-    line = train_ddp.progress_line(parse("--epochs", 3), progress, 40, 2.0, 0.1, 1.0)
+    assert files("out") == ["best.pt", "checkpoint-3-0", "last.json", "metrics.csv", "model.pt"]
+    progress = script.Progress(epoch=1, step=20, seconds=10.0)  # 128 samples/s, 60 steps left
+    line = script.progress_line(parse("--epochs", 3), progress, 40, 2.0, 0.1, 1.0)
     assert line.endswith(" 128 samples/s 0.5 min left")
 
 
 def test_best(fashion, monkeypatch):
     """The weights after the epoch with the lowest test loss so far, which is told here."""
-    plain, worse = train_ddp.evaluate, [3, 1, 2, 1.5, 0] + [3, 1, 2, 1.5]
+    plain, worse = script.evaluate, [3, 1, 2, 1.5, 0] + [3, 1, 2, 1.5]
 
-    def evaluate(args, model, loader, device):
-        sums = plain(args, model, loader, device)
+    def evaluate(args, model, loader, *words):
+        sums = plain(args, model, loader, *words)
         if not isinstance(loader, list):  # of one sample, at the beginning
             sums["loss"] += 1000 * worse.pop(0)
         return sums
 
-    monkeypatch.setattr(train_ddp, "evaluate", evaluate)
+    monkeypatch.setattr(script, "evaluate", evaluate)
     after = []
     for epoch, best in enumerate([0, 1, 1, 1, 4]):
         train(*fashion, "--output", "out", "--resume", "--epochs", epoch + 1)
@@ -271,7 +288,7 @@ def test_best(fashion, monkeypatch):
 
 def test_pretrained(fashion, monkeypatch, capsys):
     """A file where torchvision keeps its weights, here random: all but the last layer are its own,
-    and so is the normalization. Only rank 0 reads it, and only for a new run."""
+    and so is the normalization. It is read for a new run alone."""
     name, home_folder = "shufflenet_v2_x0_5", Path("home").resolve()
     url = models.get_model_weights(name).DEFAULT.url
     file = home_folder / "hub" / "checkpoints" / url.rpartition("/")[2]
@@ -280,8 +297,8 @@ def test_pretrained(fashion, monkeypatch, capsys):
     torch.save(pretrained, file)
     flags = [*fashion, "--model", name, "--pretrained", "--lr", 0, "--batch-size", 320]
     flags += ["--output", "out", "--resume", "--epochs"]
-    home = f"os.environ['TORCH_HOME'] = '{home_folder}' if os.environ['RANK'] == '0' else 'no'\n"
-    run(DDP, *flags, 1, processes=2, path=edited(DDP, more=home))
+    home = f"os.environ['TORCH_HOME'] = '{home_folder}'\n"
+    together([*flags, 1], more=home)
     train(*flags, 2)  # it could not be read again
     trained = {key: w for key, w in weights("out").items() if "running_" not in key}
     for key, weight in trained.items():
@@ -289,75 +306,72 @@ def test_pretrained(fashion, monkeypatch, capsys):
             assert torch.equal(weight, pretrained[key]), key
     assert trained["fc.weight"].shape == (10, 1024)
     images = torch.randint(256, (2, 3, 20, 20), dtype=torch.uint8)
-    found, _ = train_ddp.prepare(parse(*flags, 1), (images, torch.zeros(2)), torch.device("cpu"))
+    found, _ = script.prepare(parse(*flags, 1), (images, torch.zeros(2)), torch.device("cpu"))
     wanted = functional.normalize(images / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     assert torch.allclose(found, wanted, atol=1e-5)
     monkeypatch.setenv("TORCH_HOME", str(home_folder))  # as of a transformer for larger images
     with pytest.raises(SystemExit):
-        train_ddp.initialize(parse(*flags, 1), models.get_model("shufflenet_v2_x1_0"))
+        script.initialize(parse(*flags, 1), models.get_model("shufflenet_v2_x1_0"))
 
 
-@pytest.mark.parametrize("file", ["model.pt", "last.pt", "best.pt"])
-def test_init(fashion, file):
+def test_init(fashion):
     """The weights of another run, on all ranks; the file is not needed to resume."""
     train(*fashion, "--epochs", 1, "--output", "first")
-    flags = [*fashion, "--init", f"first/{file}", "--lr", 0, "--output", "out", "--seed", 1]
-    run(DDP, *flags, "--epochs", 1, processes=1 + (file == "last.pt"))
+    flags = [*fashion, "--lr", 0, "--seed", 1, "--epochs", 1, "--init"]
+    outputs = {"ddp": ["first/model.pt", "--shard", 1], "shards": ["first/best.pt", "--shard", 0]}
+    together(*([*flags, *own, "--output", output] for output, own in outputs.items()))
     shutil.move("first", "gone")
-    train(*flags, "--resume", "--epochs", 2)
-    assert same(weights("out"), weights("gone"))
+    train(*flags, "first/best.pt", "--resume", "--output", "shards", "--epochs", 2)
+    for output in outputs:
+        assert same(weights(output), weights("gone"))
 
 
-def test_float16(fashion, monkeypatch):
+AS_CUDA = """
+plain_init = init_distributed
+def init_distributed(args, *place):  # from there on the CPU is passed off as a GPU
+    device = plain_init(args, *place)
+    args.device = "cuda"
+    return device
+torch.accelerator.max_memory_allocated = lambda: 7 * 2**20
+torch.cuda.is_bf16_supported = lambda including_emulation=True: True
+"""
+FLOAT16 = """
+add("--overflow", type=int, default=-1)
+MAY_CHANGE.append("overflow")
+plain_build, plain_loss = build_optimizer, loss_function
+torch.cuda.is_bf16_supported = lambda including_emulation=True: including_emulation
+def loss_function(outputs, labels):
+    assert outputs.dtype == torch.float16
+    return plain_loss(outputs, labels)
+def build_optimizer(args, model, steps):
+    done = iter([math.inf if i == args.overflow else 1 for i in range(200)])
+    model.conv1.weight.register_hook(lambda grad: grad * next(done))
+    return plain_build(args, model, steps)
+"""
+
+
+def test_float16(fashion):
     """--amp on a GPU before Ampere, as which the CPU is passed off: a gradient that overflows is
     left out, and halves the loss's factor; a resumed run goes on with it."""
-    plain_main, plain_init, plain_build = (
-        train_ddp.main,
-        train_ddp.init_distributed,
-        train_ddp.build_optimizer,
-    )
-    plain_loss, seen, ampere = train_ddp.loss_function, set(), True
-
-    def loss_function(outputs, labels):
-        seen.add(outputs.dtype)
-        return plain_loss(outputs, labels)
-
-    def main(args):
-        args.device = "cuda"
-        plain_main(args)
-
-    def init_distributed(args, *place):
-        args.device = "cpu"
-        device = plain_init(args, *place)
-        args.device = "cuda"
-        return device
-
-    def build_optimizer(args, model, steps):
-        done = iter([1] * 4 + [math.inf] + [1] * 200)  # what gradients are multiplied by
-        if not args.resume and not ampere:
-            model.conv1.weight.register_hook(lambda grad: grad * next(done))
-        return plain_build(args, model, steps)
-
-    def is_bf16_supported(including_emulation=True):
-        return ampere or including_emulation
-
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
-    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 7 * 2**20)
-    for function in loss_function, main, init_distributed, build_optimizer:
-        monkeypatch.setattr(train_ddp, function.__name__, function)
     flags = [*fashion, "--batch-size", 16, "--amp", "--clip-norm", 0.1, "--lr", 0.05, "--output"]
+    runs = [[*flags, "whole", "--epochs", 2, "--overflow", 4]]
+    runs += [[*flags, "out", "--epochs", 1, "--overflow", 4]]
+    runs += [[*flags, "out", "--epochs", 2, "--resume"]]
+    together(*runs, more=AS_CUDA + FLOAT16, processes=0)
     train(*flags, "bfloat16", "--epochs", 2)
-    assert seen == {torch.bfloat16} and weights("bfloat16", "last.pt")["scaler"] == {}
-    seen, ampere = set(), False
-    train(*flags, "whole", "--epochs", 2)
-    train(*flags, "out", "--epochs", 1)
-    train(*flags, "out", "--epochs", 2, "--resume")
-    assert seen == {torch.float16} and same(weights("out"), weights("whole"))
-    scalers = [weights(output, "last.pt")["scaler"] for output in ("out", "whole")]
+    assert same(weights("out"), weights("whole"))
+    scalers = [checkpoint(output)["scaler"] for output in ("out", "whole")]
     assert scalers[0] == scalers[1] and scalers[0]["scale"] == 2.0**15
     assert scalers[0]["_growth_tracker"] == 75
     close("out", "bfloat16", 0.02)  # clipped as it is without the factor
     assert metrics("out")[0]["peak_memory_mib"] == 7
+
+
+COMPILED = """
+def loss_function(outputs, labels):
+    assert torch.compiler.is_compiling() == torch.is_grad_enabled()
+    return F.cross_entropy(outputs, labels)
+"""
 
 
 @pytest.mark.slow
@@ -367,21 +381,19 @@ def test_float16(fashion, monkeypatch):
 )
 def test_compile(fashion):
     """It changes little and says nothing, and compiles the loss too."""
-    text = Path(train_ddp.__file__).read_text()
-    head = re.search(r"def loss_function\(.*\n(?: {4}\"\"\".*\n)?", text)[0]
-    check = "    assert torch.compiler.is_compiling() == torch.is_grad_enabled()\n"
-    flags, path = [*fashion, "--epochs", 1, "--output"], edited(DDP, head, head + check)
+    flags = [*fashion, "--epochs", 1, "--output"]
     train(*flags, "plain")
-    text = run(DDP, *flags, "out", "--compile", processes=2, path=path)
-    assert "Warning" not in text
-    close("out", "plain", 1e-3)
+    for shard in 1, 0:
+        text = together([*flags, shard, "--compile", "--shard", shard], more=COMPILED)[0]
+        assert "Warning" not in text
+        close(str(shard), "plain", 1e-3)
 
 
-@pytest.mark.parametrize("name, count", [(DDP, 0), (DDP, 2), (FSDP2, 3)])
-def test_check_of_the_set_up(name, count, work, monkeypatch):
+@pytest.mark.parametrize("count, shard", [(0, 1), (2, 0)])
+def test_check_of_the_set_up(count, shard, work, monkeypatch):
     """--epochs 0: who is where, and nothing is written, nor left in the temporary folder."""
     monkeypatch.setenv("TMPDIR", str(work))
-    text = run(name, "--epochs", 0, processes=count)
+    text = run(COMPLETE, "--epochs", 0, "--shard", shard, processes=count)
     assert f"torch {torch.__version__}, backend gloo" in text.splitlines()
     assert len(re.findall(r"^rank \d: host \S+, device cpu$", text, re.M)) == max(count, 1)
     assert "destroy_process_group" not in text  # torch's warning that nobody called it
@@ -394,29 +406,29 @@ def test_data(monkeypatch, data):
     images, labels = pictures(60, 3, 32)
     stored = SimpleNamespace(data=images, targets=labels.tolist())
     monkeypatch.setattr(datasets, "CIFAR10", lambda folder, train, download: stored)
-    found = train_ddp.load_data(parse())[0].tensors
+    found = script.load_data(parse())[0].tensors
     assert np.array_equal(found[0], images.transpose(0, 3, 1, 2))
     assert np.array_equal(found[1], labels)
     grey = parse("--dataset", "fashion-mnist", "--data-dir", data, "--model", "resnet18")
-    assert train_ddp.load_data(grey)[1].tensors[0].shape == (203, 3, 28, 28)
+    assert script.load_data(grey)[1].tensors[0].shape == (203, 3, 28, 28)
     for side, dataset, classes, stored in (
         (24, "synthetic", 10, 24),
         (24, data / "pictures", 3, 24),
         (70, data / "pictures", 3, 80),
     ):
-        sets = train_ddp.load_data(parse("--image-size", side, "--dataset", dataset))
+        sets = script.load_data(parse("--image-size", side, "--dataset", dataset))
         image = sets[0][0][0]
         assert (image.shape, image.dtype, sets[2]) == ((3, stored, stored), torch.uint8, classes)
     own = models.list_models(module=models)
     for name in set(own) - {"googlenet", "inception_v3"}:
         assert parse("--model", name).model == name
-    model = train_ddp.build_model(parse("--model", "squeezenet1_1"), torch.zeros(1, 3, 32, 32), 7)
+    model = script.build_model(parse("--model", "squeezenet1_1"), torch.zeros(1, 3, 32, 32), 7)
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 7) and {"vit_b_16", "resnet50"} < set(own)
 
 
 def test_order():
     """DistributedSampler's, from any step on."""
-    own = train_ddp.EpochSampler(range(10), 7, 1, 2)
+    own = script.EpochSampler(range(10), 7, 1, 2)
     torchs = DistributedSampler(range(10), 2, 1, seed=7)
     own.set_epoch(3, start=2)
     torchs.set_epoch(3)
@@ -433,10 +445,10 @@ def test_crops(size):
     images = torch.stack([columns, rows]).byte().expand(300, 2, 20, 30)
     batch, shape = (images, torch.arange(300)), (300, 2, min(size, 20), min(size, 30))
     args = parse("--image-size", size, "--augment")
-    middle, labels = train_ddp.prepare(args, batch, device)
+    middle, labels = script.prepare(args, batch, device)
     wanted = functional.center_crop(images.float(), shape[2:])
     assert torch.allclose(middle * 58 + 115, wanted, atol=1e-4) and torch.equal(labels, batch[1])
-    crops = train_ddp.prepare(args, batch, device, train=True)[0] * 58 + 115
+    crops = script.prepare(args, batch, device, train=True)[0] * 58 + 115
     assert crops.shape == shape
     height, width = shape[2:]
     y, x = height // 2, width // 2
@@ -461,7 +473,7 @@ def test_float16_overflows_in_the_first_step(monkeypatch):
         for factors in (math.inf, 1.0), (1.0,):
             model = nn.Linear(3, 3)
             nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
-            optimizer, _ = train_ddp.build_optimizer(parse("--lr", 0.1), model, 10)
+            optimizer, _ = script.build_optimizer(parse("--lr", 0.1), model, 10)
             scaler = torch.amp.GradScaler("cpu")
             for factor in factors:
                 scaler.scale(model(torch.ones(1, 3)).sum() * factor).backward()
