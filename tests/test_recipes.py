@@ -466,7 +466,7 @@ def test_three_billion():
 
 
 META = "Building on the meta device"
-LARGE = {"first": [], "plain": [], "meta": [META], "file": [META, "Your own weights"]}
+LARGE = {"first": [], "plain": [], "init": [], "meta": [META], "file": [META, "Your own weights"]}
 LARGE |= {"bytes": ["Less communication, more memory"], "offload": ["CPU offload"]}
 TIED = """
 BLOCKS = (nn.Sequential,)
@@ -481,6 +481,7 @@ def loss_function(outputs, labels):
     return F.cross_entropy(outputs, labels)
 train_model_of, plain = [], distribute
 def distribute(*words):
+    print("built on", next(words[1].parameters()).device)
     train_model_of[:] = [plain(*words)]
     return train_model_of[0]
 """
@@ -488,27 +489,30 @@ def distribute(*words):
 
 @pytest.mark.slow
 def test_large_models(fashion):
-    """The recipes of docs/large_models.md end with the weights of the script, also resumed; a
-    file's may be in channels_last. Tied weights stay tied. Blocks stay gathered with one of them.
-    torch's converters write and read the folders; best.pt is in the one of a checkpoint too."""
+    """The recipes of docs/large_models.md end with the weights of the script, also resumed, and a
+    converted file with those of --init; it may be in channels_last. Tied weights stay tied. Blocks
+    stay gathered with one of them. torch's converters write and read the folders."""
     [to, back] = re.findall(r"^python -m (torch\S+) (\w+) (\S+)", DOCS, re.M)
     for output, titles in LARGE.items():
         changes = {}
         if output == "offload":  # there is no CUDA here
             changes |= {",cuda:nccl": "", "OffloadPolicy()": "OffloadPolicy(pin_memory=False)"}
         path = paste(f"my-{output}", *titles, **changes)
-        flags = [*fashion, *SHORT, "--optimizer", "adamw", "--lr", 0.001 * (output != "first")]
-        counts = [1, 2] if output in ("meta", "file") else [2]
-        every = runs(*flags, shards={output: 0}, my=counts)
-        texts = together(*every, path=path, more=TIED)
+        own = {"first": ["--lr", 0, "--seed", 5], "init": ["--init", "pretrained.pt"]}
+        flags = [*fashion, *SHORT, "--optimizer", "adamw", *own.get(output, [])]
+        counts = [1, 2] if META in titles else [2]
+        texts = together(*runs(*flags, shards={output: 0}, my=counts), path=path, more=TIED)
         assert ("is a Parameter" in "".join(texts)) == (output == "bytes")
+        assert all(("built on meta" in text) == (META in titles) for text in texts)
         if output == "first":
             pretrained = weights("first-my")
             filters = pretrained["conv2.weight"].to(memory_format=torch.channels_last)
             torch.save(pretrained | {"conv2.weight": filters}, "pretrained.pt")
             helpers.command(helpers.sys.executable, "-m", *to[:2], "pretrained.pt", "pretrained")
-        else:
-            assert same(weights(f"{output}-my"), weights("plain-my")), output
+    for output in "meta", "bytes", "offload":
+        assert same(weights(f"{output}-my"), weights("plain-my")), output
+    assert same(weights("file-my"), weights("init-my"))
+    assert not same(weights("init-my"), weights("plain-my"))
     helpers.command(helpers.sys.executable, "-m", *back[:2], "plain-my/checkpoint-2-0", "whole.pt")
     whole = torch.load("whole.pt", weights_only=False)
     assert same(whole["model"], weights("plain-my"))
