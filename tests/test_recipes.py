@@ -1,6 +1,7 @@
 """docs/recipes.md, docs/large_models.md and docs/your_model_and_data.md: what is pasted into
 complete/train.py does what the page says, with DDP and sharded, also in a run that is resumed."""
 
+import argparse
 import re
 import runpy
 import shutil
@@ -12,6 +13,7 @@ import pytest
 import torch
 from helpers import COMPLETE, ROOT, close, metrics, same, together, weights
 from PIL import Image
+from torch import nn
 from torchvision import models
 
 DOCS = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
@@ -516,3 +518,24 @@ def test_large_models(fashion):
     helpers.command(helpers.sys.executable, "-m", *back[:2], "plain-my/checkpoint-2-0", "whole.pt")
     whole = torch.load("whole.pt", weights_only=False)
     assert same(whole["model"], weights("plain-my"))
+
+
+def test_how_large():
+    """The example's sizes are those of the language model, and its figures add up."""
+    args = argparse.Namespace(width=2560, layers=36, length=2048, dropout=0)
+    exec(ROOMS[0], space := {"nn": nn})
+    with torch.device("meta"):
+        model = space["build_model"](args, None, 50_304)
+    counts = [sum(p.numel() for p in part.parameters()) for part in (model, model.layers[0])]
+    assert [f"{counts[0] / 1e9:.1f} billion", f"{counts[1] / 1e6:.0f} million"] == [
+        "3.1 billion",
+        "79 million",
+    ]
+    [section] = [part for part in SECTIONS if part.startswith("How large can it be?\n")]
+    rows = re.findall(r"\| ([\d(][^|=]*) = ([\d.]+) \|", section)
+    units = {"×": "*", "billion": "* 1e9", "million": "* 1e6", "GB": "* 1e9", ",": ""}
+    for expression, result in rows:
+        for name, value in units.items():
+            expression = expression.replace(name, value)
+        assert f"{eval(expression) / 1e9:.1f}" == result
+    assert len(rows) == 5 and f"{sum(float(result) for _, result in rows):.0f}" == "17"
