@@ -1,6 +1,7 @@
 """docs/recipes.md, docs/large_models.md and docs/your_model_and_data.md: what is pasted into
 complete/train.py does what the page says, with DDP and sharded, also in a run that is resumed."""
 
+import argparse
 import re
 import runpy
 import shutil
@@ -12,6 +13,7 @@ import pytest
 import torch
 from helpers import COMPLETE, ROOT, close, metrics, same, together, weights
 from PIL import Image
+from torch import nn
 from torchvision import models
 
 DOCS = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
@@ -171,16 +173,16 @@ def test_frozen_layers(fashion):
 
 
 HALVES = """
-BLOCKS += (nn.Sequential,)
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(784, 20, dtype=torch.bfloat16).requires_grad_(False)
+        self.adapter = nn.Linear(784, 20)
+    def forward(self, x):
+        return self.frozen(x.bfloat16()) + self.adapter(x)
 def build_model(args, inputs, classes):
-    frozen = nn.Linear(784, 20, dtype=torch.bfloat16).requires_grad_(False)
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.frozen, self.adapter = frozen, nn.Linear(784, 20)
-        def forward(self, x):
-            return self.frozen(x.bfloat16()) + self.adapter(x)
-    return nn.Sequential(nn.Flatten(), nn.Sequential(Layer()), nn.Linear(20, classes))
+    return nn.Sequential(nn.Flatten(), Layer(), nn.Linear(20, classes))
+BLOCKS = (Layer,)
 """
 
 
@@ -192,7 +194,7 @@ def test_frozen_weights_in_bfloat16(fashion):
     together(*every, path=path, more=HALVES)
     for name in SHARDS:
         whole = weights(f"{name}-whole")
-        assert whole["1.0.frozen.weight"].dtype == torch.bfloat16
+        assert whole["1.frozen.weight"].dtype == torch.bfloat16
         assert same(whole, weights(f"{name}-parts"))
     close("fsdp2-whole", "ddp-whole")
 
@@ -394,26 +396,40 @@ ALIKE = {  # recipes: what the data set needs
 }
 
 
+LAYERS = """
+plain_layer = nn.TransformerEncoderLayer.forward
+def forward(self, *words, **options):
+    if torch.is_grad_enabled():
+        print("layer")
+    return plain_layer(self, *words, **options)
+nn.TransformerEncoderLayer.forward = forward
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipes", ALIKE)
 def test_alike(fashion, recipes):
     """On one process, on two, sharded or not, and in micro-batches but for the contrasts; bfloat16
-    is near. Without the recipe, unequal numbers of labels give another loss."""
+    is near. Each layer is computed twice in a step, to save memory."""
     example = recipes in ((), SMALLER)
     flags = [*FLAGS, "--dropout", 0] if example else [*fashion, *SHORT]
     path = paste("my", *recipes, rooms=example, **ALIKE[recipes])
-    more = "" if example else BLOCKS
+    more = LAYERS if example else BLOCKS
     epochs = [2] if example else [1]
     every = runs(*flags, two=epochs) + runs(*flags, "--accumulate", 2, parts=epochs)
     together(*every, path=path, more=more)
     one = runs(*flags, one=epochs, shards={"ddp": 1})
-    together(*one, path=path, more=more, processes=1)
+    [text] = together(*one, path=path, more=more, processes=1)
+    layers, steps = text.count("layer\n"), text.count(" step ")
+    assert not example or layers == 2 * steps * (2 if recipes == SMALLER else 1)
     for name in SHARDS:
         for output in ["two"] if recipes == (CONTRAST,) else ["two", "parts"]:
             nearly = recipes == (HALF,) and name == "ddp"
             digits = 0.02 if nearly else 1e-4
             close(f"{name}-{output}", "ddp-one", digits, ["train_loss"])
-            assert not nearly or weights("ddp-two")["fc3.bias"] is not None
+    if recipes == (HALF,):
+        one, two = (metrics(output)[0]["train_loss"] for output in ("ddp-one", "ddp-two"))
+        assert one != pytest.approx(two, rel=1e-6)
     losses = [row["test_loss"] for row in metrics("ddp-one")]
     assert not example or 0 < losses[1] < losses[0]
 
@@ -452,7 +468,7 @@ def test_three_billion():
 
 
 META = "Building on the meta device"
-LARGE = {"first": [], "plain": [], "meta": [META], "file": [META, "Your own weights"]}
+LARGE = {"first": [], "plain": [], "init": [], "meta": [META], "file": [META, "Your own weights"]}
 LARGE |= {"bytes": ["Less communication, more memory"], "offload": ["CPU offload"]}
 TIED = """
 BLOCKS = (nn.Sequential,)
@@ -467,6 +483,7 @@ def loss_function(outputs, labels):
     return F.cross_entropy(outputs, labels)
 train_model_of, plain = [], distribute
 def distribute(*words):
+    print("built on", next(words[1].parameters()).device)
     train_model_of[:] = [plain(*words)]
     return train_model_of[0]
 """
@@ -474,27 +491,51 @@ def distribute(*words):
 
 @pytest.mark.slow
 def test_large_models(fashion):
-    """The recipes of docs/large_models.md end with the weights of the script, also resumed; a
-    file's may be in channels_last. Tied weights stay tied. Blocks stay gathered with one of them.
-    torch's converters write and read the folders; best.pt is in the one of a checkpoint too."""
+    """The recipes of docs/large_models.md end with the weights of the script, also resumed, and a
+    converted file with those of --init; it may be in channels_last. Tied weights stay tied. Blocks
+    stay gathered with one of them. torch's converters write and read the folders."""
     [to, back] = re.findall(r"^python -m (torch\S+) (\w+) (\S+)", DOCS, re.M)
     for output, titles in LARGE.items():
         changes = {}
         if output == "offload":  # there is no CUDA here
             changes |= {",cuda:nccl": "", "OffloadPolicy()": "OffloadPolicy(pin_memory=False)"}
         path = paste(f"my-{output}", *titles, **changes)
-        flags = [*fashion, *SHORT, "--optimizer", "adamw", "--lr", 0.001 * (output != "first")]
-        counts = [1, 2] if output in ("meta", "file") else [2]
-        every = runs(*flags, shards={output: 0}, my=counts)
-        texts = together(*every, path=path, more=TIED)
+        own = {"first": ["--lr", 0, "--seed", 5], "init": ["--init", "pretrained.pt"]}
+        flags = [*fashion, *SHORT, "--optimizer", "adamw", *own.get(output, [])]
+        counts = [1, 2] if META in titles else [2]
+        texts = together(*runs(*flags, shards={output: 0}, my=counts), path=path, more=TIED)
         assert ("is a Parameter" in "".join(texts)) == (output == "bytes")
+        assert all(("built on meta" in text) == (META in titles) for text in texts)
         if output == "first":
             pretrained = weights("first-my")
             filters = pretrained["conv2.weight"].to(memory_format=torch.channels_last)
             torch.save(pretrained | {"conv2.weight": filters}, "pretrained.pt")
             helpers.command(helpers.sys.executable, "-m", *to[:2], "pretrained.pt", "pretrained")
-        else:
-            assert same(weights(f"{output}-my"), weights("plain-my")), output
+    for output in "meta", "bytes", "offload":
+        assert same(weights(f"{output}-my"), weights("plain-my")), output
+    assert same(weights("file-my"), weights("init-my"))
+    assert not same(weights("init-my"), weights("plain-my"))
     helpers.command(helpers.sys.executable, "-m", *back[:2], "plain-my/checkpoint-2-0", "whole.pt")
     whole = torch.load("whole.pt", weights_only=False)
     assert same(whole["model"], weights("plain-my"))
+
+
+def test_how_large():
+    """The example's sizes are those of the language model, and its figures add up."""
+    args = argparse.Namespace(width=2560, layers=36, length=2048, dropout=0)
+    exec(ROOMS[0], space := {"nn": nn})
+    with torch.device("meta"):
+        model = space["build_model"](args, None, 50_304)
+    counts = [sum(p.numel() for p in part.parameters()) for part in (model, model.layers[0])]
+    assert [f"{counts[0] / 1e9:.1f} billion", f"{counts[1] / 1e6:.0f} million"] == [
+        "3.1 billion",
+        "79 million",
+    ]
+    [section] = [part for part in SECTIONS if part.startswith("How large can it be?\n")]
+    rows = re.findall(r"\| ([\d(][^|=]*) = ([\d.]+) \|", section)
+    units = {"×": "*", "billion": "* 1e9", "million": "* 1e6", "GB": "* 1e9", ",": ""}
+    for expression, result in rows:
+        for name, value in units.items():
+            expression = expression.replace(name, value)
+        assert f"{eval(expression) / 1e9:.1f}" == result
+    assert len(rows) == 5 and f"{sum(float(result) for _, result in rows):.0f}" == "17"
