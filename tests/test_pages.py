@@ -220,12 +220,12 @@ def test_transcript():
     [text] = [code[2] for code in CODE.findall(README) if code[0] == "console"]
     shown = re.split(r"^\$ .*\n", text, flags=re.M)[1:]
     one, two = re.findall(r"^\$ .*? complete/train.py (.*)", text, re.M)
-    first = by_hand(helpers.script("complete/train"), *one.split(), processes=0)
+    first = by_hand(helpers.script(helpers.COMPLETE), *one.split(), processes=0)
     wait_for("step 100/", *first)
-    helpers.wait_until(lambda: '"step": 100' in Path("runs/demo/last.json").read_text())
+    helpers.wait_until(lambda: helpers.place("runs/demo") == (0, 100))
     kill_all(first)
     printed = helpers.logs(first) + "Killed\n"
-    again = by_hand(helpers.script("complete/train"), *two.split(), processes=2)
+    again = by_hand(helpers.script(helpers.COMPLETE), *two.split(), processes=2)
     assert [*map(masked, shown)] == [masked(printed), masked(done(again))]
     flags = re.search(r"train_single.py (.*)", FIRST[0])[1].split()
     flags += ["--workers", 0]  # torch warns of more than there are cores
