@@ -111,7 +111,9 @@ def cluster(folder, kind):
     if "gres" not in kind:
         (folder / "gres.conf").write_text(f"Name=gpu AutoDetect=off File={folder}/gpu[0-39]\n")
     (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\n")
-    (folder / "hosts").write_text(Path("/etc/hosts").read_text() + HOSTS)
+    for number, name in enumerate(MACHINES, 1):  # only the machine itself knows its other name
+        hosts = f"{Path('/etc/hosts').read_text()}{HOSTS}127.0.0.{number} lost-{name}\n"
+        (folder / f"hosts-{name}").write_text(hosts)
     inside, etc = [], "/etc"
     if kind == "newer":
         inside, etc = ["sh", "-c", INSIDE, NEWER], f"{NEWER}/etc"
@@ -133,7 +135,7 @@ def cluster(folder, kind):
             daemons.append(Cold(controller, folder / "slurmctld.out"))
             for name in MACHINES:
                 slurmd = shlex.join([*inside, "slurmd", "-D", "-N", name])
-                lines = [f"hostname {name}", f"mount --bind {folder}/hosts {etc}/hosts"]
+                lines = [f"hostname {name}", f"mount --bind {folder}/hosts-{name} {etc}/hosts"]
                 lines += [f"mount -t tmpfs disk {folder}/disk", slurmd, "exit"]
                 daemons.append(Cold([*own, "sh", "-c", "; ".join(lines)], folder / f"{name}.out"))
             ready = "sinfo -h -p whole -o '%t %D' 2> /dev/null | grep -qx 'idle 4'"
@@ -652,7 +654,7 @@ def test_without_gpus(kind, real):
 
 @only("plain")
 def test_names_that_lead_nowhere(kind, real):
-    """Nodes whose own names do not exist train together by the page's line."""
+    """Nodes train together by the page's line if the others do not know a node's own name."""
     Path("meet.py").write_text(
         "import torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -698,7 +700,7 @@ def test_complete_trains(kind, real, monkeypatch):
     """Past a time limit on two nodes, to the weights of an undisturbed run; a loop of one's own;
     and a run that fails before its first checkpoint, which is not requeued."""
     first = "os.environ.get('STAND') and 'SLURM_RESTART_COUNT' not in os.environ"
-    stand = f"if {{}} and {first}:\n{' ' * 24}import time; time.sleep(9999)\n"
+    stand = f"if {{}} and {first}:\n{' ' * 24}__import__('time').sleep(9999)\n"
     script = Path("complete/train.py").read_text()
     line = "                    scaler.scale(loss)"
     if line not in script:
