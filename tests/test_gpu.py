@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Warm, close, done, free_port, kill_all, wait_for, weights
+from helpers import Warm, close, finish, free_port, kill_all, wait_for, weights
 from runs import COMPLETE, NO_TF32, ROOT, SMALL, START
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -25,7 +25,7 @@ only_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 OLD = GPUS and not torch.cuda.is_bf16_supported(including_emulation=False)  # before Ampere
 RANKED = [SMALL[2], SMALL[5], COMPLETE]  # which torchrun starts, a process for each GPU
 LOSSES = ["train_loss", "test_loss"]
-JOB = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.002, "--output"]
+JOB = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.002, "--workers", 1, "--output"]
 
 # What a copy of a script does differently.
 FEW = """
@@ -100,7 +100,13 @@ def start(name, *flags, ranks=1, code=FEW):
 
 
 def run(*args, **options):
-    return done(start(*args, **options))
+    """What a run prints. One that hangs is killed, or it would hold the GPU."""
+    jobs = start(*args, **options)
+    statuses, text = finish(jobs, 240 if GPUS else 900)
+    if "still there" in statuses:
+        kill_all(jobs)
+    assert set(statuses) == {0}, (statuses, text)
+    return text
 
 
 def one(output, *flags, code=FEW + NO_TF32):
@@ -304,7 +310,7 @@ def test_a_run_moves_between_gpu_and_cpu(ranks):
 # Nothing waits for the GPU between two progress lines: steps 13 to 21 are watched. cuDNN searches
 # in the first steps; DDP's own timers wait in steps 2 to 11, 101, 201, ...
 WATCH = """
-import torch.optim.optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 watch, steps = None, 0
 
@@ -324,7 +330,7 @@ def count_steps(optimizer, *_):
         used = [torch.cuda.max_memory_allocated(gpu) > 0 for gpu in gpus]
         print("set", tf32, cudnn, last, "used", sum(used), flush=True)
 
-torch.optim.optimizer.register_optimizer_step_post_hook(count_steps)
+register_optimizer_step_post_hook(count_steps)
 """
 
 
