@@ -44,7 +44,7 @@ SIZES = {  # model, side of the images, images per step and GPU, steps per epoch
     "graphs": ("net", 32, 64, 200),
     "large": ("vit_l_16", 224, 32, 20),
     "inputs": ("mlp", 28, 256, 20),
-    "images": ("resnet18", 224, 256, 160),
+    "images": ("resnet18", 224, 256, 80),
     "checkpoint": ("net", 224, 1, 4),  # in whose place LARGE puts another
     "resume": ("resnet18", 64, 64, 40),
 }
@@ -63,7 +63,7 @@ HEADS = {  # what `LARGE` prints: what it is, of the largest or slowest
     "load": "resume, s",
     "host": "GiB of host memory, of the largest rank",
 }
-MINUTES, STARTED = 9, time.monotonic()
+MINUTES, STARTED = 60 if TINY else 9, time.monotonic()
 # TFLOP/s of a GPU in bfloat16, dense, of the data sheets, by its whole name: a MIG slice, or one
 # with another limit of power, has another name, and no peak here.
 PEAK = {"NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100 80GB PCIe": 312}
@@ -132,12 +132,15 @@ def seconds_left():
     return MINUTES * 60 - (time.monotonic() - STARTED)
 
 
+def in_time(function, path, n, flags, *args):
+    """What `train` or `attempt` return; None if the time of this part is over."""
+    if seconds_left() > 30:
+        return function(path, n, flags, *args, limit=seconds_left())
+    FAILED.append(f"no time left for {path.name} on {n}: {' '.join(map(str, flags))}")
+
+
 def rate_and_memory(path, n, flags):
-    """As `train` has them, or NaN if the time of this part is over."""
-    if seconds_left() < 30:
-        FAILED.append(f"no time left for {path.name} on {n}: {' '.join(map(str, flags))}")
-        return math.nan, math.nan
-    return train(path, n, flags, limit=seconds_left() + 30)
+    return in_time(train, path, n, flags) or (math.nan, math.nan)
 
 
 def prepare(name, folder, n, code=""):
@@ -279,13 +282,11 @@ def checkpoint(folder):
     for shard, n in list(dict.fromkeys([(1, 1), (1, ALL), (0, ALL)]))[:FIRST]:
         output = folder / f"{shard}-{n}"
         path, n, flags = prepare(COMPLETE, folder, n, LARGE)
-        flags += ["--optimizer", "adamw", "--shard", shard, "--log-every", 2]
-        flags += ["--checkpoint-minutes", 0]
+        flags += ["--optimizer", "adamw", "--shard", shard, "--checkpoint-minutes", 0]
         texts = []
         for epochs in 1, 2:
             flags += ["--epochs", epochs, "--resume"]
-            limit = max(1, seconds_left() + 30)
-            texts.append(attempt(path, n, flags, output, limit=limit) or "")
+            texts.append(in_time(attempt, path, n, flags, output) or "")
         found = {}
         for name, value in re.findall(rf"^({'|'.join(HEADS)}) ([\d.]+)", texts[1], re.M):
             found[name] = max(found.get(name, 0), float(value))
@@ -300,7 +301,7 @@ def checkpoint(folder):
 def resume(folder):
     """The weights of a second undisturbed run, and of one killed and resumed, beside the first."""
     table(ALL, COMPLETE, "GPUs", "resumed after", "undisturbed", "resumed")
-    kinds = {"--amp --compile": "", "": "", "--amp": "", "--amp, in float16": FLOAT16}
+    kinds = {"": "", "--amp": "", "--amp, in float16": FLOAT16, "--amp --compile": ""}
     for shard, n in list(dict.fromkeys([(1, 1), (1, ALL), (0, ALL)]))[:FIRST]:
         for kind, code in list(kinds.items())[:FIRST]:
             if shard == 0 and (code or OLD and kind):
@@ -310,9 +311,8 @@ def resume(folder):
             flags += ["--shard", shard, *kind.split(",")[0].split()]
             one, two, killed = (folder / f"{n}{shard}{kind}{letter}" for letter in "abc")
             name, texts, middle = f"`--shard {shard} {kind}`", [], f"epoch 2/{EPOCHS} step 10/"
-            for output, until in (one, 0), (two, 0), (killed, middle), (killed, 0):
-                limit = max(1, seconds_left())
-                texts.append(attempt(path, n, flags, output, until or None, limit=limit))
+            for output, until in (one, ""), (two, ""), (killed, middle), (killed, ""):
+                texts.append(in_time(attempt, path, n, flags, output, until))
             if None in texts:
                 row(name, n, *["nan"] * 3)
                 continue

@@ -35,7 +35,7 @@ def load_data(args):
 ONE_BATCH = """
 class Images(Dataset):
     def __init__(self, count, side):
-        self.images, self.count, self.classes = torch.rand(10, 3, side, side), count, range(10)
+        self.images, self.count = torch.rand(10, 3, side, side), count
 
     def __len__(self):
         return self.count
@@ -49,11 +49,8 @@ class DataLoader(DataLoader):
             self.batch = next(super().__iter__())
         return iter([self.batch] * len(self))
 
-of_script = load_data
-
 def load_data(args):
-    sets = Images({samples}, args.image_size), Images({test}, args.image_size)
-    return *sets, *of_script(args)[2:]
+    return Images({samples}, args.image_size), Images({test}, args.image_size), 10
 """
 
 

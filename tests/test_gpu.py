@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Warm, close, done, free_port, kill_all, wait_for, weights
+from helpers import Warm, close, finish, free_port, kill_all, wait_for, weights
 from runs import COMPLETE, NO_TF32, ROOT, SMALL, START
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -25,22 +25,20 @@ only_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 OLD = GPUS and not torch.cuda.is_bf16_supported(including_emulation=False)  # before Ampere
 RANKED = [SMALL[2], SMALL[5], COMPLETE]  # which torchrun starts, a process for each GPU
 LOSSES = ["train_loss", "test_loss"]
-JOB = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.002, "--output"]
+JOB = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.002, "--workers", 1, "--output"]
 
 # What a copy of a script does differently.
 FEW = """
 def few(dataset, count):
     if hasattr(dataset, "tensors"):  # of the complete script
         return torch.utils.data.TensorDataset(*dataset[:count])
-    part = torch.utils.data.Subset(dataset, range(count))
-    part.classes = getattr(dataset, "classes", None)
-    return part
+    return torch.utils.data.Subset(dataset, range(count))
 
 all_data = load_data
 
 def load_data(args):
-    train_set, test_set, *classes = all_data(args)
-    return few(train_set, 2048), few(test_set, 512), *classes
+    train_set, test_set, classes = all_data(args)
+    return few(train_set, 2048), few(test_set, 512), classes
 """
 WRAPPED = """
 without_wrapper = distribute
@@ -67,7 +65,7 @@ def places(ranks):
     """The environment of each rank. Each sees all GPUs; two on one GPU are both local rank 0."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     shared |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    return [shared | {"RANK": i, "LOCAL_RANK": i % max(1, GPUS or ranks)} for i in range(ranks)]
+    return [shared | {"RANK": i, "LOCAL_RANK": i % max(1, GPUS)} for i in range(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +100,13 @@ def start(name, *flags, ranks=1, code=FEW):
 
 
 def run(*args, **options):
-    return done(start(*args, **options))
+    """What a run prints. One that hangs is killed, or it would hold the GPU."""
+    jobs = start(*args, **options)
+    statuses, text = finish(jobs, 240 if GPUS else 900)
+    if "still there" in statuses:
+        kill_all(jobs)
+    assert set(statuses) == {0}, (statuses, text)
+    return text
 
 
 def one(output, *flags, code=FEW + NO_TF32):
@@ -164,7 +168,7 @@ def test_small(monkeypatch, ranks, name):
     hide_gpus(monkeypatch)
     cpu = losses(run(SMALL[0], *JOB, "cpu"))
     assert len(cpu) == 2 and losses(text) == pytest.approx(cpu, rel=1e-3, abs=4e-3)
-    assert amp is None or amp == pytest.approx(cpu, rel=5e-2, abs=2e-2)
+    assert amp is None or amp[0] == pytest.approx(cpu[0], rel=5e-2)
 
 
 def test_small_scripts_continue_each_other(ranks):
@@ -243,11 +247,18 @@ def test_float16(ranks):
 def test_blocks_are_gathered_in_bfloat16(ranks):
     """By --amp, in a model without batch norm; the losses are those of float32."""
     tell = """
-BLOCKS = (nn.Linear,)
-tellers = nn.modules.module.register_module_forward_pre_hook(
-    lambda layer, _: print("types", layer.weight.dtype, flush=True)
-    if isinstance(layer, nn.Linear) and layer.training else None
-)
+BLOCKS, of_linear_layers = (nn.Sequential,), build_model
+
+def build_model(*args):
+    model = of_linear_layers(*args)
+    model.fc2 = nn.Sequential(model.fc2)
+    return model
+
+def tell_type(layer, _):
+    if layer.training and getattr(layer, "out_features", 0) == 84:  # fc2
+        print("types", layer.weight.dtype, flush=True)
+
+nn.modules.module.register_module_forward_pre_hook(tell_type)
 """
     flags = ["--amp", "--shard", 0]
     text = run(COMPLETE, *JOB, "out", *flags, ranks=ranks, code=FEW + tell)
@@ -299,7 +310,7 @@ def test_a_run_moves_between_gpu_and_cpu(ranks):
 # Nothing waits for the GPU between two progress lines: steps 13 to 21 are watched. cuDNN searches
 # in the first steps; DDP's own timers wait in steps 2 to 11, 101, 201, ...
 WATCH = """
-import torch.optim.optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 watch, steps = None, 0
 
@@ -319,14 +330,14 @@ def count_steps(optimizer, *_):
         used = [torch.cuda.max_memory_allocated(gpu) > 0 for gpu in gpus]
         print("set", tf32, cudnn, last, "used", sum(used), flush=True)
 
-torch.optim.optimizer.register_optimizer_step_post_hook(count_steps)
+register_optimizer_step_post_hook(count_steps)
 """
 
 
 def check_no_waiting(text, ranks):
     """No call waits for a stream, and no copy is from memory that is not pinned, for which it would
     wait."""
-    assert text.count("watched") == text.count("set ") == ranks, text
+    assert text.count("watched") == text.count("set high") == ranks, text
     assert "LaunchKernel" in text or not GPUS, text
     assert not re.search("StreamSync|EventSync|Pageable|hipMemcpyWithStream", text), text
 
