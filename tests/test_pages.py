@@ -359,6 +359,14 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "inputs, labels = torch.randn(2, 2), 0",
         "loss.backward()\nalike(model.weight.grad)",
     ),
+    "Gradients without the wrapper": (
+        "model, inputs = nn.Linear(2, 1), torch.randn(3, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "training_step = lambda model, inputs: model(inputs).sum().backward()",
+        "mean = inputs.sum(0)\ndist.all_reduce(mean)\n"
+        "assert torch.allclose(model.weight.grad, mean / world_size)\n"
+        "alike(*model.parameters())",
+    ),
     "A loss that compares samples": (
         "def loss_function(a, b):\n"
         "    pairs = F.normalize(a) @ F.normalize(b).T\n"
