@@ -446,7 +446,7 @@ def test_muon():
     flags = [*FLAGS, "--dropout", 0, "--lr", 3e-3, "--lr-schedule", "cosine"]
     every = runs(*flags, whole=[2]) + runs(*flags, parts=[1, 2])[:4]
     texts = together(*every, path=path, more=show)
-    assert all("momenta 8 20" in text for text in texts), texts[0]  # 2 layers of 4 matrices
+    assert all("momenta 8 22" in text for text in texts), texts[0]  # 2 layers of 4 matrices
     together(*runs(*flags, one=[2], shards={"ddp": 1}), path=path, processes=1)
     for name in SHARDS:
         close(f"{name}-whole", "ddp-one", 1e-3, ("train_loss", "test_loss"))
