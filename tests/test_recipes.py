@@ -446,7 +446,7 @@ def test_muon():
     flags = [*FLAGS, "--dropout", 0, "--lr", 3e-3, "--lr-schedule", "cosine"]
     every = runs(*flags, whole=[2]) + runs(*flags, parts=[1, 2])[:4]
     texts = together(*every, path=path, more=show)
-    assert all("momenta 8 20" in text for text in texts), texts[0]  # 2 layers of 4 matrices
+    assert all("momenta 8 22" in text for text in texts), texts[0]  # 2 layers of 4 matrices
     together(*runs(*flags, one=[2], shards={"ddp": 1}), path=path, processes=1)
     for name in SHARDS:
         close(f"{name}-whole", "ddp-one", 1e-3, ("train_loss", "test_loss"))
@@ -494,7 +494,8 @@ def test_large_models(fashion):
     """The recipes of docs/large_models.md end with the weights of the script, also resumed, and a
     converted file with those of --init; it may be in channels_last. Tied weights stay tied. Blocks
     stay gathered with one of them. torch's converters write and read the folders."""
-    [to, back] = re.findall(r"^python -m (torch\S+) (\w+) (\S+)", DOCS, re.M)
+    [section] = [part for part in SECTIONS if part.startswith("Your own weights\n")]
+    to, back = re.findall(r"^python -m (\S+) (\S+) (\S+) (\S+)", section, re.M)
     for output, titles in LARGE.items():
         changes = {}
         if output == "offload":  # there is no CUDA here
@@ -510,12 +511,12 @@ def test_large_models(fashion):
             pretrained = weights("first-my")
             filters = pretrained["conv2.weight"].to(memory_format=torch.channels_last)
             torch.save(pretrained | {"conv2.weight": filters}, "pretrained.pt")
-            helpers.command(helpers.sys.executable, "-m", *to[:2], "pretrained.pt", "pretrained")
+            helpers.command(helpers.sys.executable, "-m", *to)
     for output in "meta", "bytes", "offload":
         assert same(weights(f"{output}-my"), weights("plain-my")), output
     assert same(weights("file-my"), weights("init-my"))
     assert not same(weights("init-my"), weights("plain-my"))
-    helpers.command(helpers.sys.executable, "-m", *back[:2], "plain-my/checkpoint-2-0", "whole.pt")
+    helpers.command(helpers.sys.executable, "-m", *back[:2], "plain-my/checkpoint-2-0", back[3])
     whole = torch.load("whole.pt", weights_only=False)
     assert same(whole["model"], weights("plain-my"))
 
