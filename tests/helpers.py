@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from same_text import COMPLETE, ROOT, SMALL
+from torch.utils._pytree import tree_flatten_with_path
 
 COUNTS = {name: 1 if name in SMALL[:2] else 2 for name in [*SMALL, COMPLETE]}  # processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -272,6 +273,11 @@ def checkpoint(output):
 
     dcp_to_torch_save(Path(output, last(output)["checkpoint"]), "converted.pt")
     return torch.load("converted.pt", weights_only=False)
+
+
+def leaves(tree):
+    """Its values, in the order of their names: dictionaries may have another one."""
+    return [value for _, value in sorted(tree_flatten_with_path(tree)[0], key=lambda x: str(x[0]))]
 
 
 def files(output):

@@ -15,6 +15,7 @@ from helpers import (
     files,
     kill_all,
     last,
+    leaves,
     logs,
     metrics,
     place,
@@ -23,7 +24,6 @@ from helpers import (
     train,
     weights,
 )
-from torch.utils._pytree import tree_leaves
 
 OFTEN = ["--log-every", 4, "--checkpoint-minutes", 0]  # a checkpoint every 4 steps
 MODEL = """
@@ -71,7 +71,7 @@ def same_run(output, other):
     for read in checkpoint, weights, lambda output: weights(output, "best.pt"):
         both = read(output), read(other)
         assert both[0].keys() == both[1].keys()
-        for a, b in zip(*map(tree_leaves, both), strict=True):
+        for a, b in zip(*map(leaves, both), strict=True):
             assert a is b or torch.equal(*map(torch.as_tensor, (a, b))), read
 
 

@@ -15,7 +15,6 @@ from helpers import (
     weights,
 )
 from test_training import AS_CUDA
-from torch.utils._pytree import tree_leaves
 
 STOP = """
 add("--stop", type=int, default=-1)
@@ -52,7 +51,7 @@ def test_any_shard_continues_any_other(fashion):
         train(*flags, name, "--output", "whole-" + name)
         close(name, "whole-" + name)
         both = checkpoint(name), checkpoint("whole-" + name)
-        for a, b in zip(*map(tree_leaves, both), strict=True):
+        for a, b in zip(*map(leaves, both), strict=True):
             a, b = ([] if x is None else x for x in (a, b))
             a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
             assert (a - b).norm() <= 1e-3 * b.norm(), name  # AdamW enlarges rounding
