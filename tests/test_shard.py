@@ -9,6 +9,7 @@ import torch
 from helpers import (
     checkpoint,
     close,
+    leaves,
     same,
     together,
     train,
