@@ -742,12 +742,13 @@ def test_complete_trains(kind, real, monkeypatch):
     command("scontrol", "update", f"job={long.number}", "endtime=now+125")  # USR1 within 30 s
     own.wait_for("epoch 0:")
     warn(own.number)
-    quiet = submit("long", 2, *flags).ended()
-    fails = submit("fails", 1, *flags).ended("FAILED")
-    assert "ZeroDivisionError" in fails.log() and fails.log().count("steps are done") == 2
+    quiet = submit("long", 2, *flags)
     for job in long, own:
         job.wait_for("DUE TO JOB REQUEUE")
     command("scontrol", "update", f"job={long.number}", "timelimit=60")  # of its next life
+    fails = submit("fails", 1, *flags).ended("FAILED")
+    assert "ZeroDivisionError" in fails.log() and fails.log().count("steps are done") == 2
+    quiet.ended()
     long.ended(restarts=1)
     assert re.search("0 epochs and [12] steps are done", long.log()), long.log()
     weights = [
