@@ -404,6 +404,12 @@ def forward(self, *words, **options):
     return plain_layer(self, *words, **options)
 nn.TransformerEncoderLayer.forward = forward
 """
+HOOK = """
+plain_hook = bf16_compress_hook
+def bf16_compress_hook(state, bucket):
+    print("in halves")
+    return plain_hook(state, bucket)
+"""
 
 
 @pytest.mark.slow
@@ -414,22 +420,20 @@ def test_alike(fashion, recipes):
     example = recipes in ((), SMALLER)
     flags = [*FLAGS, "--dropout", 0] if example else [*fashion, *SHORT]
     path = paste("my", *recipes, rooms=example, **ALIKE[recipes])
-    more = LAYERS if example else BLOCKS
+    more = LAYERS if example else BLOCKS + HOOK * (recipes == (HALF,))
     epochs = [2] if example else [1]
     every = runs(*flags, two=epochs) + runs(*flags, "--accumulate", 2, parts=epochs)
-    together(*every, path=path, more=more)
+    ddp, *_ = together(*every, path=path, more=more)
     one = runs(*flags, one=epochs, shards={"ddp": 1})
     [text] = together(*one, path=path, more=more, processes=1)
-    layers, steps = text.count("layer\n"), text.count(" step ")
+    layers, steps = text.count("layer\n"), len(re.findall(r" step \d+/", text))
     assert not example or layers == 2 * steps * (2 if recipes == SMALLER else 1)
     for name in SHARDS:
         for output in ["two"] if recipes == (CONTRAST,) else ["two", "parts"]:
             nearly = recipes == (HALF,) and name == "ddp"
             digits = 0.02 if nearly else 1e-4
             close(f"{name}-{output}", "ddp-one", digits, ["train_loss"])
-    if recipes == (HALF,):
-        one, two = (metrics(output)[0]["train_loss"] for output in ("ddp-one", "ddp-two"))
-        assert one != pytest.approx(two, rel=1e-6)
+    assert recipes != (HALF,) or "in halves" in ddp
     losses = [row["test_loss"] for row in metrics("ddp-one")]
     assert not example or 0 < losses[1] < losses[0]
 
