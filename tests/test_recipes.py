@@ -153,7 +153,7 @@ def test_how_fast(fashion):
     """What docs/how_fast.md measures: the loader, and the operators of three steps."""
     path = paste("my", "Is it the loader?", "Communication or computation?", **{"> 60:": "> 0:"})
     for text in together(*runs(*fashion, *SHORT, my=[1]), path=path, more=BLOCKS):
-        assert text.count("the loader alone: ") == 1 and "aten::" in text
+        assert text.count("the loader alone: ") == 1 and "Self CPU time total" in text
     for name in SHARDS:
         assert "ProfilerStep#23" in Path(f"{name}-my", "trace.json").read_text()
 
