@@ -153,7 +153,7 @@ def test_how_fast(fashion):
     """What docs/how_fast.md measures: the loader, and the operators of three steps."""
     path = paste("my", "Is it the loader?", "Communication or computation?", **{"> 60:": "> 0:"})
     for text in together(*runs(*fashion, *SHORT, my=[1]), path=path, more=BLOCKS):
-        assert text.count("the loader alone: ") == 1 and "aten::" in text
+        assert text.count("the loader alone: ") == 1 and "Self CPU time total" in text
     for name in SHARDS:
         assert "ProfilerStep#23" in Path(f"{name}-my", "trace.json").read_text()
 
@@ -404,6 +404,12 @@ def forward(self, *words, **options):
     return plain_layer(self, *words, **options)
 nn.TransformerEncoderLayer.forward = forward
 """
+HOOK = """
+plain_hook = bf16_compress_hook
+def bf16_compress_hook(state, bucket):
+    print("in halves")
+    return plain_hook(state, bucket)
+"""
 
 
 @pytest.mark.slow
@@ -414,22 +420,20 @@ def test_alike(fashion, recipes):
     example = recipes in ((), SMALLER)
     flags = [*FLAGS, "--dropout", 0] if example else [*fashion, *SHORT]
     path = paste("my", *recipes, rooms=example, **ALIKE[recipes])
-    more = LAYERS if example else BLOCKS
+    more = LAYERS if example else BLOCKS + HOOK * (recipes == (HALF,))
     epochs = [2] if example else [1]
     every = runs(*flags, two=epochs) + runs(*flags, "--accumulate", 2, parts=epochs)
-    together(*every, path=path, more=more)
+    ddp, *_ = together(*every, path=path, more=more)
     one = runs(*flags, one=epochs, shards={"ddp": 1})
     [text] = together(*one, path=path, more=more, processes=1)
-    layers, steps = text.count("layer\n"), text.count(" step ")
+    layers, steps = text.count("layer\n"), len(re.findall(r" step \d+/", text))
     assert not example or layers == 2 * steps * (2 if recipes == SMALLER else 1)
     for name in SHARDS:
         for output in ["two"] if recipes == (CONTRAST,) else ["two", "parts"]:
             nearly = recipes == (HALF,) and name == "ddp"
             digits = 0.02 if nearly else 1e-4
             close(f"{name}-{output}", "ddp-one", digits, ["train_loss"])
-    if recipes == (HALF,):
-        one, two = (metrics(output)[0]["train_loss"] for output in ("ddp-one", "ddp-two"))
-        assert one != pytest.approx(two, rel=1e-6)
+    assert recipes != (HALF,) or "in halves" in ddp
     losses = [row["test_loss"] for row in metrics("ddp-one")]
     assert not example or 0 < losses[1] < losses[0]
 
@@ -443,14 +447,14 @@ def test_muon():
     show = "\nplain = save_checkpoint\ndef save_checkpoint(args, progress, state, *words):\n"
     show += "    held = [len(state[n].state) for n in ('muon', 'optimizer')]\n"
     show += "    print('momenta', *held)\n    plain(args, progress, state, *words)\n"
-    flags = [*FLAGS, "--dropout", 0, "--lr", 3e-3, "--lr-schedule", "cosine"]
-    every = runs(*flags, whole=[2]) + runs(*flags, parts=[1, 2])[:4]
+    flags = [*FLAGS, "--dropout", 0, "--lr", 3e-3, "--warmup-steps", 5, "--batch-size", 60]
+    every = runs(*flags, whole=[2], parts=[1, 2])
     texts = together(*every, path=path, more=show)
     assert all("momenta 8 22" in text for text in texts), texts[0]  # 2 layers of 4 matrices
     together(*runs(*flags, one=[2], shards={"ddp": 1}), path=path, processes=1)
     for name in SHARDS:
         close(f"{name}-whole", "ddp-one", 1e-3, ("train_loss", "test_loss"))
-        assert Path(f"{name}-parts/model.pt").exists()
+        assert same(weights(f"{name}-whole"), weights(f"{name}-parts"))
 
 
 @pytest.mark.slow
