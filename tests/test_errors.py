@@ -211,6 +211,7 @@ def refuse(*jobs, status=2):
     return logs(jobs)
 
 
+@pytest.mark.slow
 def test_said_once(fashion, refused, data):
     """By one process of a machine, and before data are loaded where it can be."""
     before = content()

@@ -245,7 +245,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_training_names_a_broken_file(name, workers):
     folder = write_folder("pictures")
     whole = {}
@@ -551,6 +551,7 @@ def test_packed_files_that_were_cut_are_named():
 
 
 # ---- The loader ----------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_loader_that_delivers_nothing_ends_the_run():
     """A worker cannot send a batch where the names of its sockets would be too long: it prints a
     traceback, and waits."""

@@ -314,6 +314,7 @@ dist.barrier = barrier
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_timeout(name):
     """It is half an hour, on GPUs too, where torch has ten minutes; --timeout sets it, and then
@@ -331,6 +332,7 @@ def test_timeout(name):
         assert statuses == [1] and "waits for the others" in text, (statuses, text)
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_parent():
     """Also in a script's background jobs, which ignore SIGINT: torch tells its children by that."""
     flags = [*FLAGS, "out", "--epochs", 99999, "--nproc-per-node", 2]
@@ -418,6 +420,7 @@ def test_amp(name):
         assert text.count(f"tested in {{'torch.{kind}'}}") == text.count("tested in") == count
 
 
+@pytest.mark.slow
 def test_synthetic_images():
     """They cost a loader next to nothing, none is there twice, and two epochs suffice to learn."""
     own = runpy.run_path(helpers.script("single"))["Synthetic"]
