@@ -187,27 +187,26 @@ def test_jobs_of_clouds_fit_their_schemas(monkeypatch):
 
 
 FULL_BATCH = """
-import os, torch
-import torch.distributed as dist
+import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 torch.manual_seed(0)
 epochs, loss_function, Model = 3, nn.MSELoss(), lambda: nn.Linear(4, 2)
 train_set = TensorDataset(torch.randn(256, 4), torch.randn(256, 2))
 """
-OPTIMIZER = 'model = Model().to("cpu")\noptimizer = torch.optim.SGD(model.parameters(), 0.5)\n'
+MODEL = "model = Model().to(device)\n"
 
 
 def test_a_dozen_lines():
     """README.md's first diff: both sides train, the new one on two ranks, to the same weights."""
     [diff] = [code[2] for code in CODE.findall(README) if code[0] == "diff"]
     for sign, output, processes in ("-", "old.pt", 0), ("+", "new.pt", 2):
-        lines = [line[1:] for line in diff.splitlines() if line[0] in (" ", sign)]
+        lines = [line[1:] for line in diff.splitlines() if line[:1] in (" ", sign)]
         code = "\n".join(line for line in lines if "cuda.set_device" not in line)
-        for cuda, cpu in ('"cuda"', '"cpu"'), ('"nccl"', '"gloo"'), ("model.pt", output):
+        for cuda, cpu in ('"cuda', '"cpu'), ('"nccl"', '"gloo"'), ("model.pt", output):
             code = code.replace(cuda, cpu)
-        first, _, rest = code.partition('model = Model().to("cpu")\n')
-        Path("loop.py").write_text(FULL_BATCH + first + OPTIMIZER + rest)
+        code = code.replace(MODEL, MODEL + "optimizer = torch.optim.SGD(model.parameters(), 0.5)\n")
+        Path("loop.py").write_text(FULL_BATCH + code)
         done(by_hand("loop.py", processes=processes))
     old, new = torch.load("old.pt"), torch.load("new.pt")
     assert all(torch.allclose(old[name], new[name], atol=1e-6) for name in old)
