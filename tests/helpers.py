@@ -5,6 +5,7 @@ import csv
 import json
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -60,8 +61,11 @@ def edited(name, *changes, more=""):
 
 
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """Below those that the system gives to connections, or another test could get it meanwhile."""
+    while True:
+        port = random.randrange(30_100, 32_700)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class Cold:

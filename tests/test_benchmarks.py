@@ -44,7 +44,7 @@ def test_no_part_takes_longer_than_ten_minutes(monkeypatch, capsys):
     assert rate != rate and gpu.FAILED == ["no time left for train.py on 2: --amp"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("part", ROWS)
 def test_gpu_sh(part):
     """Each command runs, and its table has all its rows, and in each a figure."""
@@ -55,7 +55,7 @@ def test_gpu_sh(part):
     assert part in ("loader", "loops") or f"\n{part} took " in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("part", ["tests", "compiled", "waiting"])
 def test_gpu_tests(part):
     """tests/test_gpu.py runs: what can be seen without a GPU is so, and little is skipped."""

@@ -112,7 +112,7 @@ BREAKS = [  # docs/what_ddp_changes.md: what stands in its table, and instead of
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_break_it():
     """The table of docs/what_ddp_changes.md, by its command."""
     [section] = [part for part in SECTIONS if part.startswith("Break it\n")]

@@ -199,7 +199,7 @@ def test_frozen_weights_in_bfloat16(fashion):
     close("fsdp2-whole", "ddp-whole")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("follows", ["test_loss", "-test_macro_f1"])
 def test_fine_tuning(data, follows):
     """Accuracy and F1 from confusion.csv are those of metrics.csv, in the epoch of best.pt, which
@@ -412,7 +412,7 @@ def bf16_compress_hook(state, bucket):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("recipes", ALIKE)
 def test_alike(fashion, recipes):
     """On one process, on two, sharded or not, and in micro-batches but for the contrasts; bfloat16
@@ -438,7 +438,7 @@ def test_alike(fashion, recipes):
     assert not example or 0 < losses[1] < losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_muon():
     """Of torch itself, for the matrices of the blocks, AdamW for the rest: the same on one process
@@ -457,7 +457,7 @@ def test_muon():
         assert same(weights(f"{name}-whole"), weights(f"{name}-parts"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_billion():
     """docs/large_models.md's command, of fewer parameters, with the recipes that it names."""
     path = paste("my", *SMALLER, rooms=True, **ALIKE[SMALLER])

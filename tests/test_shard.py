@@ -67,6 +67,8 @@ def build_optimizer(args, model, steps):
         held = [*model.parameters(), *(p.grad for p in model.parameters())]
         held += [t for s in optimizer.state.values() for t in s.values() if t.numel() > 1]
         local = [t.to_local() for t in held if isinstance(t, DTensor)]
+        if not local:
+            return  # DDP
         print("holds", sum(t.numel() for t in local) / sum(t.numel() for t in held), flush=True)
         stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}
         print("stores", sum(stored.values()) / 4 / sum(t.numel() for t in local), flush=True)

@@ -60,7 +60,7 @@ def test_same_losses(runs, fashion):
     assert metrics("one")[1]["test_accuracy"] == correct / 203
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_same_losses_of_a_folder(data):
     """With loader workers, on two processes and on three, with DDP and with FSDP2."""
     flags = ["--dataset", data / "pictures", "--model", "mlp", "--image-size", 20, "--workers", 1]
@@ -374,7 +374,7 @@ def loss_function(outputs, labels):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(
     not shutil.which("g++") or not Path(sysconfig.get_path("include"), "Python.h").exists(),
     reason="torch.compile needs g++ and Python.h on a CPU",
