@@ -199,7 +199,7 @@ def test_frozen_weights_in_bfloat16(fashion):
     close("fsdp2-whole", "ddp-whole")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("follows", ["test_loss", "-test_macro_f1"])
 def test_fine_tuning(data, follows):
     """Accuracy and F1 from confusion.csv are those of metrics.csv, in the epoch of best.pt, which
@@ -363,7 +363,7 @@ BLOCKS = (nn.Conv2d, models.detection.faster_rcnn.TwoMLPHead)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_detection_and_sequences():
     """torchvision's detector learns, with --accumulate, also resumed and sharded. Sequences of
     several lengths are padded, by the script as it is but for the data."""
@@ -412,8 +412,11 @@ def bf16_compress_hook(state, bucket):
 """
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("recipes", ALIKE)
+MARKS = [pytest.mark.slow if i % 2 else pytest.mark.long for i in range(len(ALIKE))]
+EACH = [pytest.param(recipes, marks=mark) for recipes, mark in zip(ALIKE, MARKS)]
+
+
+@pytest.mark.parametrize("recipes", EACH)
 def test_alike(fashion, recipes):
     """On one process, on two, sharded or not, and in micro-batches but for the contrasts; bfloat16
     is near. Each layer is computed twice in a step, to save memory."""
@@ -493,7 +496,7 @@ def distribute(*words):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_large_models(fashion):
     """The recipes of docs/large_models.md end with the weights of the script, also resumed, and a
     converted file with those of --init; it may be in channels_last. Tied weights stay tied. Blocks
