@@ -93,6 +93,7 @@ def test_after_is_before():
     assert same(last("one"), last("two")) and same(last("one", "best.pt"), last("two", "best.pt"))
 
 
+@pytest.mark.slow
 def test_processes():
     """1, 2 and 3 processes compute the same. A run that is killed, and resumed on another number,
     ends there too, in a folder where slurm/complete.sh has put a copy of the script."""

@@ -206,7 +206,7 @@ def refused(name, says, *flags, path=None, processes=None):
     assert before is None or content("kept") == before
 
 
-@pytest.mark.parametrize("name", some_fast(SMALL, "single", "ddp_torchrun", "ddp_spawn"))
+@pytest.mark.parametrize("name", some_fast(SMALL, "single", "ddp_torchrun"))
 def test_daily_mistakes(monkeypatch, name):
     """Each has a message, and nothing is lost."""
     own = "epoch-3/.metadata" if name == "fsdp2" else "checkpoint.pt"
@@ -286,7 +286,7 @@ def test_two_runs_start_in_one_folder(name):
     assert list(epochs(run(name, *flags, path=small(name), processes=COUNTS[name]))) == [0]
 
 
-@pytest.mark.parametrize("name", some_fast(DISTRIBUTED, "ddp_torchrun", "fsdp2"))
+@pytest.mark.parametrize("name", some_fast(DISTRIBUTED, "fsdp2"))
 def test_another_disk(name):
     """Ranks that do not see the same checkpoint end in a line, and the checkpoint stays. One of
     train_fsdp2.py is written by all ranks, so they need one disk from the first."""
