@@ -94,7 +94,7 @@ def test_shards(fashion):
     resumed = [*flags, "4", "--shard", 4, "--resume", "--epochs", 2]
     _, *texts, after = together(*runs, resumed, processes=4, more=HELD)
     for n, text in zip((4, 2), texts):
-        close(str(n), "1", 1e-3)
+        close("1", str(n), 1e-3)  # the one of four has been resumed
         assert f"15 blocks; each copy of the model on {n} ranks" in text
         held = [float(part) for part in re.findall(r"holds (\S+)", text)]
         assert len(held) == 4 * 3 and held == pytest.approx([1 / n] * 12, rel=0.1)
