@@ -46,6 +46,7 @@ NOT_RUN = [  # test_own_script, test_slurm.py and others do, it takes hours, or 
     r"(NCCL_DEBUG=INFO )?(sbatch|srun|scontrol|squeue|scancel|export) ",
     r".*(python\S*|bash) (benchmarks/|-m pytest .* tests/|-m torch)",
     r"(git|mpirun|docker|apptainer|nvidia-smi|source|pip|uv|for \w+ in|torchfrtrace) |  |done|#",
+    r"sed ",
 ]
 SCRIPT = r"((?:complete/)?(?:train(?:_\w+)?|pack_images)\.py)"
 TRAINS = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:torchrun (.* )?|python3? |.*/python ){SCRIPT}(.*)")
