@@ -50,7 +50,7 @@ NOT_RUN = [  # test_own_script, test_slurm.py and others do, it takes hours, or 
 ]
 SCRIPT = r"((?:complete/)?(?:train(?:_\w+)?|pack_images)\.py)"
 TRAINS = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:torchrun (.* )?|python3? |.*/python ){SCRIPT}(.*)")
-ORDER = re.split("\n## What to copy", README)[0]  # its commands run one after the other
+ORDER = re.split("\n## The six small", README)[0]  # its commands run one after the other
 LINES = [code[2] for code in CODE.findall(ORDER) if not code[0]]  # what they print
 
 
