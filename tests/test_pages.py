@@ -269,18 +269,16 @@ def test_commands(lines, data):
 
 
 LOOP = """
-import itertools, math, os, torch
+import torch
 import torch.distributed as dist, torch.nn.functional as F
-from contextlib import nullcontext
 from datetime import timedelta
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.data import BatchSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, WeightedRandomSampler
 
 dist.init_process_group(timeout=timedelta(seconds=100))
-rank, world_size, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
-loss_function = lambda outputs, labels: (outputs - labels).mean()
-seed, communicated = 0, []
+rank, world_size = dist.get_rank(), dist.get_world_size()
+communicated = []
 
 
 def of_all(*things):
@@ -321,88 +319,97 @@ keys = ddp.state_dict()
 nn.modules.utils.consume_prefix_in_state_dict_if_present(keys, "module.")
 branches.load_state_dict(keys)
 """
+IOU = "(classes * masks.long() + predicted).flatten().bincount(minlength=classes**2)"
 OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and what is true after
-    "IoU of several classes": (
-        "model, classes, shape = nn.Identity(), 20, (3, 9, 9)\n"
-        "both = [(torch.randn(3, 20, 9, 9), torch.randint(20, shape).byte()) for _ in range(5)]\n"
+    "In your own loop": (
+        "classes, shape = 20, (3, 9, 9)\n"
+        "both = [torch.randint(20, (2, *shape)).byte() for _ in range(5)]\n"
         "dist.broadcast_object_list(both)\n"
-        "val_loader = both[:4] if rank == 0 else both[4:]",
-        "x, y = (torch.cat(part) for part in zip(*both))\n"
-        "x = x.argmax(1)\n"
-        "both = [[(x == i) & (y == i), (x == i) | (y == i)] for i in range(classes)]\n"
-        "ratios = [hits.sum() / either.sum() for hits, either in both]\n"
-        "assert math.isclose(iou, sum(ratios) / classes, rel_tol=1e-6)",
+        "confusion = 0\n"
+        "for predicted, masks in both[:4] if rank == 0 else both[4:]:\n"
+        f"    confusion += {IOU}",
+        "dist.all_reduce(confusion)\n"
+        "hits = confusion.view(classes, classes).diag()\n"
+        "x, y = torch.cat(both, 1)\n"
+        "assert hits.tolist() == [((x == i) & (y == i)).sum().item() for i in range(classes)]\n"
+        "assert confusion.sum() == x.numel()",
     ),
     "Gradient accumulation": (
-        "micro_batches = [(torch.randn(2, 2), 0) for i in range(4)]",
-        "mean = torch.cat([inputs for inputs, _ in micro_batches]).mean(0)\n"
+        "micro_batches = [torch.randn(2, 2) for i in range(4)]\n"
+        "with ddp.no_sync():\n"
+        "    for inputs in micro_batches[:3]:\n"
+        "        (ddp(inputs).mean() / 4).backward()\n"
+        "(ddp(micro_batches[3]).mean() / 4).backward()",
+        "mean = torch.cat(micro_batches).mean(0)\n"
         "assert len(communicated) == 1\ndist.all_reduce(mean)\n"
         "assert torch.allclose(model.weight.grad, mean / world_size)",
     ),
     "A GAN": (
         "discriminator = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))\n"
         "generator, noise, real = nn.Linear(3, 2), torch.randn(8, 3), torch.randn(8, 2)\n"
-        "d_optimizer = torch.optim.SGD(discriminator.parameters(), 0.1)\n"
-        "g_optimizer = torch.optim.SGD(generator.parameters(), 0.1)",
+        "d, d_optimizer = new(discriminator)\n"
+        "g, g_optimizer = new(generator)\n"
+        "d.broadcast_buffers = g.broadcast_buffers = False\n"
+        "fake = g(noise)\n"
+        "(F.softplus(-d(real)).mean() + F.softplus(d(fake.detach())).mean()).backward()\n"
+        "d_optimizer.step()\n"
+        "d_optimizer.zero_grad()\n"
+        "F.softplus(-discriminator(fake)).mean().backward()\n"
+        "g_optimizer.step()",
         "alike(*discriminator.parameters(), *generator.parameters())\n"
-        "assert not d.broadcast_buffers and not g.broadcast_buffers\n"
         "for own in discriminator[0].weight.grad, discriminator[1].running_mean:\n"
         "    assert len(set(map(str, of_all(own)))) == 2",
     ),
     "Different numbers of batches": (
-        "train_loader = [(torch.randn(2, 2), 0)] * (2 + rank)",
+        "batches = [torch.randn(2, 2)] * (2 + rank)\n"
+        "with ddp.join():\n"
+        "    for inputs in batches:\n"
+        "        ddp(inputs).mean().backward()\n"
+        "        optimizer.step()\n"
+        "steps = torch.tensor(len(batches))\n"
+        "dist.all_reduce(steps, dist.ReduceOp.MIN)",
         "alike(model.weight)\nassert steps == 2",
     ),
     "A method other than forward": (
-        "model.training_step = lambda inputs, labels: model(inputs).sum() - labels\n"
-        "inputs, labels = torch.randn(2, 2), 0",
-        "loss.backward()\nalike(model.weight.grad)",
+        "class TrainingStep(nn.Module):\n"
+        "    def __init__(self, model):\n"
+        "        super().__init__()\n"
+        "        self.model = model\n"
+        "    def forward(self, batch):\n"
+        "        return self.model.training_step(batch)\n"
+        "model.training_step = lambda batch: model(batch).sum()\n"
+        "model.training_step(torch.randn(2, 2)).backward()\n"
+        "assert len(set(map(str, of_all(model.weight.grad)))) == 2\n"
+        "model.zero_grad()\n"
+        "ddp, optimizer = new(TrainingStep(model))\n"
+        "ddp(torch.randn(2, 2)).backward()",
+        "alike(model.weight.grad)",
     ),
     "Gradients without the wrapper": (
-        "model, inputs = nn.Linear(2, 1), torch.randn(3, 2)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-        "training_step = lambda model, inputs: model(inputs).sum().backward()",
+        "model, inputs = nn.Linear(2, 1), torch.randn(3, 2)\nmodel(inputs).sum().backward()",
         "mean = inputs.sum(0)\ndist.all_reduce(mean)\n"
         "assert torch.allclose(model.weight.grad, mean / world_size)\n"
         "alike(*model.parameters())",
     ),
-    "A loss that compares samples": (
-        "def loss_function(a, b):\n"
-        "    pairs = F.normalize(a) @ F.normalize(b).T\n"
-        "    return F.cross_entropy(pairs, torch.arange(len(pairs)))\n"
-        "model = nn.Linear(3, 4)\n"
-        "ddp, optimizer = new(model)\n"
-        "all_views = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(1))\n"
-        "first_views, second_views = all_views[:, 4 * rank : 4 * rank + 4]",
-        "found = model.weight.grad.clone()\n"
-        "model.zero_grad()\n"
-        "whole = loss_function(*model(all_views))\n"
-        "whole.backward()\n"
-        "assert torch.allclose(loss, whole)\n"
-        "assert torch.allclose(model.weight.grad, found, atol=1e-6)\n"
-        "half = loss_function(model(first_views), model(second_views))\n"
-        "assert half < whole - 0.3, (half, whole)",
-    ),
     "Another sampler, or no DataLoader": (
-        "",
-        "for epoch in range(2):\n"
-        "    generator = torch.Generator().manual_seed(epoch)\n"
-        "    one = WeightedRandomSampler(torch.ones(11), 11, generator=generator)\n"
-        "    share = Share(one)\n"
-        "    found = of_all(*share)\n"
-        "    generator.manual_seed(epoch)\n"
-        "    order = list(one)\n"
-        "    assert len(share) == 5 and found == [order[0:10:2], order[1:10:2]], found\n"
-        "batches = Share(BatchSampler(range(17), 3, drop_last=False))\n"
-        "assert list(batches) == ([[0, 1, 2], [6, 7, 8], [12, 13, 14]], [[3, 4, 5], [9, 10, 11],"
-        " [15, 16]])[rank]",
+        "sampler, epoch = WeightedRandomSampler(torch.ones(11), 11), 3\n"
+        "train_set, options = range(11), dict(batch_size=None)",
+        "found = of_all(*train_loader)\n"
+        "assert torch.initial_seed() == 6 + rank\n"
+        "torch.manual_seed(epoch)\n"
+        "order = list(sampler)\n"
+        "assert found == [order[0:10:2], order[1:10:2]], found\n"
+        "share = list(BatchSampler(range(8), 2, drop_last=False))[rank::2]\n"
+        "found = of_all(*DataLoader(train_set, batch_sampler=share))\n"
+        "assert found == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], found",
     ),
 }
 
 
 def test_own_loop():
-    """Each section's code, in two processes whose data and scores differ. Steps that leave
+    """What each section says, and its code, in two processes whose data differ. Steps that leave
     parameters without gradients need find_unused_parameters=True; DDP's keys lose "module."."""
+    assert f"`{IOU}`" in DOCS
     text = [LOOP, UNUSED]
     for i, (title, (before, after)) in enumerate(OWN.items()):
         [section] = [part for part in SECTIONS if part.startswith(f"{title}\n")]
