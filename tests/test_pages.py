@@ -271,6 +271,7 @@ def test_commands(lines, data):
 LOOP = """
 import torch
 import torch.distributed as dist, torch.nn.functional as F
+from contextlib import nullcontext
 from datetime import timedelta
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -335,14 +336,9 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "assert confusion.sum() == x.numel()",
     ),
     "Gradient accumulation": (
-        "micro_batches = [torch.randn(2, 2) for i in range(4)]\n"
-        "with ddp.no_sync():\n"
-        "    for inputs in micro_batches[:3]:\n"
-        "        (ddp(inputs).mean() / 4).backward()\n"
-        "(ddp(micro_batches[3]).mean() / 4).backward()",
-        "mean = torch.cat(micro_batches).mean(0)\n"
-        "assert len(communicated) == 1\ndist.all_reduce(mean)\n"
-        "assert torch.allclose(model.weight.grad, mean / world_size)",
+        "train_loader, loss_function = [torch.randn(2, 2, 2) for _ in range(6)], F.mse_loss\n"
+        "communicated.clear()",
+        "alike(*model.parameters())\nassert len(communicated) == 2",
     ),
     "A GAN": (
         "discriminator = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))\n"
