@@ -46,9 +46,8 @@ def pasted(*titles, rooms=False):
         start, end = re.search(rf"# ---- The {banner}: .*\n", text).end(), text.index(end)
         text = text[:start] + block + "\n\n" + text[end:]
     text = text.replace('add("--seed"', f'{OWN_FLAGS}add("--seed"')
-    for code in [
-        code for title in titles for code in code_of(title) if re.search(VERBS, code, re.M)
-    ]:
+    codes = [code for title in titles for code in code_of(title)]
+    for code in filter(re.compile(VERBS, re.M).search, codes):
         first, *pieces = re.split(VERBS, code, flags=re.M)
         text = text.replace(IMPORTS, IMPORTS + first)
         for verb, place, lines in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
@@ -69,7 +68,7 @@ def paste(folder, *titles, rooms=False, **changes):
     Path(folder).mkdir()
     Path(folder, "train.py").write_text(text)
     Path("texts").mkdir(exist_ok=True)
-    text = GUIDE.encode()[: 200 * 64 + 1]
+    text = DOCS.encode()[: 200 * 64 + 1]
     tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
     Path("texts", "a.md").write_bytes(text)
     tokens[:11521].tofile("texts/train.bin"), tokens[11520:].tofile("texts/test.bin")
@@ -119,13 +118,8 @@ def log(values, step):
         print("logged", {name: float(value)}, step)
 init = lambda **options: print("run", options["id"])
 """
-ORDER = """
-plain_set_epoch = EpochSampler.set_epoch
-def set_epoch(sampler, *words):
-    print("order", *words, torch.are_deterministic_algorithms_enabled())
-    plain_set_epoch(sampler, *words)
-EpochSampler.set_epoch = set_epoch
-"""
+SET_EPOCH = "        sampler.set_epoch(epoch // parts, start)\n"
+ORDER = "print('order', epoch // parts, start, torch.are_deterministic_algorithms_enabled())"
 
 
 @pytest.mark.slow
@@ -135,12 +129,13 @@ def test_recipes(fashion):
     stopped."""
     changes = TARGETS | {"torch.utils.tensorboard": "wandb", "1000, 1000": "20, 20"}
     changes["patience=3"] = "patience=0, threshold=9"  # no test loss is low enough
+    changes[SET_EPOCH] = f"{SET_EPOCH}        {ORDER}\n"
     path = paste("all", *ADDED, SCHEDULE, **changes)
     Path("all", "wandb.py").write_text(LOGS)
     flags = [*fashion, *SHORT, "--augment"]
     stalled = runs(*flags, "--lr", 0, stalled=[8])
     every = [*runs(*flags, whole=[3], parts=[1, 3]), *stalled]
-    texts = together(*every, path=path, more=BLOCKS + ORDER)
+    texts = together(*every, path=path, more=BLOCKS)
     for whole, first, resumed in texts[:3], texts[3:6]:
         orders = re.findall(r"order (\d+) (\d+) True", whole)
         assert orders[:3] == [("0", "0"), ("0", "160"), ("1", "0")]  # each rank's 8 samples a step
@@ -177,21 +172,17 @@ def test_recipes(fashion):
         assert folders == ["checkpoint-4-0"]
 
 
-HOOK = """
-plain_hook = bf16_compress_hook
-def bf16_compress_hook(state, bucket):
-    print("in halves")
-    return plain_hook(state, bucket)
-"""
+HOOK = "None, bf16_compress_hook"
+TOLD = "None, lambda state, bucket: print('in halves') or bf16_compress_hook(state, bucket)"
 
 
 @pytest.mark.slow
 def test_frozen_layers(fashion):
     """Only the head is trained, nearly the same with a gradient in halves. docs/how_fast.md
     measures the loader, and the operators of three steps."""
-    path = paste("my", FROZEN, HALF, *FAST, **{"> 60:": "> 0:"})
+    path = paste("my", FROZEN, HALF, *FAST, **{"> 60:": "> 0:", HOOK: TOLD})
     flags = [*fashion, *SHORT, "--batch-size", 16, "--model", "resnet18"]
-    for text in together(*runs(*flags, my=[1]), path=path, more=HOOK):
+    for text in together(*runs(*flags, my=[1]), path=path):
         assert text.count("the loader alone: ") == 1 and "Self CPU time total" in text
         assert ("in halves" in text) == ("blocks; " not in text)
     torch.manual_seed(76)
