@@ -15,7 +15,7 @@ inside=() # EDIT: or a container: (apptainer exec --nv --bind /shared IMAGE.sif)
 # torch must be able to use the GPUs that Slurm has granted. (To train on CPUs, delete this check.)
 srun --export=ALL "${inside[@]}" python -c "import os, torch; n = torch.accelerator.device_count()
 assert n >= int(os.getenv('SLURM_GPUS_ON_NODE', '1')), f'torch can use only {n} GPUs'" || exit
-# The nodes meet by torchrun's c10d, as this job, on this node, at its own port; imports are slow
+# torchrun's rendezvous: c10d, this job's ID, this node and a port of its own; imports may be slow
 srun --export=ALL --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 "${inside[@]}" \
     torchrun --nnodes "$SLURM_NNODES" --nproc-per-node gpu --rdzv-backend c10d \
     --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$(hostname):$((10000 + SLURM_JOB_ID % 20000))" \

@@ -11,14 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import helpers
 import pytest
 import torch
-from helpers import LIMIT, ROOT, Cold, command, wait_until
+from helpers import LIMIT, ROOT, Cold, changed, command, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]  # one cluster at a time
 MACHINES = ["node0", "node1", "node2", "node3"]
@@ -53,7 +52,10 @@ with open("starts-" + os.environ["SLURM_JOB_ID"], "ab", 0) as file:  # in one pi
     file.write(start.encode() + b"\\n")
 life = int(os.environ.get("SLURM_RESTART_COUNT", 0))
 if life < int(os.environ.get("PROGRESS", 0)):
-    open(words[words.index("--output") + 1] + "/last.pt", "w").close()
+    flags = " ".join(words).replace("--output=", "--output ")  # which the last one decides
+    output = flags.split("--output ")[-1].split(" --")[0]
+    os.makedirs(output, exist_ok=True)
+    open(output + "/last.pt", "w").close()
 if os.environ.get("FAILS") == os.environ["SLURM_PROCID"]:
     sys.exit(3)
 if life < int(os.environ.get("STAND", 0)):
@@ -204,30 +206,25 @@ class Job:
     def over(self):
         return self.show("JobState") not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
 
-    def wait_for(self, text, times=1):
-        wait_until(lambda: self.log().count(text) >= times or self.over(), 2 * LIMIT, 0.2)
-        assert wait_until(lambda: self.log().count(text) >= times, 5), self.log()
+    def wait_for(self, text):
+        wait_until(lambda: text in self.log() or self.over(), LIMIT, 0.2)
+        assert wait_until(lambda: text in self.log(), 5), self.log()
 
     def ended(self, state="COMPLETED", restarts=0):
-        wait_until(self.over, 2 * LIMIT, 0.1)
+        wait_until(self.over, LIMIT, 0.1)
         assert (self.show("JobState"), self.show("Restarts")) == (state, str(restarts)), self.log()
         return self
 
-    def starts(self, count=None):
+    def starts(self, count=0):
         """What the stand-ins have written down: words, folder, environment and data of each."""
-        path = self.file.parent / f"starts-{self.number}"
+        path = self.file.with_name(f"starts-{self.number}")
 
-        def read():
-            return (
-                [json.loads(line) for line in path.read_text().splitlines()]
-                if path.exists()
-                else []
-            )
+        def lines():
+            return path.read_text().splitlines() if path.exists() else []
 
-        if count:
-            wait_until(lambda: len(read()) >= count or self.over(), 60, 0.2)
-            assert len(read()) >= count, (self.name, count, self.log())
-        return read()
+        wait_until(lambda: len(lines()) >= count or self.over(), 60, 0.2)
+        assert len(lines()) >= count, (self.name, count, self.log())
+        return [json.loads(line) for line in lines()]
 
 
 def check(job, *flags, nodes=1, gres=True):
@@ -247,12 +244,13 @@ def check(job, *flags, nodes=1, gres=True):
         assert gpus == (1 if job.name == "single" else 4) or not gres
 
 
-def only(kind):
-    return pytest.mark.parametrize("kind", [kind], indirect=True, scope="module")
+def on(*kinds):
+    return pytest.mark.parametrize("kind", kinds, indirect=True, scope="module")
 
 
 def test_each_file_starts_once(kind, clone, monkeypatch):
-    """On nodes that are shared or given whole, also where jobs do not get the environment."""
+    """On nodes that are shared or given whole, also where jobs do not get the environment; with
+    the memory of its CPUs, or what --mem says."""
     if kind == "no gres":
         refused = subprocess.run(["sbatch", "slurm/single.sh"], capture_output=True, text=True)
         assert refused.returncode and "gres" in refused.stderr and not list(Path().glob("*.out"))
@@ -272,101 +270,74 @@ def test_each_file_starts_once(kind, clone, monkeypatch):
         check(job.ended(), "--lr", "a b", nodes=nodes, gres=kind != "no gres")
     for job in two:
         check(job.ended(), nodes=2, gres=kind != "no gres")
+    if kind == "threads":
+        edit("dp", "##SBATCH --mem", "#SBATCH --mem")
+        assert jobs[1].starts()[0][2]["SLURM_MEM_PER_CPU"] == "256"
+        assert Job("dp").ended().starts()[0][2]["SLURM_MEM_PER_NODE"] == str(64 * 1024)
 
 
-@only("threads")
-def test_memory(kind, clone):
-    """Without --mem a job has the cluster's default for each of its CPUs."""
-    small = Job("ddp_torchrun").ended()
-    edit("ddp_torchrun", "##SBATCH --mem", "#SBATCH --mem")
-    large = Job("ddp_torchrun").ended()
-    assert small.starts()[0][2]["SLURM_MEM_PER_CPU"] == "256"
-    assert large.starts()[0][2]["SLURM_MEM_PER_NODE"] == str(64 * 1024)
-
-
-@only("plain")
-def test_nothing_is_half_done(kind, clone, tmp_path):
-    """Submitted from another folder, or without an environment, a job ends with a line."""
+@on("plain")
+def test_jobs_that_cannot_train(kind, clone, tmp_path, monkeypatch):
+    """Submitted from another folder, without an environment, or where torch cannot use the GPUs, a
+    job ends with a line; so does one that fails on one of two nodes, instead of waiting."""
     jobs = []
+    for gpus in range(2):  # single.sh asks for one
+        monkeypatch.setenv("GPUS", str(gpus))
+        line = f"AssertionError: torch can use only {gpus} GPUs"
+        jobs += [(Job(name), line) for name in list(STARTS)[gpus:]]
+    monkeypatch.delenv("GPUS")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "slurm").symlink_to(clone / "slurm")
     os.chdir(tmp_path / "elsewhere")
-    jobs += [Job(name) for name in STARTS]
+    jobs += [(Job(name), "No such file or directory") for name in STARTS]
     os.chdir(clone)
-    Path(".venv/bin/activate").write_text("echo no such environment; return 3\n")
-    jobs += [Job(name) for name in STARTS]
-    for job in jobs:
-        job.ended("FAILED")
-        assert job.log().count("\n") == 1 and not job.starts(), job.log()
-    assert not list(tmp_path.glob("*/runs"))
-
-
-@only("plain")
-def test_what_fails_on_one_node_ends_the_job(kind, clone, monkeypatch):
+    activate = Path(".venv/bin/activate").read_text()
+    Path(".venv/bin/activate").write_text("echo no environment; return 3\n")
+    jobs += [(Job(name), "no environment") for name in STARTS]
+    for job, line in jobs:
+        assert line in job.ended("FAILED").log() and not job.starts(), job.log()
+        assert job.log().count("\n") == 1 or "GPUs" in line, job.log()
+    assert not list(tmp_path.glob("elsewhere/runs"))
+    Path(".venv/bin/activate").write_text(activate)
     monkeypatch.setenv("STAND", "1")
     monkeypatch.setenv("FAILS", "1")
     for job in [Job(name, options=["--nodes=2"]) for name in SEVERAL]:
-        wait_until(job.over, 60, 0.2)
-        assert job.show("JobState") == "FAILED", job.name
+        job.ended("FAILED")
 
 
-def block(text):
-    """The only block of bash on the page that has this in it."""
-    blocks = re.findall(r"^ *```bash\n((?:.*\n)*?) *```$", PAGE, re.M)
-    [found] = [code for code in blocks if text in code]
-    return found
-
-
-@only("plain")
-@pytest.mark.parametrize("place", ["SLURM_TMPDIR", "TMPDIR", "neither", "broken"])
-def test_data(kind, clone, place, monkeypatch):
+@on("plain")
+def test_data(kind, clone, monkeypatch):
     """An archive is unpacked once per node, and a job that cannot do that does not train."""
     for part in "train", "test":
         Path("my_images", part).mkdir(parents=True)
     command("tar", "-cf", "my_images.tar", "my_images")
-    if place == "broken":
-        Path("my_images.tar").write_bytes(Path("my_images.tar").read_bytes()[:700] + b"?" * 700)
-    tar = '#!/bin/sh\necho unpacks; exec /bin/tar "$@"\n'
-    Path(".venv/bin/tar").write_text(tar)
+    Path("broken.tar").write_bytes(Path("my_images.tar").read_bytes()[:700] + b"?" * 700)
+    Path(".venv/bin/tar").write_text('#!/bin/sh\necho unpacks; exec /bin/tar "$@"\n')
     Path(".venv/bin/tar").chmod(0o755)
-    monkeypatch.delenv("SLURM_TMPDIR", raising=False)
-    monkeypatch.delenv("TMPDIR", raising=False)
-    if place != "neither":
-        monkeypatch.setenv("TMPDIR" if place == "TMPDIR" else "SLURM_TMPDIR", os.environ["DISK"])
-    lines = block("tar -xf").replace("/shared/my_images.tar", "my_images.tar")
+    [lines] = re.findall(r"^```bash\n(data=.*\nsrun .*\n)```$", PAGE, re.M)
+    lines = lines.replace("/shared/my_images.tar", "my_images.tar")
     flags = '--dataset "$data/my_images" "$@"'
     edit("complete", "# torch must", f"{lines}# torch must", '"$output" "$@"', f'"$output" {flags}')
-    job = Job("complete", options=["--nodes=2", "-p", "whole"])
-    if place == "broken":
-        assert not job.ended("FAILED").starts(), job.log()
-    else:
-        disk = Path("/tmp" if place == "neither" else os.environ["DISK"], f"data-{job.number}")
-        check(job.ended(), "--dataset", f"{disk}/my_images", nodes=2)
-        shutil.rmtree(disk, ignore_errors=True)
+    disks = {"SLURM_TMPDIR": os.environ["DISK"], "TMPDIR": os.environ["DISK"], "neither": "/tmp"}
+    jobs, options = {}, ["--nodes=2", "-p", "whole"]
+    for place, disk in disks.items():
+        monkeypatch.delenv("SLURM_TMPDIR", raising=False)
+        monkeypatch.delenv("TMPDIR", raising=False)
+        if place != "neither":
+            monkeypatch.setenv(place, disk)
+        jobs[Job("complete", options=options)] = disk
+    edit("complete", "my_images.tar", "broken.tar")
+    assert not Job("complete", options=options).ended("FAILED").starts()
+    for job, disk in jobs.items():
+        folder = f"{disk}/data-{job.number}"
+        check(job.ended(), "--dataset", f"{folder}/my_images", nodes=2)
+        shutil.rmtree(folder, ignore_errors=True)
         assert [sorted(data[0]) for *_, data in job.starts()] == [["test", "train"]] * 2
         assert job.log().count("unpacks") == 2
 
 
-def warn(*numbers):
-    for number in numbers:
-        command("scancel", "--signal=USR1", "--batch", number)  # as Slurm does before a time limit
-
-
-@only("plain")
-def test_gpus_that_torch_cannot_use(kind, clone, monkeypatch):
-    """The job ends in a line, instead of training on the CPU, or on fewer GPUs."""
-    jobs = []
-    for gpus in range(2):
-        monkeypatch.setenv("GPUS", str(gpus))
-        jobs += [(Job(name), gpus) for name in list(STARTS)[gpus:]]  # single.sh asks for one
-    for job, gpus in jobs:
-        job.ended("FAILED")
-        assert f"AssertionError: torch can use only {gpus} GPUs" in job.log() and not job.starts()
-
-
-@only("plain")
-@pytest.mark.parametrize("way", ["conda", "container"])
-def test_environments(kind, clone, way, monkeypatch):
+@on("plain")
+def test_environments(kind, clone, monkeypatch):
     """Each file's other ways to an environment, here with stand-ins for conda and apptainer."""
     monkeypatch.setenv("BASH_FUNC_module%%", '() { [ "$*" = "load miniforge" ]; }')
     monkeypatch.setenv("PATH", f"{clone}/bin:{os.environ['PATH']}")
@@ -376,34 +347,37 @@ def test_environments(kind, clone, way, monkeypatch):
     for name, line in ("conda", conda), ("apptainer", apptainer):
         Path("bin", name).write_text(f"#!/bin/bash\n{line}\n")
         Path("bin", name).chmod(0o755)
+    jobs = []
     for name in STARTS:
         text = Path(f"slurm/{name}.sh").read_text()
         [venv] = re.findall("^source .venv/bin/activate .*\n", text, re.M)
         [module] = re.findall(r"^# (module load .*)", text, re.M)
         [container] = re.findall(r"^inside=\(\) # EDIT: or a container: (\(.*\)),", text, re.M)
-        edit(name, venv, "")
-        if way == "conda":
-            edit(name, f"# {module}", module)
-        else:
-            edit(name, "inside=()", f"inside={container}")
-    jobs = [Job(name, "--lr", "a b") for name in STARTS]
-    for job in jobs:
+        edit(name, venv, "", f"# {module}", module)
+        jobs.append((Job(name, "--lr", "a b"), False))
+        edit(name, module, f"# {module}", "inside=()", f"inside={container}")
+        jobs.append((Job(name, "--lr", "a b"), True))
+    for job, contained in jobs:
         starts = job.ended().starts()
         assert starts[0][0][-2:] == ["--lr", "a b"], job.log()
-        assert all(("CONTAINER" in env) == (way == "container") for *_, env, _ in starts)
+        assert all(("CONTAINER" in env) == contained for *_, env, _ in starts)
 
 
-@only("plain")
+def warn(number):
+    command("scancel", "--signal=USR1", "--batch", number)  # as Slurm does before a time limit
+
+
+@on("plain")
 def test_complete_is_requeued(kind, clone, monkeypatch):
-    """At its time limit, with the code and folder that it began with, as often as the file says;
-    a task of an array without the others; and not at all where requeueing is forbidden."""
-    edit("complete", "requeues=20", "requeues=1")
+    """At its time limit, with the code and folder that it began with; a task of an array without
+    the others; and not where requeueing is forbidden."""
     monkeypatch.setenv("STAND", "2")
     monkeypatch.delenv("PYTHONPATH", raising=False)
     job = Job("complete", "--lr", "a b")
     forbidden = Job("complete", options=["--no-requeue"])
     array = Job("complete", options=["--array=1-3"])
-    assert wait_until(lambda: len(list(Path().glob("starts-*"))) == 5, 60)
+    written = [".", "-name", "starts-*", "-size", "+0"]
+    assert wait_until(lambda: command("find", *written).count("starts-") == 5, 60, 0.2)
     tasks = {}  # of the array: job number, and Slurm's other name for it
     for path in Path().glob("starts-*"):
         env = json.loads(path.read_text())[2]
@@ -412,16 +386,15 @@ def test_complete_is_requeued(kind, clone, monkeypatch):
     code = Path(f"runs/complete-{job.number}/job-{job.number}/script.py")
     before = code.read_text()
     Path("complete/train.py").write_text("other code")
-    warn(job.number, forbidden.number, tasks[array.number])  # this one has the array's own number
+    for number in job.number, forbidden.number, tasks[array.number]:  # the array's own number
+        warn(number)
     first, second = job.starts(2)
     assert first[0] == second[0] and second[2]["SLURM_RESTART_COUNT"] == "1"
     assert code.read_text() == before and code.stat().st_mode & 0o777 == 0o600
     assert second[2]["PYTHONPATH"] == str(clone / "complete")  # not ":", the working folder
     assert second[2]["TORCHINDUCTOR_CACHE_DIR"] == f"{code.parent}/compiled"
     array.starts(2)
-    warn(job.number)
-    time.sleep(1)
-    assert "Requested operation is presently disabled" in forbidden.log()
+    forbidden.wait_for("Requested operation is presently disabled")
     for name in job.number, forbidden.number, *tasks.values():
         state = Job("complete", number=name)
         restarts = str(int(name in (job.number, tasks[array.number])))
@@ -429,32 +402,31 @@ def test_complete_is_requeued(kind, clone, monkeypatch):
     command("scancel", job.number, forbidden.number, array.number)
 
 
-@only("plain")
+@on("plain")
 def test_complete_fails(kind, clone, monkeypatch):
     """It is requeued if there is a newer checkpoint than at its start, where its flags put it, and
     not more often than the file says; else it ends with its status. If cancelled, it stays so."""
-    monkeypatch.setenv("FAILS", "0")
-    never = Job("complete")
-    monkeypatch.setenv("PROGRESS", "1")
-    once = Job("complete")
-    other = Job("complete", "--output", "runs/other")
-    monkeypatch.setenv("PROGRESS", "9")
     edit("complete", "requeues=20", "requeues=2")
-    often = Job("complete")
+    monkeypatch.setenv("FAILS", "0")
+    jobs = {Job("complete"): 0}
+    monkeypatch.setenv("PROGRESS", "1")
+    outputs = ["--output", "runs/ours"], ["--output", "a", "--lr", "1", "--output=runs/my own"]
+    jobs |= {Job("complete", *flags): 1 for flags in outputs}
+    monkeypatch.setenv("PROGRESS", "9")
+    jobs[Job("complete")] = 2
     monkeypatch.delenv("FAILS")
     monkeypatch.setenv("STAND", "9")
     cancelled = Job("complete")
     cancelled.starts(1)
     command("scancel", cancelled.number)
-    for job, restarts in (never, 0), (once, 1), (other, 1), (often, 2):
-        job.ended("FAILED", restarts)
-        assert job.show("ExitCode") == "3:0"
-    assert Path("runs/other/last.pt").exists()
-    cancelled.ended("CANCELLED")
-    assert len(cancelled.starts()) == 1
+    for job, restarts in jobs.items():
+        assert job.ended("FAILED", restarts).show("ExitCode") == "3:0"
+    for output in "runs/ours", "runs/my own":
+        assert len(list(Path(output).glob("job-*/script.py"))) == 1
+    assert len(cancelled.ended("CANCELLED").starts()) == 1
 
 
-@only("plain")
+@on("plain")
 def test_slurmctld_does_not_answer(kind, clone, tmp_path, monkeypatch):
     """The job asks again until it does."""
     monkeypatch.setenv("STAND", "1")
@@ -469,11 +441,13 @@ def test_slurmctld_does_not_answer(kind, clone, tmp_path, monkeypatch):
         if path.read_bytes().endswith(f"job{int(job.number):05}/slurm_script\0".encode())
     ]
     os.kill(min(shells), signal.SIGUSR1)
-    assert wait_until(lambda: "Unable to contact slurm controller" in job.log(), 60)
+    asked = wait_until(lambda: f" for job {job.number}" in job.log(), 120)  # scontrol's complaint
     monkeypatch.delenv("TEST_FOLDER")  # or it would end with this test
     daemons[1] = Cold(controller, Path(os.environ["SLURM_CONF"]).parent / "again.out")
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     assert wait_until(lambda: os.system("scontrol ping | grep -q UP") == 0, 60, 0.5)
+    assert asked, job.log()
+    job.starts(2)
     job.ended(restarts=1)
 
 
@@ -481,18 +455,21 @@ def preempt():
     command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 -o /dev/null --wrap=true".split())
 
 
-@pytest.mark.parametrize("kind", ["plain", "newer"], indirect=True, scope="module")
+@on("plain", "newer")
 def test_complete_is_preempted(kind, clone, monkeypatch):
     """Six times in a row, which is more than MaxBatchRequeue; with and without a GraceTime, also
-    where jobs are cancelled after it; by SIGTERM for its processes, or USR1 for itself."""
+    where jobs are cancelled after it; by SIGTERM for its processes, or USR1 for itself. Cancelled
+    without a grace, it continues in a new job."""
     if kind == "newer":
         assert command("sbatch", "--version").split()[1] >= "24.05"
     monkeypatch.setenv("STAND", "6")
     edit("complete", "requeues=20", "requeues=0")  # of its own
     names = ["requeue", "grace", "cancel_grace"]
+    cancelled = Job("complete", options=["-p", "cancel"])
     jobs = [Job("complete", options=["-p", name]) for name in names]
     edit("complete", " --signal=B:USR1@120", "")  # for send_user_signal
     jobs += [Job("complete", options=["-p", name]) for name in names[1:]]
+    cancelled.starts(1)
     for life in range(1, 7):
         for job in jobs:
             job.starts(life)
@@ -508,47 +485,27 @@ def test_complete_is_preempted(kind, clone, monkeypatch):
         assert len(others) == restarts and all(start[0] == first[0] for start in others)
         if job is not jobs[0]:  # which Slurm requeues as it sends USR1
             assert not Path(f"runs/complete-{job.number}/job-{job.number}/requeued").read_text()
-
-
-@pytest.mark.parametrize("kind", ["plain", "newer"], indirect=True, scope="module")
-def test_complete_is_stopped(kind, clone, monkeypatch):
-    """Cancelled without a grace, it continues when it is submitted again. A node that is lost has
-    it requeued."""
-    monkeypatch.setenv("STAND", "1")
-    cancelled = Job("complete", options=["-p", "cancel"])
-    cancelled.starts(1)
-    preempt()
     cancelled.ended("PREEMPTED")
-    failed = Job("complete", options=["-p", "requeue"])
-    node = failed.starts(1)[0][2]["SLURMD_NODENAME"]
-    command("scontrol", "update", f"node={node}", "state=down", "reason=test")
-    failed.ended(restarts=1)
-    os.system(f"scontrol update node={node} state=resume")  # it may have come back by itself
-    first, second = failed.starts()
-    assert first[0] == second[0]
     output = f"runs/complete-{cancelled.number}"
-    monkeypatch.setenv("STAND", "0")
+    monkeypatch.delenv("STAND")
     again = Job("complete", "--output", output).ended()
-    words = again.starts()[0][0]
-    assert "--resume" in words and words[-1] == output
+    assert again.starts()[0][0][-3:] == [output, "--output", output]
     assert Path(output, f"job-{again.number}", "script.py").exists()
 
 
-INSTEAD = {r"--array=1-\d+": "--array=1-3", "nvidia-smi": "hostname", "FLAGS": "--lr 1"}
+INSTEAD = {r"--array=1-\d+": "--array=1-3", "FLAGS": "--lr 1"}
 
 
-@only("plain")
+@on("plain")
 def test_commands_of_the_page(kind, clone):
     """Each of Slurm's runs, and the jobs that it submits end well, an array's with their seeds."""
     blocks = re.findall(r"^ *```sh\n((?:.*\n)*?) *```$", PAGE, re.M)
     lines = [line.strip() for code in blocks for line in code.splitlines()]
-    assert all(
-        re.match(r"(for .* )?sbatch|\.venv/bin/python complete/pack_images", line) for line in lines
-    )
-    inline = re.findall(r"`((?:sbatch|srun|sinfo|squeue|scontrol show) [^`]+)`", PAGE)
-    lines = [line for line in lines if "sbatch" in line] + inline
+    assert all(re.match("(for .* )?sbatch", line) for line in lines)
+    inline = re.findall(r"`((?:sbatch|sinfo|squeue|scontrol show) [^`]+)`", PAGE)
+    lines += inline
     assert '`--seed "$SLURM_ARRAY_TASK_ID"` before `"$@"`' in PAGE
-    edit("complete", '"$@"', '--seed "$SLURM_ARRAY_TASK_ID" "$@"')
+    edit("complete", '"$output" "$@"', '"$output" --seed "$SLURM_ARRAY_TASK_ID" "$@"')
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STAND", "1")
         running = Job("complete")
@@ -571,12 +528,15 @@ def test_commands_of_the_page(kind, clone):
     assert sorted(seeds) == list("112233")  # of two arrays
 
 
-@only("plain")
+@on("plain", "newer")
 def test_repairs_of_the_page(kind, clone, monkeypatch):
-    """A mended script, a bad node, a job that is held, by the page's commands."""
-    monkeypatch.setenv("STAND", "2")
+    """A node that is lost, a mended script, a bad node, a job that is held."""
+    monkeypatch.setenv("STAND", "3")
     job = Job("complete", options=["-p", "requeue"])
-    node = job.starts(1)[0][2]["SLURMD_NODENAME"]
+    lost = job.starts(1)[0][2]["SLURMD_NODENAME"]
+    command("scontrol", "update", f"node={lost}", "state=down", "reason=test")
+    node = job.starts(2)[1][2]["SLURMD_NODENAME"]
+    os.system(f"scontrol update node={lost} state=resume")  # it may have come back by itself
     Path("complete/train.py").write_text("mended")
 
     def run(start):
@@ -587,34 +547,26 @@ def test_repairs_of_the_page(kind, clone, monkeypatch):
     run("scontrol requeue")
     assert wait_until(lambda: job.show("JobState") == "PENDING", 60)
     run("scontrol update")
-    second = job.starts(2)[1]
-    assert second[2]["SLURMD_NODENAME"] != node
-    assert Path(second[0][second[0].index("--resume") - 1]).read_text() == "mended"
+    first, _, third = job.starts(3)
+    assert third[0][-3:] == first[0][-3:] and third[2]["SLURMD_NODENAME"] != node
+    assert Path(third[0][third[0].index("--resume") - 1]).read_text() == "mended"
     command("scontrol", "requeuehold", job.number)
     assert wait_until(lambda: job.show("Reason") == "job_requeued_in_held_state", 60)
     run("scontrol release")
-    job.ended(restarts=2)
+    job.ended(restarts=3)
 
 
-@only("plain")
-def test_lines_of_the_pages(kind, clone):
-    """One run per GPU in one job; srun instead of torchrun."""
-    last = "\n".join(Path("slurm/single.sh").read_text().splitlines()[-2:])
-    edit("single", last, block("CUDA_VISIBLE_DEVICES"))
-    four = Job("single", "--epochs", 1, options=["--gres=gpu:4"])
+@on("plain")
+def test_srun_instead_of_torchrun(kind, clone):
+    """The lines of docs/launching.md."""
     text = (ROOT / "docs" / "launching.md").read_text()
     [lines] = re.findall(r"^(export MASTER_ADDR.*\nsrun .*\n)", text, re.M)
     head = "#!/bin/bash\n#SBATCH --ntasks-per-node=4 --cpus-per-task=4 --gres=gpu:4 -o %x-%j.out\n"
     Path("slurm/srun.sh").write_text(f"{head}source .venv/bin/activate\n{lines}")
-    ranks = Job("srun", options=["--job-name=srun"])
-    starts = four.ended().starts()
-    assert sorted(env["CUDA_VISIBLE_DEVICES"] for *_, env, _ in starts) == ["0", "1", "2", "3"]
-    assert len({words[words.index("--output") + 1] for words, *_ in starts}) == 4
-    places = [
-        [env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")]
-        for *_, env, _ in ranks.ended().starts()
-    ]
-    assert sorted(places) == [[str(i), str(i), "4", "node0"] for i in range(4)]
+    starts = Job("srun", options=["--job-name=srun"]).ended().starts()
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"
+    places = sorted([env[name] for name in names] for *_, env, _ in starts)
+    assert places == [[str(i), str(i), "4", "node0"] for i in range(4)]
 
 
 @pytest.fixture
@@ -627,12 +579,8 @@ def real(clone):
         shutil.copy(path, clone)
 
 
-def close(job, other):
-    """Two runs have the same weights, up to rounding."""
-    a, b = (torch.load(f"runs/{name}/model.pt", weights_only=True) for name in (job, other))
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.allclose(a[name], b[name], rtol=0, atol=1e-5), (job, name)
+def weights(name):
+    return torch.load(f"runs/{name}/model.pt", weights_only=True)
 
 
 def on_cpus(name, *changes):
@@ -642,17 +590,7 @@ def on_cpus(name, *changes):
     edit(name, check, "", *changes)
 
 
-@only("plain")
-def test_without_gpus(kind, real):
-    """The scripts do not train on the CPU unless that is asked for."""
-    single, complete = Job("single"), Job("complete")
-    for job in single, complete:
-        job.ended("FAILED")
-        assert "AssertionError: torch can use only 0 GPUs" in job.log(), job.log()
-        assert "rank 0" not in job.log()
-
-
-@only("plain")
+@on("plain")
 def test_names_that_lead_nowhere(kind, real):
     """Nodes train together by the page's line if the others do not know a node's own name."""
     Path("meet.py").write_text(
@@ -666,19 +604,18 @@ def test_names_that_lead_nowhere(kind, real):
     [torchrun] = re.findall(r"`(bash -c 'torchrun --local-addr .*? bash)`", PAGE)
     on_cpus("ddp_torchrun", "torchrun --nnodes", f"{torchrun} --nnodes", " gpu ", " 1 ")
     edit("ddp_torchrun", "train_ddp_torchrun.py", "meet.py", "$(hostname)", "$SLURMD_NODENAME")
-    edit(
-        "ddp_torchrun",
-        "srun --export",
-        "srun bash -c 'hostname lost-$SLURMD_NODENAME'\nsrun --export",
-    )
-    edit("ddp_torchrun", '"$@" #', "\nsrun bash -c 'hostname $SLURMD_NODENAME' #")
+    rename = "srun bash -c 'hostname {}$SLURMD_NODENAME'\n"
+    edit("ddp_torchrun", "srun --export", f"{rename.format('lost-')}srun --export")
+    edit("ddp_torchrun", '"$@" #', f'"$@"\n{rename.format("")}#')
     job = Job("ddp_torchrun", options=["--nodes=2"]).ended()
     assert job.log().count("sum 2.0") == 2, job.log()
 
 
-@only("plain")
+@on("plain")
 def test_small_scripts_train(kind, real, data):
-    """On two nodes, which are given whole; and the pair. test_small.py starts all scripts."""
+    """Not on the CPU, unless that is asked for; then on two nodes, which are given whole, and the
+    pair. test_small.py starts all scripts."""
+    without_gpu = Job("single")
     port = helpers.free_port()
     for name in "node0", "node1":
         on_cpus(name, "23456", str(port))
@@ -692,70 +629,51 @@ def test_small_scripts_train(kind, real, data):
     for job in [*jobs, *(Job(name, *flags, options=options) for name in names)]:
         assert job.ended().log().count("epoch 0:") == (job.name != "node1"), job.log()
     for name in "ddp_torchrun", "ddp_multigpu_proc", "pair":
-        close(name, "single")
+        torch.testing.assert_close(weights(name), weights("single"), rtol=0, atol=1e-5)
+    log = without_gpu.ended("FAILED").log()
+    assert "AssertionError: torch can use only 0 GPUs" in log and "rank 0" not in log, log
 
 
-@only("plain")
+@on("plain")
 def test_complete_trains(kind, real, monkeypatch):
-    """Past a time limit on two nodes, to the weights of an undisturbed run; a loop of one's own;
-    and a run that fails before its first checkpoint, which is not requeued."""
-    first = "os.environ.get('STAND') and 'SLURM_RESTART_COUNT' not in os.environ"
-    stand = f"if {{}} and {first}:\n{' ' * 24}__import__('time').sleep(9999)\n"
-    script = Path("complete/train.py").read_text()
-    line = "                    scaler.scale(loss)"
-    if line not in script:
-        line = "                scaler.scale(loss)"
-    assert line in script
-    indent = " " * (len(line) - len(line.lstrip()))
-    script = script.replace(line, indent + stand.format("step == 3") + line)
-    script = script.replace("import argparse\n", "import beside, argparse\n", 1)
+    """Beyond a time limit on two nodes, to the weights of an undisturbed run; and beyond a failure
+    after a checkpoint, but not the same failure again. A loop of one's own does so, too."""
+    [line] = re.findall(r"^ *scaler\.scale\(loss", Path("complete/train.py").read_text(), re.M)
+    indent, first = line[: line.index("s")], "'SLURM_RESTART_COUNT' not in os.environ"
+    stand = f"if step == 3 and 'STAND' in os.environ and {first}: __import__('time').sleep(9999)"
+    more = ["import argparse\n", "import beside, argparse\n", line]  # a module of the user's
     Path("mine").mkdir()
-    Path("mine/beside.py").touch()  # a module of the user's
-    Path("mine/long.py").write_text(script)
-    Path("mine/fails.py").write_text(script.replace(line, f"{indent}1 / 0\n{line}"))
-    loop = (ROOT / "own_loop" / "after.py").read_text()
-    for old, new in (
-        ("Discs(2_000", "Discs(64"),
-        ("Discs(400", "Discs(16"),
-        ("        model.train()\n", f"        {stand.format('epoch == 1')}        model.train()\n"),
-    ):
-        assert loop.count(old) == 1, old
-        loop = loop.replace(old, new)
-    Path("mine/loop.py").write_text(loop)
-    text = (ROOT / "slurm" / "complete.sh").read_text()
+    Path("mine/beside.py").touch()
+    changed("complete/train.py", *more, f"{indent}{stand}\n{line}").rename("mine/long.py")
+    fails = changed("complete/train.py", *more, f"{indent}assert step < 3\n{line}")
+    fails.rename("mine/fails.py")
+    more = ["Discs(2_000", "Discs(64", "Discs(400", "Discs(16", line := "        model.train()\n"]
+    loop = changed("own_loop/after.py", *more, f"        assert epoch < 1 or not ({first})\n{line}")
+    loop.rename("mine/loop.py")
 
     def submit(script, processes, *flags, options=()):
-        Path("slurm/complete.sh").write_text(text)
+        changed("slurm/complete.sh")
         on_cpus("complete", "complete/train.py", f"mine/{script}.py")
         edit("complete", "--nproc-per-node gpu", f"--nproc-per-node {processes}")
-        if script == "fails":  # it need not do so four times
-            edit("complete", "--max-restarts 3", "--max-restarts 1")
+        restarts = {"long": 3, "loop": 1, "fails": 0}[script]  # it need not fail four times
+        edit("complete", "--max-restarts 3", f"--max-restarts {restarts}")
         return Job("complete", *flags, options=options)
 
     flags = ["--dataset", "synthetic", "--batch-size", 1000, "--epochs", 1, "--log-every", 1]
     flags += ["--checkpoint-minutes", 0]
     monkeypatch.setenv("STAND", "1")
     long = submit("long", 1, *flags, options=["--nodes=2"])
-    own = submit("loop", 2, "--epochs", 2, "--workers", 0)
     monkeypatch.delenv("STAND")
     long.wait_for("step 2/")
     command("scontrol", "update", f"job={long.number}", "endtime=now+125")  # USR1 within 30 s
-    own.wait_for("epoch 0:")
-    warn(own.number)
-    quiet = submit("long", 2, *flags)
-    for job in long, own:
-        job.wait_for("DUE TO JOB REQUEUE")
+    fails, quiet = submit("fails", 1, *flags), submit("long", 2, *flags)
+    loop = submit("loop", 2, "--epochs", 2, "--workers", 0)
+    long.wait_for("DUE TO JOB REQUEUE")
     command("scontrol", "update", f"job={long.number}", "timelimit=60")  # of its next life
-    fails = submit("fails", 1, *flags).ended("FAILED")
-    assert "ZeroDivisionError" in fails.log() and fails.log().count("steps are done") == 2
+    assert "0 epochs and 2 steps are done" in fails.ended("FAILED", 1).log()
     quiet.ended()
-    long.ended(restarts=1)
-    assert re.search("0 epochs and [12] steps are done", long.log()), long.log()
-    weights = [
-        torch.load(f"runs/complete-{job.number}/model.pt", weights_only=True)
-        for job in (long, quiet)
-    ]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
-    own.ended(restarts=1)
-    assert re.findall(r"^epoch (\d)", own.log(), re.M) == ["0", "1"], own.log()
-    assert Path(f"runs/complete-{own.number}/best.pt").exists()
+    assert re.search("0 epochs and [12] steps are done", long.ended(restarts=1).log()), long.log()
+    names = [f"complete-{job.number}" for job in (long, quiet)]
+    torch.testing.assert_close(*map(weights, names), rtol=0, atol=0)
+    assert re.findall(r"^epoch (\d)", loop.ended(restarts=1).log(), re.M) == ["0", "1"], loop.log()
+    assert Path(f"runs/complete-{loop.number}/best.pt").exists()
