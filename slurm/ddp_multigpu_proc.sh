@@ -10,7 +10,7 @@
 ##SBATCH --partition=gpu          # EDIT: delete one # if you need it; likewise --account, --qos
 
 source .venv/bin/activate || exit # EDIT: your environment: this line, or the next
-# module load miniforge && eval "$(conda shell.bash hook)" && conda activate NAME || exit
+# module load conda; eval "$(conda shell.bash hook)"; conda deactivate; conda activate NAME || exit
 inside=() # EDIT: or a container: (apptainer exec --nv --bind /shared IMAGE.sif), activating nothing
 # torch must be able to use the GPUs that Slurm has granted. (To train on CPUs, delete this check.)
 srun --export=ALL "${inside[@]}" python -c "import os, torch; n = torch.accelerator.device_count()

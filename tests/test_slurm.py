@@ -339,9 +339,11 @@ def test_data(kind, clone, monkeypatch):
 @on("plain")
 def test_environments(kind, clone, monkeypatch):
     """Each file's other ways to an environment, here with stand-ins for conda and apptainer."""
-    monkeypatch.setenv("BASH_FUNC_module%%", '() { [ "$*" = "load miniforge" ]; }')
+    monkeypatch.setenv("BASH_FUNC_module%%", '() { [ "$*" = "load conda" ]; }')
     monkeypatch.setenv("PATH", f"{clone}/bin:{os.environ['PATH']}")
-    conda = f'echo \'conda() {{ [ "$*" = "activate NAME" ] && PATH="{clone}/.venv/bin:$PATH"; }}\''
+    # An environment that is active at the login is activated again in its old place in PATH.
+    conda = 'conda() { case "$*" in deactivate) inactive=1 ;; "activate NAME") '
+    conda = f"echo '{conda}[ $inactive ] && PATH=\"{clone}/.venv/bin:$PATH\" ;; esac; }}'"
     apptainer = f'PATH="{clone}/.venv/bin:$PATH"; shift 5; CONTAINER="$PPID" exec "$@"'
     Path("bin").mkdir()
     for name, line in ("conda", conda), ("apptainer", apptainer):
