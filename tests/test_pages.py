@@ -228,11 +228,12 @@ def test_my_own_images(data):
     """README.md's command, and what it says to add if memory ran out. The last value of a flag
     counts: these are for a CPU."""
     Path("my_images").symlink_to(data / "pictures")
-    flags = FIRST[-1].split("complete/train.py ")[1].replace("--pretrained", "").split()
+    [line] = [line for line in commands(ORDER) if "my_images" in line]
+    flags = line.split("complete/train.py ")[1].replace("--pretrained", "").split()
     flags += ["--model", "resnet18", "--image-size", 32, "--batch-size", 16, "--workers", 0]
     run(helpers.COMPLETE, *flags, "--epochs", 1, processes=2)
-    more = ["--epochs", 2, "--resume", "--accumulate", 4]
-    text = run(helpers.COMPLETE, *flags, *more, processes=2)
+    [more] = re.findall("ran out of memory, with `(--resume .*?)`", README)
+    text = run(helpers.COMPLETE, *flags, "--epochs", 2, *more.split(), processes=2)
     assert "runs/mine: 1 epochs and 0 steps are done" in text
 
 
