@@ -225,11 +225,11 @@ def test_commands(monkeypatch):
 
 @pytest.mark.slow
 def test_my_own_images(data):
-    """README.md's command, and what it says to add if memory ran out. The last value of a flag
-    counts: these are for a CPU."""
+    """README.md's command, and what it says to add if memory ran out. Some flags take minutes on a
+    CPU, or download weights; of the others, the last value counts."""
     Path("my_images").symlink_to(data / "pictures")
     [line] = [line for line in commands(ORDER) if "my_images" in line]
-    flags = line.split("complete/train.py ")[1].replace("--pretrained", "").split()
+    flags = re.sub("--(amp|pretrained)", "", line.split("complete/train.py ")[1]).split()
     flags += ["--model", "resnet18", "--image-size", 32, "--batch-size", 16, "--workers", 0]
     run(helpers.COMPLETE, *flags, "--epochs", 1, processes=2)
     [more] = re.findall("ran out of memory, with `(--resume .*?)`", README)
