@@ -56,12 +56,12 @@ def shape(names, rate):
 
 
 def run(names, words):
-    """Run python with these words in each namespace, NUMBER being its number."""
+    """Run python with these words in each namespace."""
     cores, started = sorted(os.sched_getaffinity(0)), []
     for i, name in enumerate(names):
         own = ",".join(map(str, cores[i::2] or cores))
         line = ["ip", "netns", "exec", name, "taskset", "-c", own, sys.executable]
-        line += [str(word).replace("NUMBER", str(i)) for word in words]
+        line += map(str, words)
         environment = os.environ | {"GLOO_SOCKET_IFNAME": f"v{i}", "CUDA_VISIBLE_DEVICES": ""}
         environment["HIP_VISIBLE_DEVICES"] = "-1"  # to HIP, "" is all
         place = {"RANK": i, "LOCAL_RANK": 0, "WORLD_SIZE": len(names)}  # as torchrun sets it
@@ -85,8 +85,8 @@ def measure(names, job, folder, number):
         path = copy_script(COMPLETE, folder, parts * batch * steps)
         own = ["--dataset", "synthetic", *flags.split(), "--epochs", 3, "--overwrite"]
         own += ["--batch-size", parts * batch, "--accumulate", parts, "--shard", shard]
-        run(where, [path, *own, "--output", folder / "outNUMBER"])
-        rows = list(csv.DictReader((folder / "out0/metrics.csv").open()))[1:]
+        run(where, [path, *own, "--output", folder / "out"])
+        rows = list(csv.DictReader((folder / "out/metrics.csv").open()))[1:]
         found[kind, rate] = 1 / statistics.harmonic_mean(
             float(r["samples_per_second"]) for r in rows
         )
