@@ -19,6 +19,7 @@ from images import make_folder, ours, speed
 from runs import (
     COMPLETE,
     FAILED,
+    FLOAT16,
     GPUS,
     NO_TF32,
     ROOT,
@@ -82,7 +83,6 @@ def prepare(*args, **options):
     return images.contiguous(), labels
 """
 GRAPHS = "torch.compile = functools.partial(torch.compile, mode='reduce-overhead')\n"
-FLOAT16 = "torch.cuda.is_bf16_supported = lambda *args, **options: False\n"  # as on a T4
 LARGE = f"""
 import resource
 

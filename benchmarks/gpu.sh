@@ -12,7 +12,7 @@ workers=(0 1 2 4 8 16) seconds=5 loops=(--rounds 2) limit=595 tests="not compile
 if [[ ${TINY:-} ]]; then
     export TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=1
     workers=(0 1) seconds=1 loops=(--rounds 1 --only limit complete) limit=3600
-    tests="test_small and single or moves or test_float16 or two_ranks"
+    tests="test_small and single or moves or less and float16 or two_ranks"
 fi
 [[ $# -gt 0 ]] || set -- tests compiled waiting scripts loops settings graphs large inputs images \
     loader checkpoint resume

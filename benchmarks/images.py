@@ -132,16 +132,12 @@ def measure(args, name, folder):
                 else:
                     batches = max(4, round(own[0] * args.seconds / args.batch_size))
                     images[key, count] = batches * args.batch_size
-    heads = "images/s", "x reference", "images per CPU second", "x reference"
-    table(0, "images", "workers", *heads)
+    table(0, "images", "workers", "images/s", "x reference", "images per CPU second")
     for (key, count), own in found.items():
         base = found.get(("torchvision's reference", count)) or next(iter(found.values()))
-        cells = []
-        for kind in range(2):
-            rates = [pair[kind] for pair in own]
-            ratios = [rate / pair[kind] for rate, pair in zip(rates, base)]
-            cells += [spread(rates, 0), spread(ratios, 2)]
-        row(key, count, *cells)
+        rates, per_cpu = zip(*own)
+        ratios = [rate / pair[0] for rate, pair in zip(rates, base)]
+        row(key, count, spread(rates, 0), spread(ratios, 2), spread(per_cpu, 0))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ NO_TF32 = """
 torch.set_float32_matmul_precision = lambda precision: None
 torch.backends.cudnn.allow_tf32 = False
 """
+FLOAT16 = "torch.cuda.is_bf16_supported = lambda *args, **options: False\n"  # as on a T4
 START = '\n\nif __name__ == "__main__":\n'
 ON_DEVICE = """
 def load_data(args):

@@ -67,17 +67,12 @@ def stop():
 
 def usual(model, optimizer, loader, backward=torch.Tensor.backward, wait=True):
     """The loop of most tutorials, with `loss.item()` in each step."""
-    criterion = script.loss_function
-    if args.compile:
-        model, criterion = (torch.compile(part, dynamic=False) for part in (model, criterion))
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.amp)
     for _ in range(args.epochs):
         start()
         for inputs, labels in loader:
             inputs, labels = inputs.to(device), labels.to(device)
             optimizer.zero_grad()
-            with autocast:
-                loss = criterion(model(inputs), labels)
+            loss = script.loss_function(model(inputs), labels)
             backward(loss)
             optimizer.step()
             if wait:
@@ -116,7 +111,6 @@ def lightning(model, optimizer, loader):
 
     off = "logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"
     options = dict.fromkeys(off, False) | {"max_epochs": args.epochs}
-    options["precision"] = "bf16-mixed" if args.amp else "32-true"
     Trainer(accelerator=device.type, devices=1, **options).fit(Classifier(), loader)
 
 

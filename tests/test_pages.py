@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import textwrap
@@ -12,9 +13,9 @@ from unittest import mock
 import helpers
 import pytest
 import torch
+import train
 from helpers import (
     ROOT,
-    Warm,
     by_hand,
     done,
     kill_all,
@@ -29,19 +30,7 @@ README = PAGES[ROOT / "README.md"]
 DOCS = "".join(text for path, text in PAGES.items() if path.parent.name == "docs")
 SECTIONS = re.split(r"^##+ ", DOCS, flags=re.M)  # each begins with its title
 CODE = re.compile(r"^```(\w*) ?(.*)\n((?:.*\n)*?)```$", re.M)  # language, scripts, content
-INSTEAD = {  # what is run instead of a part of a command
-    r"^python3 -m venv .*/bin/python ": "python ",  # an environment takes 5 GB
-    r"HOST": "127.0.0.1",
-    r'"\$N" --node-rank "\$R" --master-addr "\$A"': "1 --node-rank 0 --master-addr 127.0.0.1",
-    r"/shared/(folder/)?": "{folder}/",
-    r"23456|29400": "{port}",  # somebody may have it
-    r"(spawn\.py) --nnodes 2 --node-rank 0": r"\1",  # test_network.py has two machines
-    r" --(amp|pretrained)": "",  # minutes on a CPU; a download
-    r"^((?!.*--dataset).* complete/train.*)": r"\1 --dataset fashion-mnist",  # or a download
-    r"^((?!.*--dataset).* train_.*)": r"\1 --dataset synthetic",
-    r"--side 256": "--side 40",
-}
-NOT_RUN = [  # test_own_script, test_slurm.py and others do, it takes hours, or trains nothing
+NOT_OURS = [  # test_recipes.py, test_slurm.py and others run these, or they train nothing
     r"python3 -m venv .* -m pytest$|.* my_(training|script)\.py",
     r"(NCCL_DEBUG=INFO )?(sbatch|srun|scontrol|squeue|scancel|export) ",
     r".*(python\S*|bash) (benchmarks/|-m pytest .* tests/|-m torch)",
@@ -55,15 +44,14 @@ LINES = [code[2] for code in CODE.findall(ORDER) if not code[0]]  # what they pr
 
 
 def commands(text):
-    """Those of each block of a page, and those within sentences one by one."""
-    found = [code[2].splitlines() for code in CODE.findall(text) if code[0] == "sh"]
-    found += [[line] for line in re.findall(r"`([^`\n]+)`", CODE.sub("", text))]
-    return [tuple(filter(TRAINS.match, lines)) for lines in found if any(map(TRAINS.match, lines))]
+    """Those that start a script of ours, of a page's blocks and within its sentences."""
+    lines = [line for code in CODE.findall(text) if code[0] == "sh" for line in code[2].split("\n")]
+    lines += re.findall(r"`([^`\n]+)`", CODE.sub("", text))
+    return [line for line in lines if TRAINS.match(line)]
 
 
-FIRST = sum(commands(ORDER), ())
-FIRST += (*(line + " --resume" for line in FIRST if "runs/mine" in line),)
-RUN = {lines: None for text in PAGES.values() for lines in commands(text.removeprefix(ORDER))}
+FIRST = commands(ORDER)
+EVERY = [line for text in PAGES.values() for line in commands(text)]
 
 
 def masked(text):
@@ -85,7 +73,7 @@ def test_pages():
         for _, name, content in CODE.findall(text):
             assert not name or f"\n{content}" in (ROOT / name).read_text(), (page, content)
         for line in "".join(code[2] for code in CODE.findall(text) if code[0] == "sh").splitlines():
-            assert any(re.match(no, line) for no in NOT_RUN) != bool(TRAINS.match(line)), line
+            assert any(re.match(no, line) for no in NOT_OURS) != bool(TRAINS.match(line)), line
 
 
 def test_diff():
@@ -172,21 +160,6 @@ def test_clouds():
     assert torchrun_sees(line, TOLD) == ["2", 1, "10.0.0.1", *script]
 
 
-def test_jobs_of_clouds_fit_their_schemas(monkeypatch):
-    """As the packages of SkyPilot and Kubeflow read them, where these are installed."""
-    yaml = pytest.importorskip("yaml")
-    monkeypatch.setenv("HOME", os.getcwd())  # SkyPilot makes folders there
-    models = pytest.importorskip("kubeflow_trainer_api.models")
-    for job in yaml.safe_load_all(JOBS[1]):
-        kind = getattr(models, f"TrainerV1alpha1{job['kind']}")
-        assert kind.from_dict(job).to_dict() == job  # without what it does not know
-    sky = pytest.importorskip("sky")
-    Path("job.yaml").write_text(JOBS[0])
-    task = sky.Task.from_yaml("job.yaml")
-    [resources] = task.resources
-    assert (task.num_nodes, resources.accelerators) == (2, {"A100": 8}) and resources.use_spot
-
-
 FULL_BATCH = """
 import torch
 from torch import nn
@@ -232,40 +205,36 @@ def test_transcript():
     assert masked(LINES[0]) == masked(run("single", *flags))
 
 
+def test_commands(monkeypatch):
+    """torchrun and the script know the flags of each command, and the script does not refuse them
+    on four GPUs."""
+    parsers = {}
+    for line in EVERY:
+        torchrun, name, flags = TRAINS.match(line.replace('"$R"', "0")).groups()
+        if name not in parsers:
+            parsers[name] = runpy.run_path(str(ROOT / name))["parser"]
+        args = parsers[name].parse_args(shlex.split(flags, comments=True))
+        launch = get_args_parser().parse_args([*(torchrun or "").split(), name])
+        if name == "complete/train.py":
+            variables = dict(re.findall(r"([A-Z_]+)=(\S+) ", line))
+            variables["TORCHELASTIC_MAX_RESTARTS"] = str(launch.max_restarts)
+            monkeypatch.setattr(train, "launched", True)
+            with mock.patch.dict(os.environ, variables):
+                train.check_flags(args, 4)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("lines", [FIRST, *RUN], ids=lambda x: re.sub(r"\W+", "-", x[0])[-40:])
-def test_commands(lines, data):
-    """README.md's first ones in order, and each of the others. Of torchrun only the flags are read:
-    two processes are started without it. The synthetic data are few."""
-    Path("complete").mkdir()
-    for path in [*ROOT.glob("train_*.py"), *ROOT.glob("complete/*.py")]:
-        text = re.sub(r"\b10_000\b", "96", path.read_text())
-        Path(path.relative_to(ROOT)).write_text(re.sub(r"\b(12_000|2_000)\b", "136", text))
+def test_my_own_images(data):
+    """README.md's command, and what it says to add if memory ran out. Some flags take minutes on a
+    CPU, or download weights; of the others, the last value counts."""
     Path("my_images").symlink_to(data / "pictures")
-    texts = []
-    for line in lines:
-        for pattern, other in INSTEAD.items():
-            other = other.format(folder=os.getcwd(), port=helpers.free_port())
-            line = re.sub(pattern, other, line)
-        torchrun, name, flags = TRAINS.match(line).groups()
-        flags = shlex.split(flags, comments=True)
-        if "pack_images" in name:
-            flags += ["--workers", 0]
-        else:
-            epochs = 0 if "--epochs 0" in line else 1 + ("--resume" in line)
-            flags += ["--batch-size", 16, "--image-size", 32, "--workers", 0, "--epochs", epochs]
-            flags += ["--data-dir", data] if "complete/" in name else []
-        if torchrun is not None or line.startswith("torchrun"):
-            get_args_parser().parse_args([*(torchrun or "").split(), name])
-        alone = not re.search(r"\btorchrun ", line)
-        jobs = [Warm(name, flags, "log")] if alone else by_hand(name, *flags, processes=2)
-        texts.append(done(jobs))
-    assert any("--epochs 0" in line for line in lines) or [
-        *Path().glob("runs/*/model.pt"),
-        *Path().glob("packed/classes.json"),
-    ]
-    if lines == FIRST:
-        assert "1 epochs and 0 steps are done" in texts[-1]
+    [line] = [line for line in commands(ORDER) if "my_images" in line]
+    flags = re.sub("--(amp|pretrained)", "", line.split("complete/train.py ")[1]).split()
+    flags += ["--model", "resnet18", "--image-size", 32, "--batch-size", 16, "--workers", 0]
+    run(helpers.COMPLETE, *flags, "--epochs", 1, processes=2)
+    [more] = re.findall("ran out of memory, with `(--resume .*?)`", README)
+    text = run(helpers.COMPLETE, *flags, "--epochs", 2, *more.split(), processes=2)
+    assert "runs/mine: 1 epochs and 0 steps are done" in text
 
 
 LOOP = """
