@@ -57,7 +57,7 @@ def data(tmp_path_factory):
     return root
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def fashion(data):
     """The flags for its small Fashion-MNIST: 40 steps of 16 an epoch."""
     return ["--dataset", "fashion-mnist", "--data-dir", data]
