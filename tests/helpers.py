@@ -119,7 +119,7 @@ def inside(path, flags, log, folder, environment, more):
 
 forks = multiprocessing.get_context("forkserver")
 IMPORTED = "torch torchvision torch.distributed.checkpoint.state_dict torch.distributed.fsdp"
-IMPORTED += " torchvision.transforms.v2 torch._dynamo fsspec.core"
+IMPORTED += " torchvision.transforms.v2 torch._dynamo fsspec.core pytest"
 forks.set_forkserver_preload(IMPORTED.split())
 
 
