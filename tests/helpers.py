@@ -94,7 +94,11 @@ def here(name, *flags, more=""):
     """A script in the test's own process."""
     path, words = script(name), [str(flag) for flag in flags]
     with mock.patch.object(sys, "argv", [path, *words]):
-        execute(path, more, {"__name__": "__main__"})
+        try:
+            execute(path, more, {"__name__": "__main__"})
+        finally:
+            if dist.is_initialized():  # it has failed
+                dist.destroy_process_group()
 
 
 def inside(path, flags, log, folder, environment, more):
@@ -304,6 +308,10 @@ def checkpoint(output):
 def leaves(tree):
     """Its values, in the order of their names: dictionaries may have another one."""
     return [value for _, value in sorted(tree_flatten_with_path(tree)[0], key=lambda x: str(x[0]))]
+
+
+def content(folder="."):
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 def files(output):
