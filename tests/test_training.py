@@ -49,11 +49,11 @@ def test_same_losses(fashion, data):
     for count, parts in RUNS.items():
         own = {f"{count}-{i}": ["--accumulate", a, "--shard", b] for i, (a, b) in enumerate(parts)}
         runs = [[*flags, output, *more] for output, more in own.items()]
-        runs += [[*folder, f"folder-{count}", "--shard", count % 2]]
+        runs += [[*folder, "folder-3", "--shard", 0]] if count == 3 else []
         for text, output in zip(together(*runs, processes=count), own):
             assert text.count("samples/s") == len(metrics(output))  # one process speaks
             close(output, "one")
-        close(f"folder-{count}", "folder")
+    close("folder-3", "folder")
     assert metrics("one")[0]["train_loss"] > metrics("one")[1]["train_loss"] + 1e-3
     args, device = parse(*flags, "one"), torch.device("cpu")
     images, labels = script.prepare(args, script.load_data(args)[1].tensors, device)
