@@ -56,7 +56,6 @@ def check(output, cards, steps):
             assert not set(places) & set(lines_of(script.prepare)), text
             own = [place for place in places if place in lines_of(script.evaluate)]
             assert len(own) <= 3, text  # one for each of the sums
-        assert not re.search(r"load to emu", text), text
         for part in told:  # of each card, the last one
             seeds += dict(re.findall(r"seeds card (\d) with (\d+)", part)).values()
     return seeds
