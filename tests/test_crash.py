@@ -214,27 +214,20 @@ def test_one_rank_sees_that_torchrun_is_gone(fashion, monkeypatch):
 
 @pytest.mark.slow
 def test_torchrun(fashion, monkeypatch):
-    """Twice a rank is killed by SIGKILL, and --max-restarts starts all again. Then torchrun is: its
-    ranks end at the next progress line, or they would write beside the resumed run, which ends
-    bit-identical. Without the variable about every other restart hangs until --timeout. torch's
-    command makes one file of the checkpoint."""
+    """A rank is killed by SIGKILL, and --max-restarts starts all again. Then torchrun is: its ranks
+    end at the next progress line, or they would write beside the resumed run, which ends
+    bit-identical. Without the variable about every other restart hangs until --timeout."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     flags = [*fashion, *OFTEN, "--epochs", 6, "--batch-size", 16, "--augment", "--resume"]
     flags += ["--output"]
-    job = helpers.torchrun(2, "--max-restarts", 2, helpers.script(COMPLETE), *flags, "out")
-    for life in (1, 2, 3):
+    job = helpers.torchrun(2, "--max-restarts", 1, helpers.script(COMPLETE), *flags, "out")
+    for life in (1, 2):
         line = f" step {random.randrange(4, 41, 4)}/"
         helpers.wait_until(lambda: line in "".join(logs([job]).split("are done")[life:]))
         ranks = helpers.command("pgrep", "-P", job.pid, "-f", "train")
-        helpers.kill(int(random.choice(ranks.split())) if life < 3 else job.pid)
+        helpers.kill(int(random.choice(ranks.split())) if life < 2 else job.pid)
     assert helpers.wait_until(lambda: not helpers.marked(), 20)
     text = logs([job])
-    assert "torchrun was killed" in text and text.count("steps are done") == 3, text
+    assert "torchrun was killed" in text and text.count("steps are done") == 2, text
     together([*flags, "out"], [*flags, "whole"])
     same_run("out", "whole")
-    folder, command = (
-        f"out/{last('out')['checkpoint']}",
-        "torch.distributed.checkpoint.format_utils",
-    )
-    helpers.command(helpers.sys.executable, "-m", command, "dcp_to_torch", folder, "one.pt")
-    assert helpers.same(torch.load("one.pt", weights_only=False)["model"], weights("out"))
