@@ -17,7 +17,6 @@ from conftest import pictures
 from helpers import (
     COUNTS,
     SMALL,
-    TORCHRUN,
     Cold,
     Warm,
     content,
@@ -450,7 +449,7 @@ def test_each_test_image_counts_once(data):
     for name, count in zip(KINDS, (1, 4, 4)):
         text = run(name, name, *flags, more=ONE_CLASS, processes=count)
         assert epochs(text)[0][1] == 1, (name, text)
-    for i, other in enumerate(([224], [40, "--model", "resnet18"])):
+    for i, other in enumerate(([224], [40, "--model", "shufflenet_v2_x0_5"])):
         helpers.here("single", *FLAGS, f"size-{i}", *flags, "--image-size", *other)
 
 
@@ -502,13 +501,12 @@ def test_two_cards(monkeypatch, single, name):
 
 
 @pytest.mark.slow
-def test_two_machines(data):
+def test_alone_in_a_folder(data):
     """By torchrun's command, and with nothing but the script: the losses of one process."""
     path = shutil.copy(script("ddp_torchrun"), ".")
     flags = ["--dataset", data / "pictures", "--batch-size", 24, "--epochs", 2, "--workers", 1]
-    words = [*TORCHRUN, "--nnodes", 2, "--master_addr", "127.0.0.1", "--master_port", free_port()]
-    jobs = [Cold([*words, "--node_rank", i, path, *flags], f"{i}.log") for i in (0, 1)]
-    agree(done(jobs), helpers.run("single", *flags))
+    text = done([helpers.torchrun(2, path, *flags)])
+    agree(text, helpers.run("single", *flags))
     assert helpers.files("runs/ddp_torchrun") == ["checkpoint.pt", "model.pt"]
 
 
