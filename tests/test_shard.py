@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import (
-    checkpoint,
-    close,
-    leaves,
-    same,
-    together,
-    train,
-    weights,
-)
+from helpers import checkpoint, close, leaves, same, together, train, weights
 from test_training import AS_CUDA
 
 STOP = """
