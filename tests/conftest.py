@@ -4,7 +4,7 @@ from multiprocessing import forkserver
 import numpy as np
 import pytest
 import torch
-from helpers import kill, marked
+from helpers import content, here, kill, marked
 from PIL import Image
 
 
@@ -57,7 +57,21 @@ def data(tmp_path_factory):
     return root
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def fashion(data):
     """The flags for its small Fashion-MNIST: 40 steps of 16 an epoch."""
     return ["--dataset", "fashion-mnist", "--data-dir", data]
+
+
+@pytest.fixture
+def refused(capsys):
+    """Asserts that a script refuses these flags in one line, and that no file changes."""
+
+    def refused(says, name, *flags):
+        before = content()
+        with pytest.raises(SystemExit, match="2"):
+            here(name, *flags)
+        said = capsys.readouterr().err
+        assert says in said and said.count("error: ") == 1 and content() == before, said
+
+    return refused

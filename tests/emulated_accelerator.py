@@ -2,7 +2,7 @@
 
 A tensor "on" a card wraps a CPU tensor and computes for real. An operation that mixes devices or
 cards raises. Random numbers are those of the CPU. The file EMULATED_REPORT/PID says in order
-what a process did: what waited for a card, steps, the seeds of random numbers, cards in use.
+what a process did: what waited for a card, the seeds of random numbers, cards in use.
 What torch has in C++ for GPUs alone has a stand-in: the four copies of nn.DataParallel, and DDP,
 here the mean of each gradient over Gloo. Not emulated: streams, kernels, NCCL, memory, speed,
 torch.compile, --sync-bn, --amp.
@@ -77,8 +77,6 @@ def check(function, name, in_place, tensors, cards):
     cpu = [t for t in tensors if not isinstance(t, Emulated) and t.dim() > 0]  # scalars may be
     if len(cards) > 1 or cpu or in_place and not isinstance(tensors[0], Emulated):
         raise RuntimeError(f"{function} mixes devices: cards {cards} and {len(cpu)} CPU tensors")
-    if name.startswith("_fused_"):
-        tell("step")
     waits = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     if waits & set(function.tags) and (name != "index" or tensors[1].dtype == torch.bool):
         tell(f"waits: {name}")
@@ -195,7 +193,7 @@ def install(cards):
         setattr(comm, function.__name__, function)
     nn.parallel.DistributedDataParallel = DistributedDataParallel
 
-    tensor, save, load = torch.tensor, torch.save, torch.load
+    tensor, save = torch.tensor, torch.save
     init, all_reduce, broadcast = dist.init_process_group, dist.all_reduce, dist.broadcast
 
     def emulated_tensor(data, *, device=None, **options):
@@ -205,11 +203,7 @@ def install(cards):
         tell("waits: save")
         save(tree_map(real, content), file, **options)
 
-    def emulated_load(file, map_location=None, **options):
-        tell(f"load to {map_location}{' by mmap' if options.get('mmap') else ''}")
-        return load(file, map_location, **options)
-
-    torch.tensor, torch.save, torch.load = emulated_tensor, emulated_save, emulated_load
+    torch.tensor, torch.save = emulated_tensor, emulated_save
     dist.init_process_group = lambda *names, device_id=None, **options: init(*names, **options)
     dist.Backend.default_device_backend_map["emu"] = "gloo"
     dist.all_reduce = lambda tensor: all_reduce(real(tensor))

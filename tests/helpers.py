@@ -1,12 +1,12 @@
 """How the tests start the scripts: with the commands that users type, or (`Warm`) out of a process
 that has imported torch already, which saves the seconds that this takes."""
 
+import ast
 import csv
 import json
 import multiprocessing
 import os
 import random
-import runpy
 import signal
 import socket
 import subprocess
@@ -15,6 +15,8 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -79,7 +81,27 @@ class Cold:
         self.pid, self.status = process.pid, process.poll
 
 
-def inside(path, flags, log, folder, environment):
+def execute(path, more, space):
+    """What `python path` does, with this namespace. `more` is code that comes before the script's
+    last statement, which starts it, where it can replace or wrap functions."""
+    tree = ast.parse(Path(path).read_text())
+    tree.body[-1:-1] = ast.parse(more).body
+    space["__file__"] = path
+    exec(compile(tree, path, "exec"), space)
+
+
+def here(name, *flags, more=""):
+    """A script in the test's own process."""
+    path, words = script(name), [str(flag) for flag in flags]
+    with mock.patch.object(sys, "argv", [path, *words]):
+        try:
+            execute(path, more, {"__name__": "__main__"})
+        finally:
+            if dist.is_initialized():  # it has failed
+                dist.destroy_process_group()
+
+
+def inside(path, flags, log, folder, environment, more):
     os.setsid()
     os.chdir(folder)
     os.environ.update(environment)
@@ -93,25 +115,26 @@ def inside(path, flags, log, folder, environment):
     if "EMULATED_CARDS" in environment:  # it changes torch for the rest of this process
         __import__("emulated_accelerator").install(int(environment["EMULATED_CARDS"]))
     sys.argv, sys.path[:0] = [path, *flags], [os.path.dirname(path)]
-    runpy.run_path(path, run_name="__main__")
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    execute(path, more, vars(module))
     if dist.is_initialized():  # torch warns of it at the end of Python, which a fork does not reach
         print("destroy_process_group was not called", flush=True)
 
 
 forks = multiprocessing.get_context("forkserver")
 IMPORTED = "torch torchvision torch.distributed.checkpoint.state_dict torch.distributed.fsdp"
-IMPORTED += " torchvision.transforms.v2 torch._dynamo fsspec.core"
+IMPORTED += " torchvision.transforms.v2 torch._dynamo fsspec.core pytest"
 forks.set_forkserver_preload(IMPORTED.split())
 
 
 class Warm:
     """A script in a fork of a process that has imported torch."""
 
-    def __init__(self, path, flags, log, place=()):
+    def __init__(self, path, flags, log, place=(), more=""):
         self.log = Path(log).resolve()
         self.log.write_bytes(b"")
         environment = {key: str(value) for key, value in {**os.environ, **dict(place)}.items()}
-        words = str(path), [str(flag) for flag in flags], self.log, os.getcwd(), environment
+        words = str(path), list(map(str, flags)), self.log, os.getcwd(), environment, more
         process = forks.Process(target=inside, args=words)
         process.start()
         self.pid, self.status = process.pid, lambda: process.exitcode
@@ -122,27 +145,30 @@ def torchrun(processes, *words):
     return Cold([*TORCHRUN, *words], f"torchrun-{time.monotonic_ns()}.log")
 
 
-def by_hand(path, *flags, processes=1):
+def by_hand(path, *flags, processes=1, more=""):
     """Processes that get their places from the environment: srun and Kubernetes do that too, and
     torchrun would import torch once more for each of them. With 0 processes it is one that has no
     place, as `python` starts it."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     place |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     places = [place | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(processes)]
-    return [Warm(path, flags, f"{time.monotonic_ns()}.log", place) for place in places or [{}]]
+    logs = [f"{time.monotonic_ns()}-{rank}.log" for rank in range(len(places) or 1)]
+    return [Warm(path, flags, log, place, more) for log, place in zip(logs, places or [{}])]
 
 
-def start(name, *flags, processes=1, path=None):
+def start(name, *flags, processes=None, more=""):
     """Start a script on all its machines. Returns a Warm a machine, or a process."""
-    path, own = Path(path or script(name)).resolve(), [[]]
+    path, own = script(name), [[]]
+    processes = COUNTS[name] if processes is None else processes
     if name in ("ddp_torchrun", "fsdp2", COMPLETE):
-        return by_hand(path, *flags, processes=processes)
+        return by_hand(path, *flags, processes=processes, more=more)
     if name == "ddp_spawn":
         own = [["--nproc-per-node", processes]]
     elif processes > 1:  # one process a machine: more of them are more machines
         place = ["--init-method", f"tcp://127.0.0.1:{free_port()}", "--nnodes", processes]
         own = [[*place, "--node-rank", rank] for rank in range(processes)]
-    return [Warm(path, [*words, *flags], f"{name}-{time.monotonic_ns()}.log") for words in own]
+    log = f"{name}-{time.monotonic_ns()}"
+    return [Warm(path, [*words, *flags], f"{log}-{i}.log", (), more) for i, words in enumerate(own)]
 
 
 def wait_until(condition, limit=LIMIT, pause=0.02):
@@ -282,6 +308,10 @@ def checkpoint(output):
 def leaves(tree):
     """Its values, in the order of their names: dictionaries may have another one."""
     return [value for _, value in sorted(tree_flatten_with_path(tree)[0], key=lambda x: str(x[0]))]
+
+
+def content(folder="."):
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 def files(output):

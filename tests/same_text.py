@@ -22,11 +22,13 @@ PER_GPU = {"--batch-size", "--workers"}  # of own_loop/after.py: their help diff
 def definitions(path):
     """{name: text} of a script's top-level functions and classes, and calls that add a flag."""
     text, found = path.read_text(), {}
+    lines = text.splitlines()
     for node in ast.parse(text).body:
-        own = ast.get_source_segment(text, node)
+        decorators = getattr(node, "decorator_list", [])
+        first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+        own = "\n".join(lines[first - 1 : node.end_lineno])
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
-            found[node.name] = "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+            found[node.name] = own
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             if ast.unparse(node.value.func).rpartition(".")[2] in ("add", "add_argument"):
                 found[node.value.args[0].value] = own

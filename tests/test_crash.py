@@ -10,8 +10,8 @@ import torch
 from helpers import (
     COMPLETE,
     begin,
+    changed,
     checkpoint,
-    edited,
     files,
     kill_all,
     last,
@@ -19,7 +19,7 @@ from helpers import (
     logs,
     metrics,
     place,
-    some_fast,
+    place_of,
     together,
     train,
     weights,
@@ -57,8 +57,9 @@ def add_state(model, optimizer):
 
 
 def with_state():
-    """A copy with a second optimizer and an average of the weights, as a user adds them."""
-    return edited(COMPLETE, '"scaler": scaler}', '"scaler": scaler, **add_state(model, optimizer)}')
+    """A copy in which a user has added the above to `state`."""
+    added = '"scaler": scaler, **add_state(model, optimizer)}'
+    return changed(place_of(COMPLETE), '"scaler": scaler}', added)
 
 
 def same_run(output, other):
@@ -76,13 +77,13 @@ def same_run(output, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes, shard", [(2, 1), (2, 0), (0, 1)], ids=["ddp", "fsdp2", "one"])
-def test_killed_at_random(fashion, processes, shard):
+@pytest.mark.parametrize("shard", [1, 0], ids=["ddp", "fsdp2"])
+def test_killed_at_random(fashion, shard):
     """All processes by SIGKILL, twice, between any two operations. Dropout, random crops, batch
     norm's averages, and what a user has put into `state`, go on too."""
     flags = [*fashion, *OFTEN, "--epochs", 4, "--batch-size", 32, "--augment", "--lr", 0.01]
     flags += ["--lr-schedule", "cosine", "--resume", "--shard", shard, "--output"]
-    options = {"processes": processes, "path": with_state(), "more": MODEL + STATE}
+    options = {"path": with_state(), "more": MODEL + STATE}
     progress = 0, 0
     for _ in range(2):
         more = progress[0] * 20 + progress[1] + random.randrange(4, 33, 4)
@@ -158,33 +159,39 @@ def test_killed_at_each_moment_of_a_save(fashion, processes, flag):
 
 
 FAULT = """
-plain, plain_loss, done = build_optimizer, loss_function, []
+add("--fault")
+plain, plain_loss = build_optimizer, loss_function
 def build_optimizer(args, model, steps):
+    done.clear()
     def after_step(*_):
         done.append(1)
-        if "FAULT" == "weight" and len(done) == 14:
+        if args.fault == "weight" and len(done) == 14:
             next(model.parameters()).data.mul_(math.inf)
     optimizer, scheduler = plain(args, model, steps)
     optimizer.register_step_post_hook(after_step)
     return optimizer, scheduler
+done = []
 def loss_function(outputs, labels):
-    here = dist.get_rank() == dist.get_world_size() - 1  # one rank
-    faults = {"loss": len(done) == 13 and here, "test loss": not torch.is_grad_enabled()}
-    return plain_loss(outputs, labels) + (math.nan if faults.get("FAULT") else 0)
+    here = dist.get_rank() == 1 and len(done) == 13  # one rank
+    faults = {"loss": here, "test": not torch.is_grad_enabled()}
+    return plain_loss(outputs, labels) + (math.nan if faults.get(args.fault) else 0)
 """
 
 
-@pytest.mark.parametrize("shard", some_fast([0, 1], 0))
-@pytest.mark.parametrize("fault", ["loss", "weight", "test loss"])
-def test_not_finite(fashion, shard, fault):
+def test_not_finite(fashion):
     """In step 14, which ends with a progress line 16, on one rank: the run ends on all."""
-    flags = [*fashion, *OFTEN, "--output", "out", "--shard", shard]
-    [text] = together(flags, more=FAULT.replace("FAULT", fault), status=1)
-    says = "test loss not finite" if fault == "test loss" else "loss or weights not finite"
-    assert says in text and "Traceback" not in text, text
-    assert place("out") == ((0, 10) if fault == "test loss" else (1, 0))  # an epoch has ten steps
-    assert all(tensor.isfinite().all() for tensor in checkpoint("out")["model"].values())
-    assert not Path("out/model.pt").exists()
+    cases = [(shard, fault) for shard in (0, 1) for fault in ("loss", "weight", "test")]
+    flags = [*fashion, *OFTEN, "--output"]
+    runs = [
+        [*flags, f"{case[1]}-{case[0]}", "--shard", case[0], "--fault", case[1]] for case in cases
+    ]
+    for (shard, fault), text in zip(cases, together(*runs, more=FAULT, status=1)):
+        output, says = f"{fault}-{shard}", "loss or weights not finite"
+        assert ("test loss not finite" if fault == "test" else says) in text, text
+        assert "Traceback" not in text, text
+        assert place(output) == ((0, 10) if fault == "test" else (1, 0))  # an epoch has ten steps
+        assert all(tensor.isfinite().all() for tensor in checkpoint(output)["model"].values())
+        assert not Path(output, "model.pt").exists()
 
 
 ORPHAN = """
@@ -196,11 +203,10 @@ os.getppid = getppid
 """
 
 
-@pytest.mark.parametrize("shard", some_fast([0, 1], 1))
-def test_one_rank_sees_that_torchrun_is_gone(fashion, monkeypatch, shard):
+def test_one_rank_sees_that_torchrun_is_gone(fashion, monkeypatch):
     """All end there, in a line, and none waits for the other, or writes."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    flags = [*fashion, *OFTEN, "--batch-size", 16, "--output", "out", "--shard", shard]
+    flags = [*fashion, *OFTEN, "--batch-size", 16, "--output", "out"]
     [text] = together(flags, more=ORPHAN, status=1)
     assert text.count("torchrun was killed") in (1, 2) and "Traceback" not in text, text
     assert place("out") == (0, 8)
@@ -208,27 +214,20 @@ def test_one_rank_sees_that_torchrun_is_gone(fashion, monkeypatch, shard):
 
 @pytest.mark.slow
 def test_torchrun(fashion, monkeypatch):
-    """Twice a rank is killed by SIGKILL, and --max-restarts starts all again. Then torchrun is: its
-    ranks end at the next progress line, or they would write beside the resumed run, which ends
-    bit-identical. Without the variable about every other restart hangs until --timeout. torch's
-    command makes one file of the checkpoint."""
+    """A rank is killed by SIGKILL, and --max-restarts starts all again. Then torchrun is: its ranks
+    end at the next progress line, or they would write beside the resumed run, which ends
+    bit-identical. Without the variable about every other restart hangs until --timeout."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     flags = [*fashion, *OFTEN, "--epochs", 6, "--batch-size", 16, "--augment", "--resume"]
     flags += ["--output"]
-    job = helpers.torchrun(2, "--max-restarts", 2, helpers.script(COMPLETE), *flags, "out")
-    for life in (1, 2, 3):
+    job = helpers.torchrun(2, "--max-restarts", 1, helpers.script(COMPLETE), *flags, "out")
+    for life in (1, 2):
         line = f" step {random.randrange(4, 41, 4)}/"
         helpers.wait_until(lambda: line in "".join(logs([job]).split("are done")[life:]))
         ranks = helpers.command("pgrep", "-P", job.pid, "-f", "train")
-        helpers.kill(int(random.choice(ranks.split())) if life < 3 else job.pid)
+        helpers.kill(int(random.choice(ranks.split())) if life < 2 else job.pid)
     assert helpers.wait_until(lambda: not helpers.marked(), 20)
     text = logs([job])
-    assert "torchrun was killed" in text and text.count("steps are done") == 3, text
+    assert "torchrun was killed" in text and text.count("steps are done") == 2, text
     together([*flags, "out"], [*flags, "whole"])
     same_run("out", "whole")
-    folder, command = (
-        f"out/{last('out')['checkpoint']}",
-        "torch.distributed.checkpoint.format_utils",
-    )
-    helpers.command(helpers.sys.executable, "-m", command, "dcp_to_torch", folder, "one.pt")
-    assert helpers.same(torch.load("one.pt", weights_only=False)["model"], weights("out"))

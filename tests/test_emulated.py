@@ -27,7 +27,6 @@ def launch(monkeypatch, output, *flags, cards=2, **options):
     """Start the script on so many cards, and wait for its end."""
     report = Path(f"{output}-report").resolve()
     report.mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "emulated"))
     monkeypatch.setenv("EMULATED_CARDS", str(cards))
     monkeypatch.setenv("EMULATED_REPORT", str(report))
     together([*flags, "--output", output], more=STEPS, **options)
@@ -57,7 +56,6 @@ def check(output, cards, steps):
             assert not set(places) & set(lines_of(script.prepare)), text
             own = [place for place in places if place in lines_of(script.evaluate)]
             assert len(own) <= 3, text  # one for each of the sums
-        assert not re.search(r"load to emu", text), text
         for part in told:  # of each card, the last one
             seeds += dict(re.findall(r"seeds card (\d) with (\d+)", part)).values()
     return seeds
@@ -81,11 +79,9 @@ MANY += ["--lr-schedule", "cosine"]
 FOLDER = ["--workers", 2, "--augment", "--model", "mlp"]
 
 
-@pytest.mark.parametrize(
-    "flags", some_fast([[], MANY, FOLDER], MANY), ids=["none", "many", "folder"]
-)
+@pytest.mark.parametrize("flags", some_fast([MANY, FOLDER], MANY), ids=["many", "folder"])
 def test_nothing_waits_between_progress_lines(monkeypatch, data, fashion, flags):
-    """Nor without flags, with many, and with workers that read a folder; for two epochs."""
+    """With many flags, and with few and workers that read a folder; for two epochs."""
     if "--workers" in flags:
         fashion = ["--dataset", data / "pictures", "--batch-size", 9]
     flags = [*fashion, "--epochs", 2, "--log-every", 4, *flags]

@@ -5,17 +5,17 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import train as script
 from helpers import (
     COMPLETE,
-    Warm,
     begin,
-    done,
-    edited,
+    content,
     files,
+    here,
     kill_all,
     last,
     logs,
@@ -26,10 +26,7 @@ from helpers import (
     train,
     wait_until,
 )
-from helpers import (
-    script as path_of,
-)
-from test_crash import MODEL, STATE
+from test_crash import MODEL, STATE, with_state
 from torchvision import models
 
 WRONG = "--batch-size 0,--batch-size many,--epochs -1,--lr -0.1,--workers -1,--accumulate 0,"
@@ -46,67 +43,68 @@ CHANGED += (
 FREE = "--epochs 3 --accumulate 2 --amp --workers 0 --log-every 3 --clip-norm 0 --lr 1e-3"
 
 
-def content():
-    return {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+@pytest.fixture(scope="session")
+def trained(fashion, tmp_path_factory):
+    """The folder of a run of two epochs."""
+    folder = tmp_path_factory.mktemp("trained") / "out"
+    train(*fashion, "--epochs", 2, "--output", folder)
+    return folder
 
 
 @pytest.fixture
-def refused(fashion, capsys):
-    """Asserts that the script refuses these flags, and that its run in out/ stays as it is."""
-
-    def refused(says, flags):
-        before = content()
-        with pytest.raises(SystemExit, match="2"):
-            train(*fashion, "--output", "out", *flags.split())
-        said = capsys.readouterr().err
-        assert says in said and said.count("error: ") == 1 and content() == before, said
-
-    train(*fashion, "--epochs", 2, "--output", "out")
-    return refused
+def out(trained, work):
+    """A copy of it: out/ in the test's folder."""
+    return shutil.copytree(trained, "out")
 
 
-def test_wrong_flags(refused, data):
+@pytest.fixture
+def denied(refused, fashion):
+    def denied(says, flags):
+        refused(says, COMPLETE, *fashion, "--output", "out", *flags.split())
+
+    return denied
+
+
+def test_wrong_flags(out, denied):
     """The message names the flag."""
-    shutil.copytree(data / "pictures", "pictures")
-    Path("pictures/test/c").rename("pictures/test/d")  # other classes than those of train/
     for flags in WRONG.split(","):
-        refused(flags.split()[0], f"--overwrite {flags}")
-    refused("pictures: train/ and test/ differ in c, d", "--overwrite --dataset pictures")
+        denied(flags.split()[0], f"--overwrite {flags}")
 
 
-def test_resumed_with_other_flags(refused, fashion):
+def test_resumed_with_other_flags(out, denied, fashion, capsys):
     """Refused before the data are loaded. What may change, and flags that are new, may."""
     resume, started = "--resume --data-dir nothing", "out/last.json was started"
     for flag, new, old in (change.split() for change in CHANGED.split(",")):
         old = old.strip("'")
-        refused(f"{started} with --{flag} {old}, not {new}: use", f"{resume} --{flag} {new}")
-    refused(f"{started} with --augment False, not True: use", f"{resume} --augment")
-    refused("--epochs 1: out/last.json already has 2 epochs", f"{resume} --epochs 1")
+        denied(f"{started} with --{flag} {old}, not {new}: use", f"{resume} --{flag} {new}")
+    denied(f"{started} with --augment False, not True: use", f"{resume} --augment")
+    denied("--epochs 1: out/last.json already has 2 epochs", f"{resume} --epochs 1")
     train(*fashion, "--output", "out", "--resume", *FREE.split())
     saved = last("out")
-    saved["flags"] |= {"augment": True, "mine": "1", "dataset": "pictures"}
+    saved["flags"] |= {"augment": True, "mine": "x", "dataset": "pictures"}
     del saved["flags"]["clip_norm"]  # which its script does not have
     Path("out/last.json").write_text(json.dumps(saved))
-    refused(f"{started} with --augment True, not", f"{resume} --dataset pictures")
+    denied(f"{started} with --augment True, not", f"{resume} --dataset pictures")
     args = parse("--resume", "--output", "out", "--augment", "--dataset", "moved/pictures")
-    args.mine = "1"  # a flag that the user has added
+    args.mine = Path("x")  # a flag that the user has added, of any type
     script.check_flags(args)
-    args.mine = "2"
+    args.mine = Path("y")
     with pytest.raises(SystemExit):
         script.check_flags(args)
+    assert f"{started} with --mine x, not y" in capsys.readouterr().err
 
 
-def test_not_a_run_of_this_script(refused):
+def test_not_a_run_of_this_script(out, denied):
     """As of an older version, or of a small script; or damaged: named, with what to do."""
     Path("out/last.json").rename("last.json")
     for name in "last.pt", "epoch-3", "checkpoint.pt":
         Path("out", name).touch()
-        refused("out has a run", "")
-        refused("out has a run of another script or version", "--resume")
+        denied("out has a run", "")
+        denied("out has a run of another script or version", "--resume")
         Path("out", name).unlink()
     for text in "", '{"checkpoint": "checkp':
         Path("out/last.json").write_text(text)
-        refused("out/last.json", "--resume")
+        denied("out/last.json", "--resume")
 
 
 def damage(kind, path):
@@ -118,38 +116,28 @@ def damage(kind, path):
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "short"])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_damaged_checkpoint(fashion, capsys, name, kind):
-    """Its name, and what to do."""
-    train(*fashion, "--epochs", 1, "--output", "out")
-    damage(kind, Path("out/checkpoint-1-0", name))
-    before = content()
-    with pytest.raises(SystemExit):
-        train(*fashion, "--output", "out", "--resume")
-    assert "error: out/checkpoint-1-0 is damaged" in capsys.readouterr().err
-    assert content() == before
-    train(*fashion, "--epochs", 1, "--output", "new", "--init", "out/best.pt")
+def test_damaged_checkpoint(out, denied, name, kind):
+    """Its name, and what to do, which test_init does."""
+    damage(kind, Path("out/checkpoint-2-0", name))
+    says = "out/checkpoint-2-0 is damaged: put a copy back, or start a new run with --init out/best"
+    denied(says, "--resume")
 
 
-def test_other_data(fashion, data, capsys):
+def test_other_data(refused, data):
     """A number of samples or names of classes that are not those of the run: refused."""
     shutil.copytree(data / "pictures", "pictures")
     flags = ["--dataset", "pictures", "--batch-size", 16, "--workers", 0, "--output", "out"]
     train(*flags, "--epochs", 1)
-    before = content()
     for part in "train", "test":
         Path("pictures", part, "b").rename(Path("pictures", part, "other"))
-    with pytest.raises(SystemExit):
-        train(*flags, "--resume")
-    said = capsys.readouterr().err
-    assert "'b'" in said and "'other'" in said and "out/last.json" in said, said
+    says = "out/last.json was started with other classes: ['b'] then, ['other'] now"
+    refused(says, COMPLETE, *flags, "--resume")
     for part in "train", "test":
         Path("pictures", part, "other").rename(Path("pictures", part, "b"))
     moved = next(Path("pictures/train/a").iterdir())
     moved.rename(moved.name)
-    with pytest.raises(SystemExit):
-        train(*flags, "--resume")
-    said = capsys.readouterr().err
-    assert "96" in said and "95" in said and content() == before, said
+    says = "out/last.json was started with 96 training samples, not 95"
+    refused(says, COMPLETE, *flags, "--resume")
     Path(moved.name).rename(moved)
     train(*flags, "--resume", "--epochs", 2)
 
@@ -193,8 +181,8 @@ def test_another_state(fashion):
     for i, (saved, (then, _)) in enumerate(cases.items()):
         runs += [[*flags, f"out-{i}", "--epochs", 1, "--parts", saved]]
         runs += [[*flags, f"out-{i}", "--parts", then]]
-    path = edited(COMPLETE, '"scaler": scaler}', '"scaler": scaler, **add_state(model, optimizer)}')
-    texts = together(*runs, [*flags, "last"], path=path, more=MODEL + STATE + STATES, processes=0)
+    more = MODEL + STATE + STATES
+    texts = together(*runs, [*flags, "last"], path=with_state(), more=more, processes=0)
     for i, (_, name) in enumerate(cases.values()):
         assert "SystemExit: " in texts[2 * i + 1] and name in texts[2 * i + 1], texts[2 * i + 1]
         assert f"out-{i}/checkpoint-1-0" in texts[2 * i + 1]
@@ -211,59 +199,48 @@ def refuse(*jobs, status=2):
     return logs(jobs)
 
 
-@pytest.mark.slow
-def test_said_once(fashion, refused, data):
-    """By one process of a machine, and before data are loaded where it can be."""
-    before = content()
-    wrong = {"--resume --seed 1 --data-dir no": "was started with --seed 76, not 1: use"}
-    wrong |= {"--overwrite --batch-size 1000": "has only 640 samples"}
-    wrong |= {"--overwrite --shard 3": "a multiple of --shard"}
-    wrong |= {"--data-dir no": "out has a run: --resume continues it, --overwrite replaces it"}
-    wrong |= {"--overwrite --batch-size 63": "a multiple of --accumulate times the processes"}
-    wrong |= {f"--overwrite --dataset {data}/pictures": "only 3 test samples"}
-    started = []
-    for flags, says in wrong.items():
-        flags = [*fashion, "--output", "out", *flags.split()]
-        started.append(start(COMPLETE, *flags, processes=4 if "only 3" in says else 2))
-    for says, jobs in zip(wrong.values(), started):
-        text = refuse(*jobs)
-        assert text.count("error: ") == 1 and says in text and content() == before, text
-        assert "Traceback" not in text or "only" in says, text  # found when all had met
+def test_said_once(out, fashion, data):
+    """By one process of a machine, before data are loaded, or when all have joined."""
+    before = content("out")
+    for count, says, *flags in (
+        (2, "was started with --seed 76, not 1: use", "--resume", "--seed", 1, "--data-dir", "no"),
+        (2, "has only 640 samples", "--overwrite", "--batch-size", 1000),
+        (4, "only 3 test samples", "--overwrite", "--dataset", data / "pictures"),
+    ):
+        text = refuse(*start(COMPLETE, *fashion, "--output", "out", *flags, processes=count))
+        assert text.count("error: ") == 1 and says in text and content("out") == before, text
+        assert "Traceback" not in text or "only" in says, text
 
 
-def test_disks_that_are_not_shared(fashion):
+def test_disks_that_are_not_shared(out, fashion):
     """Two ranks with folders of their own: said at the first save, and when a run is resumed."""
     Path("elsewhere").mkdir()
-    train(*fashion, "--epochs", 1, "--output", "out")
     elsewhere = 'if os.environ["RANK"] == "1": os.chdir("elsewhere")'
     for output, often in ("out", 100), ("new", 2):
         flags = [*fashion, "--resume", "--epochs", 100, "--log-every", often, "--output", output]
         text = refuse(*begin(flags, more=elsewhere), status=1)
         assert "put --output on a disk that all machines share" in text, text
-        assert "step 4/" not in text and "epoch 2/" not in text, text
+        assert "step 4/" not in text and "epoch 3/" not in text, text
 
 
-def test_places(monkeypatch, fashion):
+def test_places(out, denied, fashion):
     """What torchrun's and srun's processes refuse. One variable alone is not believed."""
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    for own in [], ["--resume"]:
-        text = refuse(*start(COMPLETE, "--output", "new", *own))
-        assert "needs --resume, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")  # srun -n 8 python
-    text = done([Warm(path_of(COMPLETE), ["--output", "new"], "log")], 2)
-    assert "8 processes without ranks" in text and not Path("new").exists()
-    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
-    train(*fashion, "--epochs", 1, "--output", "out")
-    before = content()
-    left_over = {"LOCAL_RANK": 1, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "RANK": ""}
-    flags = [*fashion, "--seed", 5, "--epochs", 1, "--output"]
-    text = done([Warm(path_of(COMPLETE), [*flags, "out"], "log", left_over)], 2)
-    assert "out has a run" in text and content() == before, text
-    text = done([Warm(path_of(COMPLETE), [*flags, "new"], "log", left_over)])
-    assert "rank 0" in text and "finished" in text
-    text = done([Warm(path_of(COMPLETE), [*flags, "no"], "log", {"RANK": 1, "LOCAL_RANK": 1})], 2)
-    assert "RANK is set, but not all of" in text and not Path("no").exists()
+    restarts = dict.fromkeys(["RANK", "LOCAL_RANK"], "0") | {"TORCHELASTIC_MAX_RESTARTS": "1"}
+    restarts |= dict.fromkeys(["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"], "1")
+    left_over = {"LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": ""}
+    needs = "--max-restarts needs --resume, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    for environment, says, flags in (
+        (restarts, needs, "--output new"),
+        (restarts, needs, "--output new --resume"),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "8 processes without ranks", "--resume"),  # srun -n 8
+        ({"RANK": "1", "LOCAL_RANK": "1"}, "RANK is set, but not all of", "--resume"),
+        (left_over, "out has a run", "--seed 5"),
+    ):
+        with mock.patch.dict(os.environ, environment):
+            denied(says, flags)
+    with mock.patch.dict(os.environ, left_over):
+        here(COMPLETE, *fashion, "--epochs", 1, "--output", "new")
+    assert last("new")["progress"]["epoch"] == 1
 
 
 TWICE = """
@@ -310,12 +287,11 @@ def test_a_full_disk(fashion):
         os.system("umount out")
 
 
-def test_what_stays(fashion, monkeypatch):
+def test_what_stays(out, fashion, monkeypatch):
     """A folder that somebody holds does not end the run, and a folder of the user's stays. Folders
     of a run that --overwrite replaces are gone before the first step."""
-    train(*fashion, "--epochs", 1, "--output", "out")
     Path("out/checkpoint-5-0.keep").mkdir()
-    plain, held = os.rmdir, ["checkpoint-1-0"]
+    plain, held = os.rmdir, ["checkpoint-2-0"]
 
     def rmdir(path, **options):
         if Path(path).name in held:
@@ -323,8 +299,8 @@ def test_what_stays(fashion, monkeypatch):
         plain(path, **options)
 
     monkeypatch.setattr(os, "rmdir", rmdir)
-    train(*fashion, "--epochs", 2, "--output", "out", "--resume")
-    assert {"checkpoint-1-0", "checkpoint-2-0", "checkpoint-5-0.keep"} < set(files("out"))
+    train(*fashion, "--epochs", 3, "--output", "out", "--resume")
+    assert {"checkpoint-2-0", "checkpoint-3-0", "checkpoint-5-0.keep"} < set(files("out"))
     held.clear()
 
     def set_epoch(*words, **options):
@@ -336,55 +312,38 @@ def test_what_stays(fashion, monkeypatch):
     assert files("out") == ["checkpoint-5-0.keep", "last.json"]
 
 
-def test_a_flag_of_ones_own(fashion):
-    """Its value is compared too, whatever type it has."""
-    flag = 'add("--mine", type=Path, default=Path("x"))\n'
-    flags = [*fashion, "--epochs", 1, "--resume", "--output", "out"]
-    texts = together(flags, flags, [*flags, "--mine", "y"], more=flag, processes=0, status=2)
-    assert "1 epochs and 0 steps are done" in texts[1]
-    assert "out/last.json was started with --mine x, not y" in texts[2]
-
-
-@pytest.mark.parametrize("kind", ["mlp", "missing", "empty", "short"])
-def test_a_file_to_begin_with(fashion, kind, monkeypatch, capsys):
+def test_a_file_to_begin_with(out, denied, monkeypatch):
     """--init from another model, or a damaged file, or none; --pretrained with an interrupted
     download: the file is named, and nothing is written."""
-    train(*fashion, "--epochs", 1, "--model", "mlp" if kind == "mlp" else "net", "--output", "old")
     name = "shufflenet_v2_x0_5"
     url = models.get_model_weights(name).DEFAULT.url
-    Path("hub/checkpoints").mkdir(parents=True)
-    shutil.copy("old/model.pt", downloaded := Path("hub/checkpoints", url.rpartition("/")[2]))
-    if kind != "mlp":
-        damage(kind, Path("old/model.pt"))
-        damage(kind, downloaded)
+    downloaded = Path("hub/checkpoints", url.rpartition("/")[2])
+    downloaded.parent.mkdir(parents=True)
     monkeypatch.setenv("TORCH_HOME", str(Path().resolve()))
-    capsys.readouterr()
-    for flags, says in (
-        (["--init", "old/model.pt"], "old/model.pt"),
-        (["--model", name, "--pretrained"], downloaded.name),
-    ):
-        with pytest.raises(SystemExit):
-            train(*fashion, *flags)
-        said = capsys.readouterr().err
-        assert said.count("error: ") == 1 and says in said and not Path("runs").exists(), said
+    init, pretrained = "--output new --init model.pt", f"--output new --model {name} --pretrained"
+    for kind in "another model", "missing", "empty", "short":
+        shutil.copy("out/model.pt", "model.pt")
+        shutil.copy("out/model.pt", downloaded)
+        if kind != "another model":
+            damage(kind, Path("model.pt"))
+            damage(kind, downloaded)
+        denied("--init model.pt", f"{init} --model mlp" if kind == "another model" else init)
+        denied(str(downloaded), pretrained)
+        assert not Path("new").exists()
 
 
-@pytest.mark.parametrize("shard", [1, 2])
-def test_before_ampere(shard, monkeypatch, capsys):
-    """--amp is float16 with a GradScaler there, which --shard does not offer."""
-    args = parse("--amp", "--shard", shard)
+def test_another_computer(monkeypatch, capsys):
+    """On a GPU before Ampere, --amp is float16 with a GradScaler, which --shard does not offer.
+    torch for Windows has no HashStore."""
+    args = parse("--amp")
     args.device = "cuda"
     bfloat16 = lambda including_emulation=True: including_emulation  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", bfloat16)
-    if shard == 1:
-        return script.check_flags(args, 2)
+    script.check_flags(args, 2)
+    args.shard = 2
     with pytest.raises(SystemExit):
         script.check_flags(args, 2)
     assert "needs a GPU with bfloat16" in capsys.readouterr().err
-
-
-def test_windows(monkeypatch, capsys):
-    """It has no HashStore."""
     args = parse()
     with pytest.raises(SystemExit), monkeypatch.context() as patch:
         patch.setattr(os, "name", "nt")
