@@ -250,7 +250,8 @@ def test_files_left_out_are_counted_and_said(capsys, monkeypatch):
     load(folder)
     assert capsys.readouterr().out == ""
     pack(folder, "packed", "--side", 8)
-    assert capsys.readouterr().out.startswith(f"{line}train: 16 images")
+    said = capsys.readouterr().out
+    assert said.startswith(line) and "\ntrain: 16 images in" in said
 
 
 REFUSED = {  # what was done to a folder, and the message
