@@ -201,18 +201,27 @@ def test_pixels_without_a_known_maximum_are_refused(numbers):
 
 
 def test_training_names_a_broken_file():
-    """Also where a worker of the loader meets it."""
-    folder = write_folder("pictures")
     corners().save("whole.jpg")
     corners().save("whole.png")
     jpg, png = Path("whole.jpg").read_bytes(), Path("whole.png").read_bytes()
     damaged = png.replace(b"IDAT", b"IDAT" + bytes(50), 1)[: len(png)]
-    contents = {"cut.png": png[:-50], "damaged.png": damaged, "empty.jpg": b"", "text.jpg": b"no"}
+    contents = {
+        "cut.jpg": jpg[:-500],
+        "cut.png": png[:-50],
+        "damaged.png": damaged,
+        "empty.jpg": b"",
+        "text.jpg": b"no",
+    }
     for name, content in contents.items():
         Path(name).write_bytes(content)
         with pytest.raises(OSError, match=f"^{re.escape(name)}: "):
             train.load_image(name, 10)
-    (folder / "train" / "b" / "cut.jpg").write_bytes(jpg[:-500])
+
+
+@pytest.mark.slow
+def test_a_worker_names_a_broken_file():
+    folder = write_folder("pictures")
+    (folder / "train" / "b" / "cut.jpg").write_bytes(b"no image")
     train_set, args = load(folder)[0], helpers.parse("--workers", 1)
     loader = train.make_loader(args, train_set, 4, range(len(train_set)), torch.device("cpu"))
     with pytest.raises(OSError, match=r"pictures/train/b/cut\.jpg: "):

@@ -181,7 +181,7 @@ dcp.save = torn
 """
 
 
-@pytest.mark.parametrize("name", ["single", "fsdp2"])
+@pytest.mark.parametrize("name", some_fast(["single", "fsdp2"], "single"))
 def test_killed_as_it_writes(monkeypatch, name):
     """Each file is whole at every moment, and the resumed run ends bit-identical, with dropout."""
     flags, torn = ["--epochs", 3, "--resume"], TORN_FOLDER if name == "fsdp2" else TORN
@@ -276,7 +276,7 @@ def load_data(args):  # meanwhile, another run starts in this folder
 """
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", some_fast(KINDS, "single", "ddp_torchrun"))
 def test_two_runs_start_in_one_folder(name):
     """The second ends, and leaves the first its folder. An empty folder is resumed; a batch that is
     larger than the training set is refused."""
@@ -300,7 +300,7 @@ def load_data(args):  # from here on, each rank is in a folder of its own
 """
 
 
-@pytest.mark.parametrize("name", ["ddp_torchrun", "fsdp2"])
+@pytest.mark.parametrize("name", some_fast(["ddp_torchrun", "fsdp2"], "ddp_torchrun"))
 def test_another_disk(name):
     """Ranks that do not see the same checkpoint end in a line, and the checkpoint stays. One of
     train_fsdp2.py is written by all ranks, so they need one disk from the first."""
@@ -323,7 +323,7 @@ dist.init_process_group = init_process_group
 """
 
 
-@pytest.mark.parametrize("name", DISTRIBUTED)
+@pytest.mark.parametrize("name", some_fast(DISTRIBUTED, "ddp_torchrun"))
 def test_timeout(name):
     """It is half an hour, on GPUs too, where torch has ten minutes; --timeout sets it, and then
     nobody waits longer for a machine that does not come."""

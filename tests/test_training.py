@@ -36,24 +36,19 @@ from torchvision.transforms import functional
 RUNS = {2: [(1, 1), (2, 0)], 3: [(2, 1), (1, 0)]}
 
 
-def test_same_losses(fashion, data):
+def test_same_losses(fashion):
     """The same order too: what is left over after 10 steps are other images in each epoch. The norm
     of the whole gradient is clipped, once a step. 203 test images are counted once each, on three
-    ranks, or in micro-batches. Then a folder, with loader workers."""
+    ranks, or in micro-batches."""
     flags = [*fashion, "--epochs", 2, "--batch-size", 60, "--lr", 0.5, "--clip-norm", 0.2]
     flags += ["--weight-decay", 0.01, "--output"]
-    folder = ["--dataset", data / "pictures", "--model", "mlp", "--image-size", 20, "--workers", 1]
-    folder += ["--epochs", 2, "--batch-size", 12, "--lr", 0.1, "--output"]
     train(*flags, "one")
-    train(*folder, "folder")
     for count, parts in RUNS.items():
         own = {f"{count}-{i}": ["--accumulate", a, "--shard", b] for i, (a, b) in enumerate(parts)}
         runs = [[*flags, output, *more] for output, more in own.items()]
-        runs += [[*folder, "folder-3", "--shard", 0]] if count == 3 else []
         for text, output in zip(together(*runs, processes=count), own):
             assert text.count("samples/s") == len(metrics(output))  # one process speaks
             close(output, "one")
-    close("folder-3", "folder")
     assert metrics("one")[0]["train_loss"] > metrics("one")[1]["train_loss"] + 1e-3
     args, device = parse(*flags, "one"), torch.device("cpu")
     images, labels = script.prepare(args, script.load_data(args)[1].tensors, device)
@@ -61,6 +56,16 @@ def test_same_losses(fashion, data):
     model.load_state_dict(weights("one"))
     correct = (model(images).argmax(1) == labels).sum().item()
     assert metrics("one")[1]["test_accuracy"] == correct / 203
+
+
+@pytest.mark.slow
+def test_same_losses_of_a_folder(data):
+    """With loader workers."""
+    flags = ["--dataset", data / "pictures", "--model", "mlp", "--image-size", 20, "--workers", 1]
+    flags += ["--epochs", 2, "--batch-size", 12, "--lr", 0.1, "--output"]
+    train(*flags, "one")
+    together([*flags, "three", "--shard", 0], processes=3)
+    close("three", "one")
 
 
 def test_a_longer_run():
@@ -123,6 +128,7 @@ EpochSampler.__iter__ = __iter__
 """
 
 
+@pytest.mark.slow
 def test_two_processes(data):
     """A step communicates its gradients, in two buckets, and nothing else. All ranks end with the
     same parameters and batch norm averages, each draws its own random numbers, and the loader
