@@ -291,6 +291,8 @@ def test_jobs_that_cannot_train(kind, clone, tmp_path, monkeypatch):
     os.chdir(tmp_path / "elsewhere")
     jobs += [(Job(name), "No such file or directory") for name in STARTS]
     os.chdir(clone)
+    for job, _ in jobs:
+        job.ended("FAILED")  # some start late, and need the environment
     activate = Path(".venv/bin/activate").read_text()
     Path(".venv/bin/activate").write_text("echo no environment; return 3\n")
     jobs += [(Job(name), "no environment") for name in STARTS]
