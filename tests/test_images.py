@@ -70,7 +70,7 @@ def rotated(orientation, transpose):
 
 def sixteen_bits():
     grey = np.asarray(corners(mode="L")).astype(np.uint16)
-    return Image.fromarray(grey * 257), {}
+    return Image.fromarray(grey * 256 + 7), {}  # the lower byte is not the upper one
 
 
 def transparent_palette():
