@@ -268,6 +268,10 @@ def test_started_twice_at_the_same_moment(fashion, flag):
 def test_a_full_disk(fashion):
     """Found before the first step, and in the line that says so; what was saved stays. When there
     is room again the run goes on."""
+    Path("best.pt.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="cannot write best.pt: is the disk full"):
+        with script.atomic_write(Path("best.pt")) as file:
+            torch.save(torch.zeros(100_000), file)
     Path("out").mkdir()
     if os.getuid() or os.system("mount -t tmpfs -o size=400k tmpfs out"):
         pytest.skip("it needs root, to mount a small disk")
