@@ -213,6 +213,8 @@ def state_dicts(state):
         if isinstance(part, torch.optim.Optimizer):  # it numbers its parameters
             momenta, groups = contents[name]["state"], contents[name]["param_groups"]
             momenta = {str(number): momenta[number] for number in momenta}
+            # "fused" stays this optimizer's own: DTensors of --shard do not support it for SGD.
+            groups = [{k: v for k, v in group.items() if k != "fused"} for group in groups]
             contents[name] = {"state": momenta, "param_groups": (groups,)}
         elif not any(map(torch.is_tensor, contents[name].values())):
             contents[name] = (contents[name],)  # a tuple is saved whole: dictionaries may grow
@@ -295,7 +297,10 @@ def load_checkpoint(args, state, last):
         content = contents[name][0] if isinstance(contents[name], tuple) else contents[name]
         if name in optimizers:
             momenta = {int(number): momenta for number, momenta in content["state"].items()}
-            content = {"state": momenta, "param_groups": content["param_groups"][0]}
+            groups = content["param_groups"][0]
+            for group, own in zip(groups, part.param_groups):
+                group["fused"] = own.get("fused")
+            content = {"state": momenta, "param_groups": groups}
         if content:  # a scaler's is empty without float16
             part.load_state_dict(content)
     return here

@@ -37,6 +37,9 @@ def load_folder(folder, side, final=False):
         classes, notes = json.loads((folder / "classes.json").read_text()), []
         packed = [part for part in PARTS if (folder / f"{part}.bin").exists()]
         sets = {part: PackedImages(folder / part, classes) for part in packed}
+        if sets["train"].side > side:
+            says = f"{folder} has {sets['train'].side} pixels a side, where --side {side} is enough"
+            notes.append(f"{says}: pack it again for speed")
     else:
         classes, parts, notes = find_images(folder)
         sets = {part: Images(samples, classes, side) for part, samples in parts.items()}

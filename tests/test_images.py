@@ -528,11 +528,13 @@ def test_packed_and_unpacked_losses_are_the_same(monkeypatch):
 
 
 HANGS = """
-plain_load_image = load_image
+import images
+plain_load_image = images.load_image
 def load_image(path, side):
     if torch.utils.data.get_worker_info():
         time.sleep(1000)
     return plain_load_image(path, side)
+images.load_image = load_image
 """
 
 
