@@ -112,7 +112,7 @@ def save_checkpoint(args, progress, state, about):
     folder = args.output / f"checkpoint-{progress.epoch}-{progress.step}"
     contents = state_dicts(state)
     if progress.step > 0:  # an epoch begins with new random numbers
-        contents["random"] = {str(dist.get_rank()): random_states(state["model"])}
+        contents["random"] = {str(dist.get_rank()): random_states(args)}
     try:
         # By default, copies of the tensors would remain in pinned memory.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
@@ -191,11 +191,11 @@ def broadcast_buffers(args, state):
                     dist.broadcast(buffer, 0)
 
 
-def random_states(model):
-    """The states of the random number generators of this rank's CPU, and of its model's GPU."""
-    states, kind = {"cpu": torch.get_rng_state()}, next(model.parameters()).device.type
-    if kind in ("cuda", "xpu"):
-        states[kind] = torch.get_device_module(kind).get_rng_state()
+def random_states(args):
+    """The states of the random number generators of this rank's CPU and GPU."""
+    states = {"cpu": torch.get_rng_state()}
+    if args.device in ("cuda", "xpu") and torch.accelerator.is_available():
+        states[args.device] = torch.get_device_module(args.device).get_rng_state()
     return states
 
 
@@ -283,7 +283,7 @@ def load_checkpoint(args, state, last):
         optimizer.step()  # makes momenta for dcp.load to fill; the weights are loaded, too
         optimizer.zero_grad()
     contents, rank = state_dicts(state), str(dist.get_rank())
-    random = random_states(state["model"]).items()
+    random = random_states(args).items()
     here = {kind: x for kind, x in random if f"random.{rank}.{kind}" in saved}
     contents["random"] = {rank: here}  # nothing, on a rank or a device that the run had not
     planner = dcp.DefaultLoadPlanner()
