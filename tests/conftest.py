@@ -1,10 +1,11 @@
 import os
+import shutil
 from multiprocessing import forkserver
 
 import numpy as np
 import pytest
 import torch
-from helpers import content, here, kill, marked
+from helpers import COMPLETE, content, here, kill, marked, train
 from PIL import Image
 
 
@@ -75,3 +76,25 @@ def refused(capsys):
         assert says in said and said.count("error: ") == 1 and content() == before, said
 
     return refused
+
+
+@pytest.fixture(scope="session")
+def trained(fashion, tmp_path_factory):
+    """The folder of a run of two epochs."""
+    folder = tmp_path_factory.mktemp("trained") / "out"
+    train(*fashion, "--epochs", 2, "--output", folder)
+    return folder
+
+
+@pytest.fixture
+def out(trained, work):
+    """A copy of it: out/ in the test's folder."""
+    return shutil.copytree(trained, "out")
+
+
+@pytest.fixture
+def denied(refused, fashion):
+    def denied(says, flags):
+        refused(says, COMPLETE, *fashion, "--output", "out", *flags.split())
+
+    return denied

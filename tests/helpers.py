@@ -46,8 +46,8 @@ def script(name):
 
 
 def changed(path, *changes):
-    """The path of a copy of the file, and of complete/. Changes: what stands there, its replacement,
-    and so on."""
+    """The path of a copy of the file, with all of complete/ if it is of that. Changes: what stands
+    there, its replacement, and so on."""
     text, copy = (ROOT / path).read_text(), Path(path).resolve()
     for old, new in zip(changes[::2], changes[1::2], strict=True):
         assert old in text, old

@@ -44,28 +44,6 @@ CHANGED += (
 FREE = "--epochs 3 --accumulate 2 --amp --workers 0 --log-every 3 --clip-norm 0 --lr 1e-3"
 
 
-@pytest.fixture(scope="session")
-def trained(fashion, tmp_path_factory):
-    """The folder of a run of two epochs."""
-    folder = tmp_path_factory.mktemp("trained") / "out"
-    train(*fashion, "--epochs", 2, "--output", folder)
-    return folder
-
-
-@pytest.fixture
-def out(trained, work):
-    """A copy of it: out/ in the test's folder."""
-    return shutil.copytree(trained, "out")
-
-
-@pytest.fixture
-def denied(refused, fashion):
-    def denied(says, flags):
-        refused(says, COMPLETE, *fashion, "--output", "out", *flags.split())
-
-    return denied
-
-
 def test_wrong_flags(out, denied):
     """The message names the flag."""
     for flags in WRONG.split(","):

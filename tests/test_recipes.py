@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import COMPLETE, ROOT, close, metrics, same, together, weights
+from helpers import ROOT, close, metrics, same, together, weights
 from PIL import Image
 from torch import nn
 from torchvision import datasets, models

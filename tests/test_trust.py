@@ -1,0 +1,335 @@
+"""complete/: the number at the end is of the data that were meant. The ranks and a resumed run have
+the same data, --init the normalization that its weights were trained with, --evaluate the scores
+of best.pt; seeds share nothing, and checkpoints do not wait for progress lines."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import checkpoint as saving
+import helpers
+import pytest
+import torch
+import train as script
+from helpers import (
+    COMPLETE,
+    begin,
+    close,
+    kill_all,
+    last,
+    metrics,
+    parse,
+    place,
+    same,
+    together,
+    train,
+    weights,
+)
+from PIL import Image
+from test_errors import refuse
+from test_images import pack, write_folder
+from torch.utils.data import Subset, TensorDataset
+from torchvision import datasets, models
+
+SMALL = ["--image-size", 16, "--batch-size", 4, "--workers", 0]
+
+
+# ---- What the test sees --------------------------------------------------------------------------
+def write_rings(folder):
+    """Eight classes: the place of a white disc on grey, mostly outside of the middle."""
+    generator = torch.Generator().manual_seed(0)
+    for i in range(240 + 80):
+        y, x = divmod(i % 8 + (i % 8 > 3), 3)  # of nine places, not the middle
+        pixels = torch.randint(90, 130, (128, 128), generator=generator)
+        pixels[y * 40 + 8 : y * 40 + 40, x * 40 + 8 : x * 40 + 40] = 255
+        path = Path(folder, "train" if i < 240 else "test", str(i % 8), f"{i}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.numpy().astype("uint8")).save(path)
+
+
+def test_the_test_sees_what_training_sees(capsys):
+    """A folder, the same packed at the right side, and packed at another, have one accuracy."""
+    write_rings("rings")
+    pack("rings", "right", "--side", 24)
+    pack("rings", "large")
+    assert re.search(r"^large is for --image-size 224, or less$", capsys.readouterr().out, re.M)
+    flags = ["--image-size", 24, "--batch-size", 8, "--epochs", 2, "--model", "mlp", "--lr", 0.01]
+    for dataset in "rings", "right", "large":
+        train("--dataset", dataset, *flags, "--workers", 0, "--output", f"out-{dataset}")
+        [*_, row] = metrics(f"out-{dataset}")
+        assert row["test_accuracy"] > 0.95, dataset
+    close("out-right", "out-rings", 1e-12)
+
+
+# ---- The same data -------------------------------------------------------------------------------
+ELSEWHERE = """
+if os.environ["RANK"] == "1":
+    os.chdir("elsewhere")
+"""
+CHANGES = {  # of rank 1's disk, and the message
+    "mv train/b train/c && mv test/b test/c": "other classes: ['b'] on rank 0, ['c'] on rank 1",
+    "rm train/a/00000.jpg": "16 training samples on rank 0, not 15 on rank 1",
+    "rm test/a/00016.jpg": "8 test samples on rank 0, not 7 on rank 1",
+    "mv test/a/00016.jpg test/a/9.jpg": "other test samples, by their paths or labels: ",
+}
+
+
+def test_ranks_with_other_data():
+    """Refused before the first step, with both values."""
+    write_folder("pictures", side=20)
+    flags = ["--dataset", "pictures", *SMALL, "--epochs", 1, "--output", Path("out").resolve()]
+    for change, says in CHANGES.items():
+        shutil.copytree("pictures", "elsewhere/pictures")
+        subprocess.run(change, shell=True, check=True, cwd="elsewhere/pictures")
+        text = refuse(*begin(flags, more=ELSEWHERE), status=1)
+        assert f"the ranks have different data: {says}" in text, text
+        assert "Traceback" not in text and not Path("out/last.json").exists()
+        shutil.rmtree("elsewhere")
+
+
+def test_resumed_with_other_files(refused):
+    """Another test set, or an image of another name, which moves every tenth: refused. A folder may
+    be moved, and packed."""
+    write_folder("pictures", side=20)
+    shutil.move("pictures/test", "test")
+    flags = [*SMALL, "--resume", "--output", "out"]
+    train("--dataset", "pictures", *flags, "--epochs", 1)
+    image = Path("pictures/train/a/00004.jpg")
+    image.rename("pictures/train/a/0.jpg")
+    says = "out/last.json was started with other training samples, by their paths or labels: "
+    refused(says, COMPLETE, "--dataset", "pictures", *flags)
+    Path("pictures/train/a/0.jpg").rename(image)
+    shutil.move("test", "pictures/test")
+    says = "out/last.json was started with 14 training samples, not 16"
+    refused(says, COMPLETE, "--dataset", "pictures", *flags)
+    shutil.move("pictures/test", "test")
+    Path("moved").mkdir()
+    pack("pictures", "moved/pictures", "--side", 16)
+    train("--dataset", "moved/pictures", *flags, "--epochs", 2)
+    Path("here").mkdir()
+    shutil.move("pictures", "here/pictures")
+    train("--dataset", "here/pictures", *flags, "--epochs", 3)
+    assert place("out") == (3, 0)
+
+
+def test_what_identifies_a_dataset():
+    """Paths without the folder; labels without paths; the part that a Subset takes. `classes` may
+    be anything."""
+    write_folder("pictures", side=20)
+    names = datasets.ImageFolder("pictures/train")
+    shutil.copytree("pictures", "moved")
+    own = script.load_data(parse("--dataset", "pictures"))[0]
+    same_files = [names, datasets.ImageFolder("moved/train"), own]
+    assert len({str(saving.fingerprint(dataset)) for dataset in same_files}) == 1
+    tensors = [TensorDataset(torch.zeros(4, 1), torch.arange(4) // n) for n in (2, 3)]
+    parts = [Subset(names, range(i, i + 8)) for i in (0, 1)]
+    every = [*tensors, *parts, names, TensorDataset(torch.arange(4.0)), range(4)]
+    assert len({str(saving.fingerprint(dataset)) for dataset in every}) == len(every)
+    names.classes = 10
+    assert saving.data_identity(names, names, 10)["classes"] == [10]
+
+
+# ---- Seeds ---------------------------------------------------------------------------------------
+SEEDS = """
+plain = torch.manual_seed
+def manual_seed(seed):
+    print(f"seed {args.seed} rank {dist.get_rank()}: {seed}", flush=True)
+    return plain(seed)
+torch.manual_seed = manual_seed
+"""
+
+
+def test_seeds_share_nothing(fashion):
+    """Of two seeds, with three epochs on two ranks: random numbers are drawn once."""
+    flags = [*fashion, "--epochs", 3, "--batch-size", 80, "--log-every", 3, "--output"]
+    runs = [[*flags, f"out-{seed}", "--seed", seed] for seed in (1, 2)]
+    found = re.findall(r"seed (\d) rank (\d): (\d+)$", "".join(together(*runs, more=SEEDS)), re.M)
+    of_weights = [seed for *_, seed in found if int(seed) < 3]  # the same on both ranks
+    others = [found[2] for found in found if int(found[2]) >= 3]
+    assert sorted(of_weights) == ["1", "1", "2", "2"]
+    assert len({*others}) == len(others) == 2 * 2 * 3 * (1 + 3)  # an epoch has 8 steps
+
+
+# ---- Normalization, and scores -------------------------------------------------------------------
+def test_init_keeps_the_normalization(fashion, monkeypatch, capsys):
+    """A run with --pretrained, one that starts from its best.pt, and what both report, see the same
+    inputs; also when the first is gone. Without last.json beside a file, that is said."""
+    name = "shufflenet_v2_x0_5"
+    url = models.get_model_weights(name).DEFAULT.url
+    file = Path("hub/checkpoints", url.rpartition("/")[2])
+    file.parent.mkdir(parents=True)
+    torch.save(models.get_model(name).state_dict(), file)
+    monkeypatch.setenv("TORCH_HOME", str(Path().resolve()))
+    flags = [*fashion, "--model", name, "--batch-size", 320, "--epochs"]
+    train(*flags, 1, "--pretrained", "--output", "first")
+    images = torch.randint(256, (2, 3, 20, 20), dtype=torch.uint8), torch.zeros(2)
+    device = torch.device("cpu")
+    wanted, _ = script.prepare(parse(*flags, 1, "--pretrained"), images, device)
+    assert not torch.allclose(wanted, script.prepare(parse(*flags, 1), images, device)[0])
+    init = [*flags, 1, "--init", "first/best.pt", "--lr", 0]
+    assert torch.equal(script.prepare(parse(*init), images, device)[0], wanted)
+    seen, plain = [], script.build_model
+    monkeypatch.setattr(script, "build_model", lambda *x: seen.append(x[1]) or plain(*x))
+    train(*init, "--output", "second", "--resume")
+    shutil.move("first", "gone")
+    train(*init, "--output", "second", "--resume", "--epochs", 2)
+    train(*flags, 1, "--output", "second", "--evaluate")
+    assert len(seen) == 3 and torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+    assert last("second")["normalization"] == last("gone")["normalization"]
+    capsys.readouterr()
+    shutil.copy("gone/best.pt", "best.pt")
+    train(*flags, 1, "--init", "best.pt", "--output", "third", "--resume")
+    assert "no last.json beside best.pt: pixels become (pixel" in capsys.readouterr().out
+
+
+def test_evaluate(fashion, denied, out, capsys):
+    """best.pt of --output, or a file: the row of metrics.csv, on any number of processes. Nothing
+    is written. Other classes or another --image-size than it was trained with are refused."""
+    row = min(metrics("out"), key=lambda row: row["test_loss"])
+    line = "best.pt: test loss {test_loss:.4f} test accuracy {test_accuracy:.4f}\n".format(**row)
+    before = helpers.content("out")
+    flags = [*fashion, "--evaluate"]
+    train(*flags, "--output", "out")
+    assert capsys.readouterr().out.endswith(f"out/{line}")
+    runs = [[*flags, "--output", "out"], [*flags, "--init", "out/best.pt", "--shard", 0]]
+    for text in together(*runs):
+        assert text.count(f"out/{line}") == 1 and "step" not in text.replace("per step", "")
+    assert helpers.content("out") == before and not Path("runs").exists()
+    denied("out/best.pt was trained with --image-size 32: test it", "--evaluate --image-size 24")
+    denied("out/best.pt was trained with other classes: ", "--evaluate --dataset synthetic")
+
+
+def test_evaluate_on_test(capsys):
+    """With val/ and test/, best.pt is chosen on the former, and --evaluate tells of the latter."""
+    write_folder("pictures", side=20)
+    shutil.copytree("pictures/test", "pictures/val")
+    a, b = (Path("pictures/test", name) for name in "ab")
+    a.rename("c"), b.rename(a), Path("c").rename(b)  # each is wrong there
+    flags = ["--dataset", "pictures", *SMALL, "--lr", 0.01, "--model", "mlp", "--output", "out"]
+    train(*flags, "--epochs", 3)
+    assert metrics("out")[-1]["test_accuracy"] == 1
+    train(*flags, "--evaluate")
+    assert "test accuracy 0.0000" in capsys.readouterr().out.splitlines()[-1]
+
+
+# ---- Checkpoints ---------------------------------------------------------------------------------
+SLOW_STEPS = """
+plain = prepare
+def prepare(args, batch, device, train=False):
+    if train:
+        time.sleep(0.02)
+    return plain(args, batch, device, train)
+"""
+
+
+def test_checkpoints_between_progress_lines(fashion):
+    """Where a progress line takes far longer than --checkpoint-minutes, a kill loses little more
+    than these; the run ends bit-identical, and draws the same random numbers."""
+    flags = [*fashion, "--batch-size", 4, "--log-every", 1000, "--checkpoint-minutes", 0.01]
+    flags += ["--epochs", 1, "--augment", "--resume", "--output"]
+    jobs = begin([*flags, "out"], more=SLOW_STEPS)
+    helpers.wait_for("0 steps are done", *jobs)
+    helpers.wait_until(lambda: place("out")[1] > 60)
+    kill_all(jobs)
+    step = place("out")[1]
+    assert "samples/s" not in helpers.logs(jobs) and 60 < step < 160
+    whole = [*flags, "whole", "--checkpoint-minutes", 5]
+    text, _ = together([*flags, "out"], whole, more=SLOW_STEPS)
+    assert f"out: 0 epochs and {step} steps are done" in text
+    assert same(weights("out"), weights("whole"))
+    close("out", "whole", 1e-6)
+
+
+def test_saves_when_due_or_best_and_at_the_end(fashion, monkeypatch):
+    """Not after each epoch: after those with the lowest test loss so far, told here, and the last.
+    One that is due at an epoch's last step is made once."""
+    plain, told, saved = script.evaluate, iter([3, 1, 2, 2, 0, 2, 2]), []
+
+    def evaluate(args, model, loader, *words):
+        sums = plain(args, model, loader, *words)
+        if not isinstance(loader, list):  # of one sample, at the beginning
+            sums["loss"] += 1000 * next(told)
+        return sums
+
+    plain_save = script.save_checkpoint
+    monkeypatch.setattr(script, "evaluate", evaluate)
+    monkeypatch.setattr(
+        script,
+        "save_checkpoint",
+        lambda *x: saved.append((x[1].epoch, x[1].step)) or plain_save(*x),
+    )
+    flags = [*fashion, "--batch-size", 320, "--output"]
+    train(*flags, "out", "--epochs", 7)
+    assert saved == [(1, 0), (2, 0), (5, 0), (7, 0)]
+    assert len(metrics("out")) == 7
+    told, saved[:] = iter([1, 2, 3]), []
+    train(*flags, "often", "--epochs", 3, "--checkpoint-minutes", 0, "--log-every", 1)
+    assert saved == [(0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
+
+
+WORSE = """
+told, plain, calls = iter({losses}), evaluate, []
+def evaluate(args, model, loader, *words):
+    sums = plain(args, model, loader, *words)
+    if not isinstance(loader, list):
+        sums["loss"] += 1000 * next(told)
+    return sums
+plain_move = os.replace
+def move(old, new):
+    if str(new).endswith("{moment}") and len(metrics_of(args)) == 2:
+        os.kill(os.getpid(), 9)
+    plain_move(old, new)
+def metrics_of(args):
+    return json.loads((args.output / "last.json").read_text())["progress"]["metrics"]
+os.replace = move
+"""
+
+
+@pytest.mark.parametrize("moment", ["last.json", "best.pt", "metrics.csv"])
+def test_best_agrees_after_a_kill(fashion, moment):
+    """Killed as the second epoch, the best so far, is written; the repeated one scores worse, as it
+    may on a GPU. best.pt has the weights of the lowest test loss in metrics.csv."""
+    flags = [*fashion, "--batch-size", 320, "--resume", "--output", "out", "--epochs"]
+    kill = WORSE.format(losses="[2, 1]", moment=moment)
+    if moment == "last.json":
+        kill = kill.replace("== 2", "== 1")
+    jobs = begin([*flags, 2], more=kill, processes=0)
+    statuses, text = helpers.finish(jobs)
+    assert statuses == [-9], text
+    known = [row["test_loss"] for row in last("out")["progress"]["metrics"]]
+    assert len(known) == (1 if moment == "last.json" else 2)
+    together([*flags, 3], more=WORSE.format(losses="[3, 3]", moment="nothing"), processes=0)
+    rows = [row["test_loss"] for row in metrics("out")]
+    assert len(rows) == 3 and rows[: len(known)] == pytest.approx(known)
+    best = rows.index(min(rows)) + 1
+    again = [*fashion, "--batch-size", 320, "--output", "again", "--epochs", best]
+    train(*again)
+    assert same(weights("out", "best.pt"), weights("again"))
+
+
+def test_started_where_a_kill_left_nothing(fashion):
+    """An empty last.json, or optimized Python, which has no docstrings, stops nobody."""
+    Path("out").mkdir()
+    Path("out/last.json").touch()
+    train(*fashion, "--epochs", 1, "--output", "out", "--resume")
+    assert place("out") == (1, 0)
+    for name in "train.py", "pack_images.py":
+        path = helpers.ROOT / "complete" / name
+        exec(
+            compile(path.read_text(), path, "exec", optimize=2), {"__name__": "", "__file__": path}
+        )
+
+
+def test_a_run_that_started_meanwhile(out, fashion, monkeypatch):
+    """While this one joins its group, another one has written its first checkpoint."""
+    shutil.move("out", "other")
+    plain = script.init_distributed
+
+    def init_distributed(*words):
+        shutil.copytree("other", "out")
+        return plain(*words)
+
+    monkeypatch.setattr(script, "init_distributed", init_distributed)
+    with pytest.raises(SystemExit, match="another run has just started in out"):
+        train(*fashion, "--output", "out", "--resume", "--epochs", 3)
