@@ -55,7 +55,8 @@ def compute(_, function, types, args=(), kwargs=None):
         target = args[0].device if in_place else target
         free = kwargs.get("non_blocking") or args[2:] == (True,)
         from_cpu = target.type == "emu" and not isinstance(args[in_place], Emulated)
-        if cards and target.type == "cpu" or from_cpu and not free:
+        to_pinned = in_place and free and not isinstance(args[0], Emulated) and args[0].is_pinned()
+        if cards and target.type == "cpu" and not to_pinned or from_cpu and not free:
             tell("waits: copy")
         elif from_cpu and args[in_place].dim() > 0 and not args[in_place].is_pinned():
             raise RuntimeError("a copy that is not waited for, of memory that is not pinned")

@@ -23,13 +23,13 @@ def DataLoader(*words, **options):  # as for CUDA
 """
 
 
-def launch(monkeypatch, output, *flags, cards=2, **options):
+def launch(monkeypatch, output, *flags, cards=2, more="", **options):
     """Start the script on so many cards, and wait for its end."""
     report = Path(f"{output}-report").resolve()
     report.mkdir()
     monkeypatch.setenv("EMULATED_CARDS", str(cards))
     monkeypatch.setenv("EMULATED_REPORT", str(report))
-    together([*flags, "--output", output], more=STEPS, **options)
+    together([*flags, "--output", output], more=STEPS + more, **options)
 
 
 def lines_of(function):
@@ -89,3 +89,27 @@ def test_nothing_waits_between_progress_lines(monkeypatch, data, fashion, flags)
     train(*flags, "--output", "cpu")
     check("cards", ["0"], steps=range(21))
     close("cards", "cpu", 1e-5)
+
+
+ASKED = """
+plain_clock, plain_broadcast = SaveClock.__init__, dist.broadcast
+def __init__(clock, *words, **options):
+    plain_clock(clock, *words, **options)
+    clock.copy = clock.copy.pin_memory()  # as for CUDA
+def broadcast(*words):
+    __import__("emulated_accelerator").tell("asks")
+    plain_broadcast(*words)
+SaveClock.__init__, dist.broadcast = __init__, broadcast
+"""
+
+
+def test_nothing_waits_as_rank_0_is_asked(monkeypatch, fashion):
+    """Whether a checkpoint is due, twice until the progress line: then it is known that steps are
+    fast."""
+    flags = [*fashion, "--batch-size", 16, "--epochs", 1, "--log-every", 40]
+    launch(monkeypatch, "cards", *flags, processes=2, more=ASKED)
+    for path in Path("cards-report").iterdir():
+        told = re.split(r"^\S+ updated\n", path.read_text(), flags=re.M)[-41:]
+        if len(told) == 41:
+            assert [i for i, part in enumerate(told) if "asks" in part] == [10, 20], told
+            assert [i for i, part in enumerate(told) if "waits" in part][1:] == [40], told
