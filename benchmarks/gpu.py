@@ -111,11 +111,12 @@ def timed(name, function, *args):
     torch.accelerator.synchronize() if args[0].device != "cpu" else None
     dist.barrier()
     started = time.perf_counter()
-    function(*args)
+    found = function(*args)
     dist.barrier()
     print(f"host {{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f}}", flush=True)
     if dist.get_rank() == 0:
         print(f"{{name}} {{time.perf_counter() - started:.2f}} s", flush=True)
+    return found
 
 def save_checkpoint(args, progress, *rest):
     name = "save" if progress.step else "save, best"
@@ -124,7 +125,7 @@ def save_checkpoint(args, progress, *rest):
 def load_checkpoint(args, *rest):
     parameters = sum(p.numel() for p in rest[0]["model"].parameters())
     print(f"parameters {{parameters}}", flush=True)
-    timed("load", of_script_load, args, *rest)
+    return timed("load", of_script_load, args, *rest)
 """
 # What copies of the small scripts do differently.
 MLP = """
@@ -160,7 +161,7 @@ def words_of(path, n, flags):
 def rate_and_memory(path, n, flags, apart=False):
     """By a run, which may be in this process, unless it is to be `apart`."""
     here = n == 1 and path.name != SMALL[3] and not apart
-    options = {"function": run_here} if here else {}
+    options = {"by": run_here} if here else {}
     found = in_time(words_of(path, n, flags), train, path, n, flags, **options)
     return found or (math.nan, math.nan)
 
@@ -204,7 +205,7 @@ def synchronize():
 
 
 def bare_rate(what, *args, **options):
-    return in_time(f"the bare step, {what}", attempt, *args, function=bare, **options) or math.nan
+    return in_time(f"the bare step, {what}", attempt, *args, by=bare, **options) or math.nan
 
 
 def compared(name, rate, base):
@@ -255,7 +256,7 @@ def images(folder):
     paths = sorted(files.glob("train/*/*.jpg"))
     for i in range(count - len(paths)):  # each under many names
         path = paths[i % len(paths)]
-        path.with_name(f"{i}-{path.name}").symlink_to(path)
+        path.with_name(f"{i}-{path.name}").hardlink_to(path)  # symbolic ones are left out
     words = [sys.executable, ROOT / "complete/pack_images.py", files, packed]
     words += ["--side", side * 8 // 7]
     for name, place in ("JPEG files", files), ("packed", packed):
@@ -263,7 +264,7 @@ def images(folder):
             started = time.perf_counter()
             subprocess.run(list(map(str, words)), check=True, stdout=sys.stderr)
             packing = count / (time.perf_counter() - started)
-        alone, _ = in_time(name, attempt, place, workers, function=timed_loader) or (math.nan, 0)
+        alone, _ = in_time(name, attempt, place, workers, by=timed_loader) or (math.nan, 0)
         rate, _ = rate_and_memory(ROOT / COMPLETE, n, [*flags, "--dataset", place])
         row(name, f"{alone:.0f}", f"{rate:.0f}", f"{rate / top:.2f}")
     print(f"\npack_images.py: {packing:.0f} images/s with {WORKERS} cores, its start included")
@@ -412,7 +413,7 @@ def checkpoint(folder):
         texts = []
         for epochs in 1, 2:
             flags += ["--epochs", epochs, "--resume"]
-            options = {"function": run_here} if n == 1 else {}
+            options = {"by": run_here} if n == 1 else {}
             words = words_of(path, n, flags)
             texts.append(in_time(words, attempt, path, n, flags, output, **options) or "")
         found = {}
@@ -445,7 +446,7 @@ def resume(folder):
             name, texts, middle = f"`--shard {shard}`, {kind}", [], f"epoch 2/{EPOCHS} step 10/"
             for output, until in (one, ""), (two, ""), (killed, middle), (killed, ""):
                 alone = n == 1 and not until
-                options = {"function": run_here} if alone else {"until": until}
+                options = {"by": run_here} if alone else {"until": until}
                 words = words_of(path, n, flags)
                 texts.append(in_time(words, attempt, path, n, flags, output, **options))
             if None in texts:
@@ -477,7 +478,7 @@ def cifar10(folder):
         flags += ["--augment", "--warmup-steps", 200, "--epochs", epochs]
         output, started = folder / f"{epochs}", time.perf_counter()
         words = words_of(path, 1, flags)
-        if in_time(words, attempt, path, 1, flags, output, function=run_here) is None:
+        if in_time(words, attempt, path, 1, flags, output, by=run_here) is None:
             row(epochs, *["nan"] * 3)
             continue
         rows = list(csv.DictReader((output / "metrics.csv").open()))

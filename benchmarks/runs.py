@@ -198,10 +198,10 @@ def run_here(path, n, flags, output, limit=3600):
     return text.getvalue()
 
 
-def attempt(*args, function=run, **options):
-    """What `function` returns, or None if it fails, of which it tells and takes note."""
+def attempt(*args, by=run, **options):
+    """What `by` returns, or None if it fails, of which it tells and takes note."""
     try:
-        return function(*args, **options)
+        return by(*args, **options)
     except (RuntimeError, TimeoutError) as error:
         print(error, file=sys.stderr, flush=True)
         FAILED.append(str(error).splitlines()[0])
