@@ -412,7 +412,7 @@ def checkpoint(folder):
         flags += ["--optimizer", "adamw", "--shard", shard, "--checkpoint-minutes", 0]
         texts = []
         for epochs in 1, 2:
-            flags += ["--epochs", epochs, "--resume"]
+            flags += ["--epochs", epochs, "--resume", "--log-every", [100, 2][epochs - 1]]
             options = {"by": run_here} if n == 1 else {}
             words = words_of(path, n, flags)
             texts.append(in_time(words, attempt, path, n, flags, output, **options) or "")

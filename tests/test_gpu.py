@@ -225,7 +225,7 @@ def build_model(*args):
     model = exact_model(*args)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter *= 1 + 1e-6 * torch.randn_like(parameter)
+            parameter *= 1 + 1e-5 * torch.randn_like(parameter)
     return model
 """
 
@@ -234,16 +234,20 @@ def build_model(*args):
 def test_batch_norm_in_channels_last(shard):
     """cuDNN's kernels for this memory format train as the CPU does, through DDP's wrapper, whose
     buckets keep the strides; FSDP2's weights are contiguous, the images are not. Batch norm
-    amplifies rounding: how much shows a run whose weights start 1e-6 apart."""
-    out = start(COMPLETE, *JOB, "out", *RESNET, "--shard", shard, code=FEWER + wrapper(1, shard))
-    flags = [*RESNET, "--device", "cpu"]
-    ends(out, one("one", *flags, code=FEWER), one("moved", *flags, code=FEWER + MOVED))
+    amplifies rounding: how much shows a run whose weights start 1e-5 apart. Three times as much is
+    allowed. Tried on a CPU, this is exceeded if the gradient of one layer is transposed (1.3 times)
+    or that of the first flipped (1.8), if the weights start 1e-4 apart (1.7), or if batch norm's
+    momentum is 0.11 (24); after more than three steps, it is not."""
+    code, flags = FEWER.replace("256", "96"), [*RESNET, "--lr", 0.01]
+    out = start(COMPLETE, *JOB, "out", *flags, "--shard", shard, code=code + wrapper(1, shard))
+    flags += ["--device", "cpu"]
+    ends(out, one("one", *flags, code=code), one("moved", *flags, code=code + MOVED))
     close("out", "one", 1e-2, LOSSES)
     own, other, moved = (weights(output) for output in ("out", "one", "moved"))
     for name, tensor in other.items():
         if tensor.is_floating_point():
-            apart, allowed = (tensor - own[name]).norm(), 10 * (tensor - moved[name]).norm()
-            assert apart <= allowed + 1e-6 * tensor.norm(), (name, apart, allowed)
+            apart, allowed = (tensor - own[name]).norm(), 3 * (tensor - moved[name]).norm()
+            assert apart <= allowed + 1e-7 * tensor.norm(), (name, apart, allowed)
 
 
 @only_gpu
