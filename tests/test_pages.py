@@ -31,7 +31,7 @@ DOCS = "".join(text for path, text in PAGES.items() if path.parent.name == "docs
 SECTIONS = re.split(r"^##+ ", DOCS, flags=re.M)  # each begins with its title
 CODE = re.compile(r"^```(\w*) ?(.*)\n((?:.*\n)*?)```$", re.M)  # language, scripts, content
 NOT_OURS = [  # test_recipes.py, test_slurm.py and others run these, or they train nothing
-    r"python3 -m venv .* -m pytest$|.* my_(training|script)\.py",
+    r"python3 -m venv .* -m pytest$|.* my_(training/train|training|script)\.py",
     r"(NCCL_DEBUG=INFO )?(sbatch|srun|scontrol|squeue|scancel|export) ",
     r".*(python\S*|bash) (benchmarks/|-m pytest .* tests/|-m torch)",
     r"(git|mpirun|docker|apptainer|nvidia-smi|source|pip|uv|for \w+ in|torchfrtrace) |  |done|#",
