@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from images import make_folder, ours, speed
+from image_loading import make_folder, ours, speed
 from runs import (
     COMPLETE,
     FAILED,
