@@ -24,7 +24,7 @@ for part; do # one that fails does not keep the others from running
         tests) command=(-m pytest -m gpu -v -rs -k "$tests") ;; # what only a GPU shows
         compiled) command=(-m pytest -m gpu -v -rs -k "compile${TINY:+-shard}") ;;
         waiting) command=(-m pytest -m gpu -v -rs -k "waits${TINY:+ and single}") ;;
-        loader) command=(benchmarks/images.py --sizes ImageNet --rounds 1
+        loader) command=(benchmarks/image_loading.py --sizes ImageNet --rounds 1
             --seconds "$seconds" --workers "${workers[@]}") ;;
         loops) command=(benchmarks/throughput.py "${loops[@]}") ;;
         *) command=(benchmarks/gpu.py "$part") ;;

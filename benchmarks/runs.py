@@ -5,6 +5,7 @@ import datetime
 import math
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -62,7 +63,8 @@ def copy_script(name, folder, samples, code=""):
     assert text.count(START) == 1, name
     data = ON_DEVICE if name == COMPLETE else ONE_BATCH
     data = data.format(samples=samples, test=max(64, samples // 10))
-    path.parent.mkdir(exist_ok=True)
+    if name == COMPLETE:
+        shutil.copytree(ROOT / "complete", path.parent, dirs_exist_ok=True)
     path.write_text(text.replace(START, f"\n\n{data}\n{code}{START}"))
     return path
 

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -45,11 +46,14 @@ def script(name):
 
 
 def changed(path, *changes):
-    """The path of a copy of the file. Changes: what stands there, its replacement, and so on."""
+    """The path of a copy of the file, and of complete/. Changes: what stands there, its replacement,
+    and so on."""
     text, copy = (ROOT / path).read_text(), Path(path).resolve()
     for old, new in zip(changes[::2], changes[1::2], strict=True):
         assert old in text, old
         text = text.replace(old, new)
+    if path.startswith("complete/"):
+        shutil.copytree(ROOT / "complete", copy.parent, dirs_exist_ok=True)
     copy.parent.mkdir(exist_ok=True)
     copy.write_text(text)
     return copy

@@ -7,6 +7,7 @@ allows that, and else one, on which DDP's wrapper is there all the same."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -88,7 +89,8 @@ def start(name, *flags, ranks=1, code=FEW):
     """Start a copy of a script that has this code, too: with 0 ranks as `python` starts it."""
     text, path = (ROOT / name).read_text(), Path(name).resolve()
     assert text.count(START) == 1
-    path.parent.mkdir(exist_ok=True)
+    if name == COMPLETE:
+        shutil.copytree(ROOT / "complete", path.parent, dirs_exist_ok=True)
     path.write_text(text.replace(START, f"\n\n{code}{START}"))
     if name == SMALL[3]:
         flags += "--nproc-per-node", ranks

@@ -1,6 +1,5 @@
 """Images: decoded from every format, packed, cropped; fine-tuning on a folder of one's own."""
 
-import inspect
 import itertools
 import json
 import multiprocessing
@@ -13,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import helpers
+import images as folders
 import numpy as np
 import pack_images as packer
 import pytest
@@ -132,7 +132,7 @@ def test_every_format_is_upright_rgb(formats):
         if "black" in name:
             expected = corners().convert("1", dither=Image.Dither.NONE)
         expected = np.asarray(expected.convert("RGB")).astype(int)
-        image = train.load_image(format_path(name), 60)
+        image = folders.load_image(format_path(name), 60)
         assert image.mode == "RGB", name
         if name == "large.jpg":  # 10 times as large, and decoded at 1/8: still at least 60
             assert image.size == (160, 120)
@@ -189,7 +189,7 @@ def test_a_broken_exif_block_spoils_no_image(kind):
     block, readable = BROKEN_EXIF[kind]
     for name in "photo.jpg", "photo.png", "photo.webp":
         corners(80, 60).save(name, exif=block)
-        assert train.load_image(name, 60).size == ((60, 80) if readable else (80, 60)), name
+        assert folders.load_image(name, 60).size == ((60, 80) if readable else (80, 60)), name
 
 
 @pytest.mark.parametrize("numbers", [np.float32, np.int16, np.int32])
@@ -197,7 +197,7 @@ def test_pixels_without_a_known_maximum_are_refused(numbers):
     """Floats are from 0 to 1, or to 255, or anything: no guess is right for all."""
     Image.fromarray(np.zeros((20, 20), numbers)).save("numbers.tif")
     with pytest.raises(OSError, match=r"numbers\.tif: its pixels \(mode [FI]\) have no known"):
-        train.load_image("numbers.tif", 10)
+        folders.load_image("numbers.tif", 10)
 
 
 def test_training_names_a_broken_file():
@@ -215,7 +215,7 @@ def test_training_names_a_broken_file():
     for name, content in contents.items():
         Path(name).write_bytes(content)
         with pytest.raises(OSError, match=f"^{re.escape(name)}: "):
-            train.load_image(name, 10)
+            folders.load_image(name, 10)
 
 
 @pytest.mark.slow
@@ -241,7 +241,7 @@ def test_every_tenth_image_is_for_testing(capsys, place):
     names = [f"a/{i:05}.jpg" for i in (0, 20, 40)] + [f"b/{i:05}.jpg" for i in (1, 21, 41)]
     assert test_paths == [f"{place}/{name}" for name in names]
     assert len(train_paths) == 41 and not {*train_paths} & {*test_paths}
-    line = "pictures has no test/: every tenth image of each class is for testing\n"
+    line = "pictures has no test/ or val/: every tenth image of each class is for testing\n"
     assert capsys.readouterr().out == line
     touch("few/a/0.jpg", "few/a/1.jpg", "few/b/0.jpg", "few/b/1.jpg")  # two of each are enough
     assert paths("few") == [["few/a/1.jpg", "few/b/1.jpg"], ["few/a/0.jpg", "few/b/0.jpg"]]
@@ -258,20 +258,24 @@ def test_files_left_out_are_counted_and_said(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     load(folder)
     assert capsys.readouterr().out == ""
+    monkeypatch.delenv("RANK")
     pack(folder, "packed", "--side", 8)
     said = capsys.readouterr().out
     assert said.startswith(line) and "\ntrain: 16 images in" in said
 
 
 REFUSED = {  # what was done to a folder, and the message
-    "mv test/b/3.jpg test/b/3.jfif": "test on in b\npictures: 1 files left out",
-    "rm -r test": "pictures: no images to train or to test on in a, b\n",
-    "mkdir test/c": "pictures: train/ and test/ differ in c: ",
-    "mkdir train/.ipynb_checkpoints": "train/ and test/ differ in .ipynb_checkpoints: ",
-    "mv train Train && mv test Test": "no train/, and no images directly in Test, Train",
-    "mkdir all && mv train/* all && mv all train": "pictures/train has only one class, all",
+    "mv test/b/3.jpg test/b/3.jfif": "test on in 'b'\npictures: 1 files left out by their suffix",
+    "rm -r test/?/*": "pictures: no images to train or to test on in 'a', 'b'\n",
+    "rm -r test": "pictures: no images to train or to test on in 'a', 'b'\n",
+    "mkdir test/c": "pictures: train/ and test/ differ in 'c': ",
+    "mv test valid && mv valid/a valid/caf\u00e9": "differ in 'a', 'caf\\xe9': give both",
+    "cp -r test val && mkdir 'val/b '": "pictures: train/ and val/ differ in 'b ': ",
+    "mv train Train && mv test Test": "no train/, and no images directly in 'Test', 'Train'",
+    "mkdir all && mv train/* all && mv all train": "pictures/train has only one class, 'all'",
     "rm -r *": "pictures has no folders",
     "mv train/a/0.jpg . && rm -r train test": "pictures has no folders",
+    "mv train/a/* train/b/* train && rmdir train/?": "pictures/train has no folders",
 }
 
 
@@ -283,13 +287,85 @@ def test_refused_folders(capsys, change):
     for call in partial(load, "pictures"), partial(pack, "pictures", "packed"):
         with pytest.raises(SystemExit) as error:
             call()
-        assert error.value.code == 2 and REFUSED[change] in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert error.value.code == 2 and REFUSED[change] in said and said.count("error: ") == 1
     assert not Path("packed").exists()
 
 
-@pytest.mark.parametrize("name", ["find_images", "load_image"])
-def test_both_scripts_have_one_text(name):
-    assert inspect.getsource(getattr(train, name)) == inspect.getsource(getattr(packer, name))
+PARTS = {  # what was done to a folder, where its test images are then, and those of --evaluate
+    "mv test val": ["val", "val"],
+    "mv test validation": ["validation", "validation"],
+    "mkdir val": ["test", "test"],
+    "mv test valid && mkdir test && touch test/9.jpg": ["valid", "valid"],  # as ImageNet's test/
+    "cp -r test val": ["val", "test"],
+}
+
+
+@pytest.mark.parametrize("change", PARTS)
+def test_parts(capsys, change):
+    """val/ is for testing too. With both, best.pt is chosen on val/, and test/ remains for
+    --evaluate, which is said; packed images are alike."""
+    for part in "train", "test":
+        for name in "ab":
+            Path("pictures", part, name).mkdir(parents=True)
+            Image.new("L", (8, 8)).save(f"pictures/{part}/{name}/0.png")
+    subprocess.run(change, shell=True, check=True, cwd="pictures")
+    for flag, part in zip(([], ["--evaluate"]), PARTS[change]):
+        train_set, test_set, _ = load("pictures", *flag)
+        for dataset, place in (train_set, "train"), (test_set, part):
+            found = [os.fsdecode(path) for path in dataset.paths]
+            assert found == [f"pictures/{place}/{name}/0.png" for name in "ab"]
+    both, line = (
+        change == "cp -r test val",
+        "best.pt is chosen on val/; --evaluate gives the scores",
+    )
+    assert (line in capsys.readouterr().out) == both
+    pack("pictures", "packed", "--side", 8)
+    for flag, part in zip(([], ["--evaluate"]), PARTS[change]):
+        found = [os.fsdecode(path) for path in load("packed", *flag)[1].paths]
+        assert found == [f"{part}/{name}/0.png" for name in "ab"]
+    assert Path("packed/val.bin").exists() == both
+
+
+def test_links_and_hidden_folders(capsys):
+    """A real path counts once: links to the folder itself, to those above, to other classes and to
+    training images are not followed; others are. Hidden folders are left alone."""
+    touch(
+        *(
+            f"pictures/{part}/{name}/{i}.jpg"
+            for part in ("train", "test")
+            for name in "ab"
+            for i in "12"
+        )
+    )
+    before = paths("pictures")
+    touch("pictures/train/.ipynb_checkpoints/1.jpg", "pictures/train/a/.ipynb_checkpoints/1.jpg")
+    touch("elsewhere/deep/5.jpg", "store/6.jpg", "pictures/.store/7.jpg")
+    links = {"train/loop": ".", "train/a/loop": ".", "train/a/up": "..", "train/b/top": "../../.."}
+    links |= {
+        "train/b/a": "../a",
+        "test/a/9.jpg": "../../train/a/1.jpg",
+        "test/b/test": "../../test",
+    }
+    links |= {"train/a/more": "../../../elsewhere", "train/a/again": "../../../elsewhere/deep"}
+    links |= {"train/b/6.jpg": "../../../store/6.jpg", "train/b/7.jpg": "../../.store/7.jpg"}
+    for name, target in links.items():
+        Path("pictures", name).symlink_to(target)
+    capsys.readouterr()
+    train_paths, test_paths = paths("pictures")
+    assert test_paths == before[1]
+    new = {path.removeprefix("pictures/train/") for path in {*train_paths} - {*before[0]}}
+    assert new == {"a/again/5.jpg", "b/6.jpg", "b/7.jpg"} and len(train_paths) == 4 + 3
+    assert "pictures: 8 links left out, to what is found anyway\n" in capsys.readouterr().out
+
+
+def test_classes_named_as_parts():
+    touch(*(f"pictures/{name}/{i}.jpg" for name in ("train", "test", "plane") for i in range(2)))
+    train_set, test_set, _ = load("pictures")
+    assert train_set.classes == ["plane", "test", "train"]
+    assert [len(train_set), len(test_set)] == [3, 3]
+    Path("pictures/classes.json").write_text("[]")  # of the user's
+    assert len(load("pictures")[0]) == 3
 
 
 # ---- Packing -------------------------------------------------------------------------------------
@@ -303,7 +379,7 @@ def test_packing_names_a_broken_file(capsys):
     pack(folder, "packed", "--side", 20, "--skip-broken")
     output = capsys.readouterr().out
     assert f"left out: {path}" in output and "train: 15 images" in output, output
-    assert "1 left out" in output and "packed is not complete" in output
+    assert "1 left out" in output and "packed is for --image-size 20, or less" in output
     train_set, test_set, classes = load("packed")
     assert (len(train_set), len(test_set), classes) == (15, 8, 2)
     for image, label in map(train_set.__getitem__, range(15)):  # each has its own label still
@@ -351,13 +427,13 @@ def kills(function, call):
 
 def test_killed_while_packing(monkeypatch):
     """In the first part, in the second, or in the last moment, it leaves no folder that would be
-    taken for a packed one; and packing again mends what is there."""
+    taken for a packed one; and packing again is not in its way."""
     folder = write_folder("pictures")
     pack(folder, "whole", "--side", 20)
     for module, name, call in (
-        (packer, "load_image", 10),
-        (packer, "load_image", 20),
-        (os, "replace", 1),
+        (folders, "load_image", 10),
+        (folders, "load_image", 20),
+        (os, "rename", 1),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, kills(getattr(module, name), call))
@@ -365,12 +441,36 @@ def test_killed_while_packing(monkeypatch):
             process = multiprocessing.get_context("fork").Process(target=pack, args=words)
             process.start()
             process.join()
-        assert process.exitcode == -signal.SIGKILL and Path("packed", "train.bin").exists()
-        with pytest.raises(SystemExit):
-            load("packed")
+        assert process.exitcode == -signal.SIGKILL and not Path("packed").exists()
+    complete = [path for path in Path().glob("packed.*/packed/classes.json")]
+    assert len([*Path().glob("packed.*")]) == 3 and len(complete) == 1
+    for path in Path().glob("packed.*/packed"):
+        if path / "classes.json" not in complete:
+            with pytest.raises(SystemExit):
+                load(path)
     pack(folder, "packed", "--side", 20)
     for path in Path("whole").iterdir():
         assert Path("packed", path.name).read_bytes() == path.read_bytes()
+
+
+def test_two_pack_into_one_folder(monkeypatch):
+    """The second one begins and ends while the first one packs, which is then refused; what is
+    there is whole."""
+    folder, plain = write_folder("pictures"), packer.pack
+    pack(folder, "whole", "--side", 20)
+
+    def slow(args, *words):
+        if not Path("packed").exists():
+            monkeypatch.setattr(packer, "pack", plain)
+            pack(folder, "packed", "--side", 20)
+        plain(args, *words)
+
+    monkeypatch.setattr(packer, "pack", slow)
+    with pytest.raises(OSError, match="packed"):
+        pack(folder, "packed", "--side", 10)
+    for path in Path("whole").iterdir():
+        assert Path("packed", path.name).read_bytes() == path.read_bytes()
+    assert not [*Path().glob("packed.*")]
 
 
 # ---- Packed images -------------------------------------------------------------------------------
@@ -428,11 +528,13 @@ def test_packed_and_unpacked_losses_are_the_same(monkeypatch):
 
 
 HANGS = """
-plain_load_image = load_image
+import images
+plain_load_image = images.load_image
 def load_image(path, side):
     if torch.utils.data.get_worker_info():
         time.sleep(1000)
     return plain_load_image(path, side)
+images.load_image = load_image
 """
 
 

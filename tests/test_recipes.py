@@ -25,7 +25,7 @@ VERBS = r"^# (below|above|delete|instead of|instead of the function): (.*)\n"
 IMPORTS = "from torchvision.transforms import v2\n"
 ROOMS = re.findall(r"^```python\n((?:BLOCKS|def load)(?:.*\n)*?)```", GUIDE, re.M)
 OWN_FLAGS = re.search(r'^```python\n(add\("--width.*\n(?:add.*\n)*)', GUIDE, re.M)[1]
-FLAGS = re.search(r"my_training\.py --dataset docs (--.*)", GUIDE)[1].split()
+FLAGS = re.search(r"my_training/train\.py --dataset docs (--.*)", GUIDE)[1].split()
 FLAGS = ["--dataset", "texts", "--batch-size", 16, "--log-every", 1, *FLAGS, "--workers", 0]
 SHORT = ["--batch-size", 16, "--lr", 0.001, "--log-every", 10, "--resume"]
 SHARDS = {"ddp": 1, "fsdp2": 0}  # --shard
@@ -39,34 +39,44 @@ def code_of(title):
 
 
 def pasted(*titles, rooms=False):
-    """The script with these recipes, and in its rooms the example."""
-    text = Path(helpers.script(COMPLETE)).read_text()
+    """The texts of train.py and checkpoint.py with these recipes, and in the rooms the example."""
+    texts = {name: (ROOT / "complete" / name).read_text() for name in ("train.py", "checkpoint.py")}
+    text = texts["train.py"]
     ends = ("def metrics", "# ---- Loaders") if rooms else ()
     for banner, block, end in zip(("model", "data"), ROOMS, ends):
         start, end = re.search(rf"# ---- The {banner}: .*\n", text).end(), text.index(end)
         text = text[:start] + block + "\n\n" + text[end:]
-    text = text.replace('add("--seed"', f'{OWN_FLAGS}add("--seed"')
-    codes = [code for title in titles for code in code_of(title)]
-    for code in filter(re.compile(VERBS, re.M).search, codes):
-        first, *pieces = re.split(VERBS, code, flags=re.M)
-        text = text.replace(IMPORTS, IMPORTS + first)
-        for verb, place, lines in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
-            pattern = rf"^ *{re.escape(place)}.*\n"
-            if verb == "instead of the function":
-                pattern, lines = rf"^def {place}\(.*\n(?:(?: .*)?\n)*", f"{lines}\n\n"
-            [old] = re.findall(pattern, text, re.M)
-            text = text.replace(old, {"above": lines + old, "below": old + lines}.get(verb, lines))
+    texts["train.py"] = text.replace('add("--seed"', f'{OWN_FLAGS}add("--seed"')
+    for code in [code for title in titles for code in code_of(title)]:
+        name, *others = re.split(r"^# in (\w+\.py):\n", f"# in train.py:\n{code}", flags=re.M)[1:]
+        for name, part in zip([name, *others[1::2]], [others[0], *others[2::2]], strict=True):
+            if re.search(VERBS, part, re.M):
+                texts[name] = applied(texts[name], part)
+    return texts
+
+
+def applied(text, code):
+    first, *pieces = re.split(VERBS, code, flags=re.M)
+    text = text.replace(IMPORTS, IMPORTS + first)
+    for verb, place, lines in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
+        pattern = rf"^ *{re.escape(place)}.*\n"
+        if verb == "instead of the function":
+            pattern, lines = rf"^def {place}\(.*\n(?:(?: .*)?\n)*", f"{lines}\n\n"
+        [old] = re.findall(pattern, text, re.M)
+        text = text.replace(old, {"above": lines + old, "below": old + lines}.get(verb, lines))
     return text
 
 
 def paste(folder, *titles, rooms=False, **changes):
     """FOLDER/train.py: the script with these recipes and changes. `texts` has bytes and tokens."""
-    text = pasted(*titles, rooms=rooms)
+    shutil.copytree(ROOT / "complete", folder)
+    parts = pasted(*titles, rooms=rooms)
     for old, new in changes.items():
-        assert old in text, old
-        text = text.replace(old, new)
-    Path(folder).mkdir()
-    Path(folder, "train.py").write_text(text)
+        assert any(old in text for text in parts.values()), old
+    for name, text in parts.items():
+        for old, new in changes.items():
+            text = text.replace(old, new)
+        Path(folder, name).write_text(text)
     Path("texts").mkdir(exist_ok=True)
     text = DOCS.encode()[: 200 * 64 + 1]
     tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
@@ -100,10 +110,11 @@ SMALLER = ["Tokens in a file", "Less memory for activations"]
 )
 def test_any_order(titles):
     """The order in which recipes are pasted does not matter, but for the order of the lines."""
-    texts = [pasted(*order) for order in ([*ADDED, *titles], [*titles[::-1], *ADDED[::-1]])]
-    assert sorted(texts[0].splitlines()) == sorted(texts[1].splitlines())
-    for text in texts:
-        compile(text, "train.py", "exec")
+    both = [pasted(*order) for order in ([*ADDED, *titles], [*titles[::-1], *ADDED[::-1]])]
+    for one, other in zip(both[0].items(), both[1].items(), strict=True):
+        assert sorted(one[1].splitlines()) == sorted(other[1].splitlines())
+        for name, text in one, other:
+            compile(text, name, "exec")
 
 
 LOGS = """
@@ -366,7 +377,7 @@ def test_three_billion():
     """docs/large_models.md's command, of fewer parameters and in float32, with the recipes that it
     names: the same on one process and on two, sharded or not, and in micro-batches."""
     path = paste("my", *SMALLER, rooms=True, **{"50_304": "256"})
-    flags = re.search(r"my_training\.py (.* --dataset my_texts --.*) --output", DOCS)[1]
+    flags = re.search(r"my_training/train\.py (.* --dataset my_texts --.*) --output", DOCS)[1]
     few = {"2560": "64", "--layers 36": "--layers 3", "2048": "64", "256 --acc": "32 --acc"}
     few |= {"accumulate 16": "accumulate 4", "my_texts": "texts", "steps 200": "steps 2"}
     for old, new in {**few, " --amp": "", "lr 1e-4": "lr 1e-3"}.items():

@@ -1,8 +1,8 @@
 """How many images a second a DataLoader delivers at 224 pixels, before any training.
 
-python benchmarks/images.py                      # images that it makes, of two sizes
-python benchmarks/images.py --folder my_images   # yours, with train/CLASS/ and test/CLASS/
-python benchmarks/images.py --folder my_images --workers 0 1 2 4 8 16   # how many workers help?
+python benchmarks/image_loading.py                      # images that it makes, of two sizes
+python benchmarks/image_loading.py --folder my_images   # yours, with train/CLASS/ and test/CLASS/
+python benchmarks/image_loading.py --folder my_images --workers 0 1 2 4 8 16   # how many workers help?
 
 Contestants: torchvision's reference pipeline (references/classification/presets.py with PIL), a
 folder in complete/train.py, the same folder after pack_images.py, and as a limit the plain reading
