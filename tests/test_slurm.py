@@ -36,8 +36,8 @@ KINDS = {  # changes of slurm.conf
     "no gres": {"GresTypes=gpu\n": "", " Gres=gpu:40": ""},
 }
 # What is started writes down how. It stands still in the first STAND lives of a job. For the files'
-# check of the GPUs, torch sees those that Slurm has granted, but no more than GPUS, and from life
-# SICK on none on the nodes BAD, where it never answers if HANGS. With NODES, torchrun counts so many.
+# check of the GPUs, torch sees those that Slurm has granted, but no more than GPUS; on the nodes
+# BAD, from life SICK on, none, or it never answers (HANGS).
 STAND_IN = """#!/usr/bin/python3 -S
 import json, os, resource, sys, time, types
 words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
@@ -55,8 +55,8 @@ if words[1] == "-c":
     sys.exit()
 if "--no-python" in words:
     own = words.index("--no-python")
-    nodes = os.environ.get("NODES", os.environ["SLURM_NNODES"])
-    os.environ.update(TORCHRUN=" ".join(words[:own]), GROUP_WORLD_SIZE=nodes)
+    os.environ["GROUP_WORLD_SIZE"] = os.environ["SLURM_NNODES"]
+    os.environ["TORCHRUN"] = " ".join(words[:own])
     os.execvp(words[own + 1], words[own + 1 :])
 if "TORCHRUN" in os.environ:
     words = [*os.environ["TORCHRUN"].split(), *words]
@@ -635,18 +635,22 @@ def test_repairs_of_the_page(kind, clone, monkeypatch):
     Path("complete/train.py").write_text("mended")
 
     def run(start):
-        [line] = set(re.findall(f"`({start} [^`]*)`", PAGE))
+        [line] = set(re.findall(f"`({start}[^`]*)`", PAGE))
         command("bash", "-c", line.replace("12345", job.number).replace("NODE", node))
 
     run("cp complete")
     run("scontrol requeue")
     assert wait_until(lambda: job.show("JobState") == "PENDING", 60)
-    run("scontrol update")
+    run("scontrol update jobid=12345 ExcNodeList=NODE")
+    run("scontrol update jobid=12345 Time")
+    assert job.show("TimeLimit") == "08:00:00"
     first, _, third = job.starts(3)
-    assert third[0] == first[0] and third[2]["SLURMD_NODENAME"] != node
+    assert third[0][-3:] == first[0][-3:] and third[2]["SLURMD_NODENAME"] != node
     assert Path(third[0][third[0].index("-u") + 1]).read_text() == "mended"
     command("scontrol", "requeuehold", job.number)
     assert wait_until(lambda: job.show("Reason") == "job_requeued_in_held_state", 60)
+    run("scontrol update jobid=12345 ExcNodeList=(?!N)")
+    assert job.show("ExcNodeList") == "(null)"
     run("scontrol release")
     job.ended(restarts=3)
 
