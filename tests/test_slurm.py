@@ -699,20 +699,8 @@ def on_cpus(name, *changes):
 
 
 @on("plain")
-def test_nodes_that_do_not_meet(kind, real, monkeypatch):
-    """Nodes train together by the page's line if the others do not know a node's own name; those
-    whose clocks differ train together, or not at all."""
-    Path("clocks").mkdir()
-    Path("clocks/sitecustomize.py").write_text(
-        "import datetime, os\n"
-        "class Clock(datetime.datetime):\n"
-        "    @classmethod\n"
-        "    def now(cls, tz=None):\n"
-        "        ahead = 40 * (os.environ['SLURMD_NODENAME'] == 'node3')\n"
-        "        return super().now(tz) + datetime.timedelta(seconds=ahead)\n"
-        "    utcnow = now\n"
-        "datetime.datetime = Clock\n"
-    )
+def test_names_that_lead_nowhere(kind, real):
+    """Nodes train together by the page's line if the others do not know a node's own name."""
     Path("meet.py").write_text(
         "import torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -724,19 +712,12 @@ def test_nodes_that_do_not_meet(kind, real, monkeypatch):
     [torchrun] = re.findall(r"`(bash -c 'torchrun --local-addr .*? bash)`", PAGE)
     on_cpus("ddp_torchrun", "torchrun --nnodes", f"{torchrun} --nnodes", " gpu ", " 1 ")
     edit("ddp_torchrun", "script=train_ddp_torchrun.py", "script=meet.py")
-    with monkeypatch.context() as patch:
-        patch.setenv("PYTHONPATH", "clocks")
-        apart = Job("ddp_torchrun", options=["-p", "requeue", "--nodes=2"])
     edit("ddp_torchrun", "$(hostname)", "$SLURMD_NODENAME")
     rename = "srun bash -c 'hostname {}$SLURMD_NODENAME'\n"
     edit("ddp_torchrun", "srun --export", f"{rename.format('lost-')}srun --export")
     edit("ddp_torchrun", "COUNT:+--resume}\n", f"COUNT:+--resume}}\n{rename.format('')}")
     job = Job("ddp_torchrun", options=["--nodes=2"]).ended()
     assert job.log().count("sum 2.0") == 2, job.log()
-    wait_until(apart.over)
-    state, log = apart.show("JobState"), apart.log()
-    assert "sum 1.0" not in log, log
-    assert state == "COMPLETED" or (state == "FAILED" and "do their clocks differ?" in log), log
 
 
 @on("plain")
