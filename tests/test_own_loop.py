@@ -208,8 +208,8 @@ def test_early_stop(start):
     assert [scores[2] for scores in epochs(text).values()] == [0, 0, 0]
     stopped = [last("out", name) for name in ("last.pt", "best.pt")]
     assert not epochs(done(start(*flags, code=FEW + NOTHING)))
-    for name, content in zip(("last.pt", "best.pt"), stopped):
-        check_same(last("out", name), content)
+    for name, old in zip(("last.pt", "best.pt"), stopped):
+        check_same(last("out", name), old)
 
 
 NAN = """
@@ -320,6 +320,21 @@ def test_cards(monkeypatch):
     monkeypatch.delenv("EMULATED_CARDS")
     done(after("cpu", "--epochs", 2, processes=1, code=ALIKE))
     check_same(last("cards"), last("cpu"), rtol=1e-3, atol=1e-4)
+
+
+THREADS = """
+for path in script.Path("/proc/self/task").glob("*/comm"):
+    print("thread", path.read_text())
+"""
+
+
+@pytest.mark.slow
+def test_end():
+    """Gloo's threads have ended when Python does: it would abort if one then still had a tensor."""
+    path = own("after")
+    path.write_text(path.read_text() + THREADS)
+    text = done([helpers.torchrun(1, path, *FLAGS, "--epochs", 1)])
+    assert "thread" in text and "gloo" not in text
 
 
 @pytest.mark.slow

@@ -241,6 +241,7 @@ LOOP = """
 import torch
 import torch.distributed as dist, torch.nn.functional as F
 from contextlib import nullcontext
+from copy import deepcopy
 from datetime import timedelta
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -260,6 +261,12 @@ def of_all(*things):
 def alike(*things):
     found = of_all(*things)
     assert found[0] == found[1], found
+
+
+def step_by_hand(model):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.data -= 0.1 * parameter.grad / world_size
 
 
 def counted(state, bucket):
@@ -309,21 +316,47 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "communicated.clear()",
         "alike(*model.parameters())\nassert len(communicated) == 2",
     ),
+    "A loss that is a mean over what is valid": (
+        "outputs, labels = torch.randn(7, 3, requires_grad=True), torch.arange(7) % 3\n"
+        "dist.broadcast(outputs.data, 0)\n"
+        "mean = F.cross_entropy(outputs[1:], labels[1:])\n"  # rank 1 ignores a sample
+        "whole = (7 * F.cross_entropy(outputs, labels) + 6 * mean) / 13\n"
+        "labels[:rank] = -100",
+        "dist.all_reduce(loss)\nassert torch.isclose(loss / world_size, whole)",
+    ),
+    "One backward for each forward pass": (
+        "inputs, weight = torch.randn(5, 2), 0.5\n"
+        "task_loss, other_loss = torch.sum, lambda outputs: outputs.square().sum()\n"
+        "outputs = ddp(inputs)\n"
+        "task_loss(outputs).backward(retain_graph=True)\n"
+        "other_loss(outputs).backward()\n"
+        "assert len(set(map(str, of_all(model.weight.grad)))) == 2\n"
+        "optimizer.zero_grad()",
+        "alike(*(p.grad for p in model.parameters()))",
+    ),
     "A GAN": (
-        "discriminator = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))\n"
+        "norm, _ = new(nn.BatchNorm1d(2))\n"
+        "norm.broadcast_buffers = False\n"
+        "(norm(torch.randn(3, 2)) + norm(torch.randn(3, 2))).mean().backward()\n"
+        "critic = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))\n"
         "generator, noise, real = nn.Linear(3, 2), torch.randn(8, 3), torch.randn(8, 2)\n"
-        "d, d_optimizer = new(discriminator)\n"
-        "g, g_optimizer = new(generator)\n"
-        "d.broadcast_buffers = g.broadcast_buffers = False\n"
-        "fake = g(noise)\n"
-        "(F.softplus(-d(real)).mean() + F.softplus(d(fake.detach())).mean()).backward()\n"
-        "d_optimizer.step()\n"
-        "d_optimizer.zero_grad()\n"
-        "F.softplus(-discriminator(fake)).mean().backward()\n"
-        "g_optimizer.step()",
-        "alike(*discriminator.parameters(), *generator.parameters())\n"
-        "for own in discriminator[0].weight.grad, discriminator[1].running_mean:\n"
-        "    assert len(set(map(str, of_all(own)))) == 2",
+        "critic_ddp, critic_optimizer = new(critic)\n"
+        "generator_ddp, generator_optimizer = new(generator)\n"
+        "both, draw = deepcopy([critic, generator]), torch.rand(8, 1)\n"
+        "torch.manual_seed(rank)",
+        "alike(*critic.parameters(), *generator.parameters())\n"
+        "own, own_generator = both\n"  # the same step, with gradients averaged by hand
+        "fake = own_generator(noise).detach()\n"
+        "mixed = (real + draw * (fake - real)).requires_grad_()\n"
+        "[slope] = torch.autograd.grad(own(mixed).sum(), mixed, create_graph=True)\n"
+        "(10 * (slope.norm(dim=1) - 1).square().mean()).backward()\n"
+        "(own(fake).mean() - own(real).mean()).backward()\n"
+        "step_by_hand(own)\n"
+        "(-own(own_generator(noise)).mean()).backward()\n"
+        "step_by_hand(own_generator)\n"
+        "for a, b in (critic, own), (generator, own_generator):\n"
+        "    for x, y in zip(a.parameters(), b.parameters()):\n"
+        "        assert torch.allclose(x, y, rtol=1e-4, atol=1e-6)",
     ),
     "Different numbers of batches": (
         "batches = [torch.randn(2, 2)] * (2 + rank)\n"
@@ -351,7 +384,9 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "alike(model.weight.grad)",
     ),
     "Gradients without the wrapper": (
-        "model, inputs = nn.Linear(2, 1), torch.randn(3, 2)\nmodel(inputs).sum().backward()",
+        "model, inputs = nn.Linear(2, 1), torch.randn(3, 2)\n"
+        "model.register_parameter('unused', nn.Parameter(torch.randn(2)))\n"
+        "model(inputs).sum().backward()",
         "mean = inputs.sum(0)\ndist.all_reduce(mean)\n"
         "assert torch.allclose(model.weight.grad, mean / world_size)\n"
         "alike(*model.parameters())",
