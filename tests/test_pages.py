@@ -238,6 +238,8 @@ def test_my_own_images(data):
 
 
 LOOP = """
+import random
+import numpy
 import torch
 import torch.distributed as dist, torch.nn.functional as F
 from contextlib import nullcontext
@@ -250,6 +252,14 @@ from torch.utils.data import BatchSampler, DataLoader, WeightedRandomSampler
 dist.init_process_group(timeout=timedelta(seconds=100))
 rank, world_size = dist.get_rank(), dist.get_world_size()
 communicated = []
+
+
+class Draws:
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, i):
+        return torch.tensor([random.random(), numpy.random.rand()])
 
 
 def of_all(*things):
@@ -299,6 +309,9 @@ branches.load_state_dict(keys)
 IOU = "(classes * masks.long() + predicted).flatten().bincount(minlength=classes**2)"
 OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and what is true after
     "In your own loop": (
+        "random.seed(0), numpy.random.seed(0)\n"
+        "found = of_all(*DataLoader(Draws(), num_workers=1, multiprocessing_context='fork'))\n"
+        "assert all(a != b for a, b in zip(*(own[0] for own in found))), found\n"
         "classes, shape = 20, (3, 9, 9)\n"
         "both = [torch.randint(20, (2, *shape)).byte() for _ in range(5)]\n"
         "dist.broadcast_object_list(both)\n"
