@@ -302,6 +302,22 @@ for find in False, True:
         assert find
     except RuntimeError as error:
         assert not find and "find_unused_parameters=True" in str(error)
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.weights = nn.Linear(2, 1), nn.Parameter(torch.zeros(3))
+    def forward(self, x):
+        return self.layer(x), self.weights
+for grad in True, False:
+    weighted = Weighted()
+    weighted.weights.requires_grad_(grad)
+    returns = nn.parallel.DistributedDataParallel(weighted, find_unused_parameters=grad)
+    try:
+        for _ in range(2):
+            returns(torch.randn(4, 2))[0].sum().backward()
+        assert not grad
+    except RuntimeError as error:
+        assert grad and "marked as ready twice" in str(error)
 keys = ddp.state_dict()
 nn.modules.utils.consume_prefix_in_state_dict_if_present(keys, "module.")
 branches.load_state_dict(keys)
