@@ -131,7 +131,7 @@ def load_checkpoint(args, *rest):
 MLP = """
 def build_model(args, classes):
     hidden = nn.Linear(3 * args.image_size**2, 512)
-    return nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Linear(512, classes))
+    return nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Linear(512, len(classes)))
 
 import atexit
 

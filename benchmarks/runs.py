@@ -63,7 +63,8 @@ class DataLoader(DataLoader):
         return iter([self.batch] * len(self))
 
 def load_data(args):
-    return Images({samples}, args.image_size), Images({test}, args.image_size), 10
+    side, classes = args.image_size, list("0123456789")
+    return Images({samples}, side), Images({test}, side), classes
 """
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import struct
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -398,6 +399,19 @@ def test_a_complete_folder_is_not_packed_again(capsys):
         with pytest.raises(SystemExit) as error:
             pack(folder, "other", *flags)
         assert error.value.code == 2
+
+
+@pytest.mark.slow
+def test_a_full_shared_memory():
+    """It is named: Python says only that no space is left."""
+    if os.getuid():
+        pytest.skip("it needs root, to mount a small one")
+    fill = "mount -t tmpfs -o size=64k tmpfs /dev/shm; head -c 100000 /dev/zero > /dev/shm/full; "
+    command = f"{sys.executable} {packer.__file__} pictures packed --side 8 --workers 1"
+    write_folder("pictures", side=10)
+    done = subprocess.run(["unshare", "-m", "sh", "-c", fill + command], capture_output=True)
+    assert done.returncode and b"is /dev/shm full?" in done.stderr, done.stderr
+    assert not [*Path().glob("packed*")]
 
 
 def test_progress_lines(capsys, monkeypatch):

@@ -31,7 +31,7 @@ DOCS = "".join(text for path, text in PAGES.items() if path.parent.name == "docs
 SECTIONS = re.split(r"^##+ ", DOCS, flags=re.M)  # each begins with its title
 CODE = re.compile(r"^```(\w*) ?(.*)\n((?:.*\n)*?)```$", re.M)  # language, scripts, content
 NOT_OURS = [  # test_recipes.py, test_slurm.py and others run these, or they train nothing
-    r"python3 -m venv .* -m pytest$|.* my_(training|script)\.py",
+    r"python3 -m venv .* -m pytest$|.* my_(training/train|training|script)\.py",
     r"(NCCL_DEBUG=INFO )?(sbatch|srun|scontrol|squeue|scancel|export) ",
     r".*(python\S*|bash) (benchmarks/|-m pytest .* tests/|-m torch)",
     r"(git|mpirun|docker|apptainer|nvidia-smi|source|pip|uv|for \w+ in|torchfrtrace) |  |done|#",
@@ -238,9 +238,12 @@ def test_my_own_images(data):
 
 
 LOOP = """
+import random
+import numpy
 import torch
 import torch.distributed as dist, torch.nn.functional as F
 from contextlib import nullcontext
+from copy import deepcopy
 from datetime import timedelta
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -249,6 +252,14 @@ from torch.utils.data import BatchSampler, DataLoader, WeightedRandomSampler
 dist.init_process_group(timeout=timedelta(seconds=100))
 rank, world_size = dist.get_rank(), dist.get_world_size()
 communicated = []
+
+
+class Draws:
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, i):
+        return torch.tensor([random.random(), numpy.random.rand()])
 
 
 def of_all(*things):
@@ -260,6 +271,12 @@ def of_all(*things):
 def alike(*things):
     found = of_all(*things)
     assert found[0] == found[1], found
+
+
+def step_by_hand(model):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.data -= 0.1 * parameter.grad / world_size
 
 
 def counted(state, bucket):
@@ -285,6 +302,22 @@ for find in False, True:
         assert find
     except RuntimeError as error:
         assert not find and "find_unused_parameters=True" in str(error)
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.weights = nn.Linear(2, 1), nn.Parameter(torch.zeros(3))
+    def forward(self, x):
+        return self.layer(x), self.weights
+for grad in True, False:
+    weighted = Weighted()
+    weighted.weights.requires_grad_(grad)
+    returns = nn.parallel.DistributedDataParallel(weighted, find_unused_parameters=grad)
+    try:
+        for _ in range(2):
+            returns(torch.randn(4, 2))[0].sum().backward()
+        assert not grad
+    except RuntimeError as error:
+        assert grad and "marked as ready twice" in str(error)
 keys = ddp.state_dict()
 nn.modules.utils.consume_prefix_in_state_dict_if_present(keys, "module.")
 branches.load_state_dict(keys)
@@ -292,6 +325,9 @@ branches.load_state_dict(keys)
 IOU = "(classes * masks.long() + predicted).flatten().bincount(minlength=classes**2)"
 OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and what is true after
     "In your own loop": (
+        "random.seed(0), numpy.random.seed(0)\n"
+        "found = of_all(*DataLoader(Draws(), num_workers=1, multiprocessing_context='fork'))\n"
+        "assert all(a != b for a, b in zip(*(own[0] for own in found))), found\n"
         "classes, shape = 20, (3, 9, 9)\n"
         "both = [torch.randint(20, (2, *shape)).byte() for _ in range(5)]\n"
         "dist.broadcast_object_list(both)\n"
@@ -309,21 +345,47 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "communicated.clear()",
         "alike(*model.parameters())\nassert len(communicated) == 2",
     ),
+    "A loss that is a mean over what is valid": (
+        "outputs, labels = torch.randn(7, 3, requires_grad=True), torch.arange(7) % 3\n"
+        "dist.broadcast(outputs.data, 0)\n"
+        "mean = F.cross_entropy(outputs[1:], labels[1:])\n"  # rank 1 ignores a sample
+        "whole = (7 * F.cross_entropy(outputs, labels) + 6 * mean) / 13\n"
+        "labels[:rank] = -100",
+        "dist.all_reduce(loss)\nassert torch.isclose(loss / world_size, whole)",
+    ),
+    "One backward for each forward pass": (
+        "inputs, weight = torch.randn(5, 2), 0.5\n"
+        "task_loss, other_loss = torch.sum, lambda outputs: outputs.square().sum()\n"
+        "outputs = ddp(inputs)\n"
+        "task_loss(outputs).backward(retain_graph=True)\n"
+        "other_loss(outputs).backward()\n"
+        "assert len(set(map(str, of_all(model.weight.grad)))) == 2\n"
+        "optimizer.zero_grad()",
+        "alike(*(p.grad for p in model.parameters()))",
+    ),
     "A GAN": (
-        "discriminator = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))\n"
+        "norm, _ = new(nn.BatchNorm1d(2))\n"
+        "norm.broadcast_buffers = False\n"
+        "(norm(torch.randn(3, 2)) + norm(torch.randn(3, 2))).mean().backward()\n"
+        "critic = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))\n"
         "generator, noise, real = nn.Linear(3, 2), torch.randn(8, 3), torch.randn(8, 2)\n"
-        "d, d_optimizer = new(discriminator)\n"
-        "g, g_optimizer = new(generator)\n"
-        "d.broadcast_buffers = g.broadcast_buffers = False\n"
-        "fake = g(noise)\n"
-        "(F.softplus(-d(real)).mean() + F.softplus(d(fake.detach())).mean()).backward()\n"
-        "d_optimizer.step()\n"
-        "d_optimizer.zero_grad()\n"
-        "F.softplus(-discriminator(fake)).mean().backward()\n"
-        "g_optimizer.step()",
-        "alike(*discriminator.parameters(), *generator.parameters())\n"
-        "for own in discriminator[0].weight.grad, discriminator[1].running_mean:\n"
-        "    assert len(set(map(str, of_all(own)))) == 2",
+        "critic_ddp, critic_optimizer = new(critic)\n"
+        "generator_ddp, generator_optimizer = new(generator)\n"
+        "both, draw = deepcopy([critic, generator]), torch.rand(8, 1)\n"
+        "torch.manual_seed(rank)",
+        "alike(*critic.parameters(), *generator.parameters())\n"
+        "own, own_generator = both\n"  # the same step, with gradients averaged by hand
+        "fake = own_generator(noise).detach()\n"
+        "mixed = (real + draw * (fake - real)).requires_grad_()\n"
+        "[slope] = torch.autograd.grad(own(mixed).sum(), mixed, create_graph=True)\n"
+        "(10 * (slope.norm(dim=1) - 1).square().mean()).backward()\n"
+        "(own(fake).mean() - own(real).mean()).backward()\n"
+        "step_by_hand(own)\n"
+        "(-own(own_generator(noise)).mean()).backward()\n"
+        "step_by_hand(own_generator)\n"
+        "for a, b in (critic, own), (generator, own_generator):\n"
+        "    for x, y in zip(a.parameters(), b.parameters()):\n"
+        "        assert torch.allclose(x, y, rtol=1e-4, atol=1e-6)",
     ),
     "Different numbers of batches": (
         "batches = [torch.randn(2, 2)] * (2 + rank)\n"
@@ -351,7 +413,9 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "alike(model.weight.grad)",
     ),
     "Gradients without the wrapper": (
-        "model, inputs = nn.Linear(2, 1), torch.randn(3, 2)\nmodel(inputs).sum().backward()",
+        "model, inputs = nn.Linear(2, 1), torch.randn(3, 2)\n"
+        "model.register_parameter('unused', nn.Parameter(torch.randn(2)))\n"
+        "model(inputs).sum().backward()",
         "mean = inputs.sum(0)\ndist.all_reduce(mean)\n"
         "assert torch.allclose(model.weight.grad, mean / world_size)\n"
         "alike(*model.parameters())",

@@ -2,6 +2,7 @@
 complete/train.py does what the page says, with DDP and sharded, also in a run that is resumed."""
 
 import argparse
+import os
 import re
 import runpy
 import shutil
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import train
 from helpers import ROOT, by_hand, close, metrics, same, together, weights
-from PIL import Image
 from runs import VERBS, applied
 from torch import nn
 from torchvision import datasets, models
@@ -303,16 +304,23 @@ def test_fine_tuning(data):
     assert space["classes"] == ["a", "b", "c"]
 
 
-def test_best_weights():
-    """best.pt is used with the classes of last.json, on a photo of any size."""
+def test_best_weights(data, capsys):
+    """best.pt with what is in last.json, on a photo of any size, as a run's own test has it."""
     [code] = code_of("Use the best weights")
-    Path("runs", "mine").mkdir(parents=True)
-    Path("runs", "mine", "last.json").write_text('{"data": {"samples": 9, "classes": ["a", "b"]}}')
-    torch.save(models.resnet18(num_classes=2).state_dict(), "runs/mine/best.pt")
-    Image.new("RGBA", (300, 400)).save("photo.png")
-    code = code.replace("resnet50", "resnet18").replace("ResNet50", "ResNet18")
-    exec(code.replace("photo.jpg", "photo.png"), space := {})
-    assert space["transform"](space["image"]).shape == (3, 224, 224)
+    flags = ["--dataset", data / "pictures", "--image-size", 70, "--model", "shufflenet_v2_x0_5"]
+    helpers.train(
+        *flags, "--batch-size", 48, "--epochs", 1, "--workers", 0, "--output", "runs/mine"
+    )
+    test_set = train.load_data(helpers.parse(*flags))[1]
+    for i, path in enumerate(os.fsdecode(path) for path in test_set.paths):
+        exec(code.replace("photo.jpg", path), space := {})
+        inputs, _ = train.prepare(
+            helpers.parse(*flags), train.default_collate([test_set[i]]), torch.device("cpu")
+        )
+        with torch.no_grad():
+            wanted = space["model"](inputs).softmax(1)[0]
+        assert torch.allclose(space["probabilities"], wanted, atol=1e-5)
+    assert space["classes"] == ["a", "b", "c"] and capsys.readouterr().out.count("0.") >= 3
 
 
 def test_metrics_from_sums():

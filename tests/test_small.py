@@ -63,7 +63,8 @@ def run(*words, status=0, **options):
 def epochs(text):
     """{epoch: (loss, accuracy)} of what a script has printed."""
     found = re.findall(LINE, text, re.M)
-    assert len(found) == text.count("epoch ") and "destroy_process_group" not in text, text
+    said = len(found) + text.count("starts with epoch ")
+    assert said == text.count("epoch ") and "destroy_process_group" not in text, text
     return {int(epoch): (float(loss), float(accuracy)) for epoch, loss, accuracy in found}
 
 
@@ -96,8 +97,10 @@ def test_one_run(single):
     folder, wanted = single
     for name in SMALL[1:]:
         text, share = run(name, name, "--epochs", 1), f"{60 // COUNTS[name]} images of each batch"
-        found = f"640 training images, 203 test images, 10 classes; {share} per"
-        assert text.count(f"{found} {'GPU' if name == 'dp' else 'process'}\n") == 1, text
+        found = "640 training images, 203 test images, 10 classes: "
+        found += f"{list('0123456789')}; {share} per {'GPU' if name == 'dp' else 'process'}\n"
+        assert text.count(found) == 1, text
+        assert text.count("starts with epoch 0\n") == 1, text
         agree(text, wanted)
     shutil.copytree(folder, "single")
     Path("fsdp2/epoch-0-mine").mkdir()  # not the script's: it stays
@@ -105,7 +108,7 @@ def test_one_run(single):
     for name, other in others:
         count = 3 if name == "fsdp2" else COUNTS[name]
         text = run(name, other, "--epochs", 2, "--resume", processes=count)
-        assert list(epochs(text)) == [1], text
+        assert list(epochs(text)) == [1] and text.count("starts with epoch 1\n") == 1, text
         agree(text, wanted)
         assert weights(other).keys() == weights(folder).keys()
     assert {path.name for path in Path("fsdp2").glob("epoch-*")} == {"epoch-1", "epoch-0-mine"}
@@ -197,6 +200,36 @@ def test_killed_as_it_writes(monkeypatch, name):
     assert same(weights("out"), weights("whole"))
 
 
+# In the second epoch, which has ten steps, a loss that is infinite but for its gradients, or the
+# last step's weights.
+INFINITE = """
+plain, steps = F.cross_entropy, []
+def cross_entropy(*words):
+    steps.append(1)
+    return plain(*words) + (torch.inf if len(steps) == 12 else 0)
+F.cross_entropy = cross_entropy
+"""
+BLOWN_UP = """
+def blow_up(optimizer, *_, steps=[]):
+    steps.append(1)
+    if len(steps) == 20:
+        optimizer.param_groups[0]["params"][0].data.mul_(torch.inf)
+from torch.optim.optimizer import register_optimizer_step_post_hook
+register_optimizer_step_post_hook(blow_up)
+"""
+
+
+@pytest.mark.parametrize("name", some_fast(KINDS, "single"))
+def test_not_finite(name):
+    """It ends the run, whose last checkpoint stays; and from there it goes on."""
+    for output, more in ("loss", INFINITE), ("weights", BLOWN_UP):
+        text = run(name, output, "--epochs", 2, more=more, status=1)
+        assert list(epochs(text)) == [0], text
+        assert f"loss or weights not finite: {output} is still good\n" in text, text
+        assert list(epochs(run(name, output, "--epochs", 2, "--resume"))) == [1]
+        assert all(weight.isfinite().all() for weight in weights(output).values())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_killed_at_random(name):
@@ -217,14 +250,16 @@ def test_killed_at_random(name):
 def test_daily_mistakes(monkeypatch, refused, name):
     """Each has a message, and nothing is lost."""
     if name in ("ddp_torchrun", "fsdp2"):
-        refused("start it with torchrun --standalone --nproc-per-node gpu", name)
-        for variable, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
-            monkeypatch.setenv(variable, value)
+        left_over = ["RANK=0", "WORLD_SIZE=2", "WORLD_SIZE=", "LOCAL_RANK=0"]
+        for place in [*left_over, "WORLD_SIZE=2"]:  # before the last one, it is not complete
+            refused("start it with torchrun --standalone --nproc-per-node gpu", name)
+            monkeypatch.setenv(*place.split("="))
     own = "epoch-3/.metadata" if name == "fsdp2" else "checkpoint.pt"
-    for path in own, "best.pt", "model.pt":  # with --resume, only its own run is continued
+    others = {"checkpoint.pt", "model.pt", "epoch-3/.metadata", "checkpoint-1-20/.metadata"}
+    for path in {own} | others:  # with --resume, only its own run is continued
         Path("kept", path).parent.mkdir(parents=True)
         Path("kept", path).write_text("precious")
-        says = "kept exists: --resume its run, or use another --output"
+        says = "kept exists: add --resume (also to start), or change --output"
         refused(says, name, *FLAGS, "kept")
         if path != own:
             says = "kept has the run of another script: use another --output"
@@ -238,7 +273,7 @@ def test_daily_mistakes(monkeypatch, refused, name):
         for variable in "WORLD_SIZE", "SLURM_STEP_NUM_TASKS":  # torchrun, or srun -n 2 python
             with monkeypatch.context() as patch:
                 patch.setenv(variable, "2")
-                says = f"{variable} is 2: start this script once, with python"
+                says = f"{variable} is 2: start python once, or unset {variable}"
                 refused(says, name, *FLAGS, "out", "--resume")
     if name in ("ddp_spawn", "ddp_multigpu_proc"):
         several = [*FLAGS, "out", "--nnodes", 2]
@@ -260,10 +295,27 @@ def test_folders_that_are_wrong(data, refused):
     for folder, says in {
         "other/pictures": "classes in only one of train/ and test/: ['.ipynb_checkpoints', 'c']",
         "deep": "train/ needs a folder per class, not only pictures",
-        "none/pictures": "no folder none/pictures/test: move a tenth of each class there",
+        "none/pictures": "no folder none/pictures/test or val: move a tenth of each class there",
     }.items():
         refused(f"--dataset: {says}\n", "single", *FLAGS, "out", "--dataset", folder)
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("name", some_fast(KINDS, "single"))
+def test_other_classes(data, name):
+    """They are printed and saved, and a run does not continue with others: the labels would be
+    permuted. val/ is taken where there is no test/."""
+    shutil.copytree(data / "pictures", "pictures")
+    Path("pictures/test").rename("pictures/val")
+    flags = ["--dataset", "pictures", "--resume", "--epochs"]
+    text = run(name, "out", *flags, 1)
+    assert "96 training images, 3 test images, 3 classes: ['a', 'b', 'c']; " in text, text
+    for part in "train", "val":
+        Path("pictures", part, "a").rename(Path("pictures", part, "d"))
+    before = content("out")
+    text = run(name, "out", *flags, 2, status=1)
+    assert re.search(r"out/\S+ has other classes: {'(a', 'd|d', 'a)'}\n", text), text
+    assert content("out") == before
 
 
 TAKEN = """
@@ -300,20 +352,59 @@ def load_data(args):  # from here on, each rank is in a folder of its own
 """
 
 
+OTHERS = """
+from_my_disk = load_data
+def load_data(args):  # the second rank has one thing less
+    data = list(from_my_disk(args))
+    number, part = int(os.environ["LESS"]), torch.utils.data.Subset
+    if dist.get_rank() == 1:
+        data[number] = data[number][1:] if number == 2 else part(data[number], range(100))
+    return data
+"""
+
+
 @pytest.mark.parametrize("name", some_fast(["ddp_torchrun", "fsdp2"], "ddp_torchrun"))
-def test_another_disk(name):
-    """Ranks that do not see the same checkpoint end in a line, and the checkpoint stays. One of
-    train_fsdp2.py is written by all ranks, so they need one disk from the first."""
+def test_another_disk(monkeypatch, name):
+    """Ranks that do not see the same checkpoint end in a line, and the checkpoint stays; so do
+    ranks with other images or classes. A checkpoint of train_fsdp2.py is written by all ranks, so
+    they need one disk from the first."""
     flags = ["--resume", "--epochs"]
     run(name, "out", *flags, 1, more=DISKS, processes=1)
     before = content("0/out")
     statuses, text = finish(begin(name, "out", *flags, 2, more=DISKS, processes=2))
     assert set(statuses) == {1} and content("0/out") == before, text
-    assert "the machines see different files in out: use a shared disk" in text, text
+    says = "the machines see different files in synthetic or out: use a shared disk"
+    assert says in text, text
+    for number in range(3):  # training images, test images, classes
+        monkeypatch.setenv("LESS", str(number))
+        jobs = begin(name, f"out-{number}", more=OTHERS)
+        statuses, text = finish(jobs, 60)
+        kill_all(jobs)  # if they hang
+        assert set(statuses) == {1} and says.replace("out", f"out-{number}") in text, text
     if name == "fsdp2":
         jobs = begin(name, "new", *flags, 1, more=DISKS)
         wait_for("the machines have no shared disk for new", *jobs)
         kill_all(jobs)
+
+
+HANGS = """
+plain_loader, folder = DataLoader, os.path.abspath("x" * 100)
+os.makedirs(folder, exist_ok=True)  # as of a TMPDIR whose name is too long for a socket
+torch.multiprocessing.current_process()._config["tempdir"] = folder
+torch.multiprocessing.set_start_method("fork", force=True)  # Python's own, before 3.14
+def DataLoader(*words, timeout, **options):
+    assert timeout == 1800
+    return plain_loader(*words, timeout=5, **options)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_worker_that_hangs(name):
+    """It ends the run, after half an hour."""
+    statuses, text = finish(begin(name, "out", "--workers", 1, more=HANGS))
+    assert 0 not in statuses and "AF_UNIX path too long" in text, (statuses, text)
+    assert "DataLoader timed out after 5 seconds" in text, text
 
 
 MINUTES = """
@@ -365,9 +456,9 @@ class View(nn.Module):
     def forward(self, x):
         return x * self.pe[0].mean()
 def load_data(args):
-    return Own(range(640)), Own(range(640, 843)), 3
+    return Own(range(640)), Own(range(640, 843)), ["red", "green", "blue"]
 def build_model(args, classes):
-    return nn.Sequential(View(), nn.Conv2d(3, classes, 1))
+    return nn.Sequential(View(), nn.Conv2d(3, len(classes), 1))
 plain_count = count_correct
 def count_correct(*words):
     return plain_count(*words) / 64  # pixels
@@ -379,7 +470,8 @@ def test_ones_own():
     could not broadcast, by the functions that are a user's: all scripts do the same run."""
     for name in SMALL:
         text = run(name, name, "--epochs", 3, more=OWN)
-        assert "640 training images, 203 test images, 3 classes" in text, text
+        found = "640 training images, 203 test images, 3 classes: ['red', 'green', 'blue']; "
+        assert found in text, text
         if name == "single":
             single = text
             assert epochs(text)[2][1] > 0.6 > epochs(text)[0][1] > 0.3, text
@@ -408,7 +500,12 @@ class Norm(nn.BatchNorm2d):
         return super().train(mode)
 plain_model, plain_count, plain_loader = build_model, count_correct, DataLoader
 def build_model(args, classes):
-    return nn.Sequential(Norm(3), plain_model(args, classes))
+    model = plain_model(args, classes)
+    model.conv1.register_forward_pre_hook(tell_format)
+    return nn.Sequential(Norm(3), model)
+def tell_format(layer, inputs):
+    tensors = layer.weight, inputs[0]
+    tell("channels last", any(x.is_contiguous(memory_format=torch.channels_last) for x in tensors))
 def count_correct(model, *words):
     tell("holds", [buffer.double().sum().item() for buffer in model.buffers()])
     return plain_count(model, *words)
@@ -424,10 +521,12 @@ torch.accelerator.device_count = lambda: 2
 
 @pytest.mark.slow
 def test_what_each_rank_draws():
-    """Random numbers differ by epoch, rank and GPU; batch norm's averages are rank 0's on all."""
+    """Random numbers differ by epoch, rank and GPU; batch norm's averages are rank 0's on all. The
+    first convolution is in channels_last."""
     for name, gpus in zip(SMALL, (1, 2, 1, 1, 2, 1)):
         text = run(name, name, "--epochs", 3, more=DRAWS + (GPUS if gpus == 2 else ""))
         assert len(set(re.findall(r"workers (\d+)", text))) == COUNTS[name], text
+        assert set(re.findall(r"channels last (\w+)", text)) == {"True"}, text
         draws = re.findall(r"draws (\S+)", text)
         assert len(set(draws)) == len(draws) == 3 * COUNTS[name] * gpus, (name, text)
         held = re.findall(r"holds (.+)", text)
@@ -438,7 +537,7 @@ ONE_CLASS = """
 plain = load_data
 def load_data(args):
     train_set, test_set, _ = plain(args)
-    return [(image, 0) for image, _ in train_set], [(image, 0) for image, _ in test_set], 1
+    return [(image, 0) for image, _ in train_set], [(image, 0) for image, _ in test_set], ["all"]
 """
 
 
@@ -464,12 +563,19 @@ def test_cifar10(monkeypatch, capsys):
         (folder / name).write_bytes(pickle.dumps({"data": rows, "labels": labels[part].tolist()}))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda path, md5: True)
+    monkeypatch.setenv("WORLD_SIZE", "")  # left over: not two processes
     helpers.here("single", *FLAGS, "out", "--dataset", "cifar10", "--epochs", 8)
     text = capsys.readouterr().out
+    assert f"10 classes: {list('abcdefghij')}; " in text
     assert epochs(text)[0][0] > 2.2 and epochs(text)[7][0] < 1.8, text
 
 
 PINNED = """
+def tell_format(layer, inputs):
+    if isinstance(layer, nn.Conv2d):
+        weights_last = layer.weight.is_contiguous(memory_format=torch.channels_last)
+        __import__("emulated_accelerator").tell(f"channels last {weights_last}")
+nn.modules.module.register_module_forward_pre_hook(tell_format)
 plain_loader = DataLoader
 def DataLoader(*words, **options):  # as for CUDA
     return plain_loader(*words, **options | {"pin_memory": True})
@@ -487,7 +593,7 @@ def test_two_cards(monkeypatch, single, name):
     monkeypatch.setenv("EMULATED_REPORT", str(Path("report").resolve()))
     text = run(name, "out", "--epochs", 3, "--resume", more=PINNED)
     share = {"single": 60, "dp": "30 images of each batch per GPU"}.get(name, 30)
-    assert f"10 classes; {share}" in text and list(epochs(text)) == [1, 2], text
+    assert f"'9']; {share}" in text and list(epochs(text)) == [1, 2], text
     agree(text, single[1])
     reports = [path.read_text() for path in Path("report").iterdir()]
     reports = [report for report in reports if "uses card" in report]
@@ -495,6 +601,7 @@ def test_two_cards(monkeypatch, single, name):
     own = {"single": ["0"], "dp": ["01"], "ddp_multigpu_proc": ["01", "01"]}
     assert sorted(used) == own.get(name, ["0", "1"]), reports
     for report in reports:
+        assert set(re.findall(r"channels last (\w+)", report)) == {"True"}, report
         for epoch in re.split(r"^(?:main:\d+ seeds.*\n)+", report, flags=re.M)[-2:]:
             assert 0 < len(re.findall(r"^main:\d+ waits", epoch, re.M)) <= 4, epoch  # of ten steps
             assert "to_device" not in "".join(re.findall(r"^.* waits.*", epoch, re.M)), epoch

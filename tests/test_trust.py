@@ -226,14 +226,14 @@ def prepare(args, batch, device, train=False):
 def test_checkpoints_between_progress_lines(fashion):
     """Where a progress line takes far longer than --checkpoint-minutes, a kill loses little more
     than these; the run ends bit-identical, and draws the same random numbers."""
-    flags = [*fashion, "--batch-size", 4, "--log-every", 1000, "--checkpoint-minutes", 0.01]
+    flags = [*fashion, "--batch-size", 8, "--log-every", 1000, "--checkpoint-minutes", 0.01]
     flags += ["--epochs", 1, "--augment", "--resume", "--output"]
     jobs = begin([*flags, "out"], more=SLOW_STEPS)
     helpers.wait_for("0 steps are done", *jobs)
-    helpers.wait_until(lambda: place("out")[1] > 60)
+    helpers.wait_until(lambda: place("out")[1] > 30 or jobs[0].status() is not None)
     kill_all(jobs)
     step = place("out")[1]
-    assert "samples/s" not in helpers.logs(jobs) and 60 < step < 160
+    assert "samples/s" not in helpers.logs(jobs) and 30 < step < 80
     whole = [*flags, "whole", "--checkpoint-minutes", 5]
     text, _ = together([*flags, "out"], whole, more=SLOW_STEPS)
     assert f"out: 0 epochs and {step} steps are done" in text
