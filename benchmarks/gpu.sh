@@ -14,8 +14,8 @@ limit=130 tests=(-n 8)
 if [[ ${TINY:-} ]]; then
     export TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=1
     limit=3600
-    tests="small and single or compile-shard or float16 or deterministic or moves or norm or on_gpus"
-    tests=(-k "$tests")
+    few="small and single or compile-shard or float16 or deterministic or moves or norm or on_gpus"
+    tests=(-k "$few")
 fi
 [[ $# -gt 0 ]] || set -- tests resnet50 images gpt2 small large checkpoint resume scripts inputs
 nvidia-smi -L || rocm-smi --showproductname || true
