@@ -5,9 +5,10 @@ python benchmarks/accuracy.py DIR vision --image-size 64 --batch-size 40 --epoch
 python benchmarks/accuracy.py DIR vision --model resnet8 --image-size 32 --batch-size 100
 
 DIR has train/ and test/. Both train the same model for the same steps, with SGD, momentum 0.9,
-weight decay 1e-4 and a learning rate of 0.1 for 256 images, torchvision's recipe for its ResNets.
-Its learning rate falls by 10 after each third of the epochs; ours follows a cosine. A run whose log
-is in --output is not run again.
+weight decay 1e-4, a learning rate of 0.1 for 256 images, a warm-up in the first epoch and a cosine
+after it. The reference changes the rate once per epoch, so its first is at half the rate, where
+complete/train.py rises linearly. Each has its own augmentation. A run whose log is in --output is
+not run again.
 """
 
 import argparse
@@ -70,13 +71,16 @@ def train(args, name, seed):
     if name == "reference":
         path = args.vision.resolve() / "references" / "classification" / "train.py"
         flags += ["--data-path", args.output / "data", "--output-dir", "", "--print-freq", 1000]
-        flags += ["--lr-step-size", -(-args.epochs // 3)]
+        flags += ["--lr-scheduler", "cosineannealinglr", "--lr-warmup-method", "linear"]
+        flags += ["--lr-warmup-epochs", 1, "--lr-warmup-decay", 0.5]
         flags += ["--train-crop-size", side, "--val-crop-size", side]
         flags += ["--val-resize-size", side * 8 // 7 if side >= 64 else side]
     else:
         path = ROOT / COMPLETE
         flags += ["--dataset", args.dir, "--image-size", side, "--augment", "--seed", seed]
-        flags += ["--lr-schedule", "cosine", "--warmup-steps", 50, "--output", output, "--resume"]
+        steps = len([*args.dir.glob("train/*/*")]) // args.batch_size  # of the first epoch
+        flags += ["--lr-schedule", "cosine", "--warmup-steps", steps]
+        flags += ["--output", output, "--resume"]
     if not log.exists():
         command = [sys.executable, __file__, "run", seed, args.model, path, *flags]
         with open(f"{log}.tmp", "w") as file:

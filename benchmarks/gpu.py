@@ -1,9 +1,11 @@
 """The tables of gpu.sh: `gpu.py PART`. Without a GPU, two processes stand in for two.
 
 A figure is the mean over all epochs but the first, and every count of GPUs has as many steps per
-epoch. A part starts nothing after nine minutes, and says what it has left out.
+epoch. A part prints each row when it is measured, ends after two minutes, and says what it has not
+measured. What runs on one GPU runs in this process, one after the other.
 """
 
+import csv
 import math
 import os
 import re
@@ -12,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
+import gpt2
 import torch
 from image_loading import make_folder, ours, speed
 from runs import (
@@ -21,16 +25,18 @@ from runs import (
     FAILED,
     FLOAT16,
     GPUS,
-    NO_TF32,
     ROOT,
     SMALL,
     attempt,
     copy_script,
     fitting_workers,
     row,
+    run_here,
     table,
+    time_limit,
     train,
 )
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
 
@@ -38,25 +44,33 @@ HAVE_AMP = [name for name in SMALL if name not in (SMALL[1], SMALL[4])]  # not D
 ALL = GPUS or 2
 COUNTS = sorted({n for n in (1, 2, 4, 8) if n < ALL} | {ALL})
 OLD = GPUS and not torch.cuda.is_bf16_supported(including_emulation=False)  # before Ampere
+DEVICE, HALF = "cuda" if GPUS else "cpu", torch.float16 if OLD else torch.bfloat16
 WORKERS = min(16, len(os.sched_getaffinity(0)))
 SIZES = {  # model, side of the images, images per step and GPU, steps per epoch
-    "scripts": ("resnet18", 224, 256, 20),
-    "settings": ("resnet18", 224, 256, 20),
-    "graphs": ("net", 32, 64, 200),
+    "resnet50": ("resnet50", 224, 256, 20),
+    "images": ("resnet18", 224, 256, 24),
+    "gpt2": ("gpt2", 1024, 24, 20),
+    "small": ("net", 32, 64, 200),
     "large": ("vit_l_16", 224, 32, 20),
-    "inputs": ("mlp", 28, 256, 20),
-    "images": ("resnet18", 224, 256, 80),
     "checkpoint": ("net", 224, 1, 4),  # in whose place LARGE puts another
-    "resume": ("resnet18", 64, 64, 40),
+    "resume": ("resnet18", 64, 64, 20),
+    "scripts": ("resnet18", 224, 256, 20),
+    "inputs": ("mlp", 28, 256, 20),
+    "cifar10": ("resnet18", 32, 512, 97),
 }
+NETWORKS = [("net", 64, []), ("resnet18", 512, ["--amp"])]  # of "small": batch size, flags
 SIDES = [28, 137, 224]  # of "inputs": 1, 24 and 64 times as many pixels
-LAYERS, WIDTH = 52, 1280  # of "checkpoint": a billion parameters
-EPOCHS, FIRST = 4, None  # how many rows of a kind: all
+LAYERS, WIDTH = 26, 1280  # of "checkpoint": half a billion parameters
+CIFAR = [20, 100]  # of "cifar10": epochs
+EPOCHS, FIRST, STEPS = 3, None, 40  # how many rows of a kind: all; steps of a bare step's timing
 TINY = bool(os.environ.get("TINY"))
 if TINY:
     SIZES = dict.fromkeys(SIZES, ("net", 32, 2, 20)) | {"large": ("resnet18", 32, 2, 2)}
     SIZES |= {"inputs": ("mlp", 28, 2, 4), "checkpoint": ("net", 28, 1, 4)}
+    SIZES |= {"resnet50": ("resnet18", 32, 2, 2), "gpt2": ("gpt2", 8, 2, 2)}
     COUNTS, WORKERS, FIRST, SIDES, LAYERS, WIDTH, EPOCHS = [ALL], 1, 1, [28], 1, 32, 2
+    STEPS, NETWORKS, CIFAR = 2, [("net", 2, [])], [2]
+    gpt2.LENGTH, gpt2.WIDTH, gpt2.HEADS, gpt2.LAYERS, gpt2.VOCABULARY = 8, 16, 2, 1, 32
 HEADS = {  # what `LARGE` prints: what it is, of the largest or slowest
     "parameters": "parameters",
     "save": "save, s",
@@ -64,7 +78,8 @@ HEADS = {  # what `LARGE` prints: what it is, of the largest or slowest
     "load": "resume, s",
     "host": "GiB of host memory, of the largest rank",
 }
-MINUTES, STARTED = 60 if TINY else 9, time.monotonic()
+MINUTES, STARTED = 60 if TINY else 110 / 60, time.monotonic()
+LAST = 15  # seconds for which it is not worth starting anything
 # TFLOP/s of a GPU in bfloat16, dense, of the data sheets, by its whole name: a MIG slice, or one
 # with another limit of power, has another name, and no peak here.
 PEAK = {"NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100 80GB PCIe": 312}
@@ -72,17 +87,16 @@ PEAK |= {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL
 PEAK |= {"NVIDIA H200": 989, "NVIDIA H200 NVL": 835, "NVIDIA B200": 2250, "NVIDIA GB200": 2500}
 
 # What copies of the complete script do differently.
-CONTIGUOUS = """
-channels_last_model, channels_last_batch = build_model, prepare
-
-def build_model(*args):
-    return channels_last_model(*args).to(memory_format=torch.contiguous_format)
-
-def prepare(*args, **options):
-    images, labels = channels_last_batch(*args, **options)
-    return images.contiguous(), labels
-"""
 GRAPHS = "torch.compile = functools.partial(torch.compile, mode='reduce-overhead')\n"
+CIFAR10 = """
+def build_model(args, inputs, classes):  # a ResNet-18 for images of 32 pixels
+    model = models.resnet18(num_classes=classes)
+    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    return model.to(memory_format=torch.channels_last)
+
+def loss_function(outputs, labels):
+    return F.cross_entropy(outputs, labels, label_smoothing=0.1 if torch.is_grad_enabled() else 0)
+"""
 LARGE = f"""
 import resource
 
@@ -97,11 +111,12 @@ def timed(name, function, *args):
     torch.accelerator.synchronize() if args[0].device != "cpu" else None
     dist.barrier()
     started = time.perf_counter()
-    function(*args)
+    found = function(*args)
     dist.barrier()
     print(f"host {{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f}}", flush=True)
     if dist.get_rank() == 0:
         print(f"{{name}} {{time.perf_counter() - started:.2f}} s", flush=True)
+    return found
 
 def save_checkpoint(args, progress, *rest):
     name = "save" if progress.step else "save, best"
@@ -110,7 +125,7 @@ def save_checkpoint(args, progress, *rest):
 def load_checkpoint(args, *rest):
     parameters = sum(p.numel() for p in rest[0]["model"].parameters())
     print(f"parameters {{parameters}}", flush=True)
-    timed("load", of_script_load, args, *rest)
+    return timed("load", of_script_load, args, *rest)
 """
 # What copies of the small scripts do differently.
 MLP = """
@@ -132,79 +147,194 @@ def seconds_left():
     return MINUTES * 60 - (time.monotonic() - STARTED)
 
 
-def in_time(function, path, n, flags, *args):
-    """What `train` or `attempt` return; None if the time of this part is over."""
-    if seconds_left() > 30:
-        return function(path, n, flags, *args, limit=seconds_left())
-    FAILED.append(f"no time left for {path.name} on {n}: {' '.join(map(str, flags))}")
+def in_time(what, function, *args, **options):
+    """What the function returns; None, and a note of it, if the time of this part is over."""
+    if seconds_left() > LAST:
+        return function(*args, limit=seconds_left(), **options)
+    FAILED.append(f"no time left for {what}")
 
 
-def rate_and_memory(path, n, flags):
-    return in_time(train, path, n, flags) or (math.nan, math.nan)
+def words_of(path, n, flags):
+    return f"{path.name} on {n}: {' '.join(map(str, flags))}"
 
 
-def prepare(name, folder, n, code=""):
+def rate_and_memory(path, n, flags, apart=False):
+    """By a run, which may be in this process, unless it is to be `apart`."""
+    here = n == 1 and path.name != SMALL[3] and not apart
+    options = {"by": run_here} if here else {}
+    found = in_time(words_of(path, n, flags), train, path, n, flags, **options)
+    return found or (math.nan, math.nan)
+
+
+def prepare(name, folder, n, code="", titles=()):
     """A copy of a script for n GPUs, with as many steps per epoch as on one; and its flags."""
     batch_size = images_per_step * n
-    path = copy_script(name, folder, batch_size * steps, code)
+    path = copy_script(name, folder, batch_size * steps, code, titles)
     network = "net" if code == MLP else model
     flags = ["--dataset", "synthetic", "--model", network, "--image-size", side]
     return path, n, [*flags, "--epochs", EPOCHS, "--batch-size", batch_size, "--workers", 0]
 
 
-def scripts(folder):
-    """All scripts, with and without --amp. Without it, a GPU from Ampere on convolves in TF32."""
-    heads = "script", "GPUs", "flags", "images/s, no loader", "x train_single.py, same flags"
-    table(ALL, *heads)
-    base = {}
-    one = SMALL[:1] if GPUS else SMALL[:2]  # run as one process, which sees no second GPU
-    runs = [(name, 1 if name in one else ALL) for name in SMALL if name != SMALL[2]]
-    runs += [(SMALL[2], n) for n in COUNTS]
-    runs += [(f"{COMPLETE}{shard}", n) for n in COUNTS for shard in ("", " --shard 0")]
-    for name, n in runs:
-        script, *shard = name.split(maxsplit=1)
-        path, n, flags = prepare(script, folder, n)
-        for more in ([], ["--amp"])[:FIRST]:
-            if more and (script not in (COMPLETE, *HAVE_AMP) or OLD and (shard or script in SMALL)):
-                continue  # not offered, or emulated
-            rate, _ = rate_and_memory(path, n, [*flags, *more, *(shard and shard[0].split())])
-            base.setdefault(str(more), rate)
-            row(name, n, " ".join(more), f"{rate:.0f}", f"{rate / base[str(more)]:.2f}")
+def bare(network, inputs, labels, loss_function, optimizer, compiled=False, limit=0):
+    """Samples a second of the step alone, on one batch that is on the device: forward, backward,
+    optimizer."""
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = torch.version.hip is None
+    network.to(DEVICE)
+    step_of = optimizer(network.parameters())
+    call = torch.compile(network, dynamic=False) if compiled else network
+    loss_of = torch.compile(loss_function, dynamic=False) if compiled else loss_function
+    with time_limit(limit):
+        for step in range(10 + STEPS):
+            if step == 10:
+                synchronize()
+                started = time.perf_counter()
+            with torch.autocast(DEVICE, HALF):
+                loss = loss_of(call(inputs), labels)
+            loss.backward()
+            step_of.step()
+            step_of.zero_grad()
+        synchronize()
+    torch.compiler.reset()
+    return STEPS * len(inputs) / (time.perf_counter() - started)
 
 
-def settings(folder):
-    """What a setting of complete/train.py is worth on one GPU: each off and on."""
-
-    def rate(*more, code=""):
-        path, n, flags = prepare(COMPLETE, folder, 1, code)
-        return rate_and_memory(path, n, [*flags, *more])[0]
-
-    table(1, f"{COMPLETE}, images/s", "off", "on", "on / off")
-    tf32 = rate()
-    amp = rate("--amp")
-    for what, off, on in (
-        ("`--amp`", lambda: tf32, lambda: amp),
-        ("TF32", lambda: rate(code=NO_TF32), lambda: tf32),
-        ("channels_last, with `--amp`", lambda: rate("--amp", code=CONTIGUOUS), lambda: amp),
-        ("`--compile`, with `--amp`", lambda: amp, lambda: rate("--amp", "--compile")),
-    )[:FIRST]:
-        before, after = off(), on()
-        row(what, f"{before:.0f}", f"{after:.0f}", f"{after / before:.2f}")
+def synchronize():
+    if GPUS:
+        torch.cuda.synchronize()
 
 
-def graphs(folder):
+def bare_rate(what, *args, **options):
+    return in_time(f"the bare step, {what}", attempt, *args, by=bare, **options) or math.nan
+
+
+def compared(name, rate, base):
+    row(name, f"{rate:.0f}", f"{rate / base:.3f}")
+
+
+def resnet50(folder):
+    """The bare step, and the scripts beside it, on one GPU."""
+    table(1, f"{model} at {side} pixels, batch {images_per_step}, `--amp`", "images/s", "x bare")
+    images = torch.randn(images_per_step, 3, side, side, device=DEVICE)
+    labels = torch.randint(10, (images_per_step,), device=DEVICE)
+    optimizer = partial(torch.optim.SGD, lr=0.001, momentum=0.9)
+
+    def limit(form, **options):
+        network = models.get_model(model, num_classes=10).to(memory_format=form)
+        batch = images.to(memory_format=form), labels
+        loss_function = nn.functional.cross_entropy
+        return bare_rate(str(form), network, *batch, loss_function, optimizer, **options)
+
+    def script(name, base, *more):
+        path, n, flags = prepare(name, folder, 1)
+        flags += ["--amp", *more]
+        compared(" ".join([name, *more]), rate_and_memory(path, n, flags)[0], base)
+
+    base = limit(torch.channels_last)
+    compared("bare step, channels_last", base, base)
+    script(COMPLETE, base)
+    script(COMPLETE, base, "--augment")
+    for name in [] if OLD else [SMALL[0], SMALL[2], SMALL[5]][:FIRST]:
+        script(name, base)
+    compared("bare step, NCHW", limit(torch.contiguous_format), base)
+    compiled = limit(torch.channels_last, compiled=True)
+    compared("bare step, compiled", compiled, compiled)
+    script(COMPLETE, compiled, "--compile")
+
+
+def images(folder):
+    """Is one GPU busy? JPEG files, the same images packed, and images that are on the device."""
+    workers = fitting_workers(WORKERS, images_per_step * 3 * (side * 8 // 7) ** 2)
+    heads = f"DataLoader alone, {workers} workers, images/s", "training, images/s"
+    table(1, f"{model}, {side} pixels, `--amp`", *heads, "x on the device")
+    path, n, flags = prepare(COMPLETE, folder, 1)
+    flags += ["--amp", "--workers", workers]
+    top, _ = rate_and_memory(path, n, flags)
+    row("on the device", "-", f"{top:.0f}", "1.00")
+    files, packed, count = folder / "files", folder / "packed", images_per_step * steps
+    make_folder(files, 500, 375, 95, 7, min(count, 62))  # of the size of ImageNet's files
+    paths = sorted(files.glob("train/*/*.jpg"))
+    for i in range(count - len(paths)):  # each under many names
+        path = paths[i % len(paths)]
+        path.with_name(f"{i}-{path.name}").hardlink_to(path)  # symbolic ones are left out
+    words = [sys.executable, ROOT / "complete/pack_images.py", files, packed]
+    words += ["--side", side * 8 // 7]
+    for name, place in ("JPEG files", files), ("packed", packed):
+        if name == "packed":
+            started = time.perf_counter()
+            subprocess.run(list(map(str, words)), check=True, stdout=sys.stderr)
+            packing = count / (time.perf_counter() - started)
+        alone, _ = in_time(name, attempt, place, workers, by=timed_loader) or (math.nan, 0)
+        rate, _ = rate_and_memory(ROOT / COMPLETE, n, [*flags, "--dataset", place])
+        row(name, f"{alone:.0f}", f"{rate:.0f}", f"{rate / top:.2f}")
+    print(f"\npack_images.py: {packing:.0f} images/s with {WORKERS} cores, its start included")
+
+
+def timed_loader(place, workers, limit):
+    with time_limit(limit):
+        return speed(ours(place, side), workers, images_per_step, images_per_step * steps)
+
+
+def gpt_2(folder):
+    """GPT-2 with 124 million parameters, beside its own bare step. MFU is by nanoGPT's formula."""
+    heads = "tokens/s", "x the bare step", "TFLOP/s", "MFU"
+    sizes = f"{images_per_step} x {gpt2.LENGTH} tokens"
+    table(1, f"GPT-2, {sizes}, AdamW, `--amp`", *heads)
+    gpu = torch.cuda.get_device_name() if GPUS else "CPU"
+    attention = 12 * gpt2.LAYERS * gpt2.WIDTH * gpt2.LENGTH
+
+    def tell(name, rate, base):
+        parameters = sum(p.numel() for p in gpt2.GPT2().parameters()) - gpt2.LENGTH * gpt2.WIDTH
+        tokens = rate * gpt2.LENGTH
+        each = tokens * (6 * parameters + attention) / 1e12
+        share = f"{each / PEAK[gpu]:.1%}" if gpu in PEAK else "-"
+        row(name, f"{tokens:.0f}", f"{rate / base:.3f}", f"{each:.1f}", share)
+
+    names = "LENGTH", "WIDTH", "HEADS", "LAYERS", "VOCABULARY"
+    room = (ROOT / "benchmarks" / "gpt2.py").read_text()
+    room += "".join(f"{name} = {getattr(gpt2, name)}\n" for name in names)
+    room += f"SAMPLES = {images_per_step * steps}\n"
+    windows = torch.randint(gpt2.VOCABULARY, (images_per_step, gpt2.LENGTH + 1), device=DEVICE)
+    optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+
+    def limit(**options):
+        words = gpt2.GPT2(), windows[:, :-1], windows[:, 1:], gpt2.loss_function, optimizer
+        return bare_rate("GPT-2", *words, **options)
+
+    def script(base, *more):
+        path = copy_script(COMPLETE, folder, 0, room)
+        flags = ["--optimizer", "adamw", "--epochs", EPOCHS, "--batch-size", images_per_step]
+        rate, _ = rate_and_memory(path, 1, [*flags, "--amp", *more])
+        tell(" ".join([COMPLETE, *more]), rate, base)
+
+    eager = limit()
+    tell("bare step", eager, eager)
+    script(eager)
+    compiled = limit(compiled=True)
+    tell("bare step, compiled", compiled, compiled)
+    script(compiled, "--compile")
+    if not OLD:
+        script(compiled, "--compile", "--shard", "0")
+
+
+def small(folder):
     """Small networks, for which starting the kernels takes longer than they run."""
-    heads = "eager", "`--compile`", "x eager", "`--compile` with CUDA graphs", "x eager"
-    table(1, f"{COMPLETE}, images/s", "batch", *heads)
-    for name, batch in [("net", 64), ("net", 512), ("mlp", 64)][:FIRST]:
-        found = []
-        for more, code in ([], ""), (["--compile"], ""), (["--compile"], GRAPHS):
-            path = copy_script(COMPLETE, folder, batch * steps, code)
-            flags = ["--dataset", "synthetic", "--model", name, "--batch-size", batch]
-            found.append(rate_and_memory(path, 1, [*flags, "--epochs", EPOCHS, *more])[0])
-        eager, *others = found
-        cells = [cell for rate in others for cell in (f"{rate:.0f}", f"{rate / eager:.2f}")]
-        row(f"`{name}`", batch, f"{eager:.0f}", *cells)
+    table(1, f"{COMPLETE}, {side} pixels", "images/s", "x eager")
+    kinds = {"eager": ([], "", ()), "with the recipe CUDA graphs": ([], "", ["CUDA graphs"])}
+    kinds |= {"--compile": (["--compile"], "", ())}
+    kinds |= {"--compile in mode reduce-overhead": (["--compile"], GRAPHS, ())}
+    for network, batch, own in NETWORKS:
+        eager = math.nan
+        for kind, (more, code, titles) in kinds.items():
+            if titles and not GPUS:
+                continue  # needs CUDA
+            path = copy_script(COMPLETE, folder, batch * steps, code, titles)
+            flags = ["--dataset", "synthetic", "--model", network, "--batch-size", batch]
+            flags += ["--image-size", side, "--epochs", EPOCHS, *own, *more]
+            rate, _ = rate_and_memory(path, 1, flags)
+            eager = rate if kind == "eager" else eager
+            name = " ".join([f"`{network}`, batch {batch},", *own, kind])
+            row(name, f"{rate:.0f}", f"{rate / eager:.2f}")
 
 
 def operations():
@@ -233,6 +363,26 @@ def large(folder):
             row(f"`{words}`", n, f"{rate:.0f}", f"{each:.2f}", share, f"{memory:.0f}")
 
 
+def scripts(folder):
+    """All scripts, with and without --amp. Without it, a GPU from Ampere on convolves in TF32."""
+    heads = "script", "GPUs", "flags", "images/s, no loader", "x train_single.py, same flags"
+    table(ALL, *heads)
+    base = {}
+    one = SMALL[:1] if GPUS else SMALL[:2]  # run as one process, which sees no second GPU
+    runs = [(name, 1 if name in one else ALL) for name in SMALL if name != SMALL[2]]
+    runs += [(SMALL[2], n) for n in COUNTS]
+    runs += [(f"{COMPLETE}{shard}", n) for n in COUNTS for shard in ("", " --shard 0")]
+    for name, n in runs:
+        script, *shard = name.split(maxsplit=1)
+        path, n, flags = prepare(script, folder, n)
+        for more in ([], ["--amp"])[:FIRST]:
+            if more and (script not in (COMPLETE, *HAVE_AMP) or OLD and (shard or script in SMALL)):
+                continue  # not offered, or emulated
+            rate, _ = rate_and_memory(path, n, [*flags, *more, *(shard and shard[0].split())])
+            base.setdefault(str(more), rate)
+            row(name, n, " ".join(more), f"{rate:.0f}", f"{rate / base[str(more)]:.2f}")
+
+
 def inputs(folder):
     """A load test: a network of two layers on inputs that grow."""
     heads = "script", "GPUs", "images/s, no loader", "ms per step", "peak MiB of a GPU"
@@ -242,40 +392,17 @@ def inputs(folder):
             n = 1 if name in (SMALL[:1] if GPUS else SMALL[:2]) else ALL
             path, n, flags = prepare(name, folder, n, "" if name == COMPLETE else MLP)
             flags += ["--image-size", pixels]
-            rate, memory = rate_and_memory(path, n, flags)
+            rate, memory = rate_and_memory(path, n, flags, apart=True)
             cells = f"{rate:.0f}", f"{1e3 * images_per_step * n / rate:.2f}", f"{memory:.0f}"
             row(f"3 x {pixels} x {pixels}", name, n, *cells)
 
 
-def images(folder):
-    """Is one GPU busy? JPEG files, the same images packed, and images that are on the device."""
-    workers = fitting_workers(WORKERS, images_per_step * 3 * (side * 8 // 7) ** 2)
-    heads = f"DataLoader alone, {workers} workers, images/s", "training, images/s"
-    table(1, "images", *heads, "x on the device")
-    path, n, flags = prepare(COMPLETE, folder, 1)
-    flags += ["--amp", "--workers", workers]
-    top, _ = rate_and_memory(path, n, flags)
-    row("on the device", "-", f"{top:.0f}", "1.00")
-    files, packed, count = folder / "files", folder / "packed", images_per_step * steps
-    make_folder(files, 500, 375, 95, 7, min(count, 122))  # of the size of ImageNet's files
-    paths = sorted(files.glob("train/*/*.jpg"))
-    for i in range(count - len(paths)):  # each under many names
-        path = paths[i % len(paths)]
-        path.with_name(f"{i}-{path.name}").symlink_to(path)
-    words = [sys.executable, ROOT / "complete/pack_images.py", files, packed]
-    subprocess.run(words, check=True, stdout=sys.stderr)
-    for name, place in ("JPEG files", files), ("packed", packed):
-        alone, _ = speed(ours(place, side), workers, images_per_step, count)
-        rate, _ = rate_and_memory(ROOT / COMPLETE, n, [*flags, "--dataset", place])
-        row(name, f"{alone:.0f}", f"{rate:.0f}", f"{rate / top:.2f}")
-
-
 def checkpoint(folder):
-    """How long a checkpoint stops the training: a billion parameters with AdamW, 12 GB. After an
-    epoch there is best.pt, too, 4 GB."""
+    """How long a checkpoint stops the training: half a billion parameters with AdamW, 6 GB. After
+    an epoch there is best.pt, too, 2 GB."""
     parameters, *heads = HEADS.values()
     table(ALL, f"{COMPLETE}, AdamW", "GPUs", parameters, "GB on the disk", *heads)
-    needed = 0 if TINY else 40e9  # two checkpoints, best.pt twice, model.pt
+    needed = 0 if TINY else 20e9  # two checkpoints, best.pt twice, model.pt
     free = shutil.disk_usage(folder).free
     if free < needed:
         return FAILED.append(f"{folder} has only {free / 1e9:.0f} GB: set TMPDIR to a larger disk")
@@ -285,8 +412,10 @@ def checkpoint(folder):
         flags += ["--optimizer", "adamw", "--shard", shard, "--checkpoint-minutes", 0]
         texts = []
         for epochs in 1, 2:
-            flags += ["--epochs", epochs, "--resume"]
-            texts.append(in_time(attempt, path, n, flags, output) or "")
+            flags += ["--epochs", epochs, "--resume", "--log-every", [100, 2][epochs - 1]]
+            options = {"by": run_here} if n == 1 else {}
+            words = words_of(path, n, flags)
+            texts.append(in_time(words, attempt, path, n, flags, output, **options) or "")
         found = {}
         for name, value in re.findall(rf"^({'|'.join(HEADS)}) ([\d.]+)", texts[1], re.M):
             found[name] = max(found.get(name, 0), float(value))
@@ -300,19 +429,26 @@ def checkpoint(folder):
 
 def resume(folder):
     """The weights of a second undisturbed run, and of one killed and resumed, beside the first."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as the recipe for deterministic runs says
     table(ALL, COMPLETE, "GPUs", "resumed after", "undisturbed", "resumed")
-    kinds = {"": "", "--amp": "", "--amp, in float16": FLOAT16, "--amp --compile": ""}
+    exact = ["Deterministic runs on a GPU"]
+    kinds = {"deterministic": ("", "", exact), "deterministic, --amp": ("--amp", "", exact)}
+    kinds |= {"default": ("", "", ()), "--amp in float16": ("--amp", FLOAT16, ())}
+    kinds |= {"--amp --compile": ("--amp --compile", "", ())}
     for shard, n in list(dict.fromkeys([(1, 1), (1, ALL), (0, ALL)]))[:FIRST]:
-        for kind, code in list(kinds.items())[:FIRST]:
-            if shard == 0 and (code or OLD and kind):
+        for kind, (more, code, titles) in list(kinds.items())[:FIRST]:
+            if shard == 0 and (code or OLD and more):
                 continue  # it has no float16
-            path, n, flags = prepare(COMPLETE, folder, n, code)
+            path, n, flags = prepare(COMPLETE, folder, n, code, titles)
             flags += ["--augment", "--log-every", 5, "--checkpoint-minutes", 0, "--resume"]
-            flags += ["--shard", shard, *kind.split(",")[0].split()]
+            flags += ["--shard", shard, *more.split()]
             one, two, killed = (folder / f"{n}{shard}{kind}{letter}" for letter in "abc")
-            name, texts, middle = f"`--shard {shard} {kind}`", [], f"epoch 2/{EPOCHS} step 10/"
+            name, texts, middle = f"`--shard {shard}`, {kind}", [], f"epoch 2/{EPOCHS} step 10/"
             for output, until in (one, ""), (two, ""), (killed, middle), (killed, ""):
-                texts.append(in_time(attempt, path, n, flags, output, until))
+                alone = n == 1 and not until
+                options = {"by": run_here} if alone else {"until": until}
+                words = words_of(path, n, flags)
+                texts.append(in_time(words, attempt, path, n, flags, output, **options))
             if None in texts:
                 row(name, n, *["nan"] * 3)
                 continue
@@ -325,10 +461,39 @@ def resume(folder):
             row(name, n, *cells)
 
 
+def cifar10(folder):
+    """CIFAR-10 from files: packed once, then trained with a ResNet-18 for 32 pixels."""
+    global MINUTES
+    MINUTES = max(MINUTES, 590 / 60)
+    packed = folder / "packed"
+    words = [sys.executable, ROOT / "complete/pack_images.py", sys.argv[2], packed, "--side", side]
+    started = time.perf_counter()
+    subprocess.run(list(map(str, words)), check=True, stdout=sys.stderr)
+    packing = time.perf_counter() - started
+    table(1, "epochs", "test accuracy", "training, s", "with evaluation and checkpoints, s")
+    for epochs in CIFAR:
+        path = copy_script(COMPLETE, folder, 0, CIFAR10)
+        flags = ["--dataset", packed, "--image-size", side, "--batch-size", images_per_step]
+        flags += ["--lr", 0.2, "--weight-decay", 5e-4, "--lr-schedule", "cosine", "--amp"]
+        flags += ["--augment", "--warmup-steps", 200, "--epochs", epochs]
+        output, started = folder / f"{epochs}", time.perf_counter()
+        words = words_of(path, 1, flags)
+        if in_time(words, attempt, path, 1, flags, output, by=run_here) is None:
+            row(epochs, *["nan"] * 3)
+            continue
+        rows = list(csv.DictReader((output / "metrics.csv").open()))
+        seconds = sum(float(line["seconds"]) for line in rows)
+        accuracy = f"{float(rows[-1]['test_accuracy']):.2%}"
+        row(epochs, accuracy, f"{seconds:.1f}", f"{time.perf_counter() - started:.1f}")
+    print(f"\npacking took {packing:.1f} s")
+
+
 if __name__ == "__main__":
     model, side, images_per_step, steps = SIZES[sys.argv[1]]
+    parts = globals() | {"gpt2": gpt_2}
     with tempfile.TemporaryDirectory() as folder:
-        globals()[sys.argv[1]](Path(folder))
+        parts[sys.argv[1]](Path(folder))
     print(f"\n{sys.argv[1]} took {time.monotonic() - STARTED:.0f} s", flush=True)
     if FAILED:
-        sys.exit(f"{len(FAILED)} of its runs failed, or had no time:\n" + "\n".join(FAILED))
+        print("\nNot measured:\n\n- " + "\n- ".join(FAILED), flush=True)
+        sys.exit(1)

@@ -1,10 +1,14 @@
 """What the programs of this folder share: the scripts' command lines, their results, tables."""
 
+import contextlib
 import csv
 import datetime
+import gc
+import io
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import statistics
@@ -13,8 +17,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 GPUS = torch.cuda.device_count()
@@ -22,6 +28,7 @@ SMALL = ["single", "dp", "ddp_torchrun", "ddp_spawn", "ddp_multigpu_proc", "fsdp
 SMALL = [f"train_{name}.py" for name in SMALL]
 COMPLETE = "complete/train.py"
 FAILED = []  # runs that did not end as they should
+IN_PLACE = (SMALL[2], SMALL[5])  # small scripts that torchrun starts
 
 NO_TF32 = """
 torch.set_float32_matmul_precision = lambda precision: None
@@ -30,9 +37,13 @@ torch.backends.cudnn.allow_tf32 = False
 FLOAT16 = "torch.cuda.is_bf16_supported = lambda *args, **options: False\n"  # as on a T4
 START = '\n\nif __name__ == "__main__":\n'
 ON_DEVICE = """
+def repeated(count, side, seed):  # a few images again and again: to make all takes seconds
+    images, labels = synthetic(min(count, 512), side, seed).tensors
+    indices = torch.arange(count) % len(images)
+    return TensorDataset(images[indices], labels[indices])
+
 def load_data(args):
-    side = args.image_size
-    return synthetic({samples}, side, 1), synthetic({test}, side, 2), 10
+    return repeated({samples}, args.image_size, 1), repeated({test}, args.image_size, 2), 10
 """
 ONE_BATCH = """
 class Images(Dataset):
@@ -57,13 +68,40 @@ def load_data(args):
 """
 
 
-def copy_script(name, folder, samples, code=""):
+# Where the lines of a recipe of docs/ go, which stand below such a line.
+VERBS = r"^# (below|above|delete|instead of|instead of the function): (.*)\n"
+IMPORTS = "from torchvision.transforms import v2\n"
+
+
+def recipe(title):
+    """The code of a recipe for train.py."""
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    return re.search(rf"^## {title}\n.*?^```python\n(.*?)^```", text, re.M | re.S)[1]
+
+
+def applied(text, code):
+    """A script's text with a recipe in it."""
+    first, *pieces = re.split(VERBS, code, flags=re.M)
+    text = text.replace(IMPORTS, IMPORTS + first)
+    for verb, place, lines in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
+        pattern = rf"^ *{re.escape(place)}.*\n"
+        if verb == "instead of the function":
+            pattern, lines = rf"^def {place}\(.*\n(?:(?: .*)?\n)*", f"{lines}\n\n"
+        [old] = re.findall(pattern, text, re.M)
+        text = text.replace(old, {"above": lines + old, "below": old + lines}.get(verb, lines))
+    return text
+
+
+def copy_script(name, folder, samples, code="", titles=()):
     """A copy of a script that trains on so many synthetic images, which the complete script has on
-    the device, and of which a small one repeats a batch. `code` can replace its functions."""
+    the device, and of which a small one repeats a batch; 0: on what --dataset says. `code` can
+    replace its functions; `titles` are those of recipes."""
     text, path = (ROOT / name).read_text(), Path(folder, name)
     assert text.count(START) == 1, name
+    for title in titles:
+        text = applied(text, recipe(title))
     data = ON_DEVICE if name == COMPLETE else ONE_BATCH
-    data = data.format(samples=samples, test=max(64, samples // 10))
+    data = data.format(samples=samples, test=max(64, samples // 10)) if samples else ""
     if name == COMPLETE:
         shutil.copytree(ROOT / "complete", path.parent, dirs_exist_ok=True)
     path.write_text(text.replace(START, f"\n\n{data}\n{code}{START}"))
@@ -77,7 +115,7 @@ def commands(path, n, folder):
     if path.name == "train_ddp_multigpu_proc.py" and not GPUS:  # a process is a machine
         place = [f"--init-method=file://{folder.resolve()}.store", f"--world-size={n}"]
         return [[sys.executable, path, *place, f"--rank={rank}"] for rank in range(n)]
-    if path.name in (SMALL[2], SMALL[5]) or path.name == Path(COMPLETE).name and n > 1:
+    if path.name in IN_PLACE or path.name == Path(COMPLETE).name and n > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n]
         torchrun += ["--local-addr", "127.0.0.1"]  # the host's own name may lead nowhere
         return [[sys.executable, *torchrun, path]]
@@ -117,11 +155,55 @@ def run(path, n, flags, output, until=None, limit=3600):
     return text
 
 
-def attempt(*args, **options):
-    """What `run` returns, or None if it fails, of which it tells and takes note."""
+@contextlib.contextmanager
+def time_limit(seconds):
+    """A TimeoutError after so many seconds."""
+
+    def ring(*_):
+        raise TimeoutError(f"did not end within the {seconds:.0f} s that were left")
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.alarm(max(1, math.ceil(seconds)))
     try:
-        return run(*args, **options)
-    except RuntimeError as error:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def run_here(path, n, flags, output, limit=3600):
+    """The same for one GPU in this process, which has imported torch, and in which cuDNN has found
+    its kernels: starting a script can take longer than timing it."""
+    assert n == 1 and path.name != "train_ddp_spawn.py"
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    place |= {"LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}  # 0: any that is free
+    environment = {name: str(x) for name, x in place.items() if path.name in IN_PLACE}
+    words, text = [str(word) for word in [path, *flags, "--output", output]], io.StringIO()
+    torch.use_deterministic_algorithms(False)  # unless the script sets it
+    if GPUS:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        with time_limit(limit), mock.patch.dict(os.environ, environment):
+            with mock.patch.object(sys, "argv", words), contextlib.redirect_stdout(text):
+                runpy.run_path(str(path), run_name="__main__")
+    except (Exception, SystemExit) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise RuntimeError(f"{path.name} {flags}: {found}\n{text.getvalue()}") from error
+    finally:
+        if dist.is_initialized():  # it has failed
+            dist.destroy_process_group()
+        torch.compiler.reset()
+        gc.collect()
+        if GPUS:
+            torch.cuda.empty_cache()
+    Path(f"{output}.out").write_text(text.getvalue())
+    return text.getvalue()
+
+
+def attempt(*args, by=run, **options):
+    """What `by` returns, or None if it fails, of which it tells and takes note."""
+    try:
+        return by(*args, **options)
+    except (RuntimeError, TimeoutError) as error:
         print(error, file=sys.stderr, flush=True)
         FAILED.append(str(error).splitlines()[0])
 

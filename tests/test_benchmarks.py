@@ -1,23 +1,35 @@
 """What would run on a GPU, with tiny sizes on a CPU: benchmarks/gpu.sh and tests/test_gpu.py."""
 
+import re
 import sys
 from pathlib import Path
 
 import gpu
 import pytest
+import runs
+import torch
 from helpers import command
 from same_text import ROOT
 
 # The rows of each part with TINY=1.
-ROWS = {"scripts": 8, "settings": 1, "graphs": 1, "large": 1, "inputs": 4}
-ROWS |= {"loops": 2, "images": 3, "loader": 7, "checkpoint": 1, "resume": 1}
+ROWS = {"resnet50": 7, "images": 3, "gpt2": 5, "small": 3, "large": 1, "checkpoint": 1}
+ROWS |= {"resume": 1, "scripts": 8, "inputs": 4, "cifar10": 1}
 
 
-def gpu_sh(part):
+def gpu_sh(part, *more):
     """What a part of gpu.sh prints. It has to succeed."""
     words = ["env", "TINY=1", f"OUT={Path().resolve()}", f"PYTHON={sys.executable}", "bash"]
-    command(*words, ROOT / "benchmarks" / "gpu.sh", part)
+    command(*words, ROOT / "benchmarks" / "gpu.sh", part, *more)
     return Path(f"{part}.md").read_text()
+
+
+def test_gpt2_is_gpt2():
+    """As nanoGPT counts: 123.59 million parameters without those of the positions."""
+    sizes = {"LENGTH": 1024, "WIDTH": 768, "HEADS": 12, "LAYERS": 12, "VOCABULARY": 50_304}
+    assert sizes.items() <= vars(gpu.gpt2).items()
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in gpu.gpt2.GPT2().parameters())
+    assert parameters - 1024 * 768 == 123_587_328
 
 
 def test_peaks_are_of_whole_gpus():
@@ -35,30 +47,51 @@ def test_workers_fit_into_shared_memory(capsys):
     assert "/dev/shm has room for 0 workers, not 16" in capsys.readouterr().err
 
 
-def test_no_part_takes_longer_than_ten_minutes(monkeypatch, capsys):
-    """After nine it starts nothing more, and says so."""
-    monkeypatch.setattr(gpu, "STARTED", gpu.time.monotonic() - 60 * gpu.MINUTES + 5)
+def test_nothing_is_left_unsaid(monkeypatch):
+    """Of a part whose time is over nothing more is started; what runs then is ended. Both are said,
+    and so is what fails."""
     monkeypatch.setattr(gpu, "FAILED", [])
-    monkeypatch.setattr(gpu, "train", None)  # is not called
-    rate, _ = gpu.rate_and_memory(Path("train.py"), 2, ["--amp"])
-    assert rate != rate and gpu.FAILED == ["no time left for train.py on 2: --amp"]
+    monkeypatch.setattr(runs, "FAILED", gpu.FAILED)
+    Path("slow.py").write_text("import time\ntime.sleep(60)")
+    Path("wrong.py").write_text("raise SystemExit('no such flag')")
+    for name, value in ("STARTED", gpu.time.monotonic()), ("MINUTES", 3 / 60), ("LAST", 0.1):
+        monkeypatch.setattr(gpu, name, value)
+    for name, flags in ("wrong.py", []), ("slow.py", []), ("train.py", ["--amp"]):
+        rate, _ = gpu.rate_and_memory(Path(name), 1, flags)
+        assert rate != rate
+    wrong, slow, late = gpu.FAILED
+    assert wrong == "wrong.py []: SystemExit: no such flag"
+    assert slow.startswith("slow.py []: TimeoutError: did not end within the ")
+    assert late == "no time left for train.py on 1: --amp"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", ROWS)
-def test_gpu_sh(part):
+def test_gpu_sh(data, part):
     """Each command runs, and its table has all its rows, and in each a figure."""
-    text = gpu_sh(part)
+    text = gpu_sh(part, *([data / "pictures"] if part == "cifar10" else []))
     head, rule, *rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) == ROWS[part] and "nan" not in text, text
     assert {line.count("|") for line in rows} == {head.count("|")}
-    assert part in ("loader", "loops") or f"\n{part} took " in text
+    assert f"\n{part} took " in text and "Not measured" not in text
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", ["tests", "compiled", "waiting"])
-def test_gpu_tests(part):
+@pytest.mark.parametrize(
+    "words, rows",
+    [
+        (["throughput.py", "--rounds", 1, "--only", "limit", "complete"], 2),
+        (["image_loading.py", "--sizes", "ImageNet", "--rounds", 1, "--seconds", 1], 4),
+    ],
+)
+def test_tables_of_cpus(words, rows):
+    text = command(sys.executable, ROOT / "benchmarks" / words[0], *words[1:])
+    assert len(re.findall(r"^\|.*\d.*\|$", text, re.M)) == rows and "nan" not in text, text
+
+
+@pytest.mark.long
+def test_gpu_tests():
     """tests/test_gpu.py runs: what can be seen without a GPU is so, and little is skipped."""
-    text = gpu_sh(part)
+    text = gpu_sh("tests")
     assert " passed" in text and "failed" not in text, text
     assert text.count("SKIPPED") <= 2, text

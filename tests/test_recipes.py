@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train
-from helpers import ROOT, close, metrics, same, together, weights
+from helpers import ROOT, by_hand, close, metrics, same, together, weights
+from runs import VERBS, applied
 from torch import nn
 from torchvision import datasets, models
 
@@ -22,8 +23,6 @@ DOCS = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))
 GUIDE = (ROOT / "docs" / "your_model_and_data.md").read_text()
 SECTIONS = re.split(r"^##+ ", DOCS, flags=re.M)  # each begins with its title
 CODE = re.compile(r"^```(\w*) ?(.*)\n((?:.*\n)*?)```$", re.M)  # language, scripts, content
-VERBS = r"^# (below|above|delete|instead of|instead of the function): (.*)\n"
-IMPORTS = "from torchvision.transforms import v2\n"
 ROOMS = re.findall(r"^```python\n((?:BLOCKS|def load)(?:.*\n)*?)```", GUIDE, re.M)
 OWN_FLAGS = re.search(r'^```python\n(add\("--width.*\n(?:add.*\n)*)', GUIDE, re.M)[1]
 FLAGS = re.search(r"my_training/train\.py --dataset docs (--.*)", GUIDE)[1].split()
@@ -54,18 +53,6 @@ def pasted(*titles, rooms=False):
             if re.search(VERBS, part, re.M):
                 texts[name] = applied(texts[name], part)
     return texts
-
-
-def applied(text, code):
-    first, *pieces = re.split(VERBS, code, flags=re.M)
-    text = text.replace(IMPORTS, IMPORTS + first)
-    for verb, place, lines in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
-        pattern = rf"^ *{re.escape(place)}.*\n"
-        if verb == "instead of the function":
-            pattern, lines = rf"^def {place}\(.*\n(?:(?: .*)?\n)*", f"{lines}\n\n"
-        [old] = re.findall(pattern, text, re.M)
-        text = text.replace(old, {"above": lines + old, "below": old + lines}.get(verb, lines))
-    return text
 
 
 def paste(folder, *titles, rooms=False, **changes):
@@ -102,12 +89,13 @@ ADDED += ["Early stopping", "TensorBoard", "Weights & Biases", "Imbalanced class
 ADDED += ["Deterministic runs on a GPU", "Predictions for all test samples"]
 SCHEDULE, EXACT = "A schedule per epoch, or by the test loss", "A loss that ignores labels"
 CONTRAST, HALF = "A contrastive loss over the whole batch", "All-reduce in bfloat16"
-FROZEN, PROFILE = "Frozen layers", "A profile"
+FROZEN, PROFILE, GRAPHS = "Frozen layers", "A profile", "CUDA graphs"
 SMALLER = ["Tokens in a file", "Less memory for activations"]
 
 
 @pytest.mark.parametrize(
-    "titles", [[SCHEDULE, EXACT, HALF, FROZEN], ["Muon", CONTRAST, "AUC in each epoch", PROFILE]]
+    "titles",
+    [[SCHEDULE, EXACT, HALF, FROZEN, GRAPHS], ["Muon", CONTRAST, "AUC in each epoch", PROFILE]],
 )
 def test_any_order(titles):
     """The order in which recipes are pasted does not matter, but for the order of the lines."""
@@ -207,6 +195,59 @@ def test_frozen_layers(fashion):
         trace = Path(f"{name}-my", "trace.json").read_text()
         assert "ProfilerStep#23" in trace and "enumerate(DataLoader)" in trace
     close("ddp-my", "fsdp2-my", 0.02)
+
+
+RECORDED = """
+from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class CUDAGraph(TorchDispatchMode):  # records the operations, and repeats them on the same tensors
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+    def __torch_dispatch__(self, function, types, words=(), options=None):
+        self.calls.append([function, words, options or {}])
+        self.calls[-1].append(function(*words, **options or {}))
+        return self.calls[-1][-1]
+    @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)
+    def replay(self):
+        print("replayed")
+        for function, words, options, outputs in self.calls:
+            for old, new in zip(tree_leaves(outputs), tree_leaves(function(*words, **options))):
+                if torch.is_tensor(old):
+                    old.copy_(new)
+torch.cuda.CUDAGraph, torch.cuda.graph = CUDAGraph, lambda graph: graph
+torch.cuda.Stream, torch.cuda.stream = object, lambda stream: nullcontext()
+torch.cuda.synchronize = lambda: None
+"""
+NORMED = """
+def build_model(args, inputs, classes):
+    layers = nn.Conv2d(1, 8, 5, 4), nn.BatchNorm2d(8), nn.Flatten(), nn.Dropout(), nn.LazyLinear(10)
+    model = nn.Sequential(*layers).eval()
+    model(inputs)
+    return model.train()
+"""
+
+
+@pytest.mark.slow
+def test_cuda_graphs(fashion):
+    """What is recorded trains as the script does, bit-identical, also in a run that is resumed:
+    with batch norm, dropout, and weights that autocast casts in each step."""
+    path = paste("my", GRAPHS)
+    flags = [*fashion, *SHORT, "--amp", "--augment", "--clip-norm", 1]
+    text = helpers.done(by_hand(path, *flags, "--device", "cpu", processes=0), 2)
+    assert "error: CUDA graphs are for one GPU" in text
+    path.write_text(path.read_text().replace('args.device != "cuda"', "False"))
+    text = helpers.done(by_hand(path, *flags, "--accumulate", 2, processes=0), 2)
+    assert "error: CUDA graphs are for one GPU" in text
+    one = {"shards": {"ddp": 1}}
+    every = runs(*flags, whole=[2], parts=[1, 2], **one)
+    texts = together(*every, path=path, more=NORMED + RECORDED, processes=1)
+    assert [text.count("replayed\n") for text in texts] == [80, 40, 40]
+    together(*runs(*flags, plain=[2], **one), more=NORMED, processes=1)
+    for other in "plain", "parts":
+        assert same(weights("ddp-whole"), weights(f"ddp-{other}"))
 
 
 HALVES = """
