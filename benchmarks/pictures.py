@@ -92,6 +92,7 @@ def fine_tuning(folder):
     with tempfile.TemporaryDirectory() as place:
         os.chdir(place)
         path = paste("my_training", "Fine-tuning").resolve()
+        Path("runs").mkdir()
         print(run(path, 1, flags, Path("runs/mine")))
         space = {}
         exec(code.split("for name in")[0], space)
