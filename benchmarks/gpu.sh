@@ -13,7 +13,9 @@ mkdir -p "${OUT:=gpu}"
 limit=130 tests=(-n 8)
 if [[ ${TINY:-} ]]; then
     export TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=1
-    limit=3600 tests=(-k "test_small and single or compile-shard or float16 or deterministic or moves")
+    limit=3600
+    few="small and single or compile-shard or float16 or deterministic or moves or norm or on_gpus"
+    tests=(-k "$few")
 fi
 [[ $# -gt 0 ]] || set -- tests resnet50 images gpt2 small large checkpoint resume scripts inputs
 nvidia-smi -L || rocm-smi --showproductname || true
@@ -23,7 +25,8 @@ while [[ $# -gt 0 ]]; do # a part that fails does not keep the others from runni
     part=$1 seconds=$limit command=(benchmarks/gpu.py "$1")
     shift
     case $part in
-        tests) command=(-m pytest -m gpu -v -rs --durations 10 "${tests[@]}") seconds=$((limit + 70)) ;;
+        tests)
+            command=(-m pytest -m gpu -v -rs --durations 10 "${tests[@]}") seconds=$((limit + 70)) ;;
         cifar10) command+=("$1") seconds=$((limit + 480)) && shift ;;
     esac
     status=0
