@@ -304,6 +304,11 @@ def test_what_stays(out, fashion, monkeypatch):
         raise SystemExit("here")
 
     monkeypatch.setattr(script.EpochSampler, "set_epoch", set_epoch)
+    rows = Path("out/metrics.csv").read_text()
+    Path("out/metrics.csv").write_text(rows + rows.splitlines()[-1])  # of an epoch without a save
+    with pytest.raises(SystemExit, match="here"):
+        train(*fashion, "--output", "out", "--resume", "--epochs", 4)
+    assert Path("out/metrics.csv").read_text() == rows
     with pytest.raises(SystemExit, match="here"):
         train(*fashion, "--output", "out", "--overwrite")
     assert files("out") == ["checkpoint-5-0.keep", "last.json"]
