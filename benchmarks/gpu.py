@@ -195,8 +195,9 @@ def bare(network, inputs, labels, loss_function, optimizer, compiled=False, limi
             step_of.step()
             step_of.zero_grad()
         synchronize()
+        seconds = time.perf_counter() - started
     torch.compiler.reset()
-    return STEPS * len(inputs) / (time.perf_counter() - started)
+    return STEPS * len(inputs) / seconds
 
 
 def synchronize():
@@ -281,12 +282,13 @@ def gpt_2(folder):
     sizes = f"{images_per_step} x {gpt2.LENGTH} tokens"
     table(1, f"GPT-2, {sizes}, AdamW, `--amp`", *heads)
     gpu = torch.cuda.get_device_name() if GPUS else "CPU"
-    attention = 12 * gpt2.LAYERS * gpt2.WIDTH * gpt2.LENGTH
+    with torch.device("meta"):  # all parameters but those of the positions
+        parameters = sum(p.numel() for p in gpt2.GPT2().parameters()) - gpt2.LENGTH * gpt2.WIDTH
+    operations = 6 * parameters + 12 * gpt2.LAYERS * gpt2.WIDTH * gpt2.LENGTH  # of a token
 
     def tell(name, rate, base):
-        parameters = sum(p.numel() for p in gpt2.GPT2().parameters()) - gpt2.LENGTH * gpt2.WIDTH
         tokens = rate * gpt2.LENGTH
-        each = tokens * (6 * parameters + attention) / 1e12
+        each = tokens * operations / 1e12
         share = f"{each / PEAK[gpu]:.1%}" if gpu in PEAK else "-"
         row(name, f"{tokens:.0f}", f"{rate / base:.3f}", f"{each:.1f}", share)
 
