@@ -6,7 +6,7 @@ python benchmarks/pictures.py fine_tuning my_images   # of a folder with several
 
 killed: the loss of a run that is killed ten times, at random, and resumed on 1, 2 and 3 processes,
 over that of the same run left alone. fine_tuning: the curves and the confusion matrix that the code
-of docs/your_model_and_data.md draws, of a resnet18 trained from scratch on images of 32 pixels.
+of docs/your_model_and_data.md draws, of the small CNN `net` on images of 32 pixels.
 """
 
 import argparse
@@ -86,12 +86,13 @@ def fine_tuning(folder):
     from test_recipes import code_of, paste
 
     [code] = [code for code in code_of("Fine-tuning") if "import pyplot" in code]
-    flags = ["--dataset", folder.resolve(), "--image-size", 32, "--model", "resnet18", "--augment"]
-    flags += ["--optimizer", "adamw", "--lr", 1e-3, "--weight-decay", 0.05, "--epochs", 12]
+    flags = ["--dataset", folder.resolve(), "--image-size", 32, "--augment"]
+    flags += ["--optimizer", "adamw", "--lr", 1e-3, "--weight-decay", 0.05, "--epochs", 15]
     flags += ["--lr-schedule", "cosine", "--batch-size", 64, "--workers", 2]
     with tempfile.TemporaryDirectory() as place:
         os.chdir(place)
         path = paste("my_training", "Fine-tuning").resolve()
+        Path("runs").mkdir()
         print(run(path, 1, flags, Path("runs/mine")))
         space = {}
         exec(code.split("for name in")[0], space)

@@ -36,11 +36,6 @@ WRONG += "--warmup-steps -1,--device cuda,--model vgg,--no-such-flag,--dataset n
 WRONG += "--data-dir nothing,--resume,--pretrained,--pretrained --model mlp,"
 WRONG += "--pretrained --model resnet18 --init out/model.pt,--model googlenet,--model inception_v3,"
 WRONG += "--batch-size 63 --accumulate 2,--batch-size 1000,--shard 2,--shard -1,--sync-bn"
-CHANGED = "dataset cifar10 fashion-mnist,image-size 24 32,model mlp net,lr 0.1 0.001,"
-CHANGED += "optimizer adamw sgd,lr-schedule cosine constant,warmup-steps 9 0,batch-size 32 64,"
-CHANGED += (
-    "clip-norm 1.0 0.0,weight-decay 1.0 0.0,seed 1 76,init x ''"  # new value, and that of the run
-)
 FREE = "--epochs 3 --accumulate 2 --amp --workers 0 --log-every 3 --clip-norm 0 --lr 1e-3"
 
 
@@ -50,13 +45,32 @@ def test_wrong_flags(out, denied):
         denied(flags.split()[0], f"--overwrite {flags}")
 
 
+@pytest.mark.parametrize("name", sorted(vars(parse())))
+def test_each_flag_is_compared(trained, fashion, name):
+    """On --resume, unless it is in MAY_CHANGE: so a new one is, too."""
+    args = parse(*fashion, "--output", trained, "--resume")
+    old = getattr(args, name)
+    others = {
+        bool: not old,
+        int: 9,
+        float: 0.9,
+        str: "other",
+        type(trained): trained,
+        type(None): 9,
+    }
+    setattr(args, name, others[type(old)])
+    reason = saving.check_output(args, script.fixed_flags(args))
+    if name in script.MAY_CHANGE:
+        assert reason == "" or name == "resume"
+    else:
+        says = f"was started with --{name.replace('_', '-')} {old}, not {getattr(args, name)}: use"
+        assert says in reason
+
+
 def test_resumed_with_other_flags(out, denied, fashion, capsys):
     """Refused before the data are loaded. What may change, and flags that are new, may."""
     resume, started = "--resume --data-dir nothing", "out/last.json was started"
-    for flag, new, old in (change.split() for change in CHANGED.split(",")):
-        old = old.strip("'")
-        denied(f"{started} with --{flag} {old}, not {new}: use", f"{resume} --{flag} {new}")
-    denied(f"{started} with --augment False, not True: use", f"{resume} --augment")
+    denied(f"{started} with --seed 76, not 1: use the same flags", f"{resume} --seed 1")
     denied("--epochs 1: out/last.json already has 2 epochs", f"{resume} --epochs 1")
     train(*fashion, "--output", "out", "--resume", *FREE.split())
     saved = last("out")
@@ -290,6 +304,11 @@ def test_what_stays(out, fashion, monkeypatch):
         raise SystemExit("here")
 
     monkeypatch.setattr(script.EpochSampler, "set_epoch", set_epoch)
+    rows = Path("out/metrics.csv").read_text()
+    Path("out/metrics.csv").write_text(rows + rows.splitlines()[-1])  # of an epoch without a save
+    with pytest.raises(SystemExit, match="here"):
+        train(*fashion, "--output", "out", "--resume", "--epochs", 4)
+    assert Path("out/metrics.csv").read_text() == rows
     with pytest.raises(SystemExit, match="here"):
         train(*fashion, "--output", "out", "--overwrite")
     assert files("out") == ["checkpoint-5-0.keep", "last.json"]

@@ -342,6 +342,8 @@ def test_links_and_hidden_folders(capsys):
     before = paths("pictures")
     touch("pictures/train/.ipynb_checkpoints/1.jpg", "pictures/train/a/.ipynb_checkpoints/1.jpg")
     touch("elsewhere/deep/5.jpg", "store/6.jpg", "pictures/.store/7.jpg")
+    touch("other/inner/8.jpg", "other/9.jpg")
+    Path("other/inner/up").symlink_to("..")
     links = {"train/loop": ".", "train/a/loop": ".", "train/a/up": "..", "train/b/top": "../../.."}
     links |= {
         "train/b/a": "../a",
@@ -349,6 +351,7 @@ def test_links_and_hidden_folders(capsys):
         "test/b/test": "../../test",
     }
     links |= {"train/a/more": "../../../elsewhere", "train/a/again": "../../../elsewhere/deep"}
+    links |= {"train/b/other": "../../../other/inner"}
     links |= {"train/b/6.jpg": "../../../store/6.jpg", "train/b/7.jpg": "../../.store/7.jpg"}
     for name, target in links.items():
         Path("pictures", name).symlink_to(target)
@@ -356,8 +359,9 @@ def test_links_and_hidden_folders(capsys):
     train_paths, test_paths = paths("pictures")
     assert test_paths == before[1]
     new = {path.removeprefix("pictures/train/") for path in {*train_paths} - {*before[0]}}
-    assert new == {"a/again/5.jpg", "b/6.jpg", "b/7.jpg"} and len(train_paths) == 4 + 3
-    assert "pictures: 8 links left out, to what is found anyway\n" in capsys.readouterr().out
+    assert new == {"a/again/5.jpg", "b/6.jpg", "b/7.jpg", "b/other/8.jpg"}
+    assert len(train_paths) == 4 + 4
+    assert "pictures: 9 links left out, to what is found anyway\n" in capsys.readouterr().out
 
 
 def test_classes_named_as_parts():

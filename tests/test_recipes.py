@@ -347,6 +347,21 @@ def test_metrics_from_sums():
     assert labels[list(sampler)].sum() == pytest.approx(500, abs=60)
 
 
+@pytest.mark.slow
+def test_a_table_of_numbers():
+    """Columns of which one is a sum of others: learned, the same on one process and on two."""
+    path = paste("my", "An example: a table of numbers")
+    columns = np.random.default_rng(0).normal(size=(640, 4))
+    rows = np.column_stack([100 * columns, columns @ [1, 2, -1, 0] + 7])
+    np.savetxt("table.csv", rows, delimiter=",", header="a,b,c,d,sum", comments="")
+    flags = ["--dataset", "table.csv", *SHORT, "--lr", 0.01]
+    together(*runs(*flags, two=[4]), path=path, more=BLOCKS)
+    together(*runs(*flags, one=[4], shards={"ddp": 1}), path=path, processes=1)
+    for name in SHARDS:
+        close(f"{name}-two", "ddp-one", keys=["train_loss", "test_loss", "test_mean_error"])
+    assert metrics("ddp-one")[-1]["test_mean_error"] < 0.2
+
+
 DETECTION = """
 class Squares(Dataset):
     def __init__(self, count):
