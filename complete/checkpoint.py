@@ -416,9 +416,13 @@ def check_data(args, last, data):
     path = args.output / "last.json"
     if last and (differ := difference(last["data"], data)):
         return f"{path} was started with {differ}: use the same data"
-    trained = read_beside(args.init).get("data", data) if args.evaluate else data
+    run = read_beside(args.init) if args.evaluate else {}
+    trained = run.get("data", data)
     if trained["classes"] != data["classes"]:
         return f"{args.init} was trained with {difference(trained, data)}"
+    if trained["train"] != data["train"] and run["flags"]["dataset"] == Path(args.dataset).name:
+        differ = difference(trained | {"test": data["test"]}, data)
+        return f"{args.init} was trained with {differ}: what is tested may be part of it"
     return ""
 
 

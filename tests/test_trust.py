@@ -211,6 +211,11 @@ def test_evaluate_on_test(capsys):
     assert metrics("out")[-1]["test_accuracy"] == 1
     train(*flags, "--evaluate")
     assert "test accuracy 0.0000" in capsys.readouterr().out.splitlines()[-1]
+    Path("pictures/train/a/00000.jpg").rename("pictures/test/a/00000.jpg")  # trained on
+    with pytest.raises(SystemExit):
+        train(*flags, "--evaluate")
+    says = "out/best.pt was trained with 16 training samples, not 15: what is tested may be"
+    assert says in capsys.readouterr().err
 
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
