@@ -33,9 +33,9 @@ from torchvision import models
 WRONG = "--batch-size 0,--batch-size many,--epochs -1,--lr -0.1,--workers -1,--accumulate 0,"
 WRONG += "--image-size 0,--log-every 0,--clip-norm -1,--weight-decay -1,--timeout 0,"
 WRONG += "--warmup-steps -1,--device cuda,--model vgg,--no-such-flag,--dataset no_such,"
-WRONG += "--data-dir nothing,--resume,--pretrained,--pretrained --model mlp,"
+WRONG += "--data-dir nothing,--resume,--batch 32,--pretrained,--pretrained --model mlp,"
 WRONG += "--pretrained --model resnet18 --init out/model.pt,--model googlenet,--model inception_v3,"
-WRONG += "--batch-size 63 --accumulate 2,--batch-size 1000,--shard 2,--shard -1,--sync-bn,--batch 32"
+WRONG += "--batch-size 63 --accumulate 2,--batch-size 1000,--shard 2,--shard -1,--sync-bn"
 FREE = "--epochs 3 --accumulate 2 --amp --workers 0 --log-every 3 --clip-norm 0 --lr 1e-3"
 
 
