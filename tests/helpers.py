@@ -66,10 +66,16 @@ def edited(name, *changes, more=""):
     return changed(place_of(name), *changes, start, f"\n\n{more}{start}")
 
 
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # of pytest-xdist
+PORTS = random.sample(range(30_100 + 320 * WORKER, 30_100 + 320 * (WORKER + 1)), 320)
+
+
 def free_port():
-    """Below those that the system gives to connections, or another test could get it meanwhile."""
+    """Each worker of pytest-xdist has its own, in turn: of a run that has failed a rank may still
+    wait for its rank 0, and would join another's, and both would wait for ever. Below those that
+    the system gives to connections, or another process could get it meanwhile."""
     while True:
-        port = random.randrange(30_100, 32_700)
+        PORTS.append(port := PORTS.pop(0))
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
 
