@@ -1,7 +1,7 @@
 """How many images a second a DataLoader delivers at 224 pixels, before any training.
 
 python benchmarks/image_loading.py                        # images that it makes, of two sizes
-python benchmarks/image_loading.py --folder my_images     # yours, as complete/train.py takes it
+python benchmarks/image_loading.py --folder my_images     # some of yours, as train.py takes them
 python benchmarks/image_loading.py --folder my_images --workers 0 1 2 4 8 16     # how many help?
 
 Contestants: torchvision's reference pipeline (references/classification/presets.py with PIL), a
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ CHILDREN = resource.RUSAGE_CHILDREN
 COMPLETE = Path(__file__).resolve().parent.parent / "complete"
 sys.path.insert(0, str(COMPLETE))
 import train as script  # noqa: E402
+from images import find_images  # noqa: E402
 
 # Width, height, JPEG quality and strength of the finest noise, for the bits per pixel of ImageNet's
 # files (110 kB) and of a phone's photographs (4 MB); and the number of files.
@@ -55,6 +57,20 @@ def make_folder(folder, width, height, quality, noise, count):
         path = folder / ("train" if i > 1 else "test") / "ab"[i % 2] / f"{i}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         make_image(width, height, noise, random).save(path, quality=quality)
+
+
+def link_some(folder, source, count):
+    """About `count` training images of the folder `source`, as many of each class, and a test image
+    of each: a whole ImageNet would not fit where temporary files are."""
+    classes, parts, _ = find_images(source)
+    for part, limit in ("train", max(1, count // len(classes))), ("test", 1):
+        seen = Counter()
+        for path, label in parts[part]:
+            seen[label] += 1
+            if seen[label] <= limit:
+                place = folder / part / classes[label] / f"{seen[label]}{Path(path).suffix}"
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.symlink_to(Path(path).resolve())
 
 
 class Bytes(Dataset):
@@ -143,6 +159,7 @@ def measure(args, name, folder):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, help="measure this one instead")
+    parser.add_argument("--images", type=int, default=4000, help="how many of the folder's")
     parser.add_argument("--sizes", nargs="+", default=[*SIZES], choices=[*SIZES])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10, help="of each measurement")
@@ -150,7 +167,9 @@ if __name__ == "__main__":
     parser.add_argument("--batch-size", type=int, default=32)
     args = parser.parse_args()
     if args.folder:
-        measure(args, args.folder.name, args.folder)
+        with tempfile.TemporaryDirectory() as folder:
+            link_some(Path(folder), args.folder, args.images)
+            measure(args, args.folder.name, Path(folder))
     for name in args.sizes if not args.folder else ():
         with tempfile.TemporaryDirectory() as folder:
             make_folder(Path(folder), *SIZES[name])

@@ -82,10 +82,13 @@ def test_gpu_sh(data, part):
     [
         (["throughput.py", "--rounds", 1, "--only", "limit", "complete"], 2),
         (["image_loading.py", "--sizes", "ImageNet", "--rounds", 1, "--seconds", 1], 4),
+        (["image_loading.py", "--images", 9, "--rounds", 1, "--seconds", 1, "--folder"], 4),
     ],
 )
-def test_tables_of_cpus(words, rows):
-    text = command(sys.executable, ROOT / "benchmarks" / words[0], *words[1:])
+def test_tables_of_cpus(data, words, rows):
+    own = [data / "pictures" / "train"] if words[-1] == "--folder" else []  # classes, no train/
+    text = command(sys.executable, ROOT / "benchmarks" / words[0], *words[1:], *own)
+    assert not own or "train: 9 files" in text
     assert len(re.findall(r"^\|.*\d.*\|$", text, re.M)) == rows and "nan" not in text, text
 
 
