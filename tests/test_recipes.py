@@ -287,6 +287,7 @@ def test_fine_tuning(data):
     path = paste("my", *titles, **{'row["test_loss"]': new})
     flags = ["--dataset", data / "pictures", "--image-size", 32, *SHORT, "--workers", 0]
     together(*runs(*flags, "--lr", 0.1, "--augment", my=[12]), path=path)
+    best_of = {}
     for name in SHARDS:
         rows = metrics(f"{name}-my")
         scores = [row["test_macro_f1"] for row in rows]
@@ -295,9 +296,12 @@ def test_fine_tuning(data):
         confusion = np.loadtxt(f"{name}-my/confusion.csv", delimiter=",")
         hits, both = confusion.diagonal(), confusion.sum(0) + confusion.sum(1)
         assert confusion.shape == (3, 3) and confusion.sum() == 3
+        best_of[name] = confusion
         assert best["test_accuracy"] == pytest.approx(hits.sum() / 3)
         assert best["test_macro_f1"] == pytest.approx((2 * hits / both.clip(min=1)).mean())
     close("fsdp2-my", "ddp-my", keys=("train_loss", "test_loss", "test_macro_f1"))
+    together([*flags, "--evaluate", "--output", "ddp-my"], path=path)
+    assert np.array_equal(np.loadtxt("ddp-my/confusion-test.csv", delimiter=","), best_of["ddp"])
     pytest.importorskip("matplotlib")
     [code] = [code for code in code_of("Fine-tuning") if "import pyplot" in code]
     code = "import matplotlib; matplotlib.use('agg')\n" + code.replace("runs/mine", "ddp-my")
