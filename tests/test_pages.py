@@ -258,7 +258,7 @@ from copy import deepcopy
 from datetime import timedelta
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.data import BatchSampler, DataLoader, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, WeightedRandomSampler
 
 dist.init_process_group(timeout=timedelta(seconds=100))
 rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -446,11 +446,64 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
 }
 
 
+LISTED = {  # of the list in "In your own loop": a loop that is right by what it says, else wrong
+    "Seeds.": """
+torch.manual_seed(7 + rank)
+noise = of_all(torch.rand(2))
+assert noise[0] != noise[1]
+alike(torch.randint(2, 99, (5,), generator=torch.Generator().manual_seed(7)))  # lengths
+""",
+    "Loader.": """
+def steps(batch_size, own, ranks):  # four batches, sorted by length, are cut by collate_fn
+    sampler = DistributedSampler(range(64), ranks, rank % ranks, drop_last=True)
+    cut = lambda samples: torch.tensor(sorted(samples)).split(own)
+    return sum(map(len, DataLoader(range(64), 4 * batch_size, sampler=sampler, collate_fn=cut)))
+assert [steps(8, 8, 1), steps(4, 4, 2), steps(4, 8, 2)] == [8, 8, 4]
+for drop_last, seen in (False, 6), (True, 4):
+    drawn = sum(of_all(*DistributedSampler(range(5), drop_last=drop_last)), [])
+    assert len(drawn) == seen and (len(set(drawn)) < seen) != drop_last
+""",
+    "Model.": """
+torch.manual_seed(0)
+teacher = nn.Linear(2, 3).requires_grad_(False)
+for wraps in False, True:
+    student, head = nn.Linear(2, 3), nn.Linear(3, 3)
+    student_ddp, head_ddp = new(student)[0], new(head)[0]
+    inputs = torch.randn(4, 2)
+    outputs = (head_ddp if wraps else head)(student_ddp(inputs))
+    F.mse_loss(outputs, teacher(inputs)).backward()
+    alike(student.weight.grad, teacher.weight)
+    found = of_all(head.weight.grad)
+    assert (found[0] == found[1]) == wraps
+""",
+    "Banks and queues": """
+def train(ranks, gathers):
+    torch.manual_seed(0)  # the random start is the same on all ranks
+    bank, seen, losses = torch.randn(8, 2), 0, []
+    for batch in torch.randn(5, 4, 2):
+        inputs = batch[rank % ranks :: ranks].contiguous()
+        loss = (inputs @ bank.T).logsumexp(1).mean()
+        added = inputs
+        if ranks > 1:
+            dist.all_reduce(loss)
+        if gathers:
+            parts = [torch.empty_like(inputs) for _ in range(ranks)]
+            dist.all_gather(parts, inputs)
+            added = torch.cat(parts)
+        bank, seen = torch.cat([bank, added])[-8:], seen + len(inputs) * ranks
+        losses.append(loss.item() / ranks)
+    return torch.tensor([*losses, seen])
+assert torch.allclose(train(2, True), train(1, False))
+assert not torch.allclose(train(2, False), train(1, False), rtol=1e-3)
+""",
+}
+
+
 def test_own_loop():
     """What each section says, and its code, in two processes whose data differ. Steps that leave
     parameters without gradients need find_unused_parameters=True; DDP's keys lose "module."."""
-    assert f"`{IOU}`" in DOCS
-    text = [LOOP, UNUSED]
+    assert f"`{IOU}`" in DOCS and all(f"\n- **{title}" in DOCS for title in LISTED)
+    text = [LOOP, UNUSED, *LISTED.values()]
     for i, (title, (before, after)) in enumerate(OWN.items()):
         [section] = [part for part in SECTIONS if part.startswith(f"{title}\n")]
         codes = [code for language, _, code in CODE.findall(section) if language == "python"]
