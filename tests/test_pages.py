@@ -83,7 +83,7 @@ JOIN = {  # the first lines that no process runs without the others
 
 
 def test_diff():
-    """docs/what_ddp_changes.md has it in order, and from init_process_group on all of it; each - may
+    """docs/what_ddp_changes.md has it in order, from init_process_group on all of it; each - may
     stand beside its +."""
     blocks = CODE.findall(PAGES[ROOT / "docs" / "what_ddp_changes.md"])
     shown = "".join(content for language, _, content in blocks if language == "diff").split("\n")
