@@ -13,6 +13,7 @@ import shutil
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from torchvision.datasets import DatasetFolder
 
 SHARED_DISK = "put --output on a disk that all machines share"
@@ -364,12 +365,15 @@ def describe(data, classes):
 
 
 def fingerprint(dataset):
-    """The number of samples, and a hash of their paths, relative to the folder that has all, or of
-    their labels, where there are no paths."""
+    """The number of samples, and a hash of their paths, relative to the folder that has all, and of
+    their labels, as far as the data set has these."""
     if isinstance(dataset, Subset):
         whole = fingerprint(dataset.dataset)["hash"].encode()
         chosen = np.asarray(dataset.indices, np.int64).tobytes()
         return {"samples": len(dataset), "hash": hash_of([whole, chosen])}
+    if isinstance(dataset, ConcatDataset):
+        parts = [fingerprint(part)["hash"].encode() for part in dataset.datasets]
+        return {"samples": len(dataset), "hash": hash_of(parts)}
     paths, labels = getattr(dataset, "paths", None), getattr(dataset, "targets", None)
     if isinstance(dataset, DatasetFolder):
         paths = [path for path, _ in dataset.samples]
@@ -380,11 +384,12 @@ def fingerprint(dataset):
         first, last = (os.fsencode(choose(paths)) for choose in (min, max))
         shared = len(os.path.dirname(os.path.commonprefix([first, last])))
         content = (os.fsencode(path)[shared:].lstrip(b"/") + b"\0" for path in paths)
-    elif torch.is_tensor(labels):
-        content = [labels.cpu().contiguous().view(torch.uint8).numpy().tobytes()]
-    elif labels is not None and np.asarray(labels).dtype.kind in "biuf":  # numbers
-        content = [np.asarray(labels).tobytes()]
-    return {"samples": len(dataset), "hash": hash_of(content)}
+    numbers = []
+    if torch.is_tensor(labels):
+        numbers = [labels.cpu().contiguous().view(torch.uint8).numpy().tobytes()]
+    elif labels is not None and np.asarray(labels).dtype.kind in "biuf":
+        numbers = [np.asarray(labels).tobytes()]
+    return {"samples": len(dataset), "hash": hash_of(chain(content, numbers))}
 
 
 def hash_of(parts):

@@ -2,6 +2,7 @@
 the same data, --init the normalization that its weights were trained with, --evaluate the scores
 of best.pt; seeds share nothing, and checkpoints do not wait for progress lines."""
 
+import copy
 import re
 import shutil
 import subprocess
@@ -29,7 +30,7 @@ from helpers import (
 from PIL import Image
 from test_errors import refuse
 from test_images import pack, write_folder
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from torchvision import datasets, models
 
 SMALL = ["--image-size", 16, "--batch-size", 4, "--workers", 0]
@@ -114,8 +115,8 @@ def test_resumed_with_other_files(refused):
 
 
 def test_what_identifies_a_dataset():
-    """Paths without the folder; labels without paths; the part that a Subset takes. `classes` may
-    be anything."""
+    """Paths without the folder, and labels; the part that a Subset takes, the parts of a
+    ConcatDataset. `classes` may be anything."""
     write_folder("pictures", side=20)
     names = datasets.ImageFolder("pictures/train")
     shutil.copytree("pictures", "moved")
@@ -124,7 +125,11 @@ def test_what_identifies_a_dataset():
     assert len({str(saving.fingerprint(dataset)) for dataset in same_files}) == 1
     tensors = [TensorDataset(torch.zeros(4, 1), torch.arange(4) // n) for n in (2, 3)]
     parts = [Subset(names, range(i, i + 8)) for i in (0, 1)]
-    every = [*tensors, *parts, names, TensorDataset(torch.arange(4.0)), range(4)]
+    joined = [ConcatDataset(both) for both in (tensors, tensors[::-1])]
+    relabeled = copy.copy(own)  # as a table of labels may be corrected on one of the machines
+    relabeled.targets = own.targets[::-1]
+    every = [*tensors, *parts, *joined, names, relabeled]
+    every += [TensorDataset(torch.arange(4.0)), range(4)]
     assert len({str(saving.fingerprint(dataset)) for dataset in every}) == len(every)
     names.classes = 10
     assert saving.data_identity(names, names, 10)["classes"] == [10]
