@@ -6,7 +6,9 @@ import os
 import re
 import runpy
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import helpers
 import numpy as np
@@ -449,7 +451,7 @@ def test_three_billion():
     path = paste("my", *SMALLER, rooms=True, **{"50_304": "256"})
     flags = re.search(r"my_training/train\.py (.* --dataset my_texts --.*) --output", DOCS)[1]
     few = {"2560": "64", "--layers 36": "--layers 3", "2048": "64", "256 --acc": "32 --acc"}
-    few |= {"accumulate 16": "accumulate 4", "my_texts": "texts", "steps 200": "steps 2"}
+    few |= {"accumulate 16": "accumulate 4", "my_texts": "texts", "steps 100": "steps 2"}
     for old, new in {**few, " --amp": "", "lr 1e-4": "lr 1e-3"}.items():
         assert old in flags, old
         flags = flags.replace(old, new)
@@ -484,6 +486,21 @@ def test_muon():
         assert same(weights(f"{name}-whole"), weights(f"{name}-parts"))
     losses = [row["test_loss"] for row in metrics("ddp-one")]
     assert 0 < losses[1] < losses[0]
+
+
+def test_tokens(monkeypatch):
+    """tokenize_texts.py writes the tokens of all texts in the order of their names, the last
+    hundredth apart."""
+    Path("my_texts/b").mkdir(parents=True)
+    Path("my_texts/a.txt").write_text("ab\n" * 50)
+    Path("my_texts/b/c.md").write_bytes(b"\xff" + b"z" * 100)
+    Path("my_texts/left.out").write_text("?")
+    words = SimpleNamespace(encode_ordinary=lambda line: [*map(ord, line)])
+    monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding=lambda name: words))
+    exec(code_of("Tokens in a file")[0], {})
+    parts = [np.fromfile(f"my_texts/{name}.bin", np.uint16) for name in ("train", "test")]
+    assert "".join(map(chr, np.concatenate(parts))) == "ab\n" * 50 + "\ufffd" + "z" * 100
+    assert [*map(len, parts)] == [248, 3]  # of 251
 
 
 META = "Building on the meta device"
