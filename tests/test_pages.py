@@ -97,7 +97,7 @@ def test_diff():
         assert found[-len(wanted[whole:]) :] == wanted[whole:]
         rest = iter(wanted)
         assert all(line in rest for line in found)
-    assert all(line[1:] in old and line[1:] in new for line in shown if line[:1] not in "-+")
+    assert all(line[1:] in old and line[1:] in new for line in shown if line[:1] not in "-+@")
 
 
 BREAKS = [  # docs/what_ddp_changes.md: what its list says to change
@@ -116,6 +116,7 @@ def test_break_it():
     """The table of docs/what_ddp_changes.md, by its command."""
     [section] = [part for part in SECTIONS if part.startswith("Break it\n")]
     [flags] = re.findall(r"my_script\.py (--.*) --output", section)
+    assert all(score in section.split("```")[0] for score in ("2.2399", "0.6610"))
     changes = ["", *re.findall(r"^\d\. (.*`.*)", section.split("```")[0], re.M)[:-1]]
     rows = re.findall(r"^\| \w+ \| (\d\.\d+) \| (\d\.\d+) \|", section, re.M)
     for i, ((old, new), place, scores) in enumerate(zip(BREAKS, changes, rows, strict=True)):
