@@ -385,6 +385,14 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "generator_ddp, generator_optimizer = new(generator)\n"
         "both, draw = deepcopy([critic, generator]), torch.rand(8, 1)\n"
         "torch.manual_seed(rank)",
+        "alike(*(p.grad for p in [*critic.parameters(), *generator.parameters()]))\n"
+        "generator_loss = -critic(generator_ddp(noise)).mean()\n"
+        "critic_loss = critic_ddp(fake.detach()).mean() - critic_ddp(real).mean()\n"
+        "generator_loss.backward()\n"
+        "critic_optimizer.zero_grad()\n"
+        "critic_loss.backward()\n"
+        "found = of_all(critic[0].weight.grad)\n"
+        "assert found[0] != found[1], found\n"
         "alike(*critic.parameters(), *generator.parameters())\n"
         "own, own_generator = both\n"  # the same step, with gradients averaged by hand
         "fake = own_generator(noise).detach()\n"
@@ -476,6 +484,13 @@ for wraps in False, True:
     alike(student.weight.grad, teacher.weight)
     found = of_all(head.weight.grad)
     assert (found[0] == found[1]) == wraps
+for early in False, True:
+    thawed = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1).requires_grad_(early))
+    thawed_ddp, _ = new(thawed)
+    thawed.requires_grad_(True)
+    thawed_ddp(torch.randn(4, 2)).sum().backward()
+    found = of_all(thawed[1].weight.grad)
+    assert (found[0] == found[1]) == early
 """,
     "Banks and queues": """
 def train(ranks, gathers):
