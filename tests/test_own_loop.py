@@ -260,7 +260,8 @@ def test_refusals(monkeypatch, capsys):
 
     Path("out").mkdir()
     Path("out", "best.pt").touch()
-    out, big = ["--epochs", 0, "--output", "out"], ["--batch-size", 2001, "--output", "big"]
+    out = ["--workers", 0, "--epochs", 0, "--output", "out"]
+    big = ["--workers", 0, "--batch-size", 2001, "--output", "big"]
     for by, name in (here, BEFORE), (alone, AFTER):
         for flags in out, [*out, "--resume"]:
             assert "out has a run: --resume (needs last.pt)" in refusal(by, name, *flags)

@@ -380,31 +380,6 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "    for x, y in zip(a.parameters(), b.parameters()):\n"
         "        assert torch.allclose(x, y, rtol=1e-4, atol=1e-6)",
     ),
-    "Different numbers of batches": (
-        "batches = [torch.randn(2, 2)] * (2 + rank)\n"
-        "with ddp.join():\n"
-        "    for inputs in batches:\n"
-        "        ddp(inputs).mean().backward()\n"
-        "        optimizer.step()\n"
-        "steps = torch.tensor(len(batches))\n"
-        "dist.all_reduce(steps, dist.ReduceOp.MIN)",
-        "alike(model.weight)\nassert steps == 2",
-    ),
-    "A method other than forward": (
-        "class TrainingStep(nn.Module):\n"
-        "    def __init__(self, model):\n"
-        "        super().__init__()\n"
-        "        self.model = model\n"
-        "    def forward(self, batch):\n"
-        "        return self.model.training_step(batch)\n"
-        "model.training_step = lambda batch: model(batch).sum()\n"
-        "model.training_step(torch.randn(2, 2)).backward()\n"
-        "assert len(set(map(str, of_all(model.weight.grad)))) == 2\n"
-        "model.zero_grad()\n"
-        "ddp, optimizer = new(TrainingStep(model))\n"
-        "ddp(torch.randn(2, 2)).backward()",
-        "alike(model.weight.grad)",
-    ),
     "Gradients without the wrapper": (
         "model, inputs = nn.Linear(2, 1), torch.randn(3, 2)\n"
         "model.register_parameter('unused', nn.Parameter(torch.randn(2)))\n"
