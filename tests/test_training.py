@@ -5,6 +5,7 @@ import csv
 import itertools
 import math
 import re
+import runpy
 import shutil
 import sysconfig
 from pathlib import Path
@@ -17,6 +18,7 @@ import train as script
 from conftest import pictures
 from helpers import (
     COMPLETE,
+    altered,
     checkpoint,
     close,
     files,
@@ -196,8 +198,8 @@ def test_metrics_of_ones_own(fashion):
     run(COMPLETE, *flags, 1, processes=0, more=SEGMENTS)
     for epochs, processes in (2, 2), (3, 0):
         run(COMPLETE, *flags, epochs, processes=processes, more=SEGMENTS + CONFUSION)
-        own = SimpleNamespace(**vars(script))
-        exec(SEGMENTS + CONFUSION, vars(own))
+        path = altered(COMPLETE, more=SEGMENTS + CONFUSION)
+        own = SimpleNamespace(**runpy.run_path(str(path)))
         args, (_, test_set, _) = parse(*flags, 1), own.load_data(parse(*flags, 1))
         images, labels = own.prepare(args, test_set.tensors, torch.device("cpu"))
         model = own.build_model(args, images, 10)
