@@ -137,11 +137,11 @@ def inside(path, runs, log, folder, environment):
             if i == len(runs) - 1:
                 raise
             print(f"SystemExit: {end}")
-            if dist.is_initialized():
-                dist.destroy_process_group()
         if dist.is_initialized():  # torch warns of it at the end of Python, which no fork reaches
             print("destroy_process_group was not called", flush=True)
         if i < len(runs) - 1:
+            if dist.is_initialized():
+                dist.destroy_process_group()
             print("next run", flush=True)
 
 
