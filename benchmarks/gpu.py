@@ -26,7 +26,7 @@ from runs import (
     FLOAT16,
     GPUS,
     ROOT,
-    SMALL,
+    SCRIPTS,
     attempt,
     copy_script,
     fitting_workers,
@@ -40,7 +40,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
 
-HAVE_AMP = [name for name in SMALL if name not in (SMALL[1], SMALL[4])]  # not DataParallel
+HAVE_AMP = [name for name in SCRIPTS if name not in (SCRIPTS[1], SCRIPTS[4])]  # not DataParallel
 ALL = GPUS or 2
 COUNTS = sorted({n for n in (1, 2, 4, 8) if n < ALL} | {ALL})
 OLD = GPUS and not torch.cuda.is_bf16_supported(including_emulation=False)  # before Ampere
@@ -160,7 +160,7 @@ def words_of(path, n, flags):
 
 def rate_and_memory(path, n, flags, apart=False):
     """By a run, which may be in this process, unless it is to be `apart`."""
-    here = n == 1 and path.name != SMALL[3] and not apart
+    here = n == 1 and path.name != SCRIPTS[3] and not apart
     options = {"by": run_here} if here else {}
     found = in_time(words_of(path, n, flags), train, path, n, flags, **options)
     return found or (math.nan, math.nan)
@@ -235,7 +235,7 @@ def resnet50(folder):
     compared("bare step, channels_last", base, base)
     script(COMPLETE, base)
     script(COMPLETE, base, "--augment")
-    for name in [] if OLD else [SMALL[0], SMALL[2], SMALL[5]]:
+    for name in [] if OLD else [SCRIPTS[0], SCRIPTS[2], SCRIPTS[5]]:
         script(name, base)
     compared("bare step, NCHW", limit(torch.contiguous_format), base)
     compiled = limit(torch.channels_last, compiled=True)
@@ -370,16 +370,17 @@ def scripts(folder):
     heads = "script", "GPUs", "flags", "images/s, no loader", "x train_single.py, same flags"
     table(ALL, *heads)
     base = {}
-    one = SMALL[:1] if GPUS else SMALL[:2]  # run as one process, which sees no second GPU
-    runs = [(name, 1 if name in one else ALL) for name in SMALL if name != SMALL[2]]
-    runs += [(SMALL[2], n) for n in COUNTS]
+    one = SCRIPTS[:1] if GPUS else SCRIPTS[:2]  # run as one process, which sees no second GPU
+    runs = [(name, 1 if name in one else ALL) for name in SCRIPTS if name != SCRIPTS[2]]
+    runs += [(SCRIPTS[2], n) for n in COUNTS]
     runs += [(f"{COMPLETE}{shard}", n) for n in COUNTS for shard in ("", " --shard 0")]
     for name, n in runs:
         script, *shard = name.split(maxsplit=1)
         path, n, flags = prepare(script, folder, n)
         for more in ([], ["--amp"])[:FIRST]:
-            if more and (script not in (COMPLETE, *HAVE_AMP) or OLD and (shard or script in SMALL)):
-                continue  # not offered, or emulated
+            emulated = OLD and (shard or script in SCRIPTS)
+            if more and (emulated or script not in (COMPLETE, *HAVE_AMP)):
+                continue  # or not offered
             rate, _ = rate_and_memory(path, n, [*flags, *more, *(shard and shard[0].split())])
             base.setdefault(str(more), rate)
             row(name, n, " ".join(more), f"{rate:.0f}", f"{rate / base[str(more)]:.2f}")
@@ -390,8 +391,8 @@ def inputs(folder):
     heads = "script", "GPUs", "images/s, no loader", "ms per step", "peak MiB of a GPU"
     table(ALL, "input", *heads)
     for pixels in SIDES:
-        for name in SMALL[0], SMALL[1], SMALL[2], COMPLETE:
-            n = 1 if name in (SMALL[:1] if GPUS else SMALL[:2]) else ALL
+        for name in SCRIPTS[0], SCRIPTS[1], SCRIPTS[2], COMPLETE:
+            n = 1 if name in (SCRIPTS[:1] if GPUS else SCRIPTS[:2]) else ALL
             path, n, flags = prepare(name, folder, n, "" if name == COMPLETE else MLP)
             flags += ["--image-size", pixels]
             rate, memory = rate_and_memory(path, n, flags, apart=True)

@@ -24,11 +24,11 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 GPUS = torch.cuda.device_count()
-SMALL = ["single", "dp", "ddp_torchrun", "ddp_spawn", "ddp_multigpu_proc", "fsdp2"]
-SMALL = [f"train_{name}.py" for name in SMALL]
+SCRIPTS = ["single", "dp", "ddp_torchrun", "ddp_spawn", "ddp_multigpu_proc", "fsdp2"]
+SCRIPTS = [f"train_{name}.py" for name in SCRIPTS]
 COMPLETE = "complete/train.py"
 FAILED = []  # runs that did not end as they should
-IN_PLACE = (SMALL[2], SMALL[5])  # small scripts that torchrun starts
+IN_PLACE = (SCRIPTS[2], SCRIPTS[5])  # small scripts that torchrun starts
 
 NO_TF32 = """
 torch.set_float32_matmul_precision = lambda precision: None
@@ -92,20 +92,37 @@ def applied(text, code):
     return text
 
 
+def replaced(text, *changes):
+    """Changes: what stands there, its replacement, and so on."""
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+def write_altered(path, folder, *changes, more="", titles=()):
+    """The path of a copy of a script in this folder, with the modules beside it, these changes, the
+    recipes of these titles, and more code before its start, where it can replace or wrap functions.
+    """
+    text, copy = replaced(path.read_text(), *changes), Path(folder, path.name)
+    for title in titles:
+        text = applied(text, recipe(title))
+    assert text.count(START) == 1, path
+    if path.parent != ROOT:
+        shutil.copytree(path.parent, folder, dirs_exist_ok=True)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_text(text.replace(START, f"\n\n{more}{START}") if more else text)
+    return copy
+
+
 def copy_script(name, folder, samples, code="", titles=()):
     """A copy of a script that trains on so many synthetic images, which the complete script has on
     the device, and of which a small one repeats a batch; 0: on what --dataset says. `code` can
     replace its functions; `titles` are those of recipes."""
-    text, path = (ROOT / name).read_text(), Path(folder, name)
-    assert text.count(START) == 1, name
-    for title in titles:
-        text = applied(text, recipe(title))
     data = ON_DEVICE if name == COMPLETE else ONE_BATCH
     data = data.format(samples=samples, test=max(64, samples // 10)) if samples else ""
-    if name == COMPLETE:
-        shutil.copytree(ROOT / "complete", path.parent, dirs_exist_ok=True)
-    path.write_text(text.replace(START, f"\n\n{data}\n{code}{START}"))
-    return path
+    place = Path(folder, name).parent
+    return write_altered(ROOT / name, place, more=f"{data}\n{code}", titles=titles)
 
 
 def commands(path, n, folder):
@@ -170,27 +187,36 @@ def time_limit(seconds):
         signal.alarm(0)
 
 
+def run_in_process(path, flags, environment):
+    """What `python path` does with these flags and variables, in this process."""
+    environment = {name: str(value) for name, value in environment.items()}
+    words = [str(word) for word in [path, *flags]]
+    with mock.patch.dict(os.environ, environment), mock.patch.object(sys, "argv", words):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        finally:
+            if dist.is_initialized():  # it has failed
+                dist.destroy_process_group()
+
+
 def run_here(path, n, flags, output, limit=3600):
     """The same for one GPU in this process, which has imported torch, and in which cuDNN has found
     its kernels: starting a script can take longer than timing it."""
     assert n == 1 and path.name != "train_ddp_spawn.py"
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
     place |= {"LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}  # 0: any that is free
-    environment = {name: str(x) for name, x in place.items() if path.name in IN_PLACE}
-    words, text = [str(word) for word in [path, *flags, "--output", output]], io.StringIO()
+    text = io.StringIO()
     torch.use_deterministic_algorithms(False)  # unless the script sets it
     if GPUS:
         torch.cuda.reset_peak_memory_stats()
     try:
-        with time_limit(limit), mock.patch.dict(os.environ, environment):
-            with mock.patch.object(sys, "argv", words), contextlib.redirect_stdout(text):
-                runpy.run_path(str(path), run_name="__main__")
+        with time_limit(limit), contextlib.redirect_stdout(text):
+            words = [*flags, "--output", output]
+            run_in_process(path, words, place if path.name in IN_PLACE else {})
     except (Exception, SystemExit) as error:
         found = f"{type(error).__name__}: {error}"
         raise RuntimeError(f"{path.name} {flags}: {found}\n{text.getvalue()}") from error
     finally:
-        if dist.is_initialized():  # it has failed
-            dist.destroy_process_group()
         torch.compiler.reset()
         gc.collect()
         if GPUS:

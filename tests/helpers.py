@@ -1,13 +1,22 @@
-"""How the tests start the scripts: with the commands that users type, or (`Warm`) out of a process
-that has imported torch already, which saves the seconds that this takes."""
+"""How the tests start the scripts, and alter them.
+
+`start` starts one as users would on so many processes or machines, in forks of a process that has
+imported torch already (`Warm`): importing it takes 3 to 5 seconds. `run` is that to its end, and
+`together` several runs in the same processes. `here` is quicker still: in the test's own process.
+`Cold` is a command as a user types it, `torchrun` one of them.
+
+A test alters a script by starting a copy: `more` is code that comes before its last lines, which
+start it, where it can replace or wrap functions; `altered` also replaces text. What a test assigns
+by monkeypatch are attributes of Python's and torch's modules, or of one whose functions it calls.
+"""
 
 import ast
 import csv
+import itertools
 import json
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,22 +26,17 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from same_text import COMPLETE, ROOT, SMALL
+from runs import COMPLETE, run_in_process, write_altered
+from same_text import ROOT, SMALL
 from torch.utils._pytree import tree_flatten_with_path
 
 COUNTS = {name: 1 if name in SMALL[:2] else 2 for name in [*SMALL, COMPLETE]}  # processes
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LIMIT = 900  # seconds after which something hangs, on the slowest machine
-
-
-def place_of(name):
-    """A script's path below ROOT. Its name is one of SMALL ("dp"), or COMPLETE."""
-    return f"{name}.py" if name == COMPLETE else f"train_{name}.py"
 
 
 def some_fast(values, *fast):
@@ -42,28 +46,14 @@ def some_fast(values, *fast):
 
 
 def script(name):
-    return str(ROOT / place_of(name))
+    """The path of a script: one of SMALL ("dp"), a path below ROOT (COMPLETE), or any other."""
+    return ROOT / (f"train_{name}.py" if name in SMALL else name)
 
 
-def changed(path, *changes):
-    """The path of a copy of the file, with all of complete/ if it is of that. Changes: what stands
-    there, its replacement, and so on."""
-    text, copy = (ROOT / path).read_text(), Path(path).resolve()
-    for old, new in zip(changes[::2], changes[1::2], strict=True):
-        assert old in text, old
-        text = text.replace(old, new)
-    if path.startswith("complete/"):
-        shutil.copytree(ROOT / "complete", copy.parent, dirs_exist_ok=True)
-    copy.parent.mkdir(exist_ok=True)
-    copy.write_text(text)
-    return copy
-
-
-def edited(name, *changes, more=""):
-    """The same of a script. `more` is code that comes before the start, where it can replace or
-    wrap functions."""
-    start = '\n\nif __name__ == "__main__":\n'
-    return changed(place_of(name), *changes, start, f"\n\n{more}{start}")
+def altered(name, *changes, more="", titles=()):
+    """The path of a copy of a script, in a folder of its own: see runs.write_altered."""
+    folder = Path(f"altered-{time.monotonic_ns()}").resolve()
+    return write_altered(script(name), folder, *changes, more=more, titles=titles)
 
 
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # of pytest-xdist
@@ -91,27 +81,36 @@ class Cold:
         self.pid, self.status = process.pid, process.poll
 
 
-def execute(path, more, space):
-    """What `python path` does, with this namespace. `more` is code that comes before the script's
-    last statement, which starts it, where it can replace or wrap functions."""
-    tree = ast.parse(Path(path).read_text())
-    tree.body[-1:-1] = ast.parse(more).body
-    space["__file__"] = path
-    exec(compile(tree, path, "exec"), space)
+def here(name, *flags, more="", **place):
+    """A script in the test's own process, which has this environment besides."""
+    run_in_process(altered(name, more=more) if more else script(name), flags, place)
 
 
-def here(name, *flags, more=""):
-    """A script in the test's own process."""
-    path, words = script(name), [str(flag) for flag in flags]
-    with mock.patch.object(sys, "argv", [path, *words]):
-        try:
-            execute(path, more, {"__name__": "__main__"})
-        finally:
-            if dist.is_initialized():  # it has failed
-                dist.destroy_process_group()
+def train(*flags, **options):
+    """complete/train.py there, as `python` starts it."""
+    here(COMPLETE, "--device", "cpu", *flags, **options)
 
 
-def inside(path, flags, log, folder, environment, more):
+def told(*losses):
+    """Code by which complete/train.py has test losses that are higher by a thousand times these, in
+    one epoch after the other."""
+    return f"""
+losses, measured = iter({losses}), evaluate
+def evaluate(args, model, loader, *words):
+    sums = measured(args, model, loader, *words)
+    if not isinstance(loader, list):  # of one sample, at the beginning
+        sums["loss"] += 1000 * next(losses)
+    return sums
+"""
+
+
+def parse(*flags):
+    import train  # not above: it counts the GPUs, before a Warm could hide them
+
+    return train.parser.parse_args(["--device", "cpu", *map(str, flags)])
+
+
+def inside(path, runs, log, folder, environment):
     os.setsid()
     os.chdir(folder)
     os.environ.update(environment)
@@ -124,11 +123,26 @@ def inside(path, flags, log, folder, environment, more):
         )
     if "EMULATED_CARDS" in environment:  # it changes torch for the rest of this process
         __import__("emulated_accelerator").install(int(environment["EMULATED_CARDS"]))
-    sys.argv, sys.path[:0] = [path, *flags], [os.path.dirname(path)]
+    sys.path[:0] = [os.path.dirname(path)]
     module = sys.modules["__main__"] = ModuleType("__main__")
-    execute(path, more, vars(module))
-    if dist.is_initialized():  # torch warns of it at the end of Python, which a fork does not reach
-        print("destroy_process_group was not called", flush=True)
+    module.__file__ = path
+    tree = ast.parse(Path(path).read_text())
+    parts = tree, ast.Module([tree.body.pop()], [])
+    for i, (port, flags) in enumerate(runs):
+        os.environ["MASTER_PORT"], sys.argv = str(port), [path, *flags]
+        try:
+            for part in parts if i == 0 else parts[1:]:
+                exec(compile(part, path, "exec"), vars(module))
+        except SystemExit as end:
+            if i == len(runs) - 1:
+                raise
+            print(f"SystemExit: {end}")
+        if dist.is_initialized():  # torch warns of it at the end of Python, which no fork reaches
+            print("destroy_process_group was not called", flush=True)
+        if i < len(runs) - 1:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            print("next run", flush=True)
 
 
 forks = multiprocessing.get_context("forkserver")
@@ -138,13 +152,16 @@ forks.set_forkserver_preload(IMPORTED.split())
 
 
 class Warm:
-    """A script in a fork of a process that has imported torch."""
+    """A script in a fork of a process that has imported torch. It is loaded once, and its last
+    statement, which starts it, is executed for each run: MASTER_PORT and flags. A run that ends by
+    SystemExit does not keep the next one from starting."""
 
-    def __init__(self, path, flags, log, place=(), more=""):
+    def __init__(self, path, runs, log, place):
         self.log = Path(log).resolve()
         self.log.write_bytes(b"")
-        environment = {key: str(value) for key, value in {**os.environ, **dict(place)}.items()}
-        words = str(path), list(map(str, flags)), self.log, os.getcwd(), environment, more
+        runs = [[port, [str(flag) for flag in flags]] for port, flags in runs]
+        environment = {key: str(value) for key, value in {**os.environ, **place}.items()}
+        words = str(path), runs, self.log, os.getcwd(), environment
         process = forks.Process(target=inside, args=words)
         process.start()
         self.pid, self.status = process.pid, lambda: process.exitcode
@@ -155,30 +172,38 @@ def torchrun(processes, *words):
     return Cold([*TORCHRUN, *words], f"torchrun-{time.monotonic_ns()}.log")
 
 
-def by_hand(path, *flags, processes=1, more=""):
-    """Processes that get their places from the environment: srun and Kubernetes do that too, and
-    torchrun would import torch once more for each of them. With 0 processes it is one that has no
-    place, as `python` starts it."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    place |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    places = [place | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(processes)]
-    logs = [f"{time.monotonic_ns()}-{rank}.log" for rank in range(len(places) or 1)]
-    return [Warm(path, flags, log, place, more) for log, place in zip(logs, places or [{}])]
+def places(processes, gpus=None):
+    """The environment of each process, in which torchrun, srun and Kubernetes tell it its place.
+    With fewer GPUs than processes, several have one. With 0 processes it is one without a place, as
+    `python` starts it."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    own = [{"RANK": rank, "LOCAL_RANK": rank % (gpus or processes)} for rank in range(processes)]
+    return [shared | ranks for ranks in own] or [{}]
 
 
-def start(name, *flags, processes=None, more=""):
-    """Start a script on all its machines. Returns a Warm a machine, or a process."""
-    path, own = script(name), [[]]
+def start_runs(name, runs, processes=None, more="", gpus=None, **environment):
+    """Start a script on all its machines, for these runs, one after the other. Returns a Warm a
+    machine; or a process, where torchrun would start it, and import torch once more for each."""
+    path = altered(name, more=more) if more else script(name)
     processes = COUNTS[name] if processes is None else processes
-    if name in ("ddp_torchrun", "fsdp2", COMPLETE):
-        return by_hand(path, *flags, processes=processes, more=more)
-    if name == "ddp_spawn":
+    every, own = [{}], [[]]
+    if path.name == "train_ddp_spawn.py":
         own = [["--nproc-per-node", processes]]
-    elif processes > 1:  # one process a machine: more of them are more machines
+    elif path.name == "train_ddp_multigpu_proc.py":  # one process a machine
         place = ["--init-method", f"tcp://127.0.0.1:{free_port()}", "--nnodes", processes]
-        own = [[*place, "--node-rank", rank] for rank in range(processes)]
-    log = f"{name}-{time.monotonic_ns()}"
-    return [Warm(path, [*words, *flags], f"{log}-{i}.log", (), more) for i, words in enumerate(own)]
+        own = [[*place, "--node-rank", rank] for rank in range(processes) if processes > 1] or own
+    elif path.name not in ("train_single.py", "train_dp.py"):
+        every = places(processes, gpus)
+    ports, jobs = [free_port() for _ in runs], []
+    for i, (place, words) in enumerate(itertools.product(every, own)):
+        each = [[port, [*words, *flags]] for port, flags in zip(ports, runs)]
+        log = f"{path.stem}-{time.monotonic_ns()}-{i}.log"
+        jobs.append(Warm(path, each, log, environment | place))
+    return jobs
+
+
+def start(name, *flags, **options):
+    return start_runs(name, [flags], **options)
 
 
 def wait_until(condition, limit=LIMIT, pause=0.02):
@@ -221,41 +246,13 @@ def run(name, *flags, status=0, **options):
     return done(start(name, *flags, **options), status)
 
 
-def begin(*runs, processes=2, more="", path=None):
-    """The same of complete/train.py out of a module of the user's, which imports it and replaces or
-    wraps functions there (`more`): runs with these flags, one after the other."""
-    code = Path(f"more-{time.monotonic_ns()}.log").resolve()
-    code.write_text(more)
-    runs = json.dumps([[free_port(), [str(flag) for flag in flags]] for flags in runs])
-    words = Path(path or script(COMPLETE)).parent, code, runs
-    return by_hand(ROOT / "tests" / "together.py", *words, processes=processes)
-
-
-def together(*runs, status=0, **options):
-    """What these have printed: a text a run, which begins with rank 0's."""
-    jobs = begin(*runs, **options)
+def together(*runs, path=COMPLETE, status=0, processes=2, **options):
+    """Runs of one script with these flags, one after the other in the same processes. Returns what
+    they have printed: a text a run, which begins with rank 0's."""
+    jobs = start_runs(path, runs, processes=processes, **options)
     done(jobs, status)
     parts = [job.log.read_text().split("next run\n") for job in jobs]
     return ["".join(texts) for texts in zip(*parts, strict=True)]
-
-
-def parse(*flags):
-    import train  # not above: it counts the GPUs, before a Warm could hide them
-
-    return train.parser.parse_args(["--device", "cpu", *map(str, flags)])
-
-
-def train(*flags):
-    """complete/train.py in the test's own process, as `python` starts it."""
-    import train
-
-    args = parse(*flags)
-    train.check_flags(args, 1)
-    try:
-        train.main(args)
-    finally:
-        if dist.is_initialized():  # it has failed
-            dist.destroy_process_group()
 
 
 def wait_for(text, *jobs):

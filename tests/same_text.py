@@ -11,7 +11,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["single", "dp", "ddp_torchrun", "ddp_spawn", "ddp_multigpu_proc", "fsdp2"]
-COMPLETE = "complete/train"
 OWN = [ROOT / "own_loop" / "before.py", ROOT / "own_loop" / "after.py"]
 GROUPS = [[ROOT / f"train_{name}.py" for name in SMALL], OWN]
 SHARDED = {"count_correct", "build_optimizer", "prepare", "evaluate"}  # of train_fsdp2.py alone

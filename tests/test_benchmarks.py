@@ -25,16 +25,9 @@ def gpu_sh(part, *more):
 
 def test_gpt2_is_gpt2():
     """As nanoGPT counts: 123.59 million parameters without those of the positions."""
-    sizes = {"LENGTH": 1024, "WIDTH": 768, "HEADS": 12, "LAYERS": 12, "VOCABULARY": 50_304}
-    assert sizes.items() <= vars(gpu.gpt2).items()
     with torch.device("meta"):
         parameters = sum(p.numel() for p in gpu.gpt2.GPT2().parameters())
     assert parameters - 1024 * 768 == 123_587_328
-
-
-def test_peaks_are_of_whole_gpus():
-    assert gpu.PEAK["NVIDIA H100 80GB HBM3"] == 989
-    assert "NVIDIA H100 80GB HBM3 MIG 1g.10gb" not in gpu.PEAK
 
 
 def test_workers_fit_into_shared_memory(capsys):

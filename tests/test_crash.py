@@ -9,8 +9,7 @@ import pytest
 import torch
 from helpers import (
     COMPLETE,
-    begin,
-    changed,
+    altered,
     checkpoint,
     files,
     kill_all,
@@ -19,7 +18,8 @@ from helpers import (
     logs,
     metrics,
     place,
-    place_of,
+    run,
+    start,
     together,
     train,
     weights,
@@ -59,7 +59,7 @@ def add_state(model, optimizer):
 def with_state():
     """A copy in which a user has added the above to `state`."""
     added = '"scaler": scaler, **add_state(model, optimizer)}'
-    return changed(place_of(COMPLETE), '"scaler": scaler}', added)
+    return altered(COMPLETE, '"scaler": scaler}', added)
 
 
 def same_run(output, other):
@@ -83,16 +83,16 @@ def test_killed_at_random(fashion, shard):
     norm's averages, and what a user has put into `state`, go on too."""
     flags = [*fashion, *OFTEN, "--epochs", 4, "--batch-size", 32, "--augment", "--lr", 0.01]
     flags += ["--lr-schedule", "cosine", "--resume", "--shard", shard, "--output"]
-    options = {"path": with_state(), "more": MODEL + STATE}
+    path, more = with_state(), MODEL + STATE
     progress = 0, 0
     for _ in range(2):
-        more = progress[0] * 20 + progress[1] + random.randrange(4, 33, 4)
-        jobs = begin([*flags, "out"], **options)
-        helpers.wait_for(f"epoch {(more - 1) // 20 + 1}/4 step {(more - 1) % 20 + 1}/", *jobs)
+        step = progress[0] * 20 + progress[1] + random.randrange(4, 33, 4)
+        jobs = start(path, *flags, "out", more=more, processes=2)
+        helpers.wait_for(f"epoch {(step - 1) // 20 + 1}/4 step {(step - 1) % 20 + 1}/", *jobs)
         kill_all(jobs)
         progress = place("out")
         assert not Path("out/model.pt").exists()
-    text, _ = together([*flags, "out"], [*flags, "whole"], **options)
+    text, _ = together([*flags, "out"], [*flags, "whole"], path=path, more=more)
     assert "out: {} epochs and {} steps are done".format(*progress) in text
     same_run("out", "whole")
     # The two kept something: biases move by the second one, and the average is another tensor.
@@ -140,7 +140,7 @@ def test_killed_at_each_moment_of_a_save(fashion, processes, flag):
     first = [[*flags, "--epochs", 1, "--output", "out"]]
     together(*first, [*flags, "--epochs", 1, *new, "--output", "whole"], processes=processes)
     again = [*flags, "--epochs", 1, *new, "--output"]
-    together([*again, "out", flag], more=MOMENTS, processes=processes)
+    run(COMPLETE, *again, "out", flag, more=MOMENTS, processes=processes)
     same_run("out", "whole")
     moments, runs = sorted(path.name for path in Path().glob("rank-*")), []
     for output in moments:
@@ -208,7 +208,7 @@ def test_one_rank_sees_that_torchrun_is_gone(fashion, monkeypatch):
     """All end there, in a line, and none waits for the other, or writes."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     flags = [*fashion, *OFTEN, "--batch-size", 16, "--output", "out"]
-    [text] = together(flags, more=ORPHAN, status=1)
+    text = run(COMPLETE, *flags, more=ORPHAN, status=1)
     assert text.count("torchrun was killed") in (1, 2) and "Traceback" not in text, text
     assert place("out") == (0, 8)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import train as script
-from helpers import close, some_fast, together, train
+from helpers import COMPLETE, close, run, some_fast, train
 
 pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
 FLAGS = ["--accumulate", 2, "--clip-norm", 1, "--lr", 0.02, "--log-every", 4, "--resume"]
@@ -29,7 +29,7 @@ def launch(monkeypatch, output, *flags, cards=2, more="", **options):
     report.mkdir()
     monkeypatch.setenv("EMULATED_CARDS", str(cards))
     monkeypatch.setenv("EMULATED_REPORT", str(report))
-    together([*flags, "--output", output], more=STEPS + more, **options)
+    run(COMPLETE, *flags, "--output", output, more=STEPS + more, **options)
 
 
 def lines_of(function):

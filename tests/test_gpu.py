@@ -7,22 +7,30 @@ allows that, and else one, on which DDP's wrapper is there all the same."""
 
 import os
 import re
-import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
-from helpers import Warm, checkpoint, close, finish, free_port, kill_all, same, wait_for, weights
-from runs import COMPLETE, FLOAT16, GPUS, NO_TF32, ROOT, SMALL, START, applied, recipe
+from helpers import (
+    COMPLETE,
+    SMALL,
+    altered,
+    checkpoint,
+    close,
+    finish,
+    kill_all,
+    same,
+    wait_for,
+    weights,
+)
+from runs import FLOAT16, GPUS, NO_TF32
 
 TINY, DEVICE = bool(os.environ.get("TINY")), "cuda" if GPUS else "cpu"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS and not TINY, reason="needs a GPU")]
 only_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 OLD = GPUS and not torch.cuda.is_bf16_supported(including_emulation=False)  # before Ampere
-RANKED = [SMALL[2], SMALL[5], COMPLETE]  # which torchrun starts, a process for each GPU
+RANKED = ["ddp_torchrun", "fsdp2", COMPLETE]  # which torchrun starts, a process for each GPU
 LOSSES = ["train_loss", "test_loss"]
 JOB = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.002, "--workers", 1, "--output"]
 
@@ -59,13 +67,6 @@ dist.destroy_process_group()
 """
 
 
-def places(ranks):
-    """The environment of each rank. Each sees all GPUs; two on one GPU are both local rank 0."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    shared |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    return [shared | {"RANK": i, "LOCAL_RANK": i % max(1, GPUS)} for i in range(ranks)]
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """How many ranks communicate: two, if there are two GPUs, or NCCL allows two on one."""
@@ -74,37 +75,24 @@ def ranks(tmp_path_factory):
         return 2
     if torch.cuda.nccl.version() < (2, 30):  # which refuses, after half a minute
         return 1
-    path = tmp_path_factory.mktemp("probe") / "probe.py"
-    path.write_text(PROBE)
-    environments = [{**os.environ, **{k: str(v) for k, v in own.items()}} for own in places(2)]
-    jobs = [subprocess.Popen([sys.executable, path], env=own) for own in environments]
-    try:
-        return 1 if any([job.wait(90) for job in jobs]) else 2
-    except subprocess.TimeoutExpired:  # neither refused nor working
-        return 1
-    finally:
-        for job in jobs:
-            job.kill()
+    folder = tmp_path_factory.mktemp("probe")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("TEST_FOLDER", str(folder))
+        Path("probe.py").write_text(PROBE)
+        jobs = helpers.start(folder / "probe.py", processes=2, gpus=GPUS)
+        statuses, _ = finish(jobs, 90)
+        kill_all(jobs)  # if it is neither refused nor works
+    return 2 if set(statuses) == {0} else 1
 
 
-def start(name, *flags, ranks=1, code=FEW, title=None, cpu=False):
-    """Start a copy of a script that has this code, too, and the recipe of this title: with 0 ranks
-    as `python` starts it, with `cpu` without GPUs."""
-    text, path = (ROOT / name).read_text(), Path(f"{time.monotonic_ns()}", name).resolve()
-    text = applied(text, recipe(title)) if title else text
-    assert text.count(START) == 1
-    path.parent.mkdir(parents=True)
-    if name == COMPLETE:
-        shutil.copytree(ROOT / "complete", path.parent, dirs_exist_ok=True)
-    path.write_text(text.replace(START, f"\n\n{code}{START}"))
-    if name == SMALL[3]:
-        flags += "--nproc-per-node", ranks
-    environments = places(ranks) if name in RANKED and ranks else [{}]
-    hidden = (
-        {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"} if cpu else {}
-    )  # to HIP, "" is all
-    logs = [f"{time.monotonic_ns()}-{i}.log" for i in range(len(environments))]
-    return [Warm(path, flags, log, own | hidden) for log, own in zip(logs, environments)]
+def start(name, *flags, ranks=1, code=FEW, titles=(), cpu=False):
+    """Start a copy of a script that has this code, too, and these recipes: with 0 ranks as `python`
+    starts it, with `cpu` without GPUs. Each rank sees all; two on one GPU are both local rank 0."""
+    path = altered(name, more=code, titles=titles)
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}  # to HIP, "" is all
+    place = hidden if cpu else {}
+    return helpers.start(path, *flags, processes=ranks, gpus=GPUS, **place)
 
 
 def ends(*runs):
@@ -134,7 +122,7 @@ def wrapper(ranks, shard=1):
 
 def ranks_of(name, ranks):
     """How many processes a small script has on this machine."""
-    return {SMALL[3]: max(1, min(GPUS, 2))}.get(name, ranks if name in RANKED else 1)
+    return {"ddp_spawn": max(1, min(GPUS, 2))}.get(name, ranks if name in RANKED else 1)
 
 
 def check_devices(text, ranks=1):
@@ -161,9 +149,9 @@ def test_two_ranks_communicate(ranks):
 def test_small(ranks, name):
     """As on the CPU; and with --amp, up to bfloat16."""
     own = ranks_of(name, ranks)
-    jobs = [start(SMALL[0], *JOB, "cpu", cpu=True)]
+    jobs = [start("single", *JOB, "cpu", cpu=True)]
     jobs += [start(name, *JOB, "out", ranks=own, code=FEW + NO_TF32)]
-    if name not in (SMALL[1], SMALL[4]) and not OLD:  # DataParallel has no --amp
+    if name not in ("dp", "ddp_multigpu_proc") and not OLD:  # DataParallel has no --amp
         jobs += [start(name, *JOB, "amp", "--amp", ranks=own)]
     cpu, text, *amp = ends(*jobs)
     check_devices(text, own)
@@ -173,8 +161,8 @@ def test_small(ranks, name):
 
 def test_small_scripts_continue_each_other(ranks):
     """One run on GPUs, an epoch by each of three scripts. (On CPUs, it is all.)"""
-    text, whole = "", start(SMALL[0], *JOB, "whole", "--epochs", 3, code=FEW + NO_TF32)
-    for epochs, name in enumerate([SMALL[2], SMALL[1], SMALL[4]], 1):
+    text, whole = "", start("single", *JOB, "whole", "--epochs", 3, code=FEW + NO_TF32)
+    for epochs, name in enumerate(["ddp_torchrun", "dp", "ddp_multigpu_proc"], 1):
         flags = [*JOB, "out", "--resume", "--epochs", epochs]
         text += run(name, *flags, ranks=ranks_of(name, ranks), code=FEW + NO_TF32)
     [whole] = ends(whole)
@@ -325,7 +313,7 @@ DETERMINISTIC = [["--augment"], ["--augment", "--amp"]]
 def test_deterministic_runs_are_bit_identical(monkeypatch, more):
     """With the recipe: two undisturbed runs, and one that is killed and resumed."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    options = {"ranks": 0, "code": FEWER, "title": "Deterministic runs on a GPU"}
+    options = {"ranks": 0, "code": FEWER, "titles": ["Deterministic runs on a GPU"]}
     flags = [*RESNET, *more, "--batch-size", 8, "--epochs", 2, "--resume"]
     flags += ["--log-every", 10, "--checkpoint-minutes", 0]
     one, other = (start(COMPLETE, *JOB, output, *flags, **options) for output in ("one", "other"))
@@ -341,7 +329,7 @@ def test_cuda_graphs(more):
     """The recipe trains as the script does; batch norm is not thrown off by the recording."""
     options = {"ranks": 0, "code": FEWER}
     flags = [*RESNET, "--epochs", 2, *more]
-    graphs = start(COMPLETE, *JOB, "out", *flags, title="CUDA graphs", **options)
+    graphs = start(COMPLETE, *JOB, "out", *flags, titles=["CUDA graphs"], **options)
     ends(graphs, start(COMPLETE, *JOB, "one", *flags, **options))
     close("out", "one", 5e-2 if more else 1e-2, LOSSES)
 
@@ -422,5 +410,5 @@ def test_nothing_waits_in_the_small_scripts(ranks, name):
     own = ranks_of(name, ranks)
     text = run(name, *JOB, "out", ranks=own, code=FEW + WATCH)
     check_no_waiting(text, own)
-    used = GPUS if name in (SMALL[1], SMALL[4]) else min(1, GPUS)
+    used = GPUS if name in ("dp", "ddp_multigpu_proc") else min(1, GPUS)
     assert f"used {used}\n" in text  # by one process

@@ -22,8 +22,6 @@ import train
 from helpers import metrics, same, weights
 from PIL import Image
 from torch.utils.data import DataLoader
-from torchvision import datasets
-from torchvision.transforms import v2
 
 
 def load(folder, *flags):
@@ -524,21 +522,24 @@ def test_packed_files_that_were_cut_are_named():
 STEPS = ["--image-size", 64, "--augment", "--batch-size", 4, "--epochs", 2, "--log-every", 2]
 
 
-def test_packed_and_unpacked_losses_are_the_same(monkeypatch):
+ENDS = """
+plain, left = prepare, list(range(8))
+def prepare(args, batch, device, train=False):
+    if train and not left.pop():
+        raise KeyboardInterrupt
+    return plain(args, batch, device, train)
+"""
+
+
+def test_packed_and_unpacked_losses_are_the_same():
     """Also of a run on packed images that ends within its second epoch, and is resumed."""
-    folder, prepare, left = write_folder("pictures"), train.prepare, list(range(8))
+    folder = write_folder("pictures")
     pack(folder, "packed", "--side", 73)
     helpers.train("--dataset", folder, *STEPS, "--workers", 0, "--output", "unpacked")
 
-    def fails(args, batch, device, train=False):
-        if train and not left.pop():
-            raise KeyboardInterrupt
-        return prepare(args, batch, device, train)
-
     flags = ["--dataset", "packed", *STEPS, "--workers", 1, "--checkpoint-minutes", 0, "--resume"]
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train, "prepare", fails)
-        helpers.train(*flags, "--output", "packed_run")
+    with pytest.raises(KeyboardInterrupt):
+        helpers.train(*flags, "--output", "packed_run", more=ENDS)
     assert helpers.place("packed_run") == (1, 2)
     helpers.train(*flags, "--output", "packed_run")
     assert same(weights("unpacked"), weights("packed_run"))
@@ -559,7 +560,8 @@ images.load_image = load_image
 @pytest.mark.slow
 def test_a_worker_that_hangs_ends_the_run():
     flags = ["--dataset", write_folder("pictures"), "--batch-size", 4, "--workers", 1]
-    [text] = helpers.together([*flags, "--timeout", 3], more=HANGS, processes=1, status=1)
+    flags += ["--timeout", 3]
+    text = helpers.run(helpers.COMPLETE, *flags, more=HANGS, processes=1, status=1)
     assert "DataLoader timed out after 3 seconds" in text
 
 
@@ -578,8 +580,10 @@ def test_normalization_of_the_weights():
 
 
 # ---- A loader of one's own -----------------------------------------------------------------------
-def load_own(args):
-    """Images with transforms of one's own, in the loader's workers. `prepare` leaves floats."""
+LOAD_OWN = """
+from torchvision.transforms import v2
+
+def load_data(args):  # images with transforms of one's own, in the loader's workers
     normalize = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
     normalize += [v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
     side = args.image_size
@@ -589,12 +593,16 @@ def load_own(args):
     test_set = datasets.ImageFolder(Path(args.dataset, "test"), v2.Compose(middle + normalize))
     return train_set, test_set, len(train_set.classes)
 
+plain_prepare = prepare
 
-def test_transforms_of_the_loader(monkeypatch):
-    monkeypatch.setattr(train, "load_data", load_own)
-    folder = write_folder("pictures")
-    batch = train.default_collate([load(folder)[1][0]])
-    prepared = train.prepare(helpers.parse("--augment"), batch, torch.device("cpu"), train=True)[0]
-    assert torch.equal(prepared, batch[0]) and batch[0].dtype == torch.float32
-    helpers.train("--dataset", folder, *STEPS, "--workers", 1, "--output", "own")
+def prepare(args, batch, device, train=False):  # it leaves floats
+    prepared = plain_prepare(args, batch, device, train)
+    assert torch.equal(prepared[0], batch[0]) and batch[0].dtype == torch.float32
+    return prepared
+"""
+
+
+def test_transforms_of_the_loader():
+    flags = ["--dataset", write_folder("pictures"), *STEPS, "--workers", 1, "--output", "own"]
+    helpers.train(*flags, more=LOAD_OWN)
     assert len(metrics("own")) == 2

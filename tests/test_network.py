@@ -75,7 +75,7 @@ def test_a_host_that_goes_and_comes_back(hosts, fashion):
     flags = [*fashion, "--epochs", 6, "--batch-size", 16, "--lr", 1e-4, "--log-every", 2]
     flags += ["--checkpoint-minutes", 0, "--resume", "--output"]
     train(*flags, "whole")
-    path = helpers.edited(COMPLETE, more=SLOW)
+    path = helpers.altered(COMPLETE, more=SLOW)
     Path("slow").touch()
     jobs = [on_host(hosts, i, elastic(i, 1 - lost, path), *flags, "out") for i in (0, 1)]
     wait_for(" step 4/", jobs[0])

@@ -4,73 +4,69 @@ import os
 import random
 import re
 import runpy
-import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import helpers
 import pytest
 import torch
-from helpers import by_hand, content, done, kill, kill_all, logs, marked, wait_until
+from helpers import (
+    altered,
+    content,
+    done,
+    free_port,
+    here,
+    kill,
+    kill_all,
+    logs,
+    marked,
+    places,
+    run,
+    start,
+    wait_until,
+)
 from runs import GPUS
 from same_text import OWN, ROOT, compare, definitions
 
-# What a user's script changes that imports before.py or after.py as `script`: few images, and a
-# small network. In batches of 12, all but one image of the last batch are there.
+BEFORE, AFTER = "own_loop/before.py", "own_loop/after.py"
+# Few images, and a small network. In batches of 12, all but one image of the last batch are there.
 FEW = """
-Discs, UNet, average = script.Discs, script.UNet, script.get_ema_multi_avg_fn
+AllDiscs, WideUNet, plain_average = Discs, UNet, get_ema_multi_avg_fn
 
-def few(count, first, augment=False):
-    return Discs(31 if first else 107, first, augment)
+def Discs(count, first, augment=False):
+    return AllDiscs(31 if first else 107, first, augment)
 
-script.Discs, script.UNet = few, lambda: UNet(width=4)
-script.get_ema_multi_avg_fn = lambda decay: average(0.9)
+def UNet():
+    return WideUNet(width=4)
+
+def get_ema_multi_avg_fn(decay):
+    return plain_average(0.9)
 """
 # Without what depends on a process's share, every number of processes computes the same.
 ALIKE = f"""
 {FEW}
-script.Discs = lambda count, first, augment=False: few(count, first)
-script.nn.BatchNorm2d = lambda channels: script.nn.GroupNorm(1, channels)
+few = Discs
+
+def Discs(count, first, augment=False):
+    return few(count, first)
+
+nn.BatchNorm2d = lambda channels: nn.GroupNorm(1, channels)
 """
 FLAGS = ["--batch-size", 12, "--lr", 0.01, "--workers", 0]
 
 
-def own(name, code=FEW, folder=ROOT / "own_loop"):
-    """The path of a user's script with this code."""
-    path = Path(f"my_{name}.py").resolve()
-    lines = ["import os, sys, torch", f"sys.path.insert(0, {str(folder)!r})"]
-    path.write_text("\n".join([*lines, f"import {name} as script", code, "script.main()\n"]))
-    return path
+def before(output, *flags, more=FEW):
+    return start(BEFORE, *FLAGS, "--output", output, *flags, processes=0, more=more)
 
 
-def before(output, *flags, code=FEW):
-    return by_hand(own("before", code), *FLAGS, "--output", output, *flags, processes=0)
+def after(output, *flags, processes=2, more=FEW):
+    return start(AFTER, *FLAGS, "--output", output, *flags, processes=processes, more=more)
 
 
-def after(output, *flags, processes=2, code=FEW):
-    return by_hand(own("after", code), *FLAGS, "--output", output, *flags, processes=processes)
-
-
-@pytest.fixture
-def here(monkeypatch):
-    """Runs a script as the only rank, in the test's own process."""
-
-    def here(name, *flags, code=FEW):
-        place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-        for key, value in {**place, "MASTER_PORT": helpers.free_port()}.items():
-            monkeypatch.setenv(key, str(value))
-        script = ModuleType(name)
-        exec((ROOT / "own_loop" / name).read_text(), script.__dict__)
-        exec(code, {"script": script, "torch": torch, "os": os})
-        monkeypatch.setattr(sys, "argv", [name, *map(str, [*FLAGS, *flags])])
-        try:
-            script.main()
-        finally:
-            if torch.distributed.is_initialized():  # of after.py, which has failed
-                torch.distributed.destroy_process_group()
-
-    return here
+def alone(name, *flags, more=FEW, **options):
+    """Run a script as the only rank, in the test's own process."""
+    place = places(1)[0] | {"MASTER_PORT": free_port()} | options
+    here(name, *FLAGS, *flags, more=more, **place)
 
 
 def epochs(text):
@@ -102,7 +98,7 @@ class Shuffle(torch.utils.data.RandomSampler):  # that of before.py's DataLoader
         super().__init__(dataset)
     def set_epoch(self, epoch):
         pass
-script.DistributedSampler = Shuffle
+DistributedSampler = Shuffle
 """
 
 
@@ -111,7 +107,7 @@ def test_after_is_before():
     bit, and the rest of its checkpoint."""
     flags = ["--epochs", 3, "--lr", 0.03]
     scores = epochs(done(before("one", *flags)))
-    assert scores == epochs(done(after("two", *flags, processes=1, code=FEW + ORDER)))
+    assert scores == epochs(done(after("two", *flags, processes=1, more=FEW + ORDER)))
     assert scores[2][0] < scores[0][0] - 0.3 and scores[2][2] > scores[0][2]
     for name in "last.pt", "best.pt":
         check_same(last("one", name), last("two", name))
@@ -123,11 +119,11 @@ def test_after_is_before():
 def test_processes():
     """1, 2 and 3 processes compute the same. A run that is killed on two and resumed on three ends
     where one process does."""
-    whole = epochs(done(after("whole", "--epochs", 3, processes=1, code=ALIKE)))
-    jobs = after("killed", "--epochs", 3, code=ALIKE)
+    whole = epochs(done(after("whole", "--epochs", 3, processes=1, more=ALIKE)))
+    jobs = after("killed", "--epochs", 3, more=ALIKE)
     helpers.wait_for("epoch 0: ", *jobs)
     kill_all(jobs)
-    text = done(after("killed", "--epochs", 3, "--resume", processes=3, code=ALIKE))
+    text = done(after("killed", "--epochs", 3, "--resume", processes=3, more=ALIKE))
     found = epochs(logs(jobs) + text)
     for epoch, scores in whole.items():
         assert found[epoch] == pytest.approx(scores, abs=2e-3), (epoch, whole, found)
@@ -136,7 +132,7 @@ def test_processes():
 
 # A buffer that rank 0 alone has would end a run in which DDP sends buffers.
 TELLS = """
-class Tells(UNet):
+class Tells(WideUNet):
     def train(self, mode=True):
         if mode:
             print("seed", torch.initial_seed(), flush=True)
@@ -144,7 +140,8 @@ class Tells(UNet):
                 self.head.register_buffer("seen", torch.ones(7), persistent=False)
         return super().train(mode)
 
-script.UNet = lambda: Tells(width=4)
+def UNet():
+    return Tells(width=4)
 """
 
 
@@ -152,7 +149,7 @@ def test_batch_norm():
     """With batch norm and augmentation, which differ by rank: all evaluate rank 0's average of the
     weights, each image once, and that is what best.pt has. Rank 0 alone prints. No buffer is sent
     in a step."""
-    text = done(after("out", "--epochs", 2, code=FEW + TELLS))
+    text = done(after("out", "--epochs", 2, more=FEW + TELLS))
     assert len(set(re.findall(r"^seed (\d+)", text, re.M))) == 2 * 2
     assert text.count("epoch 1:") == 1 and "destroy_process_group" not in text
     script = runpy.run_path(str(ROOT / "own_loop" / "before.py"))
@@ -178,118 +175,110 @@ def test_restored():
     """A run that is killed at random times and resumed on as many processes ends with the same
     bits: weights, their average, AdamW's, the schedule (here a better IoU lowers the rate) and
     counts."""
-    done(after("whole", "--epochs", 5, code=FEW + LOWERS))
+    done(after("whole", "--epochs", 5, more=FEW + LOWERS))
     for _ in range(2):
-        jobs = after("killed", "--epochs", 5, "--resume", code=FEW + LOWERS)
+        jobs = after("killed", "--epochs", 5, "--resume", more=FEW + LOWERS)
         helpers.wait_for("epoch ", *jobs)
         time.sleep(random.random())
         kill_all(jobs)
-    done(after("killed", "--epochs", 5, "--resume", code=FEW + LOWERS))
+    done(after("killed", "--epochs", 5, "--resume", more=FEW + LOWERS))
     assert last("whole")["optimizer"]["param_groups"][0]["lr"] < 0.01
     for name in "last.pt", "best.pt":
         check_same(last("whole", name), last("killed", name))
 
 
 NOTHING = """
-plain_sample, plain_forward = Discs.__getitem__, UNet.forward
-Discs.__getitem__ = lambda self, i: (plain_sample(self, i)[0], torch.zeros(1, 64, 64))
-UNet.forward = lambda self, x: plain_forward(self, x) - 1e9
-script.Discs = lambda count, first, augment=False: few(count, first) if count > 400 else Discs(1, 0)
+plain_sample, plain_forward, few = AllDiscs.__getitem__, WideUNet.forward, Discs
+AllDiscs.__getitem__ = lambda self, i: (plain_sample(self, i)[0], torch.zeros(1, 64, 64))
+WideUNet.forward = lambda self, x: plain_forward(self, x) - 1e9
+
+def Discs(count, first, augment=False):
+    return few(count, first) if count > 400 else AllDiscs(1, 0)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [before, after])
-def test_early_stop(start):
+@pytest.mark.parametrize("script", [before, after])
+def test_early_stop(script):
     """All ranks stop together, and a resumed run does not begin again. Here nothing is there to be
     found, nothing is found, and there are fewer images for validation than processes."""
     flags = ["out", "--epochs", 99, "--patience", 2, "--resume"]
-    text = done(start(*flags, code=FEW + NOTHING))
+    text = done(script(*flags, more=FEW + NOTHING))
     assert [scores[2] for scores in epochs(text).values()] == [0, 0, 0]
     stopped = [last("out", name) for name in ("last.pt", "best.pt")]
-    assert not epochs(done(start(*flags, code=FEW + NOTHING)))
+    assert not epochs(done(script(*flags, more=FEW + NOTHING)))
     for name, old in zip(("last.pt", "best.pt"), stopped):
         check_same(last("out", name), old)
 
 
 NAN = """
-plain = script.loss_function
-nan = lambda logits: float("nan") if logits.requires_grad else 1  # in training only
-script.loss_function = lambda logits, masks: plain(logits, masks) * nan(logits)
+plain = loss_function
+
+def loss_function(logits, masks):  # in training only
+    return plain(logits, masks) * (math.nan if logits.requires_grad else 1)
 """
 
 
-@pytest.mark.parametrize("name", ["before.py", "after.py"])
-def test_not_finite(here, name):
+@pytest.mark.parametrize("name", [BEFORE, AFTER])
+def test_not_finite(name):
     """Weights that are not finite end the run before they replace a file."""
-    here(name, "--epochs", 1, "--output", "out")
+    alone(name, "--epochs", 1, "--output", "out")
     saved = content("out")
     with pytest.raises(SystemExit, match="epoch 1: loss nan, val nan"):
-        here(name, "--epochs", 2, "--output", "out", "--resume", code=FEW + NAN)
+        alone(name, "--epochs", 2, "--output", "out", "--resume", more=FEW + NAN)
     assert content("out") == saved and len(saved) == 2
 
 
 KILLED = """
-plain = script.save
+plain = save
 
 def save(content, path):
     plain(content, path)
     raise KeyboardInterrupt
-
-script.save = save
 """
 
 
-@pytest.mark.parametrize("name", ["before.py", "after.py"])
-def test_killed_between_two_files(here, name):
+@pytest.mark.parametrize("name", [BEFORE, AFTER])
+def test_killed_between_two_files(name):
     """The first one has been written: resuming writes the other."""
     flags = "--epochs", 1, "--resume", "--output"
     with pytest.raises(KeyboardInterrupt):
-        here(name, *flags, "out", code=FEW + KILLED)
+        alone(name, *flags, "out", more=FEW + KILLED)
     assert helpers.files("out") == ["last.pt"]
-    here(name, *flags, "out")
-    here(name, *flags, "whole")
+    alone(name, *flags, "out")
+    alone(name, *flags, "whole")
     check_same(last("out", "best.pt"), last("whole", "best.pt"))
 
 
 def test_refusals(monkeypatch, capsys):
     """Nothing is overwritten without --resume; each refusal names its flag or what to do."""
 
-    def refusal(name, *flags):
-        monkeypatch.setattr(sys, "argv", [name, *flags])
+    def refusal(by, name, *flags, **place):
         with pytest.raises(SystemExit) as error:
-            runpy.run_path(str(ROOT / "own_loop" / name))["main"]()
+            by(name, *flags, more="", **place)
         return f"{error.value} {capsys.readouterr().err}"
 
     Path("out").mkdir()
     Path("out", "best.pt").touch()
-    big = "--batch-size", "2001", "--workers", "0", "--output", "big"
-    out = ["--epochs", "0", "--output", "out"]
-    for flags in out, [*out, "--resume"]:
-        assert "out has a run: --resume (needs last.pt)" in refusal("before.py", *flags)
-    assert "--batch-size: there are only 2000 images" in refusal("before.py", *big)
-    assert "torchrun --standalone" in refusal("after.py")
-    monkeypatch.setenv("RANK", "0")
-    assert "torchrun --standalone" in refusal("after.py")
-    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
-    for key, value in {**place, "MASTER_PORT": helpers.free_port()}.items():
-        monkeypatch.setenv(key, str(value))
-    odd = refusal("after.py", "--batch-size", "13", "--output", "odd")
+    out = ["--workers", 0, "--epochs", 0, "--output", "out"]
+    big = ["--workers", 0, "--batch-size", 2001, "--output", "big"]
+    for by, name in (here, BEFORE), (alone, AFTER):
+        for flags in out, [*out, "--resume"]:
+            assert "out has a run: --resume (needs last.pt)" in refusal(by, name, *flags)
+        assert "--batch-size: there are only 2000 images" in refusal(by, name, *big)
+    assert "torchrun --standalone" in refusal(here, AFTER)
+    assert "torchrun --standalone" in refusal(here, AFTER, RANK=0)
+    odd = refusal(alone, AFTER, "--batch-size", 13, "--output", "odd", WORLD_SIZE=2)
     assert "--batch-size must be a multiple of the 2 processes" in odd
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    for flags in out, [*out, "--resume"]:
-        assert "out has a run: --resume (needs last.pt)" in refusal("after.py", *flags)
-    assert "--batch-size: there are only 2000 images" in refusal("after.py", *big)
-    torch.distributed.destroy_process_group()
     assert helpers.files("out") == ["best.pt"] and not Path("odd").exists()
 
 
 @pytest.mark.slow
 def test_folders_of_their_own():
     """Machines that see different checkpoints end in a line, instead of hanging."""
-    code = FEW + 'os.makedirs(os.environ["RANK"], exist_ok=True)\nos.chdir(os.environ["RANK"])\n'
-    done(after("out", "--epochs", 1, code=code))
-    text = done(after("out", "--epochs", 2, "--resume", code=code), status=1)
+    more = FEW + 'os.makedirs(os.environ["RANK"], exist_ok=True)\nos.chdir(os.environ["RANK"])\n'
+    done(after("out", "--epochs", 1, more=more))
+    text = done(after("out", "--epochs", 2, "--resume", more=more), status=1)
     assert "use a shared disk" in text and not epochs(text)
 
 
@@ -305,35 +294,30 @@ def test_cards(monkeypatch):
     """On a make-believe accelerator of two cards, each rank uses its own, and copies
     of images are not waited for."""
     pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
-    for name in "report", "emu":
-        Path(name).mkdir()
-    text = OWN[1].read_text().replace("cuda", "emu").replace("nccl", "gloo")
-    Path("emu", "after.py").write_text(text)
-    path = own("after", ALIKE + EMULATED, Path("emu").resolve())
-    flags = [*FLAGS, "--epochs", 2, "--output"]
+    Path("report").mkdir()
+    path = altered(AFTER, "cuda", "emu", "nccl", "gloo", more=ALIKE + EMULATED)
     monkeypatch.setenv("EMULATED_CARDS", "2")
     monkeypatch.setenv("EMULATED_REPORT", str(Path("report").resolve()))
-    done(by_hand(path, *flags, "cards", processes=2))
+    run(path, *FLAGS, "--epochs", 2, "--output", "cards", processes=2)
     told = [path.read_text() for path in Path("report").iterdir()]
     assert sorted(re.findall(r"uses card (\d)", text) for text in told) == [["0"], ["1"]]
     # Building the model makes 13, saving and the scores 7. One a step would be 16 more.
     assert max(text.count("waits") for text in told) < 20 + 16
     monkeypatch.delenv("EMULATED_CARDS")
-    done(after("cpu", "--epochs", 2, processes=1, code=ALIKE))
+    done(after("cpu", "--epochs", 2, processes=1, more=ALIKE))
     check_same(last("cards"), last("cpu"), rtol=1e-3, atol=1e-4)
 
 
 THREADS = """
-for path in script.Path("/proc/self/task").glob("*/comm"):
-    print("thread", path.read_text())
+    for path in Path("/proc/self/task").glob("*/comm"):
+        print("thread", path.read_text())
 """
 
 
 @pytest.mark.slow
 def test_end():
     """Gloo's threads have ended when Python does: it would abort if one then still had a tensor."""
-    path = own("after")
-    path.write_text(path.read_text() + THREADS)
+    path = altered(AFTER, "\n    main()\n", f"\n    main()\n{THREADS}", more=FEW)
     text = done([helpers.torchrun(1, path, *FLAGS, "--epochs", 1)])
     assert "thread" in text and "gloo" not in text
 
@@ -341,7 +325,8 @@ def test_end():
 @pytest.mark.slow
 def test_orphans():
     """After kill -9 of torchrun, its ranks end with their epoch, and do not write."""
-    job = helpers.torchrun(2, own("after"), *FLAGS, "--epochs", 9999, "--patience", 9999)
+    path = altered(AFTER, more=FEW)
+    job = helpers.torchrun(2, path, *FLAGS, "--epochs", 9999, "--patience", 9999)
     helpers.wait_for("epoch 1: ", job)
     kill(job.pid)
     epoch = last("runs/own_loop")["progress"][0]
@@ -374,7 +359,7 @@ def test_on_gpus():
     """In float16, on two GPUs if there are so many: it learns, no step waits for the GPU, and NCCL
     is told which GPU is its own."""
     flags = "--epochs", 2, "--lr", 0.03
-    text = done(after("out", *flags, processes=max(1, min(2, GPUS)), code=WATCH))
+    text = done(after("out", *flags, processes=max(1, min(2, GPUS)), more=WATCH))
     scores = epochs(text)
     assert scores[1][0] < scores[0][0] and scores[1][2] > 0
     assert "watched" in text and ("LaunchKernel" in text or not GPUS), text

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train
-from helpers import ROOT, by_hand, close, metrics, same, together, weights
+from helpers import ROOT, altered, close, metrics, run, same, together, weights
 from runs import VERBS, applied
 from torch import nn
 from torchvision import datasets, models
@@ -72,7 +72,7 @@ def paste(folder, *titles, rooms=False, **changes):
     tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
     Path("texts", "a.md").write_bytes(text)
     tokens[:11521].tofile("texts/train.bin"), tokens[11520:].tofile("texts/test.bin")
-    return Path(folder, "train.py")
+    return Path(folder, "train.py").resolve()
 
 
 def runs(*flags, shards=SHARDS, **epochs):
@@ -238,12 +238,10 @@ def test_cuda_graphs(fashion):
     with batch norm, dropout, and weights that autocast casts in each step."""
     path = paste("my", GRAPHS)
     flags = [*fashion, *SHORT, "--amp", "--augment", "--clip-norm", 1]
-    text = helpers.done(by_hand(path, *flags, "--device", "cpu", processes=0), 2)
+    text = run(path, *flags, "--device", "cpu", processes=0, status=2)
     assert "error: CUDA graphs are for one GPU" in text
-    path.write_text(
-        path.read_text().replace('accumulate > 1 or args.device != "cuda"', "accumulate > 1")
-    )
-    text = helpers.done(by_hand(path, *flags, "--accumulate", 2, processes=0), 2)
+    path = altered(path, 'accumulate > 1 or args.device != "cuda"', "accumulate > 1")
+    text = run(path, *flags, "--accumulate", 2, processes=0, status=2)
     assert "error: CUDA graphs are for one GPU" in text
     one = {"shards": {"ddp": 1}}
     every = runs(*flags, whole=[2], parts=[1, 2], **one)

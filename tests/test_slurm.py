@@ -18,7 +18,8 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
-from helpers import LIMIT, ROOT, Cold, changed, command, wait_until
+from helpers import COMPLETE, LIMIT, ROOT, Cold, altered, command, wait_until
+from runs import replaced
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]  # one cluster at a time
 MACHINES = ["node0", "node1", "node2", "node3"]
@@ -198,11 +199,8 @@ def clone(kind, tmp_path, monkeypatch):
 
 def edit(name, *changes):
     """Edit slurm/NAME.sh. Changes: what stands there, its replacement, and so on."""
-    text = Path(f"slurm/{name}.sh").read_text()
-    for old, new in zip(changes[::2], changes[1::2], strict=True):
-        assert old in text, old
-        text = text.replace(old, new)
-    Path(f"slurm/{name}.sh").write_text(text)
+    path = Path(f"slurm/{name}.sh")
+    path.write_text(replaced(path.read_text(), *changes))
 
 
 class Job:
@@ -753,15 +751,14 @@ def test_complete_trains(kind, real, monkeypatch):
     more = ["import argparse\n", "import beside, argparse\n", line]  # a module of the user's
     shutil.copytree("complete", "mine")
     Path("mine/beside.py").touch()
-    changed("complete/train.py", *more, f"{indent}{stand}\n{line}").rename("mine/long.py")
-    fails = changed("complete/train.py", *more, f"{indent}assert step < 3\n{line}")
-    fails.rename("mine/fails.py")
+    altered(COMPLETE, *more, f"{indent}{stand}\n{line}").rename("mine/long.py")
+    altered(COMPLETE, *more, f"{indent}assert step < 3\n{line}").rename("mine/fails.py")
     more = ["Discs(2_000", "Discs(64", "Discs(400", "Discs(16", line := "        model.train()\n"]
-    loop = changed("own_loop/after.py", *more, f"        assert epoch < 1 or not ({first})\n{line}")
-    loop.rename("mine/loop.py")
+    more += [f"        assert epoch < 1 or not ({first})\n{line}"]
+    altered("own_loop/after.py", *more).rename("mine/loop.py")
 
     def submit(script, processes, *flags, options=()):
-        changed("slurm/complete.sh")
+        shutil.copy(ROOT / "slurm" / "complete.sh", "slurm")
         on_cpus("complete", "complete/train.py", f"mine/{script}.py")
         edit("complete", "--nproc-per-node gpu", f"--nproc-per-node {processes}")
         restarts = {"long": 3, "loop": 1, "fails": 0}[script]  # it need not fail four times

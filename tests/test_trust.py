@@ -15,7 +15,6 @@ import torch
 import train as script
 from helpers import (
     COMPLETE,
-    begin,
     close,
     kill_all,
     last,
@@ -23,7 +22,9 @@ from helpers import (
     parse,
     place,
     same,
+    start,
     together,
+    told,
     train,
     weights,
 )
@@ -33,7 +34,7 @@ from test_images import pack, write_folder
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from torchvision import datasets, models
 
-SMALL = ["--image-size", 16, "--batch-size", 4, "--workers", 0]
+TINY = ["--image-size", 16, "--batch-size", 4, "--workers", 0]
 
 
 # ---- What the test sees --------------------------------------------------------------------------
@@ -79,11 +80,11 @@ CHANGES = {  # of rank 1's disk, and the message
 def test_ranks_with_other_data():
     """Refused before the first step, with both values."""
     write_folder("pictures", side=20)
-    flags = ["--dataset", "pictures", *SMALL, "--epochs", 1, "--output", Path("out").resolve()]
+    flags = ["--dataset", "pictures", *TINY, "--epochs", 1, "--output", Path("out").resolve()]
     for change, says in CHANGES.items():
         shutil.copytree("pictures", "elsewhere/pictures")
         subprocess.run(change, shell=True, check=True, cwd="elsewhere/pictures")
-        text = refuse(*begin(flags, more=ELSEWHERE), status=1)
+        text = refuse(*start(COMPLETE, *flags, more=ELSEWHERE), status=1)
         assert f"the ranks have different data: {says}" in text, text
         assert "Traceback" not in text and not Path("out/last.json").exists()
         shutil.rmtree("elsewhere")
@@ -94,7 +95,7 @@ def test_resumed_with_other_files(refused):
     be moved, and packed."""
     write_folder("pictures", side=20)
     shutil.move("pictures/test", "test")
-    flags = [*SMALL, "--resume", "--output", "out"]
+    flags = [*TINY, "--resume", "--output", "out"]
     train("--dataset", "pictures", *flags, "--epochs", 1)
     image = Path("pictures/train/a/00004.jpg")
     image.rename("pictures/train/a/0.jpg")
@@ -157,6 +158,14 @@ def test_seeds_share_nothing(fashion):
 
 
 # ---- Normalization, and scores -------------------------------------------------------------------
+INPUTS = """
+plain = build_model
+def build_model(args, inputs, classes):
+    print("sees", inputs.double().sum().item(), inputs.double().std().item())
+    return plain(args, inputs, classes)
+"""
+
+
 def test_init_keeps_the_normalization(fashion, monkeypatch, capsys):
     """A run with --pretrained, one that starts from its best.pt, and what both report, see the same
     inputs; also when the first is gone. Without last.json beside a file, that is said."""
@@ -174,13 +183,12 @@ def test_init_keeps_the_normalization(fashion, monkeypatch, capsys):
     assert not torch.allclose(wanted, script.prepare(parse(*flags, 1), images, device)[0])
     init = [*flags, 1, "--init", "first/best.pt", "--lr", 0]
     assert torch.equal(script.prepare(parse(*init), images, device)[0], wanted)
-    seen, plain = [], script.build_model
-    monkeypatch.setattr(script, "build_model", lambda *x: seen.append(x[1]) or plain(*x))
-    train(*init, "--output", "second", "--resume")
+    train(*init, "--output", "second", "--resume", more=INPUTS)
     shutil.move("first", "gone")
-    train(*init, "--output", "second", "--resume", "--epochs", 2)
-    train(*flags, 1, "--output", "second", "--evaluate")
-    assert len(seen) == 3 and torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+    train(*init, "--output", "second", "--resume", "--epochs", 2, more=INPUTS)
+    train(*flags, 1, "--output", "second", "--evaluate", more=INPUTS)
+    seen = re.findall("^sees (.*)", capsys.readouterr().out, re.M)
+    assert len(seen) == 3 and len(set(seen)) == 1
     assert last("second")["normalization"] == last("gone")["normalization"]
     capsys.readouterr()
     shutil.copy("gone/best.pt", "best.pt")
@@ -211,7 +219,7 @@ def test_evaluate_on_test(capsys):
     shutil.copytree("pictures/test", "pictures/val")
     a, b = (Path("pictures/test", name) for name in "ab")
     a.rename("c"), b.rename(a), Path("c").rename(b)  # each is wrong there
-    flags = ["--dataset", "pictures", *SMALL, "--lr", 0.01, "--model", "mlp", "--output", "out"]
+    flags = ["--dataset", "pictures", *TINY, "--lr", 0.01, "--model", "mlp", "--output", "out"]
     train(*flags, "--epochs", 3)
     assert metrics("out")[-1]["test_accuracy"] == 1
     train(*flags, "--evaluate")
@@ -238,7 +246,7 @@ def test_checkpoints_between_progress_lines(fashion):
     than these; the run ends bit-identical, and draws the same random numbers."""
     flags = [*fashion, "--batch-size", 8, "--log-every", 1000, "--checkpoint-minutes", 0.01]
     flags += ["--epochs", 1, "--augment", "--resume", "--output"]
-    jobs = begin([*flags, "out"], more=SLOW_STEPS)
+    jobs = start(COMPLETE, *flags, "out", more=SLOW_STEPS)
     helpers.wait_for("0 steps are done", *jobs)
     helpers.wait_until(lambda: place("out")[1] > 30 or jobs[0].status() is not None)
     kill_all(jobs)
@@ -251,43 +259,31 @@ def test_checkpoints_between_progress_lines(fashion):
     close("out", "whole", 1e-6)
 
 
-def test_saves_when_due_or_best_and_at_the_end(fashion, monkeypatch):
+SAVES = """
+plain = save_checkpoint
+def save_checkpoint(args, progress, *words):
+    print("saves", progress.epoch, progress.step)
+    plain(args, progress, *words)
+"""
+
+
+def test_saves_when_due_or_best_and_at_the_end(fashion, capsys):
     """Not after each epoch: after those with the lowest test loss so far, told here, and the last.
     One that is due at an epoch's last step is made once."""
-    plain, told, saved = script.evaluate, iter([3, 1, 2, 2, 0, 2, 2]), []
-
-    def evaluate(args, model, loader, *words):
-        sums = plain(args, model, loader, *words)
-        if not isinstance(loader, list):  # of one sample, at the beginning
-            sums["loss"] += 1000 * next(told)
-        return sums
-
-    plain_save = script.save_checkpoint
-    monkeypatch.setattr(script, "evaluate", evaluate)
-    monkeypatch.setattr(
-        script,
-        "save_checkpoint",
-        lambda *x: saved.append((x[1].epoch, x[1].step)) or plain_save(*x),
-    )
     flags = [*fashion, "--batch-size", 320, "--output"]
-    train(*flags, "out", "--epochs", 7)
-    assert saved == [(1, 0), (2, 0), (5, 0), (7, 0)]
-    assert len(metrics("out")) == 7
-    told, saved[:] = iter([1, 2, 3]), []
-    train(*flags, "often", "--epochs", 3, "--checkpoint-minutes", 0, "--log-every", 1)
-    assert saved == [(0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
+    train(*flags, "out", "--epochs", 7, more=SAVES + told(3, 1, 2, 2, 0, 2, 2))
+    saved = re.findall("^saves (.*)", capsys.readouterr().out, re.M)
+    assert saved == ["1 0", "2 0", "5 0", "7 0"] and len(metrics("out")) == 7
+    often = ["--checkpoint-minutes", 0, "--log-every", 1]
+    train(*flags, "often", "--epochs", 3, *often, more=SAVES + told(1, 2, 3))
+    saved = re.findall("^saves (.*)", capsys.readouterr().out, re.M)
+    assert saved == ["0 1", "1 0", "1 1", "2 0", "2 1", "3 0"]
 
 
-WORSE = """
-told, plain, calls = iter({losses}), evaluate, []
-def evaluate(args, model, loader, *words):
-    sums = plain(args, model, loader, *words)
-    if not isinstance(loader, list):
-        sums["loss"] += 1000 * next(told)
-    return sums
+KILLS = """
 plain_move = os.replace
 def move(old, new):
-    if str(new).endswith("{moment}") and len(metrics_of(args)) == 2:
+    if str(new).endswith("{moment}") and len(metrics_of(args)) == {rows}:
         os.kill(os.getpid(), 9)
     plain_move(old, new)
 def metrics_of(args):
@@ -301,15 +297,13 @@ def test_best_agrees_after_a_kill(fashion, moment):
     """Killed as the second epoch, the best so far, is written; the repeated one scores worse, as it
     may on a GPU. best.pt has the weights of the lowest test loss in metrics.csv."""
     flags = [*fashion, "--batch-size", 320, "--resume", "--output", "out", "--epochs"]
-    kill = WORSE.format(losses="[2, 1]", moment=moment)
-    if moment == "last.json":
-        kill = kill.replace("== 2", "== 1")
-    jobs = begin([*flags, 2], more=kill, processes=0)
-    statuses, text = helpers.finish(jobs)
+    rows = 1 if moment == "last.json" else 2  # that are known then
+    more = told(2, 1) + KILLS.format(moment=moment, rows=rows)
+    statuses, text = helpers.finish(start(COMPLETE, *flags, 2, more=more, processes=0))
     assert statuses == [-9], text
     known = [row["test_loss"] for row in last("out")["progress"]["metrics"]]
-    assert len(known) == (1 if moment == "last.json" else 2)
-    together([*flags, 3], more=WORSE.format(losses="[3, 3]", moment="nothing"), processes=0)
+    assert len(known) == rows
+    train(*flags, 3, more=told(3, 3))
     rows = [row["test_loss"] for row in metrics("out")]
     assert len(rows) == 3 and rows[: len(known)] == pytest.approx(known)
     best = rows.index(min(rows)) + 1
@@ -331,15 +325,17 @@ def test_started_where_a_kill_left_nothing(fashion):
         )
 
 
-def test_a_run_that_started_meanwhile(out, fashion, monkeypatch):
+ANOTHER = """
+import shutil
+plain = init_distributed
+def init_distributed(*words):
+    shutil.copytree("other", "out")
+    return plain(*words)
+"""
+
+
+def test_a_run_that_started_meanwhile(out, fashion):
     """While this one joins its group, another one has written its first checkpoint."""
     shutil.move("out", "other")
-    plain = script.init_distributed
-
-    def init_distributed(*words):
-        shutil.copytree("other", "out")
-        return plain(*words)
-
-    monkeypatch.setattr(script, "init_distributed", init_distributed)
     with pytest.raises(SystemExit, match="another run has just started in out"):
-        train(*fashion, "--output", "out", "--resume", "--epochs", 3)
+        train(*fashion, "--output", "out", "--resume", "--epochs", 3, more=ANOTHER)
