@@ -243,7 +243,7 @@ def test_my_own_images(data):
 
 
 LOOP = """
-import random
+import os, random
 import numpy
 import torch
 import torch.distributed as dist, torch.nn.functional as F
@@ -487,7 +487,10 @@ def test_own_loop():
     """What each section says, and its code, in two processes whose data differ. Steps that leave
     parameters without gradients need find_unused_parameters=True; DDP's keys lose "module."."""
     assert f"`{IOU}`" in DOCS and all(f"\n- **{title}" in DOCS for title in LISTED)
-    text = [LOOP, UNUSED, *LISTED.values()]
+    [section] = [part for part in SECTIONS if part.startswith("An IterableDataset\n")]
+    stream = "def share(samples):\n" + textwrap.indent(CODE.findall(section)[0][2], "    ")
+    stream += "found = of_all(*share(iter(range(7))))\nassert found == [[0, 2, 4], [1, 3, 5]]"
+    text = [LOOP, UNUSED, *LISTED.values(), stream]
     for i, (title, (before, after)) in enumerate(OWN.items()):
         [section] = [part for part in SECTIONS if part.startswith(f"{title}\n")]
         codes = [code for language, _, code in CODE.findall(section) if language == "python"]
