@@ -71,7 +71,8 @@ def find_images(folder):
         direct = {os.path.dirname(path) for paths in found["train"].values() for path in paths}
         empty = [name for name in classes if os.path.join(folder, name) not in direct]
         if empty:
-            refuse(f"{folder} has no train/, and no images directly in {quoted(empty)}")
+            says = f"{folder} has no train/, and no images directly in {quoted(empty)}"
+            refuse("\n".join([says, *notes]))
     for part, by_class in found.items():
         if sorted(by_class) != classes:  # a label would mean another class
             names = f"train/ and {places[part].name}/"

@@ -271,6 +271,7 @@ REFUSED = {  # what was done to a folder, and the message
     "mv test valid && mv valid/a valid/caf\u00e9": "differ in 'a', 'caf\\xe9': give both",
     "cp -r test val && mkdir 'val/b '": "pictures: train/ and val/ differ in 'b ': ",
     "mv train Train && mv test Test": "no train/, and no images directly in 'Test', 'Train'",
+    "rm -r test; mv train/* .; rmdir train; mv b/1.jpg b/1.heic": "in 'b'\npictures: 1 files left",
     "mkdir all && mv train/* all && mv all train": "pictures/train has only one class, 'all'",
     "rm -r *": "pictures has no folders",
     "mv train/a/0.jpg . && rm -r train test": "pictures has no folders",

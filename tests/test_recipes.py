@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train
-from helpers import ROOT, altered, close, metrics, run, same, together, weights
+from helpers import ROOT, altered, close, command, metrics, run, same, together, weights
 from runs import VERBS, applied
 from torch import nn
 from torchvision import datasets, models
@@ -353,17 +353,27 @@ def test_metrics_from_sums():
 
 @pytest.mark.slow
 def test_a_table_of_numbers():
-    """Columns of which one is a sum of others: learned, the same on one process and on two."""
+    """Columns of which one is a sum of others: learned, the same on one process and on two. A
+    constant column and one of large numbers are scaled exactly. Predictions are the run's."""
     path = paste("my", "An example: a table of numbers")
     columns = np.random.default_rng(0).normal(size=(640, 4))
-    rows = np.column_stack([100 * columns, columns @ [1, 2, -1, 0] + 7])
-    np.savetxt("table.csv", rows, delimiter=",", header="a,b,c,d,sum", comments="")
+    rows = [100 * columns + 1.7e9, np.full(640, 1234.567), columns @ [1, 2, -1, 0] + 7]
+    rows = np.column_stack(rows)
+    table = {"delimiter": ",", "header": "a,b,c,d,constant,sum", "comments": ""}
+    np.savetxt("table.csv", rows, **table)
     flags = ["--dataset", "table.csv", *SHORT, "--lr", 0.01]
     together(*runs(*flags, two=[4]), path=path, more=BLOCKS)
     together(*runs(*flags, one=[4], shards={"ddp": 1}), path=path, processes=1)
     for name in SHARDS:
         close(f"{name}-two", "ddp-one", keys=["train_loss", "test_loss", "test_mean_error"])
-    assert metrics("ddp-one")[-1]["test_mean_error"] < 0.2
+    errors = [row["test_mean_error"] for row in metrics("ddp-one")]
+    assert errors[-1] < 0.2
+    np.savetxt("new.csv", rows[::10, :-1], **table)
+    code = code_of("An example: a table of numbers")[1].replace("runs/table", "ddp-one")
+    path.with_name("predict.py").write_text(code)
+    found = re.findall(r"-?\d+\.\d+", command(sys.executable, path.with_name("predict.py")))
+    error = np.abs(np.array(found, float) - rows[::10, -1]).mean() / rows[:, -1].std()
+    assert len(found) == 64 and error == pytest.approx(min(errors), rel=0.1)
 
 
 DETECTION = """
