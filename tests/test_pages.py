@@ -345,6 +345,10 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "assert hits.tolist() == [((x == i) & (y == i)).sum().item() for i in range(classes)]\n"
         "assert confusion.sum() == x.numel()",
     ),
+    "Is it right?": (
+        "loss = torch.tensor(1.0 + rank)",
+        "assert mean == 3 and loss == 1.0 + rank",
+    ),
     "Gradient accumulation": (
         "train_loader, loss_function = [torch.randn(2, 2, 2) for _ in range(6)], F.mse_loss\n"
         "communicated.clear()",
