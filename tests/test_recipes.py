@@ -418,7 +418,7 @@ def test_detection():
     assert same(weights("ddp-whole"), weights("ddp-parts"))
     close("fsdp2-whole", "ddp-whole", 1e-2, ("train_loss", "test_loss"))
     rows = metrics("fsdp2-whole")
-    assert max(row["test_recall"] for row in rows) == 1 and rows[-1]["test_precision"] > 0.7
+    assert any(row["test_recall"] == 1 and row["test_precision"] > 0.7 for row in rows), rows
 
 
 IGNORED = {"channels_last), labels\n": "channels_last), labels.where(labels > 6, -100)\n"}
