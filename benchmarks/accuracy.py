@@ -1,7 +1,7 @@
 """Test accuracy at the end: complete/train.py beside torchvision's reference, the same images.
 
 git clone https://github.com/pytorch/vision && git -C vision checkout d4a1e3d66ab7
-python benchmarks/accuracy.py DIR vision --image-size 64 --batch-size 40 --epochs 8
+python benchmarks/accuracy.py DIR vision --batch-size 50
 python benchmarks/accuracy.py DIR vision --model resnet8 --image-size 32 --batch-size 100
 
 DIR has train/ and test/. Both train the same model for the same steps, with SGD, momentum 0.9,
