@@ -333,6 +333,7 @@ def build_optimizer(args, model, steps):
 """
 
 
+@pytest.mark.slow
 def test_float16(fashion):
     """--amp on a GPU before Ampere, as which the CPU is passed off: a gradient that overflows, as
     the first often do, is left out, and halves the loss's factor; a resumed run goes on with it."""
