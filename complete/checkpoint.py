@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -384,11 +384,12 @@ def fingerprint(dataset):
         first, last = (os.fsencode(choose(paths)) for choose in (min, max))
         shared = len(os.path.dirname(os.path.commonprefix([first, last])))
         content = (os.fsencode(path)[shared:].lstrip(b"/") + b"\0" for path in paths)
-    numbers = []
     if torch.is_tensor(labels):
-        numbers = [labels.cpu().contiguous().view(torch.uint8).numpy().tobytes()]
-    elif labels is not None and np.asarray(labels).dtype.kind in "biuf":
-        numbers = [np.asarray(labels).tobytes()]
+        labels = labels.cpu().contiguous().view(torch.uint8)
+    numbers = np.empty(0)
+    with suppress(ValueError, TypeError):  # boxes, say, of which images have different numbers
+        numbers = np.asarray(labels)
+    numbers = [numbers.tobytes()] if numbers.dtype.kind in "biuf" else []
     return {"samples": len(dataset), "hash": hash_of(chain(content, numbers))}
 
 

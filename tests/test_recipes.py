@@ -496,6 +496,14 @@ def test_muon():
     assert 0 < losses[1] < losses[0]
 
 
+def test_too_few_texts():
+    """The language model's load_data names the folder."""
+    load_data = runpy.run_path(str(paste("my", rooms=True)))["load_data"]
+    Path("empty").mkdir()
+    with pytest.raises(SystemExit, match="--dataset empty: only 0 bytes of text"):
+        load_data(SimpleNamespace(dataset="empty", length=64))
+
+
 def test_tokens(monkeypatch):
     """tokenize_texts.py writes the tokens of all texts in the order of their names, the last
     hundredth apart."""

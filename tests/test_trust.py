@@ -129,7 +129,9 @@ def test_what_identifies_a_dataset():
     joined = [ConcatDataset(both) for both in (tensors, tensors[::-1])]
     relabeled = copy.copy(own)  # as a table of labels may be corrected on one of the machines
     relabeled.targets = own.targets[::-1]
-    every = [*tensors, *parts, *joined, names, relabeled]
+    boxes = copy.copy(own)
+    boxes.targets = [[1.0] * (i % 3) for i in range(len(own))]
+    every = [*tensors, *parts, *joined, names, relabeled, boxes]
     every += [TensorDataset(torch.arange(4.0)), range(4)]
     assert len({str(saving.fingerprint(dataset)) for dataset in every}) == len(every)
     names.classes = 10
