@@ -451,6 +451,8 @@ def test_other_flags_of_machines(name):
 # Workers as Python 3.14 would start them. They, and load_data, print what they draw.
 WORKERS = """
 torch.multiprocessing.set_start_method("forkserver", force=True)
+for seed in random.seed, np.random.seed, torch.manual_seed:  # as in processes of their own
+    seed(os.getpid())
 def tell(what, *values):
     print(what, os.getpid(), os.getppid(), *values, "\\n", end="", flush=True)
 plain_load, plain_item = load_data, Synthetic.__getitem__
