@@ -405,8 +405,8 @@ def test_another_disk(monkeypatch, name):
     assert set(statuses) == {1} and content("0/out") == before, text
     says = "the machines see different files in synthetic or out: use a shared disk"
     assert says in text, text
-    flags = [[*FLAGS, f"out-{i}", "--epochs", 0] for i in range(4)]
-    texts = together(*flags, path=name, more=FEW + OTHERS, status=1)
+    runs = [[*FLAGS, f"out-{i}", "--epochs", 0] for i in range(4)]
+    texts = together(*runs, path=name, more=FEW + OTHERS, status=1)
     found = ["training images: 640", "test images: 203", "classes: 10", "class 9: '9'"]
     for i, (what, other) in enumerate(zip(found, [100, 100, 9, "'9 '"])):
         says = f"different files in synthetic or out-{i}: use a shared disk"
