@@ -93,7 +93,7 @@ def single(tmp_path_factory):
 def test_one_run(single):
     """The losses of train_single.py, from the beginning, on two processes or machines. Then each of
     the first five resumes the run of the next one, and train_fsdp2.py on three what two began. What
-    is left over after 10 steps are other images in each epoch. A new --lr takes effect."""
+    is left over after 10 steps are other images in each epoch."""
     folder, wanted = single
     for name in SMALL[1:]:
         text, share = run(name, name, "--epochs", 1), f"{60 // COUNTS[name]} images of each batch"
@@ -112,10 +112,15 @@ def test_one_run(single):
         agree(text, wanted)
         assert weights(other).keys() == weights(folder).keys()
     assert {path.name for path in Path("fsdp2").glob("epoch-*")} == {"epoch-1", "epoch-0-mine"}
-    for name in KINDS:
-        before = weights(name)
-        run(name, name, "--epochs", 3, "--resume", "--lr", 0)
-        assert same(weights(name), before)
+
+
+@pytest.mark.parametrize("name", some_fast(KINDS, "single"))
+def test_another_lr(name):
+    """It takes effect when the run is resumed."""
+    run(name, "out", "--epochs", 1)
+    before = weights("out")
+    run(name, "out", "--epochs", 2, "--resume", "--lr", 0)
+    assert same(weights("out"), before)
 
 
 @pytest.mark.slow
@@ -566,10 +571,11 @@ def count_correct(*words):
 """
 
 
-def test_ones_own():
+@pytest.mark.parametrize("names", some_fast([KINDS, SMALL], KINDS))
+def test_ones_own(names):
     """Data, masks instead of labels, and a model with a buffer that is a view, which DDP itself
     could not broadcast, by the functions that are a user's: all scripts do the same run."""
-    for name in SMALL:
+    for name in names:
         text = run(name, name, "--epochs", 3, more=OWN)
         found = "640 training images, 203 test images, 3 classes: ['red', 'green', 'blue']; "
         assert found in text, text
@@ -642,13 +648,19 @@ def load_data(args):
 """
 
 
-def test_each_test_image_counts_once(data):
+@pytest.mark.parametrize("name", some_fast(KINDS[1:], "ddp_torchrun"))
+def test_each_test_image_counts_once(data, name):
     """Of a folder of JPEG and PNG files, one of them grey, of several sizes, with 3 to test on: one
     process has none. Each answer is right."""
     flags = ["--epochs", 1, "--dataset", data / "pictures"]
-    for name, count in zip(KINDS, (1, 4, 4)):
-        text = run(name, name, *flags, more=ONE_CLASS, processes=count)
-        assert epochs(text)[0][1] == 1, (name, text)
+    text = run(name, name, *flags, more=ONE_CLASS, processes=4)
+    assert epochs(text)[0][1] == 1, text
+
+
+@pytest.mark.slow
+def test_sizes(data):
+    """Of images, and a model of torchvision."""
+    flags = ["--epochs", 1, "--dataset", data / "pictures"]
     for i, other in enumerate(([224], [40, "--model", "shufflenet_v2_x0_5"])):
         helpers.here("single", *FLAGS, f"size-{i}", *flags, "--image-size", *other)
 
