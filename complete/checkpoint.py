@@ -195,6 +195,7 @@ class Run:
             if self.resumed is None:
                 self.claim_folder()
             elif self.metrics:
+                self.check_owner()
                 self.write_results()  # a kill may have prevented it
             done = f"{self.epoch} epochs and {self.step} steps"
             print(f"{self.folder}: {done} are done", flush=True)
