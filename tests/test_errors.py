@@ -52,7 +52,7 @@ def test_wrong_flags(out, denied):
 
 @pytest.mark.parametrize("name", sorted(vars(parse())))
 def test_each_flag_is_compared(trained, fashion, name, monkeypatch):
-    """On --resume, unless it is in MAY_CHANGE: so a new one is, too. The normalization is no flag."""
+    """On --resume, unless it is in MAY_CHANGE: so a new one is, too."""
     args = parse(*fashion, "--output", trained, "--resume")
     old = getattr(args, name)
     others = {
@@ -95,7 +95,7 @@ def test_not_a_run_of_this_script(out, denied):
     """As of a small script, or of the version before, or a file: named, with what to do."""
     denied("out has a run: --resume continues it", "")
     for name, says in {
-        "last.json": "out has a run of an older version, which cannot be resumed: start a new run wi",
+        "last.json": "out has a run of an older version, which cannot be resumed: start",
         "epoch-3": "out has a run of another script or version: use another --output",
     }.items():
         Path("out/checkpoint.pt").rename("checkpoint.pt")
@@ -214,9 +214,7 @@ def test_disks_that_are_not_shared(out, fashion):
     elsewhere = 'import os\nif os.environ["RANK"] == "1":\n    os.chdir("elsewhere")\n'
     flags = [*fashion, "--resume", "--epochs", 3, "--output", "out"]
     text = refuse(*start(COMPLETE, *flags, more=elsewhere))
-    says = (
-        "the checkpoint in --output is epoch 2, step 0 on rank 0 and none on rank 1: put --output"
-    )
+    says = "the checkpoint in --output is epoch 2, step 0 on rank 0 and none on rank 1: put --out"
     assert says in text and "step 4/" not in text, text
 
 
@@ -363,9 +361,9 @@ def test_machines_with_other_code(fashion):
         second = altered(COMPLETE)
         Path(second.parent, name).write_text(Path(second.parent, name).read_text() + "# edited\n")
         port, jobs = free_port(), []
-        for path, place in zip((first, second), places(2)):
+        for path, environment in zip((first, second), places(2)):
             log = f"{len(jobs)}-{name}.log"
-            jobs.append(Warm(path, [[port, flags]], log, place))
+            jobs.append(Warm(path, [[port, flags]], log, environment))
         text = refuse(*jobs)
         assert re.search(rf"error: {name} is \w+ on rank 0 and \w+ on rank 1: copy", text), text
 

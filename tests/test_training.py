@@ -465,8 +465,8 @@ def test_order(monkeypatch):
 @pytest.mark.parametrize("size", [14, 20, 40])
 def test_crops(size):
     """Of the middle in the test, and at random in training; of --image-size, also where images are
-    smaller. Pixels say where they are: each crop has a zoom of 0.6 to 1, lies in the image, and half of them
-    are flipped."""
+    smaller. Pixels say where they are: each crop has a zoom of 0.6 to 1, lies in the image, and
+    half of them are flipped."""
     torch.manual_seed(1)  # of every twelfth seed, a crop of 14 is bent more than is allowed below
     device = torch.device("cpu")
     columns, rows = torch.meshgrid(torch.arange(30), torch.arange(20), indexing="xy")

@@ -23,6 +23,7 @@ from helpers import (
     metrics,
     parse,
     place,
+    run,
     same,
     start,
     together,
