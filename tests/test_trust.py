@@ -171,28 +171,33 @@ def test_ranks_with_other_flags(fashion, other):
 SEEDS = """
 import random
 import numpy as np
-plain = seed_random_numbers
-def seed_random_numbers(*words, **options):
-    plain(*words, **options)
-    numbers = torch.rand(()).item(), np.random.rand(), random.random()
-    plain(*words, **options)
-    print(f"\\nseed {args.seed} {words[0]} rank {dist.get_rank()}: {numbers}", flush=True)
+def seen(seed):
+    def seed_and_tell(*words, **options):
+        seed(*words, **options)
+        numbers = torch.rand(()).item(), np.random.rand(), random.random()
+        seed(*words, **options)
+        print(f"\\nseed {args.seed} {words[0]} rank {dist.get_rank()}: {numbers}", flush=True)
+    return seed_and_tell
+seed_everything, seed_torch = seen(seed_everything), seen(seed_torch)
 """
 
 
 def test_seeds_share_nothing(fashion):
-    """Of two seeds, with three epochs on two ranks: what a step or a crop draws, from Python's,
-    numpy's and torch's numbers, is drawn once. The data and weights are the same on both ranks."""
+    """Of two seeds, with three epochs on two ranks: what a step draws from torch's numbers, and
+    `prepare` from Python's and numpy's too, is drawn once. Data and weights are those of all."""
     flags = [*fashion, "--epochs", 3, "--batch-size", 80, "--accumulate", 2, "--output"]
     runs = [[*flags, f"out-{seed}", "--seed", seed] for seed in (1, 2)]
     line = r"^seed (\d) (\w+) rank (\d): \((.*), (.*), (.*)\)$"
     found = re.findall(line, "".join(together(*runs, more=SEEDS)), re.M)
     of_all = [numbers for seed, what, rank, *numbers in found if what in ("data", "weights")]
-    others = [numbers for seed, what, rank, *numbers in found if what in ("step", "prepare")]
-    assert len(of_all) == 2 * 2 * 2 and len(others) == 2 * 2 * (2 * 2 * 3 * 8)  # 8 steps an epoch
+    of_steps = [numbers[0] for seed, what, rank, *numbers in found if what == "step"]
+    of_batches = [numbers for seed, what, rank, *numbers in found if what == "prepare"]
+    count = 2 * 2 * 3 * 8 * 2  # an epoch has 8 steps of 2 micro-batches
+    assert (len(of_all), len(of_steps), len(of_batches)) == (8, count, count)
+    assert len({*of_steps, *(numbers[0] for numbers in of_batches)}) == 2 * count
     for column in range(3):
-        assert len({numbers[column] for numbers in of_all}) == len(of_all) / 2
-        assert len({numbers[column] for numbers in others}) == len(others)
+        assert len({numbers[column] for numbers in of_all}) == 4
+        assert len({numbers[column] for numbers in of_batches}) == count
 
 
 TRANSFORMS = """
