@@ -197,7 +197,9 @@ def identify(train_set, test_set, classes):
     names = getattr(train_set, "classes", None)
     names = [str(name) for name in names] if isinstance(names, (list, tuple)) else classes
     parts = {"train": fingerprint(train_set), "test": fingerprint(test_set)}
-    found = {"classes": names, "data": parts}
+    sample = test_set[0][0]
+    is_image = torch.is_tensor(sample) and sample.dtype == torch.uint8 and sample.ndim == 3
+    found = {"classes": names, "data": parts, "image": list(sample.shape) if is_image else None}
     hashes = gather(hash_of([repr(found).encode()]))
     if len({*hashes}) > 1:
         first, *others = gather(found)
