@@ -160,7 +160,8 @@ class Run:
         if epoch + (step > 0) > args.epochs:
             return f"--epochs {args.epochs}: {path} already has {epoch} epochs and {step} steps"
         vars(self).update(progress)
-        self.resumed = {name: saved[name] for name in ("classes", "normalization", "data")}
+        parts = ("classes", "normalization", "data", "image")
+        self.resumed = {name: saved[name] for name in parts}
         return ""
 
     def restore(self, state, device):

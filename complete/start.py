@@ -197,7 +197,10 @@ def identify(train_set, test_set, classes):
     names = getattr(train_set, "classes", None)
     names = [str(name) for name in names] if isinstance(names, (list, tuple)) else classes
     parts = {"train": fingerprint(train_set), "test": fingerprint(test_set)}
-    return {"classes": names, "data": parts}
+    sample = test_set[0][0]
+    is_image = torch.is_tensor(sample) and sample.dtype == torch.uint8 and sample.ndim == 3
+    shape = list(sample.shape) if is_image else None  # predict.py decodes images to this
+    return {"classes": names, "data": parts, "image": shape}
 
 
 def describe(identity):
@@ -271,6 +274,9 @@ def difference(old, new, then=" then", now=" now"):
         if a["hash"] != b["hash"]:
             hashes = f"{a['hash']}{then}, {b['hash']}{now}"
             return f"other {name} samples, by their paths or labels: {hashes}"
+    a, b = old.get("image"), new.get("image")
+    if a != b:  # packed again, with another --side
+        return f"images of the shape {a}{then}, not {b}{now}"
     return ""
 
 
@@ -304,8 +310,8 @@ def check_scores(trained, args, identity):
     if trained["classes"] != identity["classes"]:
         return f"{file} was trained with {difference(trained, identity)}"
     same_folder = flags["dataset"] == Path(args.dataset).name
-    same_test = {**trained["data"], "test": identity["data"]["test"]}
-    if same_folder and (differ := difference({**trained, "data": same_test}, identity)):
+    data = {**identity["data"], "train": trained["data"]["train"]}  # its test set may be another
+    if same_folder and (differ := difference({**identity, "data": data}, identity)):
         return f"{file} was trained with {differ}: what is tested may be part of it"
     return ""
 
