@@ -197,10 +197,14 @@ def identify(train_set, test_set, classes):
     names = getattr(train_set, "classes", None)
     names = [str(name) for name in names] if isinstance(names, (list, tuple)) else classes
     parts = {"train": fingerprint(train_set), "test": fingerprint(test_set)}
-    sample = test_set[0][0]
-    is_image = torch.is_tensor(sample) and sample.dtype == torch.uint8 and sample.ndim == 3
-    shape = list(sample.shape) if is_image else None  # predict.py decodes images to this
-    return {"classes": names, "data": parts, "image": shape}
+    return {"classes": names, "data": parts, "image": image_shape(test_set[0])}
+
+
+def image_shape(sample):
+    """[C, H, W] of the image in a sample, to which predict.py decodes others; None without one."""
+    image = sample[0] if isinstance(sample, (tuple, list)) else None
+    is_image = torch.is_tensor(image) and image.dtype == torch.uint8 and image.ndim == 3
+    return list(image.shape) if is_image else None
 
 
 def describe(identity):
