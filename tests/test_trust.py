@@ -250,6 +250,44 @@ Run.save = save
 """
 
 
+WORKERS = """
+import os
+torch.multiprocessing.set_start_method("forkserver", force=True)  # as Python 3.14 has it
+class Seen(Dataset):
+    def __init__(self, name, count):
+        self.name, self.count = name, count
+    def __len__(self):
+        return self.count
+    def __getitem__(self, i):
+        with open("seen.txt", "a") as file:
+            file.write(f"{self.name} {os.getpid()}\\n")
+        return torch.zeros(3, 32, 32), i % 2
+def load_data(args):
+    return Seen("train", 24), Seen("test", 8), 2
+plain_batches, plain_evaluate = TrainLoader.batches, evaluate
+def batches(*words):
+    print("fetches", words[1])
+    return plain_batches(*words)
+def evaluate(args, model, loader, device):
+    print("tests", "one" if isinstance(loader, list) else "all")
+    return plain_evaluate(args, model, loader, device)
+TrainLoader.batches = batches
+"""
+
+
+def test_workers_live_on():
+    """One for each loader, forked from this process and there until the end; and the next epoch's
+    are told to fetch before the test begins."""
+    flags = ["--batch-size", 8, "--workers", 1, "--epochs", 3, "--output", "out"]
+    text = run(COMPLETE, *flags, processes=0, more=WORKERS)
+    order = re.findall("^(?:fetches|tests) .*", text, re.M)
+    wanted = "tests one,fetches 0,fetches 1,tests all,fetches 2,tests all,tests all"
+    assert order == wanted.split(",")
+    seen = Path("seen.txt").read_text().splitlines()
+    assert seen.count(seen[-1]) == 3 * 8 and seen[-1].startswith("test ")
+    assert len({line for line in seen if line.startswith("train ")}) == 1
+
+
 # ---- Normalization, and scores -------------------------------------------------------------------
 INPUTS = """
 plain = build_model
@@ -296,9 +334,9 @@ def test_evaluate(fashion, denied, out, capsys):
         assert text.count(f"out/{line}") == 1 and "step" not in text.replace("per step", "")
     assert helpers.content("out") == before and not Path("runs").exists()
     denied("out/best.pt was trained with --image-size 32: test it", "--evaluate --image-size 24")
+    denied("out/best.pt was trained with other classes: ", "--evaluate --dataset synthetic")
     Path("out/best.pt").unlink()
     denied("out/best.pt is missing", "--evaluate")
-    denied("out/best.pt was trained with other classes: ", "--evaluate --dataset synthetic")
 
 
 def test_evaluate_on_test(capsys):
