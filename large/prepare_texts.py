@@ -38,7 +38,8 @@ add = parser.add_argument
 add("texts", type=Path, help="a file, or a folder of .txt, .md and .jsonl files")
 add("--output", type=Path, default=Path("tokens"), help="folder for the token ids")
 default = "gpt2" if importlib.util.find_spec("tiktoken") else "bytes"
-add("--tokenizer", default=default, help="bytes, a name of tiktoken's, or a tokenizer.json")
+tokenizer_help = "a name of tiktoken's; without network: bytes, or another machine's tokenizer.json"
+add("--tokenizer", default=default, help=tokenizer_help)
 add("--hold-out", type=int, default=50, help="of so many documents, one is for validation")
 add("--field", default="text", help="what the text is called in .jsonl files")
 add("--workers", type=int, default=os.cpu_count(), help="processes that tokenize")
@@ -94,7 +95,11 @@ def describe_tokenizer(name):
 
     if name not in ENCODING_CONSTRUCTORS:
         parser.error(f"--tokenizer: bytes, a .json file, or one of {list(ENCODING_CONSTRUCTORS)}")
-    description = ENCODING_CONSTRUCTORS[name]()  # downloads, unless it is in TIKTOKEN_CACHE_DIR
+    remedy = "--tokenizer bytes, or a tokenizer.json from another machine"
+    print(
+        f"tokenizer {name}: downloaded if tiktoken has not yet (no network? {remedy})", flush=True
+    )
+    description = ENCODING_CONSTRUCTORS[name]()
     tokens = description["mergeable_ranks"].items()
     encoded = {base64.b64encode(token).decode(): i for token, i in tokens}
     return description | {"mergeable_ranks": encoded}
