@@ -606,12 +606,14 @@ def remove_checkpoints(output, kept):
 
 
 def save_model(args, model, config):
-    """The whole weights, gathered matrix by matrix onto rank 0's CPU."""
+    """The whole weights, gathered matrix by matrix onto rank 0's CPU, and what builds the model."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
         path = args.output / "model.pt"
-        torch.save({"model": weights, "config": config, "length": args.length}, f"{path}.tmp")
+        tokenizer = json.loads((args.output / "tokenizer.json").read_text())
+        about = {"config": config, "length": args.length, "tokenizer": tokenizer}
+        torch.save({"model": weights, **about}, f"{path}.tmp")
         os.replace(f"{path}.tmp", path)
 
 

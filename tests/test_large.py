@@ -549,3 +549,43 @@ def test_torchrun_is_gone(flags, monkeypatch):
     text = run(LM, *flags, "out", more=STOP + ORPHAN, processes=2, status=1)
     assert "torchrun was killed" in text and "Traceback" not in text, text
     assert json.loads(Path("out/latest.json").read_text())["step"] == 2
+
+
+# ---- Elsewhere -----------------------------------------------------------------------------------
+def test_hugging_face(flags, capsys):
+    """Its Qwen3 has the same scores, also where positions and the order of heads matter."""
+    transformers = pytest.importorskip("transformers")
+    import export_hf
+    from train_lm import LanguageModel, rotary
+
+    here(LM, *flags, "out", "--layers", 3, "--heads", 4, "--lr", 0.03)
+    here("large/export_hf.py", "out", "theirs")
+    saved = torch.load("out/model.pt", weights_only=True)
+    model = LanguageModel(**saved["config"])
+    model.load_state_dict(saved["model"])
+    ids = torch.randint(257, (2, 32), generator=torch.Generator().manual_seed(0))
+    x = model.embedding(ids)
+    for block in model.blocks:
+        x = block(x, *rotary(x.shape[1], model.head_size, x.device))
+    scores = model.head.scores(model.head.norm(x))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("theirs", dtype="float32")
+    assert type(theirs) is export_hf.Qwen3ForCausalLM and theirs.config.bos_token_id == 256
+    torch.testing.assert_close(theirs(ids).logits, scores, rtol=1e-4, atol=1e-4)
+    assert scores.std() > 0.1
+
+
+@pytest.mark.slow
+def test_muon(flags):
+    """The page's recipe: the same losses on two ranks, bit-identical where it is resumed, and lower
+    ones than AdamW's."""
+    page = (ROOT / "large" / "README.md").read_text()
+    [code] = re.findall(r"```python\n(def orthogonal.*?)```", page, re.S)
+    flags = [*flags[:-1], "--steps", 24, "--eval-every", 24, "--output"]
+    here(LM, *flags, "adamw")
+    run(LM, *flags, "one", more=STOP + code, processes=0)
+    run(LM, *flags, "out", "--resume", "--stop", 5, more=STOP + code, processes=2, status=1)
+    texts = together([*flags, "out", "--resume"], [*flags, "two"], path=LM, more=STOP + code)
+    assert "out: 5 steps are done" in texts[0]
+    assert rows("out") == rows("two") and same_weights("out", "two")
+    close("two", "one", digits=2e-3)  # bfloat16
+    assert rows("one", "val_loss")[-1][0] < rows("adamw", "val_loss")[-1][0] - 0.02
