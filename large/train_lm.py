@@ -290,7 +290,8 @@ def read_step(args, ids, rank, world_size, step):
     for i in range(rank_batch):
         epoch, place = divmod(first + i, per_epoch)
         offset = mix(args.seed, epoch) % args.length
-        start = offset + args.length * shuffled_windows(args.seed, epoch, per_epoch)[place]
+        window = int(shuffled_windows(args.seed, epoch, per_epoch)[place])  # int32 would overflow
+        start = offset + window * args.length
         windows[i] = ids[start : start + args.length + 1]
     return torch.from_numpy(windows).unflatten(0, (args.accumulate, -1))
 
@@ -301,8 +302,8 @@ def read_evaluation(args, texts, window, count):
     inputs = torch.zeros(args.length, dtype=torch.int64)
     targets = torch.full_like(inputs, -1)
     if window < count:
-        windows_there = math.ceil((len(texts.val) - 1) / args.length)
-        start = window * windows_there // count * args.length
+        windows_in_val = math.ceil((len(texts.val) - 1) / args.length)
+        start = window * windows_in_val // count * args.length
         ids = torch.from_numpy(texts.val[start : start + args.length + 1].astype(np.int64))
         inputs[: len(ids) - 1], targets[: len(ids) - 1] = ids[:-1], ids[1:]
     return inputs, targets
@@ -452,8 +453,8 @@ def evaluate(args, model, texts, device):
     per token and in bits per byte. Each is evaluated by one rank. All ranks must call it, and make
     the same number of forward passes, of a shape that training has compiled."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    windows_there = math.ceil((len(texts.val) - 1) / args.length)
-    count = min(windows_there, math.ceil(args.eval_tokens / args.length))
+    windows_in_val = math.ceil((len(texts.val) - 1) / args.length)
+    count = min(windows_in_val, math.ceil(args.eval_tokens / args.length))
     micro_batch = args.batch_size // world_size // args.accumulate
     nats, tokens, text_bytes = torch.zeros((), dtype=torch.float64, device=device), 0, 0
     model.eval()
@@ -667,6 +668,10 @@ def check_flags(args, world_size):
     for name in [*positive, "log_every", "eval_every", "eval_tokens", "sample_tokens"]:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.clip_norm < 0:
+        parser.error("--clip-norm must not be negative")
+    if (args.warmup_steps or 0) >= args.steps:
+        parser.error("--warmup-steps must be less than --steps")
     if args.width % (2 * args.heads):
         parser.error("--width must be a multiple of two times --heads")
     if args.shard < 0 or args.shard and world_size % args.shard:
@@ -689,7 +694,10 @@ def lock_output(args):
     """Keep other runs out of --output for as long as the returned file is open: the system closes
     it when this process ends, in whatever way. Then refuse what cannot be continued."""
     args.output.mkdir(parents=True, exist_ok=True)
-    lock = open(args.output / "lock", "w")
+    path = args.output / "lock"
+    if any(args.output.iterdir()) and not path.exists():
+        parser.error(f"{args.output} has files, but no run of this script: change --output")
+    lock = open(path, "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -743,6 +751,7 @@ def compare_ranks(args, texts, world_size):
     """On several machines there are several typed commands, copies of this file, and disks."""
     own = {f"--{name}": value for name, value in vars(args).items()}
     own |= {"--tokens": texts.about, "--output": None}  # the same, under whatever path
+    own |= {"torch": torch.__version__, "numpy": np.__version__}
     own["this file"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     seen = [None] * world_size  # the list gets what each rank has
     dist.all_gather_object(seen, own)
@@ -845,10 +854,14 @@ def print_start(args, model, texts, world_size, device):
     print(f"torch {torch.__version__}, {world_size} ranks, {name}; {copy}")
     print(f"{len(texts.train):,} tokens for training, {len(texts.val):,} for validation")
     print(f"{total:,} parameters; highest learning rate {highest_rate(args):.2e}")
-    print(f"a step: {args.batch_size} sequences, {tokens:,} tokens, in {args.accumulate} parts")
+    print(
+        f"a step: {args.batch_size} sequences, {tokens:,} tokens; micro-batches: {args.accumulate}"
+    )
     print(f"{args.steps} steps: {tokens * args.steps:,} tokens, {epochs:.1f} epochs")
     print(f"GB on each: {sum(memory.values()):.2f} ({parts}) and activations", flush=True)
-    print(f"GB of each in the host's memory for a checkpoint: {checkpoint:.2f}", flush=True)
+    print(
+        f"GB of host memory for each, while a checkpoint is written: {checkpoint:.2f}", flush=True
+    )
 
 
 def report(args, model, step, train_loss, norm, seconds, device):

@@ -192,6 +192,17 @@ def test_windows():
     assert len({min(epoch) for epoch in epochs}) > 1 and epochs[0] != epochs[1]
     assert starts(9, 3, 2) == starts(9, 2, 3) == starts(9, 4) == run[96:108]
 
+    class Many:  # more than an int32 counts
+        def __len__(self):
+            return 10**10
+
+        def __getitem__(self, part):
+            return np.arange(part.start, part.stop)
+
+    ids, args.length, args.accumulate = Many(), 2048, 1
+    windows = train_lm.read_step(args, ids, 0, 1, 1)
+    assert windows.min() >= 0 and windows.max() > 2**32
+
 
 # ---- The same run --------------------------------------------------------------------------------
 WAYS = {  # flags by the number of ranks
@@ -363,7 +374,7 @@ def test_killed_while_it_writes(flags):
 def test_resumed_on_another_number(flags):
     """One rank, then two, then four in two copies, along a schedule that has grown meanwhile: the
     losses are those of one undisturbed run."""
-    first, grown = ["--steps", 4, "--warmup-steps", 4], ["--warmup-steps", 4]
+    first, grown = ["--steps", 5, "--warmup-steps", 4], ["--warmup-steps", 4]
     here(LM, *flags, "whole", *grown)
     run(LM, *flags, "out", *first, "--stop", 2, more=STOP, processes=0, status=1)
     resumed = [*flags, "out", "--resume"]
@@ -446,9 +457,12 @@ def test_refusals(flags, tokens, capsys):
     Path("other/tokens.json").write_text(json.dumps(about))
     refused("out", "--resume", "--tokens", "other", says="other is not whole")
     Path("new").mkdir()
+    Path("new/step-of-mine").touch()
+    refused("new", "--resume", says="new has files, but no run of this script")
     Path("new/lock").touch()
     refused("new", "--batch-size", 7, "--accumulate", 2, says="must be a multiple of --accumulate")
     refused("new", "--log-every", 0, says="--log-every must be at least 1")
+    refused("new", "--warmup-steps", 8, says="--warmup-steps must be less than --steps")
     refused("new", "--length", 10**6, says="fewer than two sequences")
 
 
