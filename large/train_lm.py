@@ -854,14 +854,10 @@ def print_start(args, model, texts, world_size, device):
     print(f"torch {torch.__version__}, {world_size} ranks, {name}; {copy}")
     print(f"{len(texts.train):,} tokens for training, {len(texts.val):,} for validation")
     print(f"{total:,} parameters; highest learning rate {highest_rate(args):.2e}")
-    print(
-        f"a step: {args.batch_size} sequences, {tokens:,} tokens; micro-batches: {args.accumulate}"
-    )
-    print(f"{args.steps} steps: {tokens * args.steps:,} tokens, {epochs:.1f} epochs")
+    step = f"{args.batch_size} sequences, {tokens:,} tokens, in {args.accumulate} micro-batches"
+    print(f"a step: {step}; {args.steps} steps: {epochs:.1f} epochs")
     print(f"GB on each: {sum(memory.values()):.2f} ({parts}) and activations", flush=True)
-    print(
-        f"GB of host memory for each, while a checkpoint is written: {checkpoint:.2f}", flush=True
-    )
+    print(f"GB of host memory for each while it writes a checkpoint: {checkpoint:.2f}", flush=True)
 
 
 def report(args, model, step, train_loss, norm, seconds, device):
