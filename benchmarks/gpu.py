@@ -6,10 +6,12 @@ measured. What runs on one GPU runs in this process, one after the other.
 """
 
 import csv
+import json
 import math
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,7 +19,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-import gpt2
+import numpy as np
 import torch
 from image_loading import make_folder, ours, speed
 from runs import (
@@ -37,8 +39,10 @@ from runs import (
     train,
 )
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
+
+sys.path.insert(0, str(ROOT / "large"))
+import train_lm
 
 HAVE_AMP = [name for name in SCRIPTS if name not in (SCRIPTS[1], SCRIPTS[4])]  # not DataParallel
 ALL = GPUS or 2
@@ -49,9 +53,10 @@ WORKERS = min(16, len(os.sched_getaffinity(0)))
 SIZES = {  # model, side of the images, images per step and GPU, steps per epoch
     "resnet50": ("resnet50", 224, 256, 20),
     "images": ("resnet18", 224, 256, 24),
-    "gpt2": ("gpt2", 1024, 24, 20),
+    "lm": ("160m", 1024, 16, 60),
+    "lm_large": ("1.4b", 1024, 8, 20),
+    "lm_saving": ("400m", 1024, 4, 40),
     "small": ("net", 32, 64, 200),
-    "large": ("vit_l_16", 224, 32, 20),
     "checkpoint": ("net", 224, 1, 4),  # in whose place LARGE puts another
     "resume": ("resnet18", 64, 64, 20),
     "scripts": ("resnet18", 224, 256, 20),
@@ -65,12 +70,12 @@ CIFAR = [20, 100]  # of "cifar10": epochs
 EPOCHS, FIRST, STEPS = 3, None, 40  # how many rows of a kind: all; steps of a bare step's timing
 TINY = bool(os.environ.get("TINY"))
 if TINY:
-    SIZES = dict.fromkeys(SIZES, ("net", 32, 2, 20)) | {"large": ("resnet18", 32, 2, 2)}
+    SIZES = dict.fromkeys(SIZES, ("net", 32, 2, 20))
+    SIZES |= dict.fromkeys(["lm", "lm_large", "lm_saving"], ("tiny", 8, 2, 6))
     SIZES |= {"inputs": ("mlp", 28, 2, 4), "checkpoint": ("net", 28, 1, 4)}
-    SIZES |= {"resnet50": ("resnet18", 32, 2, 2), "gpt2": ("gpt2", 8, 2, 2)}
+    SIZES |= {"resnet50": ("resnet18", 32, 2, 2)}
     COUNTS, WORKERS, FIRST, SIDES, LAYERS, WIDTH, EPOCHS = [ALL], 1, 1, [28], 1, 32, 2
     STEPS, NETWORKS, CIFAR = 2, [("net", 2, [])], [2]
-    gpt2.LENGTH, gpt2.WIDTH, gpt2.HEADS, gpt2.LAYERS, gpt2.VOCABULARY = 8, 16, 2, 1, 32
 HEADS = {  # what `LARGE` prints: what it is, of the largest or slowest
     "parameters": "parameters",
     "save": "save, s",
@@ -80,11 +85,6 @@ HEADS = {  # what `LARGE` prints: what it is, of the largest or slowest
 }
 MINUTES, STARTED = 60 if TINY else 110 / 60, time.monotonic()
 LAST = 15  # seconds for which it is not worth starting anything
-# TFLOP/s of a GPU in bfloat16, dense, of the data sheets, by its whole name: a MIG slice, or one
-# with another limit of power, has another name, and no peak here.
-PEAK = {"NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100 80GB PCIe": 312}
-PEAK |= {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835}
-PEAK |= {"NVIDIA H200": 989, "NVIDIA H200 NVL": 835, "NVIDIA B200": 2250, "NVIDIA GB200": 2500}
 
 # What copies of the complete script do differently.
 GRAPHS = "torch.compile = functools.partial(torch.compile, mode='reduce-overhead')\n"
@@ -276,47 +276,166 @@ def timed_loader(place, workers, limit):
         return speed(ours(place, side), workers, images_per_step, images_per_step * steps)
 
 
-def gpt_2(folder):
-    """GPT-2 with 124 million parameters, beside its own bare step. MFU is by nanoGPT's formula."""
-    heads = "tokens/s", "x the bare step", "TFLOP/s", "MFU"
-    sizes = f"{images_per_step} x {gpt2.LENGTH} tokens"
-    table(1, f"GPT-2, {sizes}, AdamW, `--amp`", *heads)
-    gpu = torch.cuda.get_device_name() if GPUS else "CPU"
-    with torch.device("meta"):  # all parameters but those of the positions
-        parameters = sum(p.numel() for p in gpt2.GPT2().parameters()) - gpt2.LENGTH * gpt2.WIDTH
-    operations = 6 * parameters + 12 * gpt2.LAYERS * gpt2.WIDTH * gpt2.LENGTH  # of a token
+VOCABULARY = 512 if TINY else 50_304
 
-    def tell(name, rate, base):
-        tokens = rate * gpt2.LENGTH
-        each = tokens * operations / 1e12
-        share = f"{each / PEAK[gpu]:.1%}" if gpu in PEAK else "-"
-        row(name, f"{tokens:.0f}", f"{rate / base:.3f}", f"{each:.1f}", share)
 
-    names = "LENGTH", "WIDTH", "HEADS", "LAYERS", "VOCABULARY"
-    room = (ROOT / "benchmarks" / "gpt2.py").read_text()
-    room += "".join(f"{name} = {getattr(gpt2, name)}\n" for name in names)
-    room += f"SAMPLES = {images_per_step * steps}\n"
-    windows = torch.randint(gpt2.VOCABULARY, (images_per_step, gpt2.LENGTH + 1), device=DEVICE)
-    optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+def make_tokens(folder):
+    """What prepare_texts.py writes, of random token ids. Returns the flag."""
+    random, sizes, parts = np.random.default_rng(0), {"train": 20_000_000, "val": 100_000}, {}
+    for part, count in sizes.items():
+        random.integers(VOCABULARY, size=count, dtype=np.uint16).tofile(folder / f"{part}.bin")
+        parts[part] = {"count": count, "sha256": "random"}
+    about = {"tokenizer": "random", "vocabulary": VOCABULARY, "dtype": "uint16", **parts}
+    (folder / "tokens.json").write_text(json.dumps(about | {"token_bytes": [1] * VOCABULARY}))
+    (folder / "tokenizer.json").write_text(json.dumps({"name": "bytes"}))
+    return ["--tokens", folder]
 
-    def limit(**options):
-        words = gpt2.GPT2(), windows[:, :-1], windows[:, 1:], gpt2.loss_function, optimizer
-        return bare_rate("GPT-2", *words, **options)
 
-    def script(base, *more):
-        path = copy_script(COMPLETE, folder, 0, room)
-        flags = ["--optimizer", "adamw", "--epochs", EPOCHS, "--batch-size", images_per_step]
-        rate, _ = rate_and_memory(path, 1, [*flags, "--amp", *more])
-        tell(" ".join([COMPLETE, *more]), rate, base)
+def lm_run(path, n, flags, limit):
+    """large/train_lm.py on n GPUs: what it prints. torchrun ends its processes if it is stopped."""
+    output = path.parent / f"run-{time.monotonic_ns()}"
+    words = [sys.executable]
+    if n > 1:
+        words += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n]
+        words += ["--local-addr", "127.0.0.1"]
+    flags = [*flags, "--size", model, "--length", side, "--batch-size", images_per_step * n]
+    flags += ["--steps", steps, "--eval-every", steps, "--eval-tokens", side]
+    flags += ["--log-every", max(1, steps // 6)]
+    log = output.with_suffix(".out")
+    with open(log, "w") as file:
+        words = [str(word) for word in [*words, path, *flags, "--output", output]]
+        process = subprocess.Popen(words, stdout=file, stderr=file)
+    try:
+        status = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait()
+        raise TimeoutError(f"{words_of(path, n, flags)}: not within {limit:.0f} s") from None
+    if status != 0:
+        raise RuntimeError(f"{words_of(path, n, flags)}: status {status}\n{log.read_text()}")
+    shutil.rmtree(output)  # a checkpoint of 17 GB
+    return log.read_text()
 
-    eager = limit()
-    tell("bare step", eager, eager)
-    script(eager)
-    compiled = limit(compiled=True)
-    tell("bare step, compiled", compiled, compiled)
-    script(compiled, "--compile")
-    if not OLD:
-        script(compiled, "--compile", "--shard", "0")
+
+def lm_measure(path, n, flags):
+    """tokens/s, the mean of all progress lines but the first two; GB of the fullest moment of rank
+    0's GPU; and the share of its peak."""
+    text = in_time(words_of(path, n, flags), attempt, path, n, flags, by=lm_run) or ""
+    rates = [float(rate) for rate in re.findall(r"^step .* ([\d.]+) tokens/s", text, re.M)]
+    rate = statistics.harmonic_mean(rates[2:]) if rates[2:] else math.nan
+    found = re.findall(r"([\d.]+) GB at most", text)
+    said = re.findall(r"^GB on each: ([\d.]+)", text, re.M)
+    return rate, (found or ["-"])[-1], (said or ["-"])[-1]
+
+
+def lm_bare(compiled, limit):
+    """tokens/s of the same model without FSDP2, in autocast: forward, backward, AdamW, on one batch
+    that is on the device. And the peak of memory in GB."""
+    layers, width, heads = train_lm.SIZES[model]
+    network = train_lm.LanguageModel(VOCABULARY, layers, width, heads).to(DEVICE)
+    for block in network.blocks if compiled else []:
+        block.forward = torch.compile(block.forward, dynamic=False)
+    if compiled:
+        network.head.chunk_loss = torch.compile(network.head.chunk_loss, dynamic=False)
+    optimizer = torch.optim.AdamW(network.parameters(), 1e-4, fused=True)
+    windows = torch.randint(VOCABULARY, (images_per_step, side + 1), device=DEVICE)
+    inputs, targets = windows[:, :-1], windows[:, 1:]
+    torch.set_float32_matmul_precision("high")
+    with time_limit(limit):
+        for step in range(10 + STEPS):
+            if step == 10:
+                synchronize()
+                started = time.perf_counter()
+            with torch.autocast(DEVICE, HALF):
+                loss = network(inputs, targets) / targets.numel()
+            loss.backward()
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        synchronize()
+        seconds = time.perf_counter() - started
+    torch.compiler.reset()
+    memory = f"{torch.cuda.max_memory_allocated() / 1e9:.1f}" if GPUS else "-"
+    return STEPS * inputs.numel() / seconds, memory
+
+
+def lm_row(name, n, rate, base, memory, calculated):
+    """`base`: tokens/s of one GPU."""
+    layers, width, heads = train_lm.SIZES[model]
+    with torch.device("meta"):
+        network = train_lm.LanguageModel(VOCABULARY, layers, width, heads)
+    args = train_lm.parser.parse_args([])
+    args.layers, args.width, args.length = layers, width, side
+    each = rate / n * train_lm.flops_per_token(args, network)
+    peak = train_lm.PEAK.get(torch.cuda.get_device_name() if GPUS else "CPU")
+    cells = f"{each / 1e12:.1f}", f"{each / peak:.1%}" if peak else "-", memory, calculated
+    row(name, n, f"{rate:.0f}", f"{rate / n / base:.3f}", *cells)
+
+
+LM_HEADS = "GPUs", "tokens/s", "x the first row, each", "TFLOP/s each", "MFU", "GB at most"
+LM_HEADS += ("GB calculated, without activations",)
+
+
+def lm(folder):
+    """large/train_lm.py beside the same model without it, on one GPU; and on all."""
+    table(ALL, f"{model}, {images_per_step} x {side} tokens each", *LM_HEADS)
+    path, flags = copy_script("large/train_lm.py", folder, 0), make_tokens(folder)
+    bare = in_time("the bare step, compiled", attempt, True, by=lm_bare) or (math.nan, "-")
+    lm_row("bare step, compiled", 1, bare[0], bare[0], bare[1], "-")
+    runs = [("train_lm.py --compile", 1, ["--compile"]), ("train_lm.py", 1, ["--no-compile"])]
+    runs += [("train_lm.py --compile", ALL, ["--compile"])] if ALL > 1 else []
+    for name, n, more in runs:
+        rate, *memory = lm_measure(path, n, [*flags, *more])
+        lm_row(name, n, rate, bare[0], *memory)
+
+
+def lm_large(folder):
+    """A model of 1.4 billion parameters: on one GPU of 40 GB or more, on all, recomputed."""
+    table(ALL, f"{model}, {images_per_step} x {side} tokens each", *LM_HEADS)
+    path, flags = copy_script("large/train_lm.py", folder, 0), make_tokens(folder)
+    base, runs = math.nan, [(1, []), (1, ["--recompute"])]
+    runs = [*runs[:1], (ALL, []), (ALL, ["--recompute"])] if ALL > 1 else runs
+    for n, more in runs:
+        rate, *memory = lm_measure(path, n, [*flags, *more])
+        base = base if base == base else rate / n
+        lm_row(" ".join(["train_lm.py", *more]), n, rate, base, *memory)
+
+
+LM_TIMED = """
+class Checkpoints(Checkpoints):
+    def start(self, *words):
+        torch.accelerator.synchronize() if device_type == "cuda" else None
+        started = self.started = time.perf_counter()
+        super().start(*words)
+        print(f"blocked {time.perf_counter() - started:.3f} s", flush=True)
+
+    def finish(self):
+        if self.writing is not None:
+            super().finish()
+            size = sum(file.stat().st_size for file in self.output.glob("step-*/*"))
+            print(f"written {time.perf_counter() - self.started:.3f} s", flush=True)
+            print(f"size {size / 1e9:.3f} GB", flush=True)
+
+device_type = devices[0]
+"""
+
+
+def lm_saving(folder):
+    """How long a checkpoint stops the training, and until when it is written."""
+    heads = "GPUs", "GB on the disk", "stops the training, s", "is written after, s"
+    table(ALL, f"{model}, saved again and again", *heads)
+    free = shutil.disk_usage(folder).free
+    if not TINY and free < 20e9:
+        return FAILED.append(f"{folder} has only {free / 1e9:.0f} GB: set TMPDIR to a larger disk")
+    path, flags = copy_script("large/train_lm.py", folder, 0, LM_TIMED), make_tokens(folder)
+    for n in sorted({1, ALL}):
+        more = [*flags, "--checkpoint-minutes", 0, "--no-compile"]
+        text = in_time(words_of(path, n, more), attempt, path, n, more, by=lm_run) or ""
+        found = {}
+        for name, value in re.findall(r"^(size|blocked|written) ([\d.]+)", text, re.M):
+            found.setdefault(name, []).append(float(value))
+        values = [max(found.get(name, [math.nan])) for name in ("size", "blocked", "written")]
+        row("train_lm.py", n, *(f"{value:.2f}" for value in values))
 
 
 def small(folder):
@@ -337,32 +456,6 @@ def small(folder):
             eager = rate if kind == "eager" else eager
             name = " ".join([f"`{network}`, batch {batch},", *own, kind])
             row(name, f"{rate:.0f}", f"{rate / eager:.2f}")
-
-
-def operations():
-    """Floating-point operations per image, forward and backward, as torch counts them."""
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        pictures = torch.empty(2, 3, side, side)
-        models.get_model(model, num_classes=10)(pictures).sum().backward()
-    return counter.get_total_flops() / 2
-
-
-def large(folder):
-    """DDP and FSDP2 with a large model: the share of the GPUs' peak (MFU), and rank 0's memory."""
-    heads = "TFLOP/s per GPU", "MFU", "peak MiB of rank 0, without the images"
-    table(ALL, COMPLETE, "GPUs", "images/s", *heads)
-    gpu = torch.cuda.get_device_name() if GPUS else "CPU"
-    for shard, n in list(dict.fromkeys([(0, ALL), (1, ALL), (1, 1)]))[:FIRST]:
-        for more in (["--amp"], ["--amp", "--compile"])[: 0 if shard == 0 and OLD else FIRST]:
-            path, n, flags = prepare(COMPLETE, folder, n)
-            more = ["--shard", shard, "--optimizer", "adamw", *more]
-            rate, memory = rate_and_memory(path, n, [*flags, *more])
-            each = rate * operations() / n / 1e12
-            share = f"{each / PEAK[gpu]:.1%}" if gpu in PEAK else "-"
-            # Each GPU has all images of the training and the test set, a byte per color.
-            memory -= images_per_step * n * steps * 1.1 * 3 * side**2 / 2**20 if GPUS else 0
-            words = " ".join(map(str, more))
-            row(f"`{words}`", n, f"{rate:.0f}", f"{each:.2f}", share, f"{memory:.0f}")
 
 
 def scripts(folder):
@@ -493,9 +586,8 @@ def cifar10(folder):
 
 if __name__ == "__main__":
     model, side, images_per_step, steps = SIZES[sys.argv[1]]
-    parts = globals() | {"gpt2": gpt_2}
     with tempfile.TemporaryDirectory() as folder:
-        parts[sys.argv[1]](Path(folder))
+        globals()[sys.argv[1]](Path(folder))
     print(f"\n{sys.argv[1]} took {time.monotonic() - STARTED:.0f} s", flush=True)
     if FAILED:
         print("\nNot measured:\n\n- " + "\n- ".join(FAILED), flush=True)

@@ -17,7 +17,7 @@ if [[ ${TINY:-} ]]; then
     few="small and single or compile-shard or float16 or deterministic or moves or norm or on_gpus"
     tests=(-k "$few")
 fi
-[[ $# -gt 0 ]] || set -- tests resnet50 images gpt2 small large checkpoint resume scripts inputs
+[[ $# -gt 0 ]] || set -- tests resnet50 images lm lm_large lm_saving small checkpoint resume scripts inputs
 nvidia-smi -L || rocm-smi --showproductname || true
 df -h /dev/shm "${TMPDIR:-/tmp}" || true # room for loader workers, and for checkpoints
 failed=0
