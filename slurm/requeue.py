@@ -51,6 +51,7 @@ parser.add_argument("script_flags", nargs=argparse.REMAINDER)
 
 def main(args):
     job = Job(args)
+    use_own_copy(job)
     signal.signal(signal.SIGUSR1, job.note_warning)
     wait_for_earlier_task(job)
     try:
@@ -232,13 +233,20 @@ def wait_for_earlier_task(job):
         time.sleep(5)
 
 
+def use_own_copy(job):
+    """Of this file, as in its first life: in five days, the clone may get another version."""
+    own = job.code / "requeue.py"
+    if own.exists() and not own.samefile(__file__):
+        os.execv(sys.executable, [sys.executable, str(own), *sys.argv[1:]])
+
+
 def copy_code(job, script):
     """The run keeps the code that it began with, while its user edits the next version."""
     if job.code.exists():
         return
     new = job.code.with_name(job.code.name + ".new")
     new.mkdir(parents=True, exist_ok=True)
-    for path in [script, *script.resolve().parent.glob("*.py")]:
+    for path in [Path(__file__), script, *script.resolve().parent.glob("*.py")]:
         shutil.copyfile(str(path), str(new / path.name))
     new.rename(job.code)
 

@@ -110,6 +110,7 @@ def slurm(work, monkeypatch):
     slurm, clock = Slurm(), [0]
     monkeypatch.setattr(requeue, "ask", slurm.ask)
     monkeypatch.setattr(requeue, "follow", slurm.follow)
+    monkeypatch.setattr(requeue, "use_own_copy", lambda job: None)
     monkeypatch.setattr(
         requeue.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds)
     )
@@ -655,7 +656,7 @@ def clone(work):
 
 def test_complete(clone):
     """complete.sh passes on its flags; torchrun's processes leave no core dumps. Nodes that do not
-    meet do not train."""
+    meet do not train. A later life uses the requeue.py of the first."""
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))  # core dumps, as on many clusters
     clone.set(train='ulimit -c > "$STATE/core"')
@@ -663,6 +664,8 @@ def test_complete(clone):
     [python] = clone.calls("python -u")
     assert python.endswith(f"job-100/train.py --lr a b --resume --output {OUTPUT}")
     assert (clone.state / "core").read_text() == "0\n" and clone.log == ""
+    clone.edit("def main(args):", "def main(args):\n    print('new version')")
+    assert clone.run("complete", SLURM_RESTART_COUNT="2") == 0 and clone.log == ""
     assert clone.run("complete", JOINED="0") == 1 and "do their clocks differ?" in clone.log
     (clone.folder / ".venv/bin/activate").unlink()
     assert clone.run("complete") and clone.log.count("\n") == 1
