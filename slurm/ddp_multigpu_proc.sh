@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# DDP, one process per node: sbatch slurm/ddp_multigpu_proc.sh [its script's flags]
+# DDP, one process per node: sbatch slurm/ddp_multigpu_proc.sh [flags of train_ddp_multigpu_proc.py]
 # It ends at its time limit: submit it again with --resume, which Slurm's own requeueing adds.
 #SBATCH --job-name=ddp_multigpu_proc --output=%x-%j.out --open-mode=append
 #SBATCH --nodes=2 --ntasks-per-node=1 # EDIT: nodes. Each has one process, for all its GPUs
@@ -11,13 +11,24 @@
 
 source .venv/bin/activate || exit # EDIT: your environment: this line, or the next
 # module load conda; eval "$(conda shell.bash hook)"; conda deactivate; conda activate NAME || exit
-inside=() # EDIT: or a container: (apptainer exec --nv --bind /shared IMAGE.sif), activating nothing
-unset "${!SLURM_GPUS_PER@}" # or srun would use those of a job in which sbatch was called
-# torch must be able to use the GPUs that Slurm has granted. (To train on CPUs, delete this check.)
-srun --export=ALL "${inside[@]}" python -c "import os, torch; n = torch.accelerator.device_count()
-assert n >= int(os.getenv('SLURM_GPUS_ON_NODE', '1')), f'torch can use only {n} GPUs'" || exit
-# shellcheck disable=SC2016 # each node has its own SLURM_NODEID
-srun --export=ALL --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 "${inside[@]}" \
-    bash -c 'python -u train_ddp_multigpu_proc.py --node-rank "$SLURM_NODEID" "$@"' bash \
-    --nnodes "$SLURM_NNODES" --init-method "tcp://$(hostname):$((10000 + SLURM_JOB_ID % 20000))" \
+
+# srun would use those of a job in which sbatch was called.
+unset SLURM_GPUS_PER_NODE SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK
+
+# Can torch use the GPUs that Slurm has granted on each node? (To train on CPUs, delete this.)
+check='
+import os, torch
+gpus = torch.accelerator.device_count()
+granted = int(os.getenv("SLURM_GPUS_ON_NODE", "1"))
+assert gpus >= granted, f"torch can use only {gpus} GPUs"
+'
+srun --export=ALL python -c "$check" || exit
+
+# Each node runs this, with a number of its own.
+# shellcheck disable=SC2016
+start='exec python -u train_ddp_multigpu_proc.py --node-rank "$SLURM_NODEID" "$@"'
+# srun may not pass on the environment and --cpus-per-task by itself. If a node fails, all end.
+srun --export=ALL --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=0 \
+    bash -c "$start" bash --nnodes "$SLURM_NNODES" \
+    --init-method "tcp://$(hostname):$((10000 + SLURM_JOB_ID % 20000))" \
     --workers "$SLURM_CPUS_PER_TASK" "$@" ${SLURM_RESTART_COUNT:+--resume}

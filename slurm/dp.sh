@@ -11,11 +11,12 @@
 
 source .venv/bin/activate || exit # EDIT: your environment: this line, or the next
 # module load conda; eval "$(conda shell.bash hook)"; conda deactivate; conda activate NAME || exit
-inside=() # EDIT: or a container: (apptainer exec --nv --bind /shared IMAGE.sif), activating nothing
-unset "${!SLURM_GPUS_PER@}" # or srun would use those of a job in which sbatch was called
-# torch must be able to use the GPUs that Slurm has granted. (To train on CPUs, delete this check.)
-srun --export=ALL "${inside[@]}" python -c "import os, torch; n = torch.accelerator.device_count()
-assert n >= int(os.getenv('SLURM_GPUS_ON_NODE', '1')), f'torch can use only {n} GPUs'" || exit
-# srun may not pass on the environment and --cpus-per-task by itself
-srun --export=ALL --cpus-per-task="$SLURM_CPUS_PER_TASK" "${inside[@]}" \
+
+# srun would use those of a job in which sbatch was called.
+unset SLURM_GPUS_PER_NODE SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK
+# Without a GPU that torch can use, it would train on the CPU.
+check="import torch; assert torch.accelerator.is_available(), 'torch can use no GPU'"
+srun --export=ALL python -c "$check" || exit
+# srun may not pass on the environment and --cpus-per-task by itself.
+srun --export=ALL --cpus-per-task="$SLURM_CPUS_PER_TASK" \
     python -u train_dp.py --workers "$SLURM_CPUS_PER_TASK" "$@" ${SLURM_RESTART_COUNT:+--resume}

@@ -29,8 +29,10 @@ NEWER = os.environ.get("NEWER_SLURM")  # the folder of a Debian with Slurm 24.05
 KINDS = {  # changes of slurm.conf
     "plain": {},
     "newer": {},
-    # Two threads a core, which are CPUs; memory is shared out, and little of it without --mem.
+    # Two threads a core, which are CPUs; memory is shared out, and little of it without --mem. When
+    # a task has failed, or has ended two seconds ago, Slurm ends the others.
     "threads": {
+        "KillWait=5": "KillWait=5\nKillOnBadExit=1\nWaitTime=2",
         "CR_Core": "CR_CPU_Memory\nDefMemPerCPU=256",
         "CPUs=200": "Sockets=1 CoresPerSocket=100 ThreadsPerCore=2",
     },
@@ -38,20 +40,29 @@ KINDS = {  # changes of slurm.conf
 }
 # What is started writes down how. It stands still in the first STAND lives of a job. For the files'
 # check of the GPUs, torch sees those that Slurm has granted, but no more than GPUS; on the nodes
-# BAD, from life SICK on, none, or it never answers (HANGS). Of the nodes, JOINED have joined.
+# BAD, from life SICK on, none, or it never answers (HANGS), or they compute wrong sums (ECC); other
+# nodes are LATE by so many seconds, also to end. Of the nodes, JOINED have joined.
 STAND_IN = """#!/usr/bin/python3 -S
 import json, os, resource, sys, time, types
 words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
 granted = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").count(",") + 1
 life = int(os.environ.get("SLURM_RESTART_COUNT", 0))
 if words[1] == "-c":
-    gpus = min(granted, int(os.environ.get("GPUS", granted)))
+    gpus, total = min(granted, int(os.environ.get("GPUS", granted))), 1000
     if life >= int(os.environ.get("SICK", 0)):
         if os.environ["SLURMD_NODENAME"] in os.environ.get("BAD", "").split():
-            gpus = 0
             time.sleep(9999 * ("HANGS" in os.environ))
-    sys.modules["torch"] = types.ModuleType("torch")
-    sys.modules["torch"].accelerator = types.SimpleNamespace(device_count=lambda: gpus)
+            gpus, total = (gpus, 999) if "ECC" in os.environ else (0, 0)
+        else:
+            time.sleep(int(os.environ.get("LATE", 0)))
+    torch = sys.modules["torch"] = types.ModuleType("torch")
+    some = types.SimpleNamespace
+    kind = some(type="cuda", get_device_name=lambda gpu: "A")
+    torch.accelerator = some(device_count=lambda: gpus, is_available=lambda: gpus > 0)
+    torch.accelerator.current_accelerator = lambda: kind
+    torch.device, torch.get_device_module = lambda *words: None, lambda gpu: kind
+    torch.ones = lambda count, device: some(sum=lambda: some(item=lambda: total))
+    sys.argv = words[2:]
     exec(words[2])
     sys.exit()
 if "--no-python" in words:
@@ -75,6 +86,9 @@ if os.environ.get("FAILS") == os.environ["SLURM_PROCID"]:
     sys.exit(3)
 if life < int(os.environ.get("STAND", 0)):
     time.sleep(9999)
+if os.environ["SLURM_PROCID"] == "1":
+    time.sleep(int(os.environ.get("LATE", 0)))
+    open("late-" + os.environ["SLURM_JOB_ID"], "w").close()
 """
 TORCHRUN = "torchrun --nnodes {nodes} --nproc-per-node gpu --rdzv-backend c10d --rdzv-id {job} "
 TORCHRUN += "--rdzv-conf read_timeout=600 --rdzv-endpoint {host}:{port} python -u "
@@ -85,7 +99,8 @@ STARTS = {  # what each file starts, once per node; $R is the node's number
     "single": "python -u train_single.py --workers 4",
     "dp": "python -u train_dp.py --workers 16",
     "ddp_spawn": SPAWN,
-    "ddp_torchrun": TORCHRUN + "train_ddp_torchrun.py",
+    "ddp_torchrun": "torchrun --standalone --nproc-per-node gpu train_ddp_torchrun.py",
+    "ddp_torchrun_nodes": TORCHRUN + "train_ddp_torchrun.py",
     "ddp_multigpu_proc": "python -u train_ddp_multigpu_proc.py --node-rank $R --nnodes {nodes} "
     "--init-method tcp://{host}:{port} --workers 16",
     "node0": SPAWN + PAIR.format(0),
@@ -93,7 +108,8 @@ STARTS = {  # what each file starts, once per node; $R is the node's number
     "complete": TORCHRUN.replace("--rdzv", "--max-restarts 3 --rdzv", 1)
     + "runs/complete-{job}/job-{job}/train.py FLAGS --resume --output runs/complete-{job}",
 }
-SEVERAL = ["ddp_torchrun", "ddp_multigpu_proc", "complete"]  # nodes
+SEVERAL = ["ddp_torchrun_nodes", "ddp_multigpu_proc", "complete"]  # nodes
+NODES = {name: 2 if name in SEVERAL[:2] else 1 for name in STARTS}
 
 
 # Runs a command in another Debian ($0), with this machine's processes, devices and temporary files.
@@ -189,9 +205,11 @@ def clone(kind, tmp_path, monkeypatch):
         path = folder / ".venv" / "bin" / name
         path.write_text(STAND_IN)
         path.chmod(0o755)
+    (folder / ".venv" / "bin" / "python3").symlink_to("/usr/bin/python3")
     activate = 'PATH="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd):$PATH"\n'
     (folder / ".venv" / "bin" / "activate").write_text(activate)
     monkeypatch.chdir(folder)
+    settings(LOOK_SECONDS=0.5, MOST_FAILED=0)
     yield folder
     command("scancel", "--user", "root")
     assert wait_until(lambda: not command("squeue", "-h"), 60, 0.2), command("squeue")
@@ -201,6 +219,18 @@ def edit(name, *changes):
     """Edit slurm/NAME.sh. Changes: what stands there, its replacement, and so on."""
     path = Path(f"slurm/{name}.sh")
     path.write_text(replaced(path.read_text(), *changes))
+
+
+def settings(**values):
+    """Jobs that are submitted from now on have these in their requeue.py."""
+    [old] = re.findall(r"slurm/requeue.*?\.py", Path("slurm/complete.sh").read_text())
+    text = Path(old).read_text()
+    for name, value in values.items():
+        text, count = re.subn(rf"^{name} = [\d.]+", f"{name} = {value}", text, flags=re.M)
+        assert count == 1, name
+    new = f"slurm/requeue-{len(list(Path('slurm').glob('requeue*')))}.py"
+    Path(new).write_text(text)
+    edit("complete", old, new)
 
 
 class Job:
@@ -259,6 +289,9 @@ def check(job, *flags, nodes=1, gres=True):
         assert (env["CORE"] == "0") == (job.name == "complete")
 
 
+[IMAGE] = set(re.findall(r"apptainer exec --nv --bind /shared \S+\.sif", PAGE)) or [""]
+
+
 def on(*kinds):
     return pytest.mark.parametrize("kind", kinds, indirect=True, scope="module")
 
@@ -279,12 +312,13 @@ def test_each_file_starts_once(kind, clone, monkeypatch):
         monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
         jobs += [Job(name, "--lr", "a b") for name in STARTS]
         monkeypatch.delenv("SLURM_EXPORT_ENV")
+    monkeypatch.setenv("LATE", "4" if kind == "threads" else "0")
     two = [Job(name, options=["--nodes=2"]) for name in SEVERAL]
     for job in jobs:
-        nodes = 2 if job.name == "ddp_multigpu_proc" else 1
-        check(job.ended(), "--lr", "a b", nodes=nodes, gres=kind != "no gres")
+        check(job.ended(), "--lr", "a b", nodes=NODES[job.name], gres=kind != "no gres")
     for job in two:
         check(job.ended(), nodes=2, gres=kind != "no gres")
+        assert Path(f"late-{job.number}").exists()  # this node was not ended with the first
     if kind == "threads":
         assert jobs[1].starts()[0][2]["SLURM_MEM_PER_NODE"] == str(64 * 1024)
 
@@ -294,10 +328,10 @@ def test_jobs_that_cannot_train(kind, clone, tmp_path, monkeypatch):
     """Submitted from another folder, without an environment, or where torch cannot use the GPUs, a
     job ends with a line; so does one of two nodes of which one has joined, or fails."""
     jobs = []
-    for gpus in range(2):  # single.sh asks for one, and complete.sh tries other nodes
+    for gpus, line in enumerate(["no GPU", "only 1 GPUs"]):
         monkeypatch.setenv("GPUS", str(gpus))
-        line = f"AssertionError: torch can use only {gpus} GPUs"
-        jobs += [(Job(name), line) for name in list(STARTS)[gpus:-1]]
+        names = SEVERAL[:2] if gpus else ["single", "dp", "ddp_spawn", "node0", "node1"]
+        jobs += [(Job(name), f"AssertionError: torch can use {line}") for name in names]
     monkeypatch.delenv("GPUS")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "slurm").symlink_to(clone / "slurm")
@@ -311,11 +345,11 @@ def test_jobs_that_cannot_train(kind, clone, tmp_path, monkeypatch):
     jobs += [(Job(name), "no environment") for name in STARTS]
     for job, line in jobs:
         assert line in job.ended("FAILED").log() and not job.starts(), job.log()
-        assert job.log().count("\n") == 1 or "GPUs" in line, job.log()
+        assert job.log().count("\n") == 1 or "GPU" in line, job.log()
     assert not list(tmp_path.glob("elsewhere/runs"))
     Path(".venv/bin/activate").write_text(activate)
     monkeypatch.setenv("JOINED", "1")
-    for job in [Job(name, options=["--nodes=2"]) for name in ("ddp_torchrun", "complete")]:
+    for job in [Job(name, options=["--nodes=2"]) for name in (SEVERAL[0], SEVERAL[2])]:
         assert "nodes are missing" in job.ended("FAILED").log() and not job.starts(), job.log()
     monkeypatch.delenv("JOINED")
     monkeypatch.setenv("STAND", "1")
@@ -333,10 +367,9 @@ def test_data(kind, clone, monkeypatch):
     Path("broken.tar").write_bytes(Path("my_images.tar").read_bytes()[:700] + b"?" * 700)
     Path(".venv/bin/tar").write_text('#!/bin/sh\necho unpacks; exec /bin/tar "$@"\n')
     Path(".venv/bin/tar").chmod(0o755)
-    [lines] = re.findall(r"^```bash\n(data=.*\nsrun .*\n)```$", PAGE, re.M)
+    [lines] = re.findall(r"^```bash\n(data=.*\nstage=.*\nflags=.*\n)```$", PAGE, re.M)
     lines = lines.replace("/shared/my_images.tar", "my_images.tar")
-    flags = '--dataset "$data/my_images" "$@"'
-    edit("complete", "good=", f"{lines}good=", '"$@" --resume', f"{flags} --resume")
+    edit("complete", 'flags=""', f"{lines}# was:", 'stage=""', "# was:")
     disks = {"SLURM_TMPDIR": os.environ["DISK"], "TMPDIR": os.environ["DISK"], "neither": "/tmp"}
     jobs, options = {}, ["--nodes=2", "-p", "whole"]
     for place, disk in disks.items():
@@ -373,10 +406,17 @@ def test_environments(kind, clone, monkeypatch):
         text = Path(f"slurm/{name}.sh").read_text()
         [venv] = re.findall("^source .venv/bin/activate .*\n", text, re.M)
         [module] = re.findall(r"^# (module load .*)", text, re.M)
-        [container] = re.findall(r"^inside=\(\) # EDIT: or a container: (\(.*\)),", text, re.M)
         edit(name, venv, "", f"# {module}", module)
         jobs.append((Job(name, "--lr", "a b"), False))
-        edit(name, module, f"# {module}", "inside=()", f"inside={container}")
+        edit(name, module, f"# {module}")
+        if name == "complete":
+            [words] = re.findall(r'^container="" # EDIT: or (".*"),', text, re.M)
+            edit(name, 'container=""', f"container={words}")
+        else:
+            text = Path(f"slurm/{name}.sh").read_text()
+            program = r"^(srun --export=ALL |    )(python|torchrun|bash) (?=-)"
+            text = re.sub(program, rf"\1{IMAGE} \2 ", text, flags=re.M)
+            Path(f"slurm/{name}.sh").write_text(text)
         jobs.append((Job(name, "--lr", "a b"), True))
     for job, contained in jobs:
         starts = job.ended().starts()
@@ -414,7 +454,7 @@ def test_complete_is_requeued(kind, clone, monkeypatch):
         warn(number)
     first, second = job.starts(2)
     assert first[0] == second[0] and second[2]["SLURM_RESTART_COUNT"] == "1"
-    assert code.read_text() == before and code.stat().st_mode & 0o777 == 0o600
+    assert code.read_text() == before
     assert code.with_name("beside.py").read_text() == ""
     assert second[2]["PYTHONPATH"] == str(clone / "complete")  # not ":", the working folder
     assert second[2]["TORCHINDUCTOR_CACHE_DIR"] == f"{code.parent}/compiled"
@@ -432,7 +472,7 @@ def test_simple_files_are_requeued(kind, clone, monkeypatch):
     monkeypatch.setenv("STAND", "1")
     jobs = [Job(name) for name in STARTS if name not in ("complete", "node0", "node1")]
     half = Job("node0")
-    nodes = {job: 2 if job.name == "ddp_multigpu_proc" else 1 for job in [*jobs, half]}
+    nodes = {job: NODES[job.name] for job in [*jobs, half]}
     for job in nodes:
         job.starts(nodes[job])
         subprocess.run(["scontrol", "requeue", job.number], check=job is not half)
@@ -445,33 +485,127 @@ def test_simple_files_are_requeued(kind, clone, monkeypatch):
     assert (half.show("JobState"), half.show("Restarts")) == ("RUNNING", "0")
 
 
-@on("plain", "newer")
+@on("plain", "threads", "newer")
 def test_complete_leaves_bad_nodes(kind, clone, monkeypatch):
-    """Nodes where torch cannot use the GPUs, or hangs, are excluded: each once, a bad one alone,
-    also later and for a task of an array; but not all nodes of a cluster."""
+    """Nodes where torch cannot use the GPUs, hangs or computes wrong sums are excluded: each once,
+    a bad one alone, also later, and for all tasks of an array; but not for ever."""
     options = ["-p", "all"]
-    monkeypatch.setenv("BAD", "node0 node1")
-    jobs = {Job("complete", options=[*options, "--array=1"]): (2, "node0 node1")}
-    with monkeypatch.context() as patch:
-        for name in "SICK", "STAND", "PROGRESS":
-            patch.setenv(name, "1")
-        later = Job("complete", options=[*options, "--exclude=node3"])
-    jobs[later] = 3, "node0 node1 node3"
     monkeypatch.setenv("BAD", "node0")
-    jobs[Job("complete", options=[*options, "--nodes=2"])] = 1, "node0"
-    edit("complete", "-k 60 600", "-k 1 3")
+    monkeypatch.setenv("LATE", "4" if kind == "threads" else "0")  # where Slurm would not wait
+    jobs = {Job("complete", options=[*options, "--nodes=2"]): (1, "node0")}
     with monkeypatch.context() as patch:
-        patch.setenv("HANGS", "1")
-        jobs[Job("complete", options=options)] = 1, "node0"
-    edit("complete", "<= 5", "<= 1")
-    monkeypatch.setenv("BAD", "node0 node1")
-    several = Job("complete", options=options)
-    later.starts(1)
-    warn(later.number)
-    several.ended("FAILED", 1)
+        patch.setenv("ECC", "1")
+        jobs[Job("complete", options=[*options, "--exclude=node3"])] = 1, "node0 node3"
+    if kind != "threads":
+        settings(CHECK_SECONDS=3)
+        with monkeypatch.context() as patch:
+            patch.setenv("HANGS", "1")
+            jobs[Job("complete", options=options)] = 1, "node0"
+        settings(CHECK_SECONDS=600)
+        monkeypatch.setenv("BAD", "node0 node1")
+        with monkeypatch.context() as patch:
+            for name in "SICK", "STAND", "PROGRESS":
+                patch.setenv(name, "1")
+            later = Job("complete", options=[*options, "--exclude=node3"])
+        jobs[later] = 3, "node0 node1 node3"
+        chain = Job("complete", "--output", "runs/chain", options=[*options, "--array=1-3%1"])
+        settings(MOST_BAD_STARTS=1)
+        several = Job("complete", options=options)
+        later.starts(1)
+        warn(later.number)
+        several.ended("FAILED", 1)
+        assert wait_until(lambda: not command("squeue", "-h", "-j", chain.number), 120, 0.5)
+        logs = [path.read_text() for path in Path().glob("complete-*.out")]
+        logs = [text for text in logs if f"jobid={chain.number} ExcNodeList" in text]
+        assert 1 <= len(logs) <= 3 and "node0,node1" in "".join(logs).replace("node1,node0", "node0,node1")
     for job, (restarts, excluded) in jobs.items():
         nodes = job.ended(restarts=restarts).show("ExcNodeList")
         assert sorted(command("scontrol", "show", "hostnames", nodes).split()) == excluded.split()
+
+
+def states(array):
+    """Of an array's tasks: how many times each."""
+    text = command("scontrol", "show", "job", array.number)
+    found = []
+    for record in text.split("JobId=")[1:]:
+        [tasks] = re.findall(r"ArrayTaskId=(\S+)", record)
+        [state] = re.findall(r"JobState=(\S+)", record)
+        for part in tasks.split("%")[0].split(","):
+            first, _, last = part.partition("-")
+            found += [state] * (int(last or first) - int(first) + 1)
+    return sorted(found)
+
+
+@on("plain", "newer")
+def test_arrays_end(kind, clone, monkeypatch):
+    """After success, and after a failure without progress; where requeueing is refused, the next
+    task continues. Each task of a sweep ends alone."""
+    tasks = "--array=1-3%1"
+    good = Job("complete", "--output", "runs/good", options=[tasks])
+    sweep = Job("complete", options=["--array=1-3"])
+    with monkeypatch.context() as patch:
+        patch.setenv("FAILS", "0")
+        bad = Job("complete", "--output", "runs/bad", options=[tasks])
+        settings(REQUEUE_SECONDS=1)
+        scontrol = shutil.which("scontrol")
+        Path(".venv/bin/scontrol").write_text(
+            f'#!/bin/sh\n[ "$1" = requeue ] && exit 1\nexec {scontrol} "$@"\n'
+        )
+        Path(".venv/bin/scontrol").chmod(0o755)
+        patch.setenv("PROGRESS", "1")
+        refused = Job("complete", "--output", "runs/refused", options=[tasks])
+        alone = Job("complete")
+    assert "Submit it again, with --output runs/complete-" in alone.ended("FAILED").log()
+    jobs = {good: ["CANCELLED"] * 2 + ["COMPLETED"], bad: ["CANCELLED"] * 2 + ["FAILED"]}
+    jobs |= {sweep: ["COMPLETED"] * 3, refused: ["FAILED"] * 3}
+    for job, expected in jobs.items():
+        assert wait_until(lambda: states(job) == expected, 120, 0.5), (job.number, states(job))
+    assert len(list(Path("runs/refused").glob("job-*/train.py"))) == 1
+
+
+@on("plain")
+def test_lives_meet(kind, clone, monkeypatch):
+    """Slurm starts an array's next task while the one before is ending: it waits. A second job in
+    the folder of one that runs ends the first, which does not come back."""
+    monkeypatch.setenv("STAND", "9")
+    first = Job("complete", "--output", "runs/same")
+    first.starts(1)
+    monkeypatch.delenv("STAND")
+    second = Job("complete", "--output", "runs/same")
+    assert "A newer job, or life of this one" in first.ended("FAILED").log()
+    second.ended()
+    text = "trap '' TERM\n" + Path("slurm/complete.sh").read_text().replace("exec python3", "python3")
+    Path("slurm/complete.sh").write_text(f"{text}sleep 4\n")  # within KillWait
+    monkeypatch.setenv("STAND", "1")
+    tasks = Job("complete", "--output", "runs/tasks", options=["--array=1-2%1"])
+    assert wait_until(lambda: "sleep" or True)
+    numbers = []
+
+    def running():
+        numbers[:] = command("squeue", "-h", "-t", "R", "-j", tasks.number, "-o", "%A").split()
+        return len(numbers) == 1 and Path(f"starts-{numbers[0]}").exists()
+
+    assert wait_until(running, 60, 0.2)
+    monkeypatch.delenv("STAND")
+    ending = numbers[0]
+    command("scancel", ending)
+    assert wait_until(lambda: running() and numbers[0] != ending, 120, 0.2)
+    begun = Path(f"starts-{numbers[0]}").stat().st_mtime
+    end = command("scontrol", "show", "job", ending)
+    assert "CANCELLED" in end and begun > 0
+    command("scancel", tasks.number)
+
+
+@on("plain")
+def test_failed_lives(kind, clone, monkeypatch):
+    """Two failures in a row are followed by another life; the third ends the job. For the last
+    one, the nodes are changed."""
+    settings(MOST_FAILED=2)
+    monkeypatch.setenv("FAILS", "0")
+    monkeypatch.setenv("PROGRESS", "1")
+    job = Job("complete", options=["-p", "all"]).ended("FAILED", 3)
+    nodes = [env["SLURMD_NODENAME"] for *_, env, _ in job.starts(4)]
+    assert nodes[3] != nodes[2] and job.show("ExcNodeList") == nodes[2], job.log()
 
 
 @on("plain")
@@ -496,7 +630,7 @@ def test_submitted_inside_a_job(kind, clone, monkeypatch):
     text = command("bash", "-c", f"{line} slurm/dp.sh)")
     clean = Job("dp", number=text.split()[-1])
     for job in [Job(name) for name in STARTS]:
-        check(job.ended(), nodes=2 if job.name == "ddp_multigpu_proc" else 1)
+        check(job.ended(), nodes=NODES[job.name])
     assert "SLURM_ARRAY_TASK_ID" not in clean.ended().starts()[0][2]
 
 
@@ -504,7 +638,7 @@ def test_submitted_inside_a_job(kind, clone, monkeypatch):
 def test_complete_fails(kind, clone, monkeypatch):
     """It is requeued if there is a newer checkpoint than at its start, where its flags put it, and
     not more often than the file says; else it ends with its status. If cancelled, it stays so."""
-    edit("complete", "COUNT < 200", "COUNT < 2")
+    settings(MOST_LIVES=2)
     monkeypatch.setenv("FAILS", "0")
     jobs = {Job("complete"): 0}
     monkeypatch.setenv("PROGRESS", "1")
@@ -537,12 +671,13 @@ def test_slurmctld_does_not_answer(kind, clone, tmp_path, monkeypatch):
     daemons, controller = RUNNING
     os.kill(daemons[1].pid, signal.SIGTERM)
     helpers.finish([daemons[1]])
-    shells = [  # the script's, and that of its part in the background
+    mark = f"SLURM_JOB_ID={job.number}\0".encode()
+    [shell] = [
         int(path.parent.name)
         for path in Path("/proc").glob("[0-9]*/cmdline")
-        if path.read_bytes().endswith(f"job{int(job.number):05}/slurm_script\0".encode())
+        if b"/requeue" in path.read_bytes() and mark in Path(path.parent, "environ").read_bytes()
     ]
-    os.kill(min(shells), signal.SIGUSR1)
+    os.kill(shell, signal.SIGUSR1)
     asked = wait_until(lambda: f" for job {job.number}" in job.log(), 120)  # scontrol's complaint
     monkeypatch.delenv("TEST_FOLDER")  # or it would end with this test
     daemons[1] = Cold(controller, Path(os.environ["SLURM_CONF"]).parent / "again.out")
@@ -565,11 +700,11 @@ def test_complete_is_preempted(kind, clone, monkeypatch):
     if kind == "newer":
         assert command("sbatch", "--version").split()[1] >= "24.05"
     monkeypatch.setenv("STAND", "6")
-    edit("complete", "COUNT < 200", "COUNT < 0")
+    settings(MOST_LIVES=0)
     names = ["requeue", "grace", "cancel_grace"]
     cancelled = Job("complete", options=["-p", "cancel"])
     jobs = [Job("complete", options=["-p", name]) for name in names]
-    edit("complete", " --signal=B:USR1@120", "")  # for send_user_signal
+    edit("complete", "#SBATCH --signal", "# no --signal")  # for send_user_signal
     jobs += [Job("complete", options=["-p", name]) for name in names[1:]]
     cancelled.starts(1)
     for life in range(1, 7):
