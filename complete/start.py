@@ -211,8 +211,8 @@ def describe(identity):
     """In words: how many samples and classes, with the names of the first and the last."""
     train, test = (identity["data"][part]["samples"] for part in ("train", "test"))
     samples, classes = f"{train} training samples, {test} test samples", identity["classes"]
-    if isinstance(classes, int):  # the model's outputs, which may be no classes
-        return f"{samples}, {classes} outputs"
+    if isinstance(classes, int):  # classes without names, or the one output of a regression
+        return f"{samples}, {f'{classes} classes' if classes > 1 else '1 output'}"
     names = [ascii(name) for name in classes]
     shown = names if len(names) <= 10 else [*names[:5], "...", *names[-3:]]
     return f"{samples}, {len(names)} classes ({', '.join(shown)})"
