@@ -133,12 +133,8 @@ class Run:
         best = f"start a new run with --init {folder / 'best.pt'}"
         if folder.exists() and not folder.is_dir():
             return f"--output {folder} is a file: it must be a folder"
-        signs = (
-            "*.pt",
-            "last.json",
-            "epoch-*",
-            "checkpoint-*",
-        )  # of a run of any script or version
+        # Of a run of whichever script.
+        signs = ("*.pt", "last.json", "latest.json", "epoch-*", "checkpoint-*")
         if args.overwrite or not any(any(folder.glob(sign)) for sign in signs):
             return ""
         if (folder / "last.json").exists():
