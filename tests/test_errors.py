@@ -205,6 +205,7 @@ def test_said_once(out, fashion, data):
         (2, "has only 640 samples", "--overwrite", "--batch-size", 1000),
         (4, "only 3 test samples", "--overwrite", "--dataset", data / "pictures"),
         (2, "neither a known name nor a folder", "--overwrite", "--dataset", "no"),
+        (2, "no download (", "--overwrite", "--data-dir", "no"),
     ):
         text = refuse(*start(COMPLETE, *fashion, "--output", "out", *flags, processes=count))
         assert text.count("error: ") == 1 and says in text and content("out") == before, text
