@@ -105,7 +105,7 @@ def test_not_a_run_of_this_script(out, denied):
         Path("checkpoint.pt").rename("out/checkpoint.pt")
     small = {"model": {}, "optimizer": {}, "epoch": 1, "classes": ["a"]}
     torch.save(small, "out/checkpoint.pt")
-    denied("out/checkpoint.pt is damaged, or of another script", "--resume")
+    denied("out/checkpoint.pt is of another script: use another --output", "--resume")
     shutil.rmtree("out")
     Path("out").write_text("")
     denied("--output out is a file", "")
