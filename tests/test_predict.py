@@ -30,7 +30,7 @@ def mine(data, tmp_path_factory):
 
 
 def start(*words):
-    predict.main(predict.parser.parse_args([*map(str, words), "--workers", "0"]))
+    predict.main(predict.parser.parse_args(["--workers", "0", *map(str, words)]))
 
 
 def rows(name="out.csv"):
@@ -104,12 +104,13 @@ def test_a_table(data, mine, capsys):
     assert printed[0].startswith("new/a/") and "; 2 with a true class" in printed[-1], printed
 
 
-def test_as_a_command(data, mine):
-    """With loader workers, which are forks. An existing table is not replaced."""
-    words = [sys.executable, helpers.ROOT / "complete/predict.py", mine, data / "pictures/test"]
-    text = helpers.command(*words, "--output", "out.csv", "--workers", 2)
-    assert "3 images, of which 0 cannot be decoded; 3 with a true class" in text
-    assert len(rows()) == 4 and helpers.files(".") == ["out.csv"]
+def test_loader_workers(data, mine, capsys):
+    """They are forked, and deliver in order."""
+    for workers in 0, 2:
+        words = [mine, data / "pictures/train", "--output", f"{workers}.csv"]
+        start(*words, "--workers", workers, "--batch-size", 5)
+    assert rows("0.csv") == rows("2.csv") and len(rows("0.csv")) == 97
+    assert helpers.files(".") == ["0.csv", "2.csv"]
 
 
 def test_refused(data, mine, capsys):
