@@ -87,7 +87,7 @@ def file_identity(path):
     try:
         with open(path, "rb") as file:  # opened: a network disk may remember an old state
             found = os.fstat(file.fileno())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
 

@@ -122,19 +122,26 @@ def refuse(problem):
     raise SystemExit(2)
 
 
-def in_turns(load):
+def in_turns(load, *args, **options):
     """What `load` returns. Rank 0 calls it first, as it may download; then one process of each
-    other machine, which may have a disk of its own; then the rest."""
+    other machine, which may have a disk of its own; then the rest. All try, before one that finds
+    no data says so."""
     if not dist.is_initialized():
-        return load()
+        return load(*args, **options)
     if dist.get_rank() == 0:
         my_turn = 0
     else:
         my_turn = 1 if from_environment("LOCAL_RANK", 0) == 0 else 2
+    failure = None
     for turn in range(3):
         if turn == my_turn:
-            loaded = load()
+            try:
+                loaded = load(*args, **options)
+            except FolderError as error:
+                failure = error
         dist.barrier()  # all ranks wait here for each other
+    if failure:
+        raise failure
     return loaded
 
 

@@ -418,7 +418,7 @@ def test_data(monkeypatch, data):
     """torchvision's images are (N, height, width, channels), and grey ones get three channels for
     its models. --image-size is that of synthetic images, and of a folder's, with a margin."""
     images, labels = pictures(60, 3, 32)
-    stored = SimpleNamespace(data=images, targets=labels.tolist())
+    stored = SimpleNamespace(data=images, targets=labels.tolist(), classes=list("0123456789"))
     monkeypatch.setattr(datasets, "CIFAR10", lambda folder, train, download: stored)
     found = script.load_data(parse())[0].tensors
     assert np.array_equal(found[0], images.transpose(0, 3, 1, 2))
