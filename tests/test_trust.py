@@ -493,6 +493,9 @@ def test_two_lives_in_one_folder(out, fashion, function):
     """Another process, as one on a node that was given up but lives, replaces checkpoint.pt: the
     one that finds this out ends before it writes anything."""
     shutil.copytree("out", "other")
+    saved = checkpoint("out")
+    saved["progress"]["seconds"] = 1.0  # of the same length
+    torch.save(saved, "other/checkpoint.pt")
     before = helpers.content("other")
     more = MEANWHILE.format(function=function)
     with pytest.raises(SystemExit, match="out/checkpoint.pt was written by another process"):
