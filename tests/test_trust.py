@@ -183,21 +183,22 @@ seed_everything, seed_torch = seen(seed_everything), seen(seed_torch)
 
 
 def test_seeds_share_nothing(fashion):
-    """Of two seeds, with three epochs on two ranks: what a step draws from torch's numbers, and
-    `prepare` from Python's and numpy's too, is drawn once. Data and weights are those of all."""
+    """Of two seeds, with three epochs on two ranks: what a step or `prepare` draws is drawn once, and
+    what an epoch draws from Python's and numpy's numbers. Data and weights are those of all."""
     flags = [*fashion, "--epochs", 3, "--batch-size", 80, "--accumulate", 2, "--output"]
     runs = [[*flags, f"out-{seed}", "--seed", seed] for seed in (1, 2)]
     line = r"^seed (\d) (\w+) rank (\d): \((.*), (.*), (.*)\)$"
     found = re.findall(line, "".join(together(*runs, more=SEEDS)), re.M)
     of_all = [numbers for seed, what, rank, *numbers in found if what in ("data", "weights")]
     of_steps = [numbers[0] for seed, what, rank, *numbers in found if what == "step"]
-    of_batches = [numbers for seed, what, rank, *numbers in found if what == "prepare"]
-    count = 2 * 2 * 3 * 8 * 2  # an epoch has 8 steps of 2 micro-batches
-    assert (len(of_all), len(of_steps), len(of_batches)) == (8, count, count)
-    assert len({*of_steps, *(numbers[0] for numbers in of_batches)}) == 2 * count
+    of_batches = [numbers[0] for seed, what, rank, *numbers in found if what == "prepare"]
+    of_epochs = [numbers for seed, what, rank, *numbers in found if what == "epoch"]
+    epochs, count = 2 * 2 * 3, 2 * 2 * 3 * 8 * 2  # an epoch has 8 steps of 2 micro-batches
+    assert (len(of_all), len(of_epochs)) == (8, epochs)
+    assert len(of_steps) == len(of_batches) == count == len({*of_steps, *of_batches}) / 2
     for column in range(3):
         assert len({numbers[column] for numbers in of_all}) == 4
-        assert len({numbers[column] for numbers in of_batches}) == count
+        assert len({numbers[column] for numbers in of_epochs}) == epochs
 
 
 TRANSFORMS = """
