@@ -183,8 +183,8 @@ seed_everything, seed_torch = seen(seed_everything), seen(seed_torch)
 
 
 def test_seeds_share_nothing(fashion):
-    """Of two seeds, with three epochs on two ranks: what a step or `prepare` draws is drawn once, and
-    what an epoch draws from Python's and numpy's numbers. Data and weights are those of all."""
+    """Of two seeds, with three epochs on two ranks: what a step or `prepare` draws is drawn once,
+    and what an epoch draws from Python's and numpy's numbers. Data and weights are those of all."""
     flags = [*fashion, "--epochs", 3, "--batch-size", 80, "--accumulate", 2, "--output"]
     runs = [[*flags, f"out-{seed}", "--seed", seed] for seed in (1, 2)]
     line = r"^seed (\d) (\w+) rank (\d): \((.*), (.*), (.*)\)$"
