@@ -277,7 +277,7 @@ class Run:
         step_seconds = (now - self.asked_at) / (steps - self.asked_step)
         self.asked_at, self.asked_step = now, steps
         between = 60 * self.args.checkpoint_minutes
-        until_save = max(0, round((self.saved_at + between - now) / step_seconds))
+        until_save = max(0, round((self.saved_at + between - now) / step_seconds))  # steps
         if between == 0:
             return True, math.inf  # at progress lines
         return until_save == 0, until_save or math.ceil(between / step_seconds)
