@@ -78,7 +78,7 @@ class TrainedRun:
 
     def prepare(self, pixels, device=torch.device("cpu")):
         """What the model gets of a batch of images, as in train.py's evaluation."""
-        no_labels = torch.zeros(len(pixels), dtype=torch.long)
+        no_labels = torch.zeros(pixels.shape[0], dtype=torch.long)  # len() would break torch.export
         return train.prepare(self.args, [pixels, no_labels], device)[0]
 
     def transform(self, image):
