@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from helpers import (
     ROOT,
+    TORCHRUN,
+    Cold,
     content,
     files,
     finish,
@@ -563,6 +566,70 @@ def test_torchrun_is_gone(flags, monkeypatch):
     text = run(LM, *flags, "out", more=STOP + ORPHAN, processes=2, status=1)
     assert "torchrun was killed" in text and "Traceback" not in text, text
     assert json.loads(Path("out/latest.json").read_text())["step"] == 2
+
+
+# ---- Machines and GPUs ---------------------------------------------------------------------------
+@pytest.mark.slow
+def test_two_machines(flags):
+    """Two hosts with two ranks each share a copy, or have one each; another --lr on one is told."""
+    if os.getuid() or not shutil.which("ip"):
+        pytest.skip("it needs root and iproute2")
+    from network import two_namespaces
+
+    here(LM, *flags, "one")
+    with two_namespaces() as hosts:
+
+        def both(*words, other=()):
+            jobs = []
+            for i, host in enumerate(hosts):
+                start = f"ip netns exec {host} env GLOO_SOCKET_IFNAME=v{i} OMP_NUM_THREADS=1"
+                place = f"--nnodes 2 --node-rank {i} --nproc-per-node 2 --master-addr 10.77.0.1"
+                place += f" --master-port 23456 {ROOT / LM}"
+                own = [*words, *(other if i else [])]
+                command = [*start.split(), *TORCHRUN, *place.split(), *flags, *own]
+                jobs.append(Cold(command, f"{words[0]}-{i}.log"))
+            return finish(jobs)
+
+        statuses, text = both("copies", "--shard", 2, "--accumulate", 3)
+        assert statuses == [0, 0], text
+        close("copies", "one")
+        statuses, text = both("differ", other=["--lr", 0.1])
+        assert 0 not in statuses and "ranks differ in --lr: rank 0 has 0.003" in text, text
+        assert files("differ") == ["lock"]
+
+
+SYNCS = """
+plain_step = train_step
+def train_step(*words):
+    torch.cuda.set_sync_debug_mode("error")  # what waits for the GPU raises an error
+    found = plain_step(*words)
+    torch.cuda.set_sync_debug_mode("default")
+    return found
+"""
+
+
+@pytest.mark.gpu
+def test_gpus(flags):
+    """On up to two GPUs as on the CPU: in float32, in bfloat16 and compiled, resumed; nothing in a
+    step waits for the GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    ranks = min(2, torch.cuda.device_count())
+    flags = [*flags[:-1], "--heads", 1, "--output"]
+    run(LM, *flags, "one", processes=0)
+    flags = [*flags[:-1], "--device", "cuda", "--output"]
+    exact = ["--float32", "--no-compile"]
+    run(LM, *flags, "exact", *exact, more=SYNCS, processes=ranks)
+    close("exact", "one", digits=1e-2)  # TF32
+    run(LM, *flags, "half", processes=ranks)
+    close("half", "one", digits=5e-2)
+    stop = [*flags, "out", *exact, "--stop", 3]
+    run(LM, *stop, more=STOP, processes=ranks, status=1)
+    text = run(LM, *flags, "out", *exact, "--resume", processes=1)
+    assert "out: 3 steps are done" in text
+    close("out", "one", digits=1e-2)
+    words = ["--sample", "import", "--sample-tokens", 5, "--output", "out"]
+    assert "import" in run(LM, *words, processes=ranks)
 
 
 # ---- Elsewhere -----------------------------------------------------------------------------------
