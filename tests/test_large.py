@@ -17,6 +17,7 @@ from helpers import (
     ROOT,
     TORCHRUN,
     Cold,
+    altered,
     content,
     files,
     finish,
@@ -566,6 +567,48 @@ def test_torchrun_is_gone(flags, monkeypatch):
     text = run(LM, *flags, "out", more=STOP + ORPHAN, processes=2, status=1)
     assert "torchrun was killed" in text and "Traceback" not in text, text
     assert json.loads(Path("out/latest.json").read_text())["step"] == 2
+
+
+MEMORY = """
+def held(name):
+    [line] = [x for x in open("/proc/self/status") if x.startswith(name)]
+    return int(line.split()[1]) * 1024 / 1e9
+
+plain_build, plain_step = build_model, train_step
+def build_model(*words):
+    global before
+    (torch.ones(300, 300) @ torch.ones(300, 300)).sum()
+    before = held("VmRSS")
+    return plain_build(*words)
+
+def train_step(*words):
+    found = plain_step(*words)
+    print(f"peak {held('VmHWM') - before:.3f}", flush=True)
+    time.sleep(0.5)  # the checkpoint of the step before is written
+    return found
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes, shard", [(2, 1), (2, 0), (4, 2)])
+def test_memory(tokens, processes, shard):
+    """What a run says at its start is what a process takes, of the CPU's memory here, within the
+    0.15 GB of torch's own: a step, and a step while a checkpoint is written. (glibc is told to give
+    back what is freed.)"""
+    path = altered(LM, more=MEMORY)
+    flags = ["--tokens", tokens, "--layers", 8, "--width", 512, "--heads", 4, "--length", 32]
+    flags += ["--batch-size", processes, "--steps", 3, "--device", "cpu", "--log-every", 1]
+    flags += ["--checkpoint-minutes", 0, "--shard", shard, "--output", "out"]
+    start = "env MALLOC_MMAP_THRESHOLD_=1000000 OMP_NUM_THREADS=1".split()
+    place = ["--standalone", "--nproc-per-node", processes, path]
+    statuses, text = finish([Cold([*start, *TORCHRUN, *place, *flags], "log")])
+    assert statuses == [0], text
+    said = float(re.search(r"^GB on each: ([\d.]+)", text, re.M)[1])
+    copy = float(re.search(r"checkpoint: ([\d.]+)$", text, re.M)[1])
+    peaks = [float(peak) for peak in re.findall(r"peak ([\d.]+)", text)]
+    first, largest = min(peaks), max(peaks)
+    assert said - 0.02 < first < said + 0.15 and said > 0.25, text
+    assert said + 0.8 * copy < largest < said + copy + 0.15, text
 
 
 # ---- Machines and GPUs ---------------------------------------------------------------------------
