@@ -574,10 +574,11 @@ class Checkpoints:
         if self.writing is None:
             return
         step, future = self.writing
-        folder, metadata = self.output / f"step-{step:08}", future.result()
-        self.writing = None
+        future.result()
+        self.writing, folder = None, self.output / f"step-{step:08}"
         if dist.get_rank() == 0:
-            parts = {part.relative_path for part in metadata.storage_data.values()}
+            written = dcp.FileSystemReader(folder).read_metadata().storage_data.values()
+            parts = {part.relative_path for part in written}
             if not all((folder / part).exists() for part in parts):
                 raise SystemExit(f"{folder} lacks parts: put --output on a disk of all machines")
             latest = {"checkpoint": folder.name, "step": step, **self.about}
