@@ -410,9 +410,8 @@ def train(args, model, optimizer, texts, checkpoints, done, device):
         seconds = (time.perf_counter() - started) / counted
         save, look_after = checkpoints.when(seconds) if rank == 0 else (0, 0)
         sums = sum_over_ranks([loss_sum, is_orphan(), save, look_after], device)
-        seconds = (
-            time.perf_counter() - started
-        ) / counted  # now including what the GPU has computed
+        # This is longer: the GPU had not computed all steps yet.
+        seconds = (time.perf_counter() - started) / counted
         train_loss, orphans, save, look_after = sums
         if orphans > 0:
             end("torchrun was killed")  # its ranks would live on, and train
