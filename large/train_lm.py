@@ -370,7 +370,7 @@ def train_step(args, model, optimizer, windows, lr):
     Waits for neither: while a GPU computes, the CPU goes ahead."""
     loss_sum = torch.zeros((), device=windows.device)
     for number, micro_batch in enumerate(windows, 1):
-        if args.shard > 0 and args.accumulate > 1:  # over copies of the model: once per step
+        if args.shard > 0 and args.accumulate > 1:  # average over copies in the last one only
             model.set_requires_all_reduce(number == args.accumulate)
         inputs, targets = micro_batch[:, :-1], micro_batch[:, 1:]
         loss = model(inputs, targets) / targets.numel()
@@ -390,31 +390,32 @@ def train(args, model, optimizer, texts, checkpoints, done, device):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     reader = ThreadPoolExecutor(1)  # reads the next step's windows meanwhile
     read = functools.partial(reader.submit, read_step, args, texts.train, rank, world_size)
-    windows = read(done + 1)
+    upcoming = read(done + 1)
     next_line = done + 1  # besides the regular ones; this one shows that everything works
-    loss_sum, steps, started = torch.zeros((), device=device), 0, time.perf_counter()
+    loss_sum, counted, started = torch.zeros((), device=device), 0, time.perf_counter()
     model.train()
     for step in range(done + 1, args.steps + 1):
         torch.manual_seed(mix(args.seed, step, rank))  # of dropout, if you add it
-        micro_batches, windows = to_device(windows.result(), device), read(step + 1)
-        step_loss, norm = train_step(
-            args, model, optimizer, micro_batches, learning_rate(args, step)
-        )
-        loss_sum, steps = loss_sum + step_loss, steps + 1
+        windows = to_device(upcoming.result(), device)
+        upcoming = read(step + 1)
+        lr = learning_rate(args, step)
+        step_loss, norm = train_step(args, model, optimizer, windows, lr)
+        loss_sum, counted = loss_sum + step_loss, counted + 1
         is_last = step == args.steps
         evaluates = is_last or step % args.eval_every == 0
         if not (evaluates or step % args.log_every == 0 or step == next_line):
             continue
 
         checkpoints.finish_if_written()
-        seconds = (time.perf_counter() - started) / steps
+        seconds = (time.perf_counter() - started) / counted
         save, look_after = checkpoints.when(seconds) if rank == 0 else (0, 0)
         sums = sum_over_ranks([loss_sum, is_orphan(), save, look_after], device)
-        seconds = (time.perf_counter() - started) / steps  # now including what the GPU has computed
+        # This is longer: the GPU had not computed all steps yet.
+        seconds = (time.perf_counter() - started) / counted
         train_loss, orphans, save, look_after = sums
         if orphans > 0:
             end("torchrun was killed")  # its ranks would live on, and train
-        train_loss /= steps * args.accumulate * world_size
+        train_loss /= counted * args.accumulate * world_size
         norm = norm.full_tensor().item()
         weight_norm = nn.utils.get_total_norm(model.parameters()).full_tensor().item()
         if not all(map(math.isfinite, (train_loss, norm, weight_norm))):  # if any weight is not
@@ -430,7 +431,7 @@ def train(args, model, optimizer, texts, checkpoints, done, device):
         if save or is_last:
             checkpoints.start(args, model, optimizer, step)
         next_line = step + look_after
-        loss_sum, steps, started = torch.zeros((), device=device), 0, time.perf_counter()
+        loss_sum, counted, started = torch.zeros((), device=device), 0, time.perf_counter()
     checkpoints.finish()
     reader.shutdown(cancel_futures=True)
 
@@ -572,10 +573,11 @@ class Checkpoints:
         if self.writing is None:
             return
         step, future = self.writing
-        folder, metadata = self.output / f"step-{step:08}", future.result()
-        self.writing = None
+        future.result()
+        self.writing, folder = None, self.output / f"step-{step:08}"
         if dist.get_rank() == 0:
-            parts = {part.relative_path for part in metadata.storage_data.values()}
+            written = dcp.FileSystemReader(folder).read_metadata().storage_data.values()
+            parts = {part.relative_path for part in written}
             if not all((folder / part).exists() for part in parts):
                 raise SystemExit(f"{folder} lacks parts: put --output on a disk of all machines")
             latest = {"checkpoint": folder.name, "step": step, **self.about}
