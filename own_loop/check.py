@@ -255,9 +255,8 @@ def outer_modules():
 
 
 def note_modules(notes, seen):
-    """At the end: the weights of modules that no optimizer trains, and the buffers of all modules,
-    without batch norm's averages."""
-    gc.collect()
+    """The weights of modules that no optimizer trains, and the buffers of all modules, without batch
+    norm's averages: what is there now. At the end, that of a function is gone."""
     found, others, trained = {}, {}, seen.wrapped | seen.trained
     for module in outer_modules():
         for name, parameter in module.named_parameters():
@@ -268,8 +267,9 @@ def note_modules(notes, seen):
             if not re.search("running_|num_batches_tracked|n_averaged", name):
                 found.setdefault(f"{type(module).__name__}.{name}", []).append(buffer)
     value = {name: summary(buffers[0]) for name, buffers in found.items() if len(buffers) == 1}
-    notes.add("buffers", value=value)
-    notes.add("others", value={name: sorted(sums, key=repr) for name, sums in others.items()})
+    notes.add("buffers", seen.steps, value=value)
+    value = {name: sorted(sums, key=repr) for name, sums in others.items()}
+    notes.add("others", seen.steps, value=value)
 
 
 class Seen:
@@ -442,6 +442,8 @@ def watch_steps(notes, seen, limit, finish):
         if seen.depth == 0:
             seen.steps += 1
             seen.start_step()
+            if seen.steps in (3, 12, 48) or seen.steps == limit:
+                note_modules(notes, seen)
             seen.random = random_states()
             notes.send()
             if seen.steps >= limit:
@@ -941,20 +943,20 @@ def check_weights(ranks):
 
 @check(
     "other weights",
-    "modules that no optimizer trains are equal on all ranks at the end",
+    "modules that no optimizer trains are equal on all ranks",
     ("build a teacher or target after the same seed, or broadcast it", "#model"),
 )
 def check_other_weights(ranks):
-    names = set.intersection(*[set(notes.get(("others",), {})) for notes in ranks])
-    for name in sorted(names):
-        found = [notes["others",][name] for notes in ranks]
-        for rank, other in enumerate(found[1:], 1):
-            sizes = [difference(*pair) for pair in zip(found[0], other)]
-            if len(other) == len(found[0]) and max(sizes) > TOLERANCE:
-                return [
-                    wrong(f"{name} differs on rank {rank}, by about {max(sizes):.0e} of its size")
-                ]
-    return [] if names else None
+    seen = False
+    for key in common(ranks, "others"):
+        for name in sorted(set.intersection(*[set(notes[key]) for notes in ranks])):
+            seen, found = True, [notes[key][name] for notes in ranks]
+            for rank, other in enumerate(found[1:], 1):
+                size = max(difference(*pair) for pair in zip(found[0], other))
+                if len(other) == len(found[0]) and size > TOLERANCE:
+                    text = f"{name} differs on rank {rank} after step {key[1]}, by about "
+                    return [wrong(f"{text}{size:.0e} of its size")]
+    return [] if seen else None
 
 
 @check(
@@ -1044,18 +1046,23 @@ def same_samples(ranks, line):
     for rank, other in enumerate(found[1:], 1):
         if ours["size"] != other["size"]:
             return False, None
-        parts, alike = {}, 0
+        parts = {}
         for index, pair in zip([*ours["indices"], "batch"], zip(ours["samples"], other["samples"])):
             for part, (one, two) in enumerate(zip(*pair)):
                 if one and two:
                     known = True
-                    alike += one[0] == two[0]
                     parts.setdefault((index == "batch", part), []).append((index, one, two))
         unlike = [c for each in parts.values() for c in each if c[1][0] != c[2][0]]
         if unlike:
-            mixed = alike > 0 or any(renumbered(each) for each in parts.values())
+            mixed = any(renumbered(each) or is_equal(each) for each in parts.values())
             return False, (unlike[0][0], rank, [c[1] for c in unlike[0][1:]], mixed)
     return known or None, None
+
+
+def is_equal(comparisons):
+    """Whether a part of all samples is equal on both ranks, and not a constant."""
+    values = {one[0] for _, one, _ in comparisons}
+    return len(values) > 1 and all(one[0] == two[0] for _, one, two in comparisons)
 
 
 def renumbered(comparisons):
@@ -1307,16 +1314,18 @@ def check_test_samples(ranks):
 
 @check(
     "other buffers",
-    "a bank, a queue, a codebook is equal on all ranks at the end",
+    "a bank, a queue, a codebook is equal on all ranks",
     ("gather what all ranks add", "#banks-and-queues"),
 )
 def check_other_buffers(ranks):
-    names = set.intersection(*[set(notes.get(("buffers",), {})) for notes in ranks])
-    for name in sorted(names):
-        found = [notes["buffers",][name] for notes in ranks]
-        if any(difference(found[0], other) > TOLERANCE for other in found[1:]):
-            return [look(f"{name} differs: filled from each rank's own batch, or at random?")]
-    return [] if names else None
+    seen = False
+    for key in common(ranks, "buffers"):
+        for name in sorted(set.intersection(*[set(notes[key]) for notes in ranks])):
+            seen, found = True, [notes[key][name] for notes in ranks]
+            if any(difference(found[0], other) > TOLERANCE for other in found[1:]):
+                text = f"{name} differs after step {key[1]}: filled from each rank's own batch, "
+                return [look(f"{text}or at random?")]
+    return [] if seen else None
 
 
 @check(
@@ -1479,9 +1488,10 @@ def run_watched(args, notes, world_size, script):
         """Wait here for the report; the thread ends this process."""
         if notes.store.check(["printed"]):
             time.sleep(60)  # the report is there: another rank has ended
-        note_modules(notes, seen)
-        words = notes, seen.loaders
-        probe = threading.Thread(target=quietly, args=(note_datasets, *words), daemon=True)
+        if seen.steps < args.steps:
+            note_modules(notes, seen)
+        words = note_datasets, notes, seen.loaders
+        probe = threading.Thread(target=quietly, args=words, daemon=True)
         probe.start()
         probe.join(30)
         notes.status, notes.state = status, state
