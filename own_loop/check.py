@@ -255,8 +255,8 @@ def outer_modules():
 
 
 def note_modules(notes, seen):
-    """The weights of modules that no optimizer trains, and the buffers of all modules, without batch
-    norm's averages: what is there now. At the end, that of a function is gone."""
+    """The weights of modules that no optimizer trains, and the buffers of all modules, but batch
+    norm's averages. Not at the end alone: what a function has made is gone by then."""
     found, others, trained = {}, {}, seen.wrapped | seen.trained
     for module in outer_modules():
         for name, parameter in module.named_parameters():
@@ -308,7 +308,7 @@ def watch_wrappers(notes, seen):
             return outputs
         line, before = place(), random_states()
         tensors = tensors_in((inputs, kwargs))
-        contents = tuple(checksum(tensor) for tensor in tensors)
+        contents = tuple((checksum(tensor), tensor.numel()) for tensor in tensors)
         rows = max((len(tensor) for tensor in tensors if tensor.dim()), default=0)
         parts = [part for _, part in contents_of(tensors, None)[:1024]]
         number, weights = notes.number("forward", line), None
@@ -389,7 +389,7 @@ def divisors(node, reduced):
                 other = node._saved_other
                 if other is not None and other.numel() == 1:
                     found.append(("division", round(float(other), 6)))
-    return [(kind, "all-reduced" if number in reduced else number) for kind, number in found]
+    return [(kind, number, number in reduced) for kind, number in found]
 
 
 def watch_steps(notes, seen, limit, finish):
@@ -426,7 +426,7 @@ def watch_steps(notes, seen, limit, finish):
             "group": dist.get_world_size() if dist.is_initialized() else None,
             "taken": dict(seen.passes),
             "drawn": drawn_since(seen.random) if seen.random else {},
-            "closure": bool(args or kwargs.get("closure")),
+            "closure": callable((*args, None)[1]) or callable(kwargs.get("closure")),
         }
         for (
             name
@@ -984,7 +984,10 @@ def check_gradients(ranks):
         if wrapped and gradient is None
     ]
     scales = [notes[key]["scales"] for notes in ranks]
-    if not any(flag for k in steps for flag in ranks[0][k]["wrapped"]):
+    if fact["closure"]:
+        why = "its closure returns each rank's own loss, by which the optimizer decides?"
+        remedy = "return the mean over ranks from the closure", "#an-optimizer-with-a-closure"
+    elif not any(flag for k in steps for flag in ranks[0][k]["wrapped"]):
         why, remedy = "nothing is wrapped in DDP", ("wrap the model", "#model")
     elif own:
         why = "it is not wrapped in DDP, or was added, replaced or thawed after that"
@@ -1119,6 +1122,12 @@ def check_samples(ranks):
         if constant and differing(ranks, steps, lambda fact: fact["losses"])[0]:
             return [look(f"{text}, and other losses: right if each has a part of the loss")]
         return [wrong(text)]
+    for number in range(min((len(ranks[0][key]["inputs"]) for key in forwards), default=0)):
+        found = [[notes[key]["inputs"][number] for key in forwards] for notes in ranks]
+        large = all(elements >= 16 for _, elements in found[0])
+        if large and len(set(found[0])) > 1 and all(other == found[0] for other in found):
+            text = f"{forwards[0][1][0]}: input {number + 1} of ddp is the same on all ranks"
+            return [wrong(f"{text} in all {len(forwards)} passes")]
     rows = max((ranks[0][key]["rows"] for key in forwards), default=0)
     for key in trains:
         about = ranks[0][("pass", *key[1:])]
@@ -1400,11 +1409,12 @@ def check_denominators(ranks):
     keys = common(ranks, "divisors")
     for key in keys:
         values = [notes[key] for notes in ranks]
-        if len({tuple(kind for kind, _ in value) for value in values}) > 1:
+        if len({tuple(kind for kind, _, _ in value) for value in values}) > 1:
             continue  # other branches of the loss
-        for numbers in zip(*values):
-            if len({number for _, number in numbers}) > 1:
-                text = f"{key[1][0]}: the loss divides by {[number for _, number in numbers]}"
+        for facts in zip(*values):
+            numbers = [number for _, number, _ in facts]
+            if len(set(numbers)) > 1 and not all(is_reduced for _, _, is_reduced in facts):
+                text = f"{key[1][0]}: the loss divides by {numbers}"
                 return [look(f"{text}: right if it is a number of each sample's own")]
     return [] if keys else None
 
