@@ -882,7 +882,7 @@ def batches(notes, key):
 @check(
     "process group",
     "all ranks are in one group, and each trains on a device of its own",
-    ("call init_process_group and wrap the model in DDP", "#join-the-process-group"),
+    ("call init_process_group and wrap the model in DDP", "#the-diff-one-idea-at-a-time"),
 )
 def check_process_group(ranks):
     steps = common(ranks, "step")
