@@ -102,6 +102,7 @@ class Notes:
         self.main_thread = threading.current_thread()
         handle, self.drawn_in_workers = tempfile.mkstemp(prefix="check-")  # loader workers append
         os.close(handle)
+        self.drawn_number = 0
         self.renew_lock()
         os.register_at_fork(after_in_child=self.renew_lock)
 
@@ -165,7 +166,8 @@ def tensors_in(tree):
 
 
 def checksum(tensor):
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return zlib.crc32(tensor.view(-1).view(torch.uint8).numpy())
 
 
 def summary(tensor):
@@ -272,6 +274,10 @@ def note_modules(notes, seen):
     notes.add("others", seen.steps, value=value)
 
 
+OF_A_STEP = ["new_pass", "forwards", "backwards", "synced", "unsynced", "finds_unused"]
+OF_A_STEP += ["losses", "scales"]
+
+
 class Seen:
     """What has happened since the last optimizer.step(), and the places in the loaders."""
 
@@ -338,16 +344,17 @@ def watch_communication(notes, seen):
             seen.reduced.update(tensor.detach().flatten().double().tolist())
 
     @replace(dist, "all_reduce")
-    def all_reduce(original, tensor, *args, **kwargs):
-        if (args[0] if args else kwargs.get("op")) == dist.ReduceOp.MIN:
+    def all_reduce(original, *args, **kwargs):
+        tensor, op, *_ = *args, None, None
+        if kwargs.get("op", op) == dist.ReduceOp.MIN:
             notes.add("minimum", value=True)
-        small_values(tensor)
-        return original(tensor, *args, **kwargs)
+        small_values(kwargs.get("tensor", tensor))
+        return original(*args, **kwargs)
 
     @replace(dist, "all_gather")
-    def all_gather(original, tensors, tensor, *args, **kwargs):
-        small_values(tensor)
-        return original(tensors, tensor, *args, **kwargs)
+    def all_gather(original, *args, **kwargs):
+        small_values(kwargs.get("tensor", (*args, None, None)[1]))
+        return original(*args, **kwargs)
 
 
 def watch_backward(notes, seen):
@@ -426,12 +433,9 @@ def watch_steps(notes, seen, limit, finish):
             "group": dist.get_world_size() if dist.is_initialized() else None,
             "taken": dict(seen.passes),
             "drawn": drawn_since(seen.random) if seen.random else {},
-            "closure": callable((*args, None)[1]) or callable(kwargs.get("closure")),
+            "closure": callable((*args, None, None)[1]) or callable(kwargs.get("closure")),
         }
-        for (
-            name
-        ) in "new_pass forwards backwards synced unsynced finds_unused losses scales".split():
-            value[name] = getattr(seen, name)
+        value |= {name: getattr(seen, name) for name in OF_A_STEP}
         key = ("step", optimizer.check_number)
         notes.add(*key, notes.number(*key), value=value)
         for key, count, partial in seen.means:
@@ -633,7 +637,8 @@ def note_workers(notes):
             if text.endswith(")\n"):
                 line, *states = eval(text)  # written above
                 drawn.setdefault(line, set()).add(tuple(states))
-    if drawn:
+    if sum(map(len, drawn.values())) > notes.drawn_number:
+        notes.drawn_number = sum(map(len, drawn.values()))
         notes.add("workers", value=drawn)
 
 
@@ -771,9 +776,9 @@ def watch_files(notes):
     sys.addaudithook(audit)
 
     @replace(torch, "save")
-    def save(original, content, file, *args, **kwargs):
-        written(file, "w")
-        return original(content, file, *args, **kwargs)
+    def save(original, *args, **kwargs):
+        written(kwargs.get("f", (*args, None, None)[1]), "w")
+        return original(*args, **kwargs)
 
     @replace(torch, "load")
     def load(original, *args, **kwargs):
@@ -1265,7 +1270,7 @@ def check_steps(ranks):
         text = "the ranks do not end together:" if len(set(states)) > 1 else "at the end,"
         for rank, notes in enumerate(ranks):
             beat, steps = notes["beat",], sum(key[0] == "step" for key in notes)
-            where = f"waits at {beat['lines']} in {beat['inside']}()"
+            where = f"is at {beat['lines']} in {beat['inside']}()"
             text += f"\n{'':13}rank {rank}, {steps} steps: {beat['state'] or where}"
         remedy = "stop on all ranks or on none, with no dist. call on one alone", "#decisions"
         if len(set(states)) == 1 and states[0]:
@@ -1450,9 +1455,29 @@ def report(ranks):
 # ---------------------------------------------------------------- the run
 
 
+class Patience:
+    """Whether no rank advances any more: none notes anything, or gets to other lines. One that is
+    busy in one line is waited for longer; but waiting for a GPU keeps a thread busy, too."""
+
+    def __init__(self, wait):
+        self.wait, self.last = wait, [None, None]
+        self.since = [time.monotonic()] * 2
+
+    def is_over(self, beats):
+        lines = [{**beat, "busy": None} for beat in beats]
+        for i, now in enumerate((beats, lines)):
+            if now != self.last[i]:
+                self.last[i], self.since[i] = now, time.monotonic()
+        failed = any(beat["state"] and "Error" in beat["state"] for beat in beats)
+        waits = [5, 30] if failed else [self.wait, 5 * self.wait]
+        over = [time.monotonic() - since > wait for since, wait in zip(self.since, waits)]
+        return any(over) or all(beat["state"] for beat in beats)
+
+
 def watch(notes, args, world_size):
     """A thread on every rank: tells where this rank is; on rank 0, ends the run with the report."""
-    last, since, wrongs = None, time.monotonic(), 0
+    patience, wrongs = Patience(args.wait), 0
+    clock = time.pthread_getcpuclockid(notes.main_thread.ident)
     with contextlib.suppress(dist.DistError):  # rank 0 has ended
         while not notes.store.check(["printed"]):
             note_workers(notes)
@@ -1460,20 +1485,15 @@ def watch(notes, args, world_size):
             beat = {"state": notes.state, "notes": notes.progress, "inside": frame.f_code.co_name}
             beat["lines"] = " < ".join(own_lines(frame)[:4])
             beat["stack"] = [(f.f_code.co_name, line) for f, line in traceback.walk_stack(frame)]
+            beat["busy"] = int(time.clock_gettime(clock))
             notes.send()
             notes.store.set(f"{notes.rank}/beat", pickle.dumps(beat))
             time.sleep(0.3)
-            if notes.rank > 0:
-                continue
             keys = [f"{rank}/beat" for rank in range(world_size)]
-            if not notes.store.check(keys):
+            if notes.rank > 0 or not notes.store.check(keys):
                 continue  # a rank still imports torch
             beats = [pickle.loads(notes.store.get(key)) for key in keys]
-            if beats != last:
-                last, since = beats, time.monotonic()
-            states = [beat["state"] for beat in beats]
-            patience = 5 if any(s and "Error" in s for s in states) else args.wait
-            if all(states) or time.monotonic() - since > patience:
+            if patience.is_over(beats):
                 ranks = [read(notes.store, rank) for rank in range(world_size)]
                 for found, beat in zip(ranks, beats):
                     found[("beat",)] = beat
@@ -1568,11 +1588,11 @@ def check_spawning_script(args):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     @replace(torch.multiprocessing, "spawn")
-    def spawn(original, function, arguments=(), nprocs=1, *others, **options):
-        arguments = options.pop("args", arguments)
+    def spawn(original, fn, *others, **options):
+        nprocs = options.get("nprocs", (*others, 1, 1)[1])
         in_process = Elsewhere("run_spawned")
-        function = functools.partial(in_process, args, store.port, nprocs, function)
-        return original(function, arguments, nprocs, *others, **options)
+        fn = functools.partial(in_process, args, store.port, nprocs, fn)
+        return original(fn, *others, **options)
 
     status = None
     try:
