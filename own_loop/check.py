@@ -943,10 +943,13 @@ def check_weights(ranks):
     if key[2] == 0:
         return [wrong(f"{text} when it starts: not wrapped in DDP, or changed after it?")]
     if earlier and earlier[0][0][2] < key[2]:
-        return [wrong(f"{text}, as the gradients did before", ("see", "the next line"))]
+        return [wrong(f"{text}, as the gradients did before", ("see", "a line below"))]
     if ranks[0][key]["closure"]:
         remedy = "return the mean over ranks from the closure", "#an-optimizer-with-a-closure"
         return [wrong(f"{text}, though the gradients were equal: the closure's loss?", remedy)]
+    setting, _ = differing(ranks, steps, lambda fact: fact["settings"])
+    if setting and setting[2] < key[2]:
+        return [wrong(f"{text}, as the learning rate did before", ("see", "a line below"))]
     remedy = "load weights and optimizer on every rank, change them alike", "#checkpoints"
     return [wrong(f"{text}, though the gradients were equal", remedy)]
 
