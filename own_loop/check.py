@@ -58,6 +58,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -514,7 +515,8 @@ def watch_loaders(notes, seen, short):
         iterator.check_thread = threading.current_thread() is notes.main_thread
         seen.loaders[line] = self
         is_map = not isinstance(self.dataset, IterableDataset)
-        sampler = getattr(self.batch_sampler, "sampler", self.sampler)
+        is_usual = self.batch_sampler is None or type(self.batch_sampler) is BatchSampler
+        sampler = self.sampler if is_usual else self.batch_sampler
         value = {
             "loader": notes.loader_number(self),
             "short": short is not None,
@@ -524,7 +526,7 @@ def watch_loaders(notes, seen, short):
             "subset": zlib.crc32(repr(list(getattr(self.dataset, "indices", []))).encode()),
             "is subset": isinstance(self.dataset, Subset),
             "sampler": type(sampler).__name__,
-            "distributed": is_distributed(sampler) or is_distributed(self.batch_sampler),
+            "distributed": is_distributed(sampler),
             "replacement": bool(getattr(sampler, "replacement", False)),
         }
         notes.add("pass", *iterator.check_pass, value=value)
@@ -560,6 +562,8 @@ def is_distributed(sampler):
     """Whether it gives each rank a part: DistributedSampler, or another by its name or fields."""
     if isinstance(sampler, DistributedSampler) or "Distributed" in type(sampler).__name__:
         return True
+    if hasattr(sampler, "sampler"):
+        return is_distributed(sampler.sampler)
     return any(hasattr(sampler, name) for name in ("num_replicas", "world_size", "num_processes"))
 
 
@@ -1141,6 +1145,10 @@ def check_samples(ranks):
         if large and len(set(found[0])) > 1 and all(other == found[0] for other in found):
             text = f"{forwards[0][1][0]}: input {number + 1} of ddp is the same on all ranks"
             return [wrong(f"{text} in all {len(forwards)} passes")]
+    losses = [[notes[key]["losses"] for key in common(ranks, "step")] for notes in ranks]
+    if not forwards and any(losses[0]) and all(other == losses[0] for other in losses):
+        text = f"the losses of all {len(losses[0])} steps are equal on all ranks"
+        return [look(f"{text}: right if each is one over the samples of all ranks")]
     rows = max((ranks[0][key]["rows"] for key in forwards), default=0)
     for key in trains:
         about = ranks[0][("pass", *key[1:])]
