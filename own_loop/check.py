@@ -28,6 +28,7 @@ import functools
 import gc
 import inspect
 import itertools
+import multiprocessing
 import operator
 import os
 import pickle
@@ -1623,7 +1624,19 @@ def check_spawning_script(args):
         fn = functools.partial(in_process, args, store.port, nprocs, fn)
         return original(fn, *others, **options)
 
-    status = None
+    def use_torchrun(*_):
+        if os.getpid() == own:
+            parser.error("this script is no mp.spawn script: use torchrun, see --help")
+
+    @replace(multiprocessing.process.BaseProcess, "start")
+    def start(original, self):
+        target = getattr(self, "_target", None)
+        if own_file(getattr(getattr(target, "__code__", None), "co_filename", HERE)):
+            parser.error("check.py can watch processes of mp.spawn, not those of Process(...)")
+        original(self)
+
+    own, status = os.getpid(), None
+    register_optimizer_step_pre_hook(use_torchrun)  # not to train to the end before it is said
     try:
         run_script(args)
     except SystemExit as end:
@@ -1633,7 +1646,7 @@ def check_spawning_script(args):
     if not store.check(["check.py/printed"]):
         if isinstance(status, SystemExit):
             raise status
-        parser.error("the script has started no processes by mp.spawn: use torchrun, see --help")
+        use_torchrun()
     if args.strict:
         sys.exit(min(1, int(store.get("check.py/printed"))))
     sys.exit(status is not None)
