@@ -10,6 +10,7 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import (
     altered,
     content,
@@ -89,7 +90,8 @@ def check_same(a, b, **tolerance):
 def test_same_text():
     """What DDP does not change is the same in both files."""
     assert compare(OWN) == []
-    assert definitions(OWN[0]).keys() == definitions(OWN[1]).keys()
+    added = definitions(OWN[1]).keys() - definitions(OWN[0]).keys()
+    assert added == {"check_start", "check_same", "check_parent"}
 
 
 ORDER = """
@@ -111,7 +113,7 @@ def test_after_is_before():
     assert scores[2][0] < scores[0][0] - 0.3 and scores[2][2] > scores[0][2]
     for name in "last.pt", "best.pt":
         check_same(last("one", name), last("two", name))
-    filters = last("two", "best.pt")["merge.0.weight"]
+    filters = last("two")["model"]["merge.0.weight"]
     assert filters.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -153,14 +155,26 @@ def test_batch_norm():
     assert len(set(re.findall(r"^seed (\d+)", text, re.M))) == 2 * 2
     assert text.count("epoch 1:") == 1 and "destroy_process_group" not in text
     script = runpy.run_path(str(ROOT / "own_loop" / "before.py"))
-    model, device = script["UNet"](width=4), torch.device("cpu")
-    loader = torch.utils.data.DataLoader(script["Discs"](31, 2_000), batch_size=7)
+    model, images = script["UNet"](width=4).eval(), script["Discs"](31, 2_000)
+    images, masks = map(torch.stack, zip(*(images[i] for i in range(31))))
     ema = torch.load("out/last.pt")["ema"]
+    ema = {key.removeprefix("module."): value for key, value in ema.items() if "module." in key}
     best = max(epochs(text).values(), key=lambda scores: scores[2])
     for weights, scores in (ema, epochs(text)[1]), (torch.load("out/best.pt"), best):
         model.load_state_dict(weights)
-        loss, both, either = script["validate"](model, loader, device).tolist()
-        assert scores[1:] == pytest.approx((loss / 31, both / either), abs=6e-5)
+        with torch.no_grad():
+            logits = model(images)
+        valid, found = masks != 255, logits.argmax(1)
+        loss = F.cross_entropy(logits, masks, ignore_index=255)
+        parts = []  # each class's Dice coefficient of each image, and its IoU over all images
+        for i in range(3):
+            truth, predicted = (masks == i) & valid, logits.softmax(1)[:, i] * valid
+            sizes = truth.sum((1, 2)) + predicted.sum((1, 2))
+            dice = (2 * (truth * predicted).sum((1, 2)) + 1) / (sizes + 1)
+            intersection = ((found == i) & truth).sum() / ((((found == i) & valid) | truth).sum())
+            parts.append((1 - dice.mean().item(), intersection.item()))
+        dice, iou = (sum(values) / 3 for values in zip(*parts))
+        assert scores[1:] == pytest.approx((loss.item() + dice, iou), abs=6e-5)
 
 
 LOWERS = """
@@ -189,8 +203,9 @@ def test_restored():
 
 NOTHING = """
 plain_sample, plain_forward, few = AllDiscs.__getitem__, WideUNet.forward, Discs
-AllDiscs.__getitem__ = lambda self, i: (plain_sample(self, i)[0], torch.zeros(1, 64, 64))
-WideUNet.forward = lambda self, x: plain_forward(self, x) - 1e9
+AllDiscs.__getitem__ = lambda self, i: (plain_sample(self, i)[0], torch.zeros(64, 64).long())
+others = torch.tensor([-1e9, 0, -1e9])[:, None, None]
+WideUNet.forward = lambda self, x: plain_forward(self, x) + others
 
 def Discs(count, first, augment=False):
     return few(count, first) if count > 400 else AllDiscs(1, 0)
@@ -212,9 +227,9 @@ def test_early_stop(script):
 
 
 NAN = """
-plain = loss_function
+plain = dice_loss
 
-def loss_function(logits, masks):  # in training only
+def dice_loss(logits, masks):  # in training only
     return plain(logits, masks) * (math.nan if logits.requires_grad else 1)
 """
 
@@ -227,6 +242,39 @@ def test_not_finite(name):
     with pytest.raises(SystemExit, match="epoch 1: loss nan, val nan"):
         alone(name, "--epochs", 2, "--output", "out", "--resume", more=FEW + NAN)
     assert content("out") == saved and len(saved) == 2
+
+
+@pytest.mark.parametrize("name", [BEFORE, AFTER])
+def test_damaged(name):
+    """A flipped bit in last.pt ends the run before it is loaded."""
+    alone(name, "--epochs", 1, "--output", "out")
+    path = Path("out", "last.pt")
+    content = bytearray(path.read_bytes())
+    content[content.index(last("out")["model"]["merge.0.weight"].numpy().tobytes()[:64])] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(SystemExit, match="last.pt is damaged"):
+        alone(name, "--epochs", 2, "--output", "out", "--resume")
+
+
+VALID = """
+plain_sample = AllDiscs.__getitem__
+
+def sample(self, i):  # of most images, most pixels are ignored
+    image, mask = plain_sample(self, i)
+    mask[: 60 * (i % 3)] = IGNORED
+    return image, mask
+
+AllDiscs.__getitem__ = sample
+"""
+
+
+def test_ignored_pixels():
+    """However the valid pixels fall on the ranks, two train as one does."""
+    flags = ["--epochs", 1]
+    one = epochs(done(after("one", *flags, processes=1, more=ALIKE + VALID)))
+    two = epochs(done(after("two", *flags, more=ALIKE + VALID)))
+    assert one[0] == pytest.approx(two[0], abs=2e-4)
+    check_same(last("one"), last("two"), rtol=1e-4, atol=1e-5)
 
 
 KILLED = """
@@ -275,11 +323,15 @@ def test_refusals(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_folders_of_their_own():
-    """Machines that see different checkpoints end in a line, instead of hanging."""
+    """Machines that see different checkpoints, or have other flags, end in a line, instead of
+    hanging."""
     more = FEW + 'os.makedirs(os.environ["RANK"], exist_ok=True)\nos.chdir(os.environ["RANK"])\n'
     done(after("out", "--epochs", 1, more=more))
     text = done(after("out", "--epochs", 2, "--resume", more=more), status=1)
     assert "use a shared disk" in text and not epochs(text)
+    more = FEW + "sys.argv += ['--batch-size', ['12', '6'][int(os.environ['RANK'])]]\n"
+    text = done(after("other", "--epochs", 1, more=more), status=1)
+    assert "the ranks differ in their flags: [[1, 12, " in text and not epochs(text)
 
 
 EMULATED = """
@@ -301,8 +353,9 @@ def test_cards(monkeypatch):
     run(path, *FLAGS, "--epochs", 2, "--output", "cards", processes=2)
     told = [path.read_text() for path in Path("report").iterdir()]
     assert sorted(re.findall(r"uses card (\d)", text) for text in told) == [["0"], ["1"]]
-    # Building the model makes 13, saving and the scores 7. One a step would be 16 more.
-    assert max(text.count("waits") for text in told) < 20 + 16
+    # One a step would be 16 more.
+    print(*[text.count("waits") for text in told])
+    assert max(text.count("waits") for text in told) < 24 + 16
     monkeypatch.delenv("EMULATED_CARDS")
     done(after("cpu", "--epochs", 2, processes=1, more=ALIKE))
     check_same(last("cards"), last("cpu"), rtol=1e-3, atol=1e-4)
@@ -347,7 +400,7 @@ def count_steps(*_):
         watch.start()
     if len(steps) == 21:
         watch.stop()
-        print("watched", *(event.key for event in watch.key_averages()), flush=True)
+        print("watched", *(event.name for event in watch.events()), flush=True)
 
 register_optimizer_step_post_hook(count_steps)
 """
@@ -363,5 +416,6 @@ def test_on_gpus():
     scores = epochs(text)
     assert scores[1][0] < scores[0][0] and scores[1][2] > 0
     assert "watched" in text and ("LaunchKernel" in text or not GPUS), text
-    assert not re.search("StreamSync|EventSync|Pageable|hipMemcpyWithStream", text), text
+    waits = re.findall("StreamSync|EventSync|Pageable|hipMemcpyWithStream", text)
+    assert len(waits) <= 4, text  # for the average, in one or two of nine steps
     assert not re.search("under current context|Guessing device", text), text

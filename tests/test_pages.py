@@ -345,6 +345,31 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "assert hits.tolist() == [((x == i) & (y == i)).sum().item() for i in range(classes)]\n"
         "assert confusion.sum() == x.numel()",
     ),
+    "Scores": (
+        "test_set = range(7)\noutputs = torch.arange(7.0)[rank::world_size, None] * torch.ones(2)",
+        "assert gathered.tolist() == [[i, i] for i in range(7)], gathered",
+    ),
+    "Everything that an optimizer trains": (
+        "log_alpha = torch.ones((), requires_grad=True)\nloss = log_alpha * (rank + 1)",
+        "assert log_alpha.grad == 1.5",
+    ),
+    "Weights set by the first batch": (
+        "class ActNorm(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.shift = nn.Parameter(torch.zeros(2))\n"
+        "    def forward(self, x):\n"
+        "        if not self.shift.any():\n"
+        "            self.shift.data = x.mean(0)\n"
+        "        return x - self.shift\n"
+        "model, inputs = ActNorm(), torch.randn(3, 2) + rank",
+        "alike(model.shift)\nassert rank > 0 or torch.equal(model.shift, inputs.mean(0))",
+    ),
+    "An optimizer with a closure": (
+        "inputs, labels, loss_function = torch.randn(9, 2), torch.randn(9, 1), F.mse_loss\n"
+        "optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn='strong_wolfe')",
+        "for _ in range(5):\n    optimizer.step(closure)\nalike(closure(), *model.parameters())",
+    ),
     "Is it right?": (
         "loss = torch.tensor(1.0 + rank)",
         "assert mean == 3 and loss == 1.0 + rank",
@@ -428,13 +453,13 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
 
 
 LISTED = {  # of the list in "In your own loop": a loop that is right by what it says, else wrong
-    "Seeds.": """
+    "Seeds": """
 torch.manual_seed(7 + rank)
 noise = of_all(torch.rand(2))
 assert noise[0] != noise[1]
 alike(torch.randint(2, 99, (5,), generator=torch.Generator().manual_seed(7)))  # lengths
 """,
-    "Loader.": """
+    "Loader": """
 def steps(batch_size, own, ranks):  # four batches, sorted by length, are cut by collate_fn
     sampler = DistributedSampler(range(64), ranks, rank % ranks, drop_last=True)
     cut = lambda samples: torch.tensor(sorted(samples)).split(own)
@@ -444,7 +469,7 @@ for drop_last, seen in (False, 6), (True, 4):
     drawn = sum(of_all(*DistributedSampler(range(5), drop_last=drop_last)), [])
     assert len(drawn) == seen and (len(set(drawn)) < seen) != drop_last
 """,
-    "Model.": """
+    "Model": """
 torch.manual_seed(0)
 teacher = nn.Linear(2, 3).requires_grad_(False)
 for wraps in False, True:
@@ -490,7 +515,7 @@ assert not torch.allclose(train(2, False), train(1, False), rtol=1e-3)
 def test_own_loop():
     """What each section says, and its code, in two processes whose data differ. Steps that leave
     parameters without gradients need find_unused_parameters=True; DDP's keys lose "module."."""
-    assert f"`{IOU}`" in DOCS and all(f"\n- **{title}" in DOCS for title in LISTED)
+    assert f"`{IOU}`" in DOCS and all(f"\n### {title}\n" in DOCS for title in LISTED)
     [section] = [part for part in SECTIONS if part.startswith("An IterableDataset\n")]
     stream = "def share(samples):\n" + textwrap.indent(CODE.findall(section)[0][2], "    ")
     stream += "found = of_all(*share(iter(range(7))))\nassert found == [[0, 2, 4], [1, 3, 5]]"
