@@ -44,6 +44,7 @@ class Slurm:
     def __init__(self):
         self.preempted, self.started, self.may_requeue = "N/A", NOW, "1"
         self.excluded, self.array, self.pending, self.ending = "", "100", "", []
+        self.state = "RUNNING"
         self.nodes = [f"node{i} idle" for i in range(8)]
         self.fails, self.changes, self.commands = {}, [], []
         self.check, self.check_status, self.stage_status = WORKS, 0, 0
@@ -82,6 +83,7 @@ class Slurm:
             "Requeue": self.may_requeue,
             "%x": self.excluded,
             "%F": self.array,
+            "%T": self.state,
         }[words[-1]]
 
     def follow(self, job, words, stdout=None):
@@ -276,6 +278,12 @@ def test_no_nodes_remain(slurm):
     slurm.nodes = []
     slurm.run(life=1)  # the same life counts once
     assert slurm.changes == [REQUEUE, UPDATE + "node[0-1]"]
+
+
+def test_ended_by_slurm(slurm):
+    """If srun ends before this does, it neither comes back nor ends an array."""
+    slurm.train, slurm.state, slurm.pending = write(status=143), "COMPLETING", "100_[2-3]"
+    assert slurm.run("--output", "runs/mine") == 143 and not slurm.changes
 
 
 def test_most_lives(slurm):
@@ -479,16 +487,16 @@ def test_array_ends(task):
 def test_array_continues(task, capfd):
     """After progress, and where requeueing is refused: then the next task does."""
     task.train = write(status=3, output="runs/mine")
-    assert task.run(*MINE) == 3 and task.changes == [REQUEUE]
+    assert task.run(*MINE) == 3 and task.changes == ["scontrol requeue incomplete 90_3"]
     task.may_requeue, task.fails = "0", {"scontrol requeue": 99}
-    assert task.run(*MINE) == 3 and task.changes == [REQUEUE]
+    assert task.run(*MINE) == 3 and task.changes == ["scontrol requeue incomplete 90_3"]
     assert "next task continues" in capfd.readouterr().out
     task.train = fail
     for number in "101", "102", "103":
         task.run(*MINE, SLURM_JOB_ID=number)
         if number == "102":
             update = "scontrol update jobid=90 ExcNodeList=node[0-1]"
-            assert task.changes == ["scontrol requeue incomplete 102", update]
+            assert task.changes == ["scontrol requeue incomplete 90_3", update]
     assert task.changes == [CANCEL]
 
 
@@ -512,7 +520,7 @@ def test_tasks_share_the_code(task):
 
 
 def test_the_task_with_the_number_of_the_array(task):
-    task.train, task.array = write(status=3), "100"
+    task.train, task.array = write(status=3), "100\n100\n100"
     task.run(SLURM_ARRAY_JOB_ID="100")
     assert task.changes == ["scontrol requeue incomplete 100_3"]
 
