@@ -807,6 +807,41 @@ def test_srun_instead_of_torchrun(kind, clone):
     assert places == [[str(i), str(i), "4", "node0"] for i in range(4)]
 
 
+@on("plain", "newer")
+def test_where(kind, clone):
+    """A rank that is elsewhere, of several tasks on each of two nodes, without torchrun."""
+    Path("stuck.py").write_text(
+        "import os, time\n"
+        "def other():\n"
+        "    time.sleep(999)\n"
+        "def backward():\n"
+        "    time.sleep(999)\n"
+        "print('here', flush=True)\n"
+        "other() if os.environ['SLURM_PROCID'] == '2' else backward()\n"
+    )
+    options = "--nodes=2 --ntasks-per-node=2 -o %j-%A.out --job-name=stuck".split()
+    line = f"srun {sys.executable} stuck.py"
+    number = command("sbatch", "--parsable", *options, f"--wrap={line}")
+    log = Path(f"stuck-{number}.out")
+    assert wait_until(lambda: log.exists() and log.read_text().count("here") == 4, 60)
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    words = ["bash", "slurm/where.sh", number]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    places = re.findall(
+        r"^SLURM_PROCID=(\d) (node\d) (?:(\w+) \(.*stuck.py:\d\)|no stack)", done.stdout, re.M
+    )
+    assert sorted(place[:2] for place in places) == [
+        ("0", "node0"),
+        ("1", "node0"),
+        ("2", "node1"),
+        ("3", "node1"),
+    ], done
+    if shutil.which("py-spy", path=env["PATH"]):
+        functions = {rank: function for rank, _, function in places}
+        assert functions == {"0": "backward", "1": "backward", "2": "other", "3": "backward"}
+    command("scancel", number)
+
+
 @pytest.fixture
 def real(clone):
     """The clone without stand-ins: the scripts, and the Python that runs the tests."""
@@ -912,6 +947,9 @@ def test_complete_trains(kind, real, monkeypatch):
     long = submit("long", 1, *flags, options=["--nodes=2"])
     monkeypatch.delenv("STAND")
     long.wait_for("step 2/")
+    lines = command("bash", "slurm/where.sh", long.number).splitlines()
+    assert [line[:12] for line in lines[:2]] == ["RANK=0 node0", "RANK=1 node1"], lines
+    assert len(lines) == 2 or "no stack" in lines[0]  # torchrun and requeue.py are not among them
     command("scontrol", "update", f"job={long.number}", "endtime=now+305")  # USR1 within 30 s
     fails, quiet = submit("fails", 1, *flags), submit("long", 2, *flags)
     loop = submit("loop", 2, "--epochs", 2, "--workers", 0)
