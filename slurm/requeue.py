@@ -63,6 +63,8 @@ def main(args):
         say("This job was requeued while it was running.")
     elif status == 0:
         end_array(job)
+    elif job.field("%T") == "COMPLETING":
+        say("Slurm is ending this job: by scancel, or at its limit.")
     else:
         continue_or_end(job)
     return status
@@ -159,11 +161,13 @@ class Job:
             if name.startswith(("SQUEUE_", "SINFO_", "SLURM_TIME_FORMAT")):
                 del os.environ[name]  # the user's own settings of what these commands print
         number = os.environ["SLURM_JOB_ID"]
-        self.id = number
-        if number == os.environ.get("SLURM_ARRAY_JOB_ID"):  # the array's own number, for one task
-            self.id = f"{number}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+        array = os.environ.get("SLURM_ARRAY_JOB_ID", number)
         # Ask: a job that was submitted inside an array's task has inherited its variables.
-        self.array = self.field("%F") or os.environ.get("SLURM_ARRAY_JOB_ID", number)
+        answer = ask("squeue", "--noheader", "--jobs", number, "--format", "%F")
+        self.array = answer.split()[0] if answer else array  # a line for each task, or one
+        self.id = number
+        if self.array == os.environ.get("SLURM_ARRAY_JOB_ID"):  # Slurm's name for one task
+            self.id = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
         self.life = int(os.environ.get("SLURM_RESTART_COUNT", 0))
         self.life_name = f"{number}-{self.life}"
         self.nodes = os.environ["SLURM_JOB_NODELIST"]  # such as node[0-3]

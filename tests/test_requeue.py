@@ -44,6 +44,7 @@ class Slurm:
     def __init__(self):
         self.preempted, self.started, self.may_requeue = "N/A", NOW, "1"
         self.excluded, self.array, self.pending, self.ending = "", "100", "", []
+        self.state = "RUNNING"
         self.nodes = [f"node{i} idle" for i in range(8)]
         self.fails, self.changes, self.commands = {}, [], []
         self.check, self.check_status, self.stage_status = WORKS, 0, 0
@@ -82,6 +83,7 @@ class Slurm:
             "Requeue": self.may_requeue,
             "%x": self.excluded,
             "%F": self.array,
+            "%T": self.state,
         }[words[-1]]
 
     def follow(self, job, words, stdout=None):
@@ -276,6 +278,12 @@ def test_no_nodes_remain(slurm):
     slurm.nodes = []
     slurm.run(life=1)  # the same life counts once
     assert slurm.changes == [REQUEUE, UPDATE + "node[0-1]"]
+
+
+def test_ended_by_slurm(slurm):
+    """If srun ends before this does, it neither comes back nor ends an array."""
+    slurm.train, slurm.state, slurm.pending = write(status=143), "COMPLETING", "100_[2-3]"
+    assert slurm.run("--output", "runs/mine") == 143 and not slurm.changes
 
 
 def test_most_lives(slurm):
@@ -479,16 +487,16 @@ def test_array_ends(task):
 def test_array_continues(task, capfd):
     """After progress, and where requeueing is refused: then the next task does."""
     task.train = write(status=3, output="runs/mine")
-    assert task.run(*MINE) == 3 and task.changes == [REQUEUE]
+    assert task.run(*MINE) == 3 and task.changes == ["scontrol requeue incomplete 90_3"]
     task.may_requeue, task.fails = "0", {"scontrol requeue": 99}
-    assert task.run(*MINE) == 3 and task.changes == [REQUEUE]
+    assert task.run(*MINE) == 3 and task.changes == ["scontrol requeue incomplete 90_3"]
     assert "next task continues" in capfd.readouterr().out
     task.train = fail
     for number in "101", "102", "103":
         task.run(*MINE, SLURM_JOB_ID=number)
         if number == "102":
             update = "scontrol update jobid=90 ExcNodeList=node[0-1]"
-            assert task.changes == ["scontrol requeue incomplete 102", update]
+            assert task.changes == ["scontrol requeue incomplete 90_3", update]
     assert task.changes == [CANCEL]
 
 
@@ -512,7 +520,7 @@ def test_tasks_share_the_code(task):
 
 
 def test_the_task_with_the_number_of_the_array(task):
-    task.train, task.array = write(status=3), "100"
+    task.train, task.array = write(status=3), "100\n100\n100"
     task.run(SLURM_ARRAY_JOB_ID="100")
     assert task.changes == ["scontrol requeue incomplete 100_3"]
 
@@ -749,3 +757,104 @@ def test_two_lives(quick):
     log = first.communicate(timeout=30)[0]
     assert first.returncode == 1 and "A newer job, or life of this one" in log
     assert not quick.calls("scontrol requeue")
+
+
+# ---- The plain files
+
+
+def test_one_node(clone):
+    clone.run("ddp_torchrun", "--lr", "a b", SLURM_GPUS_PER_NODE="9")
+    words = "torchrun --standalone --nproc-per-node gpu train_ddp_torchrun.py --lr a b"
+    assert clone.calls()[1:] == [f"srun --export=ALL --cpus-per-task=16 {words}", words]
+    clone.run("ddp_torchrun", SLURM_RESTART_COUNT="1")
+    assert clone.calls("torchrun")[0].endswith("torchrun.py --resume")
+
+
+@pytest.mark.parametrize("name", ["ddp_torchrun_nodes", "ddp_multigpu_proc"])
+def test_several_nodes(clone, name):
+    clone.set(train="exit 4")
+    assert clone.run(name, SLURM_NODEID="1", SLURM_RESTART_COUNT="1") == 4, clone.log
+    [python] = clone.calls("python -u")
+    assert python.endswith(" --resume") and ("--node-rank 1" in python) == ("proc" in name)
+    assert "--kill-on-bad-exit=1 --wait=0" in clone.calls("srun")[-1]
+
+
+def test_not_all_nodes_have_joined(clone):
+    assert clone.run("ddp_torchrun_nodes", JOINED="0") == 1
+    assert "do their clocks differ?" in clone.log and not clone.calls("python -u")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SLURM.glob("*.sh")))
+def test_no_gpu(clone, name):
+    """No file trains on the CPU unasked: torchrun refuses that by itself."""
+    if name in ("where", "complete", "ddp_torchrun"):
+        return
+    clone.command("python", 'echo "python $*" >> "$STATE/calls"; exec "$PYTHON" -S "$@"')
+    (clone.folder / "torch.py").write_text(
+        "class accelerator:\n"
+        "    is_available = staticmethod(lambda: False)\n"
+        "    device_count = staticmethod(lambda: 0)\n"
+    )
+    assert clone.run(name, PYTHON=sys.executable, PYTHONPATH=".") == 1
+    assert "AssertionError: torch can use " in clone.log and not clone.calls("python -u")
+
+
+# ---- where.sh
+
+STACK = """Thread 1 (idle): "Thread-1 (pin)"
+    pin (/home/me/other.py:3)
+Thread 2 (idle): "MainThread"
+    all_reduce (/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py:1)
+    train_epoch (/home/me/my train.py:10)
+    main (/home/me/my train.py:20)
+"""
+
+
+def test_where(clone):
+    """Each process of this job but helpers, with and without py-spy; or their end."""
+    job = str(7_000_000 + os.getpid())
+    enter = 'while [ "${1#-}" != "$1" ]; do if [ "$1" = --jobid ]; then shift; fi; shift; done\n'
+    clone.command("srun", f'{enter}SLURM_JOB_ID={job} SLURMD_NODENAME=node0 exec "$@"')
+    clone.command("squeue", f'echo "{job} 1"')
+    clone.command("sleep", "")
+    clone.command(
+        "py-spy", 'pid=${*: -1}; if [ -e "$STATE/no" ]; then exit 1; fi; cat "$STATE/$pid"'
+    )
+    words = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(99)"]
+    environment = clone.environment | {"SLURM_JOB_ID": job, "SLURM_PROCID": "5"}
+    environments = {"rank": {"RANK": "2"}, "task": {}, "worker": {}, "requeue.py": {}}
+    environments["other"] = {"SLURM_JOB_ID": job + "1"}
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    processes = {}
+    for name, more in environments.items():
+        last = ["slurm/requeue.py", "script"] if name == "requeue.py" else []
+        process = subprocess.Popen(words + last, env=environment | more, stdout=subprocess.PIPE)
+        process.stdout.readline()  # it runs Python now
+        stack = {"task": "", "worker": STACK.replace("train_epoch", "_worker_loop")}
+        (clone.state / str(process.pid)).write_text(stack.get(name, STACK))
+        processes[name] = process
+
+    def where(*flags):
+        words = ["bash", "slurm/where.sh", *flags]
+        environment = {key: clone.environment[key] for key in ("PATH", "HOME", "STATE")}
+        done = subprocess.run(
+            words, cwd=clone.folder, env=environment, capture_output=True, text=True
+        )
+        return done.stdout
+
+    first, second, empty, *advice = where(job).splitlines()
+    lines = sorted([first, second])
+    assert lines[0].startswith("RANK=2 node0 train_epoch (/home/me/my train.py:10) ")
+    assert lines[1].startswith("SLURM_PROCID=5 node0 no stack: busy ") and "(sleeping)" in lines[1]
+    assert not empty and "ptrace_scope" in " ".join(advice)
+    assert Path(lines[0].split(") ")[1]).read_text() == STACK
+    without_slurm = [line for line in where().splitlines() if str(processes["rank"].pid) in line]
+    assert len(without_slurm) == 1 and "RANK=2" in without_slurm[0]
+    (clone.state / "no").touch()
+    assert where(job, "--abort").count("aborted") == 3  # a worker cannot be told without py-spy
+    assert processes["rank"].wait(30) == -signal.SIGABRT
+    assert processes["other"].poll() is None and processes["requeue.py"].poll() is None
+    for process in processes.values():
+        process.kill()
+        process.wait()
+    assert where(job) == "none node0 no Python process of this job\n"
