@@ -6,15 +6,16 @@ A folder has train/CLASS/ and test/CLASS/ (or val/CLASS/, or both), or only CLAS
 import json
 import math
 import os
-import sys
 from collections import Counter
 from contextlib import suppress
 from pathlib import PurePath
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageOps
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
+from torchvision import datasets
 from torchvision.datasets.folder import is_image_file
 from torchvision.transforms import v2
 
@@ -22,15 +23,19 @@ from torchvision.transforms import v2
 PARTS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 
 
+class FolderError(Exception):
+    """Says in a line what is wrong with a folder."""
+
+
 def refuse(message):
-    """End the program with a line, and the status that argparse has for a wrong flag."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
+    raise FolderError(message)
 
 
 def load_folder(folder, side, final=False):
     """Training and test set of a folder of images, or of one that pack_images.py wrote. Where there
     are both val/ and test/, the test set is val/, and with `final` test/."""
+    if not folder.is_dir():
+        refuse(f"--dataset {folder}: neither a known name nor a folder of images")
     if (folder / "train.bin").exists():
         if not (folder / "classes.json").exists():
             refuse(f"--dataset {folder} is not complete: run pack_images.py again")
@@ -244,3 +249,47 @@ class PackedImages(Dataset):
         if os.preadv(self.file.fileno(), [pixels.numpy()], offset) < pixels.numel():
             raise OSError(f"{self.file.name} ends within image {i}")
         return pixels, label
+
+
+# ---- Images that fit on the device ---------------------------------------------------------------
+def load_torchvision(name, folder, train, colour):
+    """CIFAR-10 or Fashion-MNIST as two tensors, (N, C, H, W) and (N)."""
+    kind = {"cifar10": datasets.CIFAR10, "fashion-mnist": datasets.FashionMNIST}[name]
+    try:
+        dataset = kind(folder, train, download=True)
+    except (OSError, RuntimeError) as error:
+        says = f"no download ({str(error).splitlines()[0]})"
+        raise FolderError(f"{says}: put the files into --data-dir") from error
+    images = torch.as_tensor(dataset.data)  # (N, H, W) or (N, H, W, C)
+    images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
+    if colour:
+        images = images.expand(-1, 3, -1, -1)
+    tensors = TensorDataset(images, torch.as_tensor(dataset.targets))
+    tensors.classes = getattr(dataset, "classes", None)
+    return tensors
+
+
+def synthetic(count, side, seed):
+    """`count` images (3, side, side) of ten coarse patterns, with noise."""
+    coarse = torch.rand(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    patterns = (F.interpolate(coarse, side) * 120).byte()  # to 119, and the noise to 135
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(10, (count,), generator=generator)
+    images = torch.randint(136, (count, 3, side, side), dtype=torch.uint8, generator=generator)
+    return TensorDataset(images.add_(patterns[labels]), labels)
+
+
+# ---- Batches of images on the device -------------------------------------------------------------
+def random_crops(images, size):
+    """A random part of each image (N, C, H, W), resized to `size` (H, W); half are flipped."""
+    count, device = len(images), images.device
+    zoom = torch.empty(count, device=device).uniform_(0.6, 1)  # part of the image's side
+    flip = torch.randint(2, (count,), device=device) * 2 - 1
+    shift = torch.empty(count, 2, device=device).uniform_(-1, 1) * (1 - zoom)[:, None]
+    # The centers of a crop's pixels, and where they lie in the image: its sides are at -1 and 1.
+    # Products of single numbers: F.affine_grid multiplies matrices, on a GPU in TF32.
+    y, x = (torch.linspace(1 / n - 1, 1 - 1 / n, n, device=device) for n in size)
+    y = torch.outer(zoom, y) + shift[:, 1:]
+    x = torch.outer(zoom * flip, x) + shift[:, :1]
+    grid = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=3)
+    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)

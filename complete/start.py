@@ -1,0 +1,380 @@
+"""What happens before the first step: the processes join, find out whether they mean the same run,
+load the data, and the weights that the run starts from.
+
+torchrun starts a process for each GPU. Each is called a rank, after its number. All ranks call the
+functions of this file together, as they communicate.
+"""
+
+import hashlib
+import os
+import socket
+import sys
+from contextlib import suppress
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from checkpoint import DamagedFile, check_file, read_weights
+from images import FolderError
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torchvision import models
+from torchvision.datasets import DatasetFolder
+
+# Flags that two machines may give differently.
+MAY_DIFFER = ["data_dir", "output", "workers", "timeout"]
+
+
+# ---- The processes join --------------------------------------------------------------------------
+def launched():
+    """Whether torchrun, or the like, says which rank this is. It sets RANK; without it, other
+    variables may be left in a shell."""
+    return bool(os.environ.get("RANK"))
+
+
+def from_environment(name, default):
+    return int(os.environ.get(name) or default) if launched() else default
+
+
+def device_kinds():
+    """What --device may be; the default first."""
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if gpu is None or gpu.type == "mps" else [gpu.type, "cpu"]  # DDP has no mps
+
+
+def cores():
+    """The number of CPU cores for each process of this machine."""
+    # torchrun, the parent of its ranks, may have bound each to some of its cores (--numa-binding).
+    owner = os.getppid() if launched() and dist.is_torchelastic_launched() else 0  # 0: this process
+    has_affinity = hasattr(os, "sched_getaffinity")
+    count = len(os.sched_getaffinity(owner)) if has_affinity else os.cpu_count()
+    return max(1, count // from_environment("LOCAL_WORLD_SIZE", 1))
+
+
+def join(args):
+    """Join the other processes, and print who is where. Returns this process's device."""
+    refuse(check_launch(args))
+    rank = from_environment("RANK", 0)  # number of this process: 0, 1, ... over all machines
+    local_rank = from_environment("LOCAL_RANK", 0)  # 0, 1, ... on this machine
+    device = torch.device("cpu")
+    if args.device != "cpu":
+        device = torch.device(args.device, local_rank)  # each process uses its own GPU
+        torch.accelerator.set_device_index(local_rank)  # or all would use GPU 0
+    # All processes wait here until the last has joined. Then they can communicate.
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),  # NCCL between NVIDIA GPUs, Gloo between CPUs
+        store=None if launched() else dist.HashStore(),  # no other process to find
+        rank=rank,
+        world_size=from_environment("WORLD_SIZE", 1),
+        timeout=timedelta(seconds=args.timeout),
+        device_id=None if device.type == "cpu" else device,  # the GPU for NCCL to use
+    )
+    name = f"{device}, {torch.cuda.get_device_name()}" if device.type == "cuda" else device
+    reports = gather(f"rank {rank}: host {socket.gethostname()}, device {name}")
+    if rank == 0:
+        nccl = torch.cuda.nccl.version() if dist.get_backend() == "nccl" else ()
+        backend = " ".join([dist.get_backend(), ".".join(map(str, nccl))]).strip()
+        print(f"torch {torch.__version__}, backend {backend}")
+        print(*reports, sep="\n", flush=True)
+    return device
+
+
+def check_launch(args):
+    """Why this process cannot join others, or ""."""
+    names = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if launched() and not all(os.environ.get(name) for name in names):
+        return f"RANK is set, but not all of {', '.join(names)}: start torchrun, or unset RANK"
+    launchers = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # srun, mpirun
+    tasks = max(int(os.environ.get(name) or 1) for name in launchers)
+    if not launched() and tasks > 1:  # each would be rank 0, in one folder
+        return f"{tasks} processes without ranks: start torchrun, once per machine"
+    if launched() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":  # --max-restarts
+        if not args.resume or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+            return "--max-restarts needs --resume, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    if args.device != "cpu":
+        gpus = torch.accelerator.device_count()
+        if gpus <= from_environment("LOCAL_RANK", 0):
+            return f"more processes than the {gpus} GPUs"
+    return ""
+
+
+def gather(value):
+    """A list of what each rank has passed."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def refuse(problem):
+    """End all ranks if one of them has a problem, which is printed once; "" is none. A process that
+    has not joined the others yet ends alone."""
+    problems = gather(problem) if dist.is_initialized() else [problem]
+    first = next(filter(None, problems), None)
+    if first is None:
+        return
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"{Path(sys.argv[0]).name}: error: {first}", file=sys.stderr, flush=True)
+    if dist.is_initialized():
+        dist.barrier()  # until it is printed: torchrun ends all ranks as soon as one has ended
+    raise SystemExit(2)
+
+
+def in_turns(load):
+    """What `load` returns. Rank 0 calls it first, as it may download; then one process of each
+    other machine, which may have a disk of its own; then the rest."""
+    if not dist.is_initialized():
+        return load()
+    if dist.get_rank() == 0:
+        my_turn = 0
+    else:
+        my_turn = 1 if from_environment("LOCAL_RANK", 0) == 0 else 2
+    for turn in range(3):
+        if turn == my_turn:
+            loaded = load()
+        dist.barrier()  # all ranks wait here for each other
+    return loaded
+
+
+# ---- Do all ranks mean the same run? -------------------------------------------------------------
+def compare_ranks(args, half):
+    """Refuse ranks that were started with different flags or code, and GPUs for which --amp means
+    different things. `half` says which."""
+    flags = {flag(name): str(x) for name, x in vars(args).items() if name not in MAY_DIFFER}
+    flags["--dataset"] = Path(args.dataset).name  # its folder may be elsewhere
+    compare(flags, "start all machines with the same flags")
+    sources = Path(__file__).parent.glob("*.py")
+    files = {path.name: hash_of([path.read_bytes()]) for path in sources}
+    compare(files, "copy the same files to all machines")
+    compare({"--amp": half}, "use GPUs of one kind, or leave out --amp")
+
+
+def open_run(run):
+    """Find out how far the run is in --output, where all ranks must see the same."""
+    refuse(run.open())
+    found = f"epoch {run.epoch}, step {run.step}" if run.resumed else "none"
+    share = "put --output on a disk that all machines share"
+    compare({"the checkpoint in --output": found}, share)
+
+
+def compare(own, remedy):
+    """Refuse what differs between the ranks. `own` has this rank's values and their names."""
+    first, *others = gather(own)
+    for rank, other in enumerate(others, start=1):
+        for name in sorted({*first, *other}):
+            a, b = first.get(name), other.get(name)
+            if a != b:
+                refuse(f"{name} is {a} on rank 0 and {b} on rank {rank}: {remedy}")
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+# ---- The data ------------------------------------------------------------------------------------
+def load_on_all_ranks(args, load_data):
+    """What load_data returns: training set, test set, number of classes. Ends all ranks if one
+    finds no data, or too few."""
+    try:
+        train_set, test_set, classes = load_data(args)
+        problem = ""
+        if len(train_set) < args.batch_size:
+            problem = f"--batch-size: the training set has only {len(train_set)} samples"
+        elif len(test_set) < dist.get_world_size():
+            count = dist.get_world_size()
+            problem = f"only {len(test_set)} test samples, for {count} processes"
+    except FolderError as error:
+        problem = str(error)
+    refuse(problem)
+    return train_set, test_set, classes
+
+
+def identify(train_set, test_set, classes):
+    """What every rank and a resumed run must find again: the names of the classes, if the training
+    set has names, else their number; how many samples, and which. Refuses ranks that differ. A data
+    set may be moved to another folder."""
+    names = getattr(train_set, "classes", None)
+    names = [str(name) for name in names] if isinstance(names, (list, tuple)) else classes
+    parts = {"train": fingerprint(train_set), "test": fingerprint(test_set)}
+    found = {"classes": names, "data": parts}
+    hashes = gather(hash_of([repr(found).encode()]))
+    if len({*hashes}) > 1:
+        first, *others = gather(found)
+        for rank, other in enumerate(others, start=1):
+            if differ := difference(first, other, " on rank 0", f" on rank {rank}"):
+                refuse(f"the ranks have different data: {differ}")
+    return found
+
+
+def describe(identity):
+    """In words: how many samples and classes, with the names of the first and the last."""
+    train, test = (identity["data"][part]["samples"] for part in ("train", "test"))
+    samples, classes = f"{train} training samples, {test} test samples", identity["classes"]
+    if isinstance(classes, int):  # the model's outputs, which may be no classes
+        return f"{samples}, {classes} outputs"
+    names = [ascii(name) for name in classes]
+    shown = names if len(names) <= 10 else [*names[:5], "...", *names[-3:]]
+    return f"{samples}, {len(names)} classes ({', '.join(shown)})"
+
+
+def fingerprint(dataset):
+    """The number of samples, and a hash of their paths, relative to the folder that has all, and of
+    their labels, as far as the data set has these."""
+    if isinstance(dataset, Subset):
+        whole = fingerprint(dataset.dataset)["hash"].encode()
+        content = [whole, np.asarray(dataset.indices, np.int64)]
+    elif isinstance(dataset, ConcatDataset):
+        content = [fingerprint(part)["hash"].encode() for part in dataset.datasets]
+    else:
+        content = chain(relative_paths(dataset), numeric_labels(dataset))
+    return {"samples": len(dataset), "hash": hash_of(content)}
+
+
+def relative_paths(dataset):
+    paths = getattr(dataset, "paths", None)
+    if isinstance(dataset, DatasetFolder):
+        paths = [path for path, _ in dataset.samples]
+    if paths is None or len(paths) == 0:
+        return []
+    first, last = (os.fsencode(choose(paths)) for choose in (min, max))
+    shared = len(os.path.dirname(os.path.commonprefix([first, last])))
+    return (os.fsencode(path)[shared:].lstrip(b"/") + b"\0" for path in paths)
+
+
+def numeric_labels(dataset):
+    labels = getattr(dataset, "targets", None)
+    if isinstance(dataset, TensorDataset):
+        labels = dataset.tensors[-1]
+    if torch.is_tensor(labels):
+        labels = labels.cpu().contiguous().view(torch.uint8)
+    with suppress(ValueError, TypeError):  # boxes, say, of which images have different numbers
+        numbers = np.ascontiguousarray(labels)
+        if numbers.dtype.kind in "biuf":
+            return [numbers]
+    return []
+
+
+def hash_of(parts):
+    """A hash of bytes, or arrays, that come in parts."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(part)
+    return whole.hexdigest()[:16]
+
+
+def difference(old, new, then=" then", now=" now"):
+    """In what two results of `identify` differ, or ""; `then` and `now` say whose they are."""
+    before, after = [*map(str, names_of(old))], [*map(str, names_of(new))]
+    if before != after:
+        gone = [name for name in before if name not in after]
+        more = [name for name in after if name not in before]
+        change = f"{ascii(gone)}{then}, {ascii(more)}{now}"
+        return f"other classes: {change if gone or more else 'another order'}"
+    for part, name in ("train", "training"), ("test", "test"):
+        a, b = old["data"][part], new["data"][part]
+        if a["samples"] != b["samples"]:
+            return f"{a['samples']} {name} samples{then}, not {b['samples']}{now}"
+        if a["hash"] != b["hash"]:
+            hashes = f"{a['hash']}{then}, {b['hash']}{now}"
+            return f"other {name} samples, by their paths or labels: {hashes}"
+    return ""
+
+
+def names_of(identity):
+    classes = identity["classes"]
+    return classes if isinstance(classes, list) else [classes]
+
+
+def check_data(args, run, first, identity):
+    """Why a resumed run cannot continue with these data, or the scores of --evaluate not be
+    believed, or "". `first` is what `first_weights` has returned."""
+    if run.resumed and (differ := difference(run.resumed, identity)):
+        return f"{run.path} was started with {differ}: use the same data"
+    if not args.evaluate or "data" not in first:
+        return ""
+    file, flags = weights_to_test(args), first["flags"]
+    for name in ("model", "image_size"):
+        if name in flags and flags[name] != getattr(args, name):
+            return f"{file} was trained with {flag(name)} {flags[name]}: test it with that"
+    if names_of(first) != names_of(identity):
+        return f"{file} was trained with {difference(first, identity)}"
+    trained = {**first, "data": {**identity["data"], "train": first["data"]["train"]}}
+    same_folder = flags["dataset"] == Path(args.dataset).name
+    if same_folder and (differ := difference(trained, identity)):
+        return f"{file} was trained with {differ}: what is tested may be part of it"
+    return ""
+
+
+# ---- The weights to start from -------------------------------------------------------------------
+def weights_to_test(args):
+    """The file whose scores --evaluate prints."""
+    return args.init or str(args.output / "best.pt")
+
+
+def first_weights(args):
+    """What a new run starts from, as a dictionary: the weights, "model", and what belongs to them,
+    such as "normalization"; {} if they are random. Rank 0 alone reads and has the weights: DDP
+    copies them to the others."""
+    found, problem = {}, ""
+    if dist.get_rank() == 0:
+        try:
+            if args.evaluate:
+                found = read_weights(weights_to_test(args))
+            elif args.init:
+                found = read_weights(args.init)
+            elif args.pretrained:
+                found = read_pretrained(args.model)
+        except DamagedFile as error:
+            problem = f"{origin(args)}: {error}"
+    refuse(problem)
+    if found and "normalization" not in found:
+        print(f"{origin(args)} has no normalization: pixels become (pixel - 115) / 58", flush=True)
+    parts = ("normalization", "flags", "classes", "data")
+    about = [{name: found[name] for name in parts if name in found}]
+    dist.broadcast_object_list(about, 0)
+    return about[0] | found
+
+
+def origin(args):
+    """The flag from which the first weights come, in words."""
+    if args.evaluate and not args.init:
+        return f"--evaluate {weights_to_test(args)}"
+    return f"--init {args.init}" if args.init else "--pretrained"
+
+
+def read_pretrained(name):
+    """torchvision's weights of a model, and their normalization. Raises DamagedFile."""
+    weights = models.get_model_weights(name).DEFAULT
+    file = Path(torch.hub.get_dir(), "checkpoints", weights.url.rpartition("/")[2])
+    try:
+        if file.exists():
+            check_file(file)
+        model = models.get_model(name, weights=weights)
+    except Exception as error:
+        raise DamagedFile(f"{file} is damaged (delete it), or no download: {error}") from error
+    preset = weights.transforms()
+    normalization = [[255 * x for x in values] for values in (preset.mean, preset.std)]
+    return {"model": model.state_dict(), "normalization": normalization}
+
+
+def load_weights(args, model, first, new_head):
+    """Load what `first_weights` has returned into rank 0's model. With `new_head` the last layer
+    may have another shape, and stays random then. Returns why it cannot, or ""."""
+    if "model" not in first:  # they are random, or this is another rank
+        return ""
+    own, weights = model.state_dict(), first.pop("model")
+    fitting = {name: w for name, w in weights.items() if name in own and w.shape == own[name].shape}
+    misfits = [name for name in weights if name not in fitting]
+    random = [name for name in own if name not in fitting]
+    head = next(reversed(weights), "").rpartition(".")[0]  # the last layer's name, such as "fc"
+    only_head = all(name.startswith(f"{head}.") for name in misfits)
+    if only_head and (new_head or not random):
+        model.load_state_dict(fitting, strict=False)
+        if random:
+            print(f"{origin(args)}: new and random are {', '.join(random)}", flush=True)
+        return ""
+    if only_head and misfits:
+        recipe = "'Weights of another number of classes' in docs/recipes.md"
+        return f"{origin(args)}: {misfits[0]} has another shape here (other classes?): see {recipe}"
+    return f"{origin(args)} is not of this model: {', '.join([*misfits, *random][:6])}"
