@@ -195,6 +195,7 @@ class Run:
             if self.resumed is None:
                 self.claim_folder()
             elif self.metrics:
+                self.check_owner()
                 self.write_results()  # a kill may have prevented it
             done = f"{self.epoch} epochs and {self.step} steps"
             print(f"{self.folder}: {done} are done", flush=True)
@@ -230,7 +231,7 @@ class Run:
         return self.has_line(step) or self.total_steps(step) >= self.next_report
 
     def report(self, step, norm, lr):
-        """Print a progress line, or save, or both. Ends the run if torchrun is gone, or something is
+        """Print a progress line, or save, or both. Ends the run if torchrun is gone or something is
         not finite. `norm` is that of the step's gradient."""
         # After kill -9 of torchrun its ranks would live on, and write beside a resumed run.
         is_orphan = dist.is_torchelastic_launched() and os.getppid() != self.parent_pid
@@ -294,7 +295,7 @@ class Run:
         """Add a row to metrics.csv, and save if that is due, or the epoch is the best so far."""
         if not math.isfinite(scores["test_loss"]):
             raise SystemExit(f"test loss not finite: {self.what_is_saved()}")
-        memory = torch.accelerator.max_memory_allocated() if self.device.type != "cpu" else 0
+        memory = torch.accelerator.max_memory_allocated() if self.args.device != "cpu" else 0
         shown = {"train_loss": self.loss_sum / self.step, **scores}
         row = {
             "epoch": self.epoch + 1,

@@ -13,7 +13,6 @@ by monkeypatch are attributes of Python's and torch's modules, or of one whose f
 import ast
 import csv
 import itertools
-import json
 import multiprocessing
 import os
 import random
@@ -292,24 +291,21 @@ def metrics(output):
 
 
 def weights(output, name="model.pt"):
-    return torch.load(Path(output, name), weights_only=True)
+    return torch.load(Path(output, name), weights_only=True)["model"]
 
 
-def last(output):
-    return json.loads(Path(output, "last.json").read_text())
+def checkpoint(output):
+    """What the last checkpoint has; {} while there is none."""
+    path = Path(output, "checkpoint.pt")
+    if not path.exists() or path.stat().st_size == 0:
+        return {}
+    return torch.load(path, weights_only=False)
 
 
 def place(output):
     """Epoch and step of the last checkpoint."""
-    return last(output)["progress"]["epoch"], last(output)["progress"]["step"]
-
-
-def checkpoint(output):
-    """All that the last checkpoint has, as torch's converter makes one file of it."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    dcp_to_torch_save(Path(output, last(output)["checkpoint"]), "converted.pt")
-    return torch.load("converted.pt", weights_only=False)
+    progress = checkpoint(output).get("progress", {"epoch": 0, "step": 0})
+    return progress["epoch"], progress["step"]
 
 
 def leaves(tree):

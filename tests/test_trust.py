@@ -1,6 +1,7 @@
 """complete/: the number at the end is of the data that were meant. The ranks and a resumed run have
-the same data, --init the normalization that its weights were trained with, --evaluate the scores
-of best.pt; seeds share nothing, and checkpoints do not wait for progress lines."""
+the same data, flags and code, --init the normalization that its weights were trained with,
+--evaluate the scores of best.pt; seeds share nothing, and checkpoints do not wait for progress
+lines."""
 
 import copy
 import re
@@ -11,16 +12,18 @@ from pathlib import Path
 import checkpoint as saving
 import helpers
 import pytest
+import start as starting
 import torch
 import train as script
 from helpers import (
     COMPLETE,
+    checkpoint,
     close,
     kill_all,
-    last,
     metrics,
     parse,
     place,
+    run,
     same,
     start,
     together,
@@ -84,9 +87,9 @@ def test_ranks_with_other_data():
     for change, says in CHANGES.items():
         shutil.copytree("pictures", "elsewhere/pictures")
         subprocess.run(change, shell=True, check=True, cwd="elsewhere/pictures")
-        text = refuse(*start(COMPLETE, *flags, more=ELSEWHERE), status=1)
+        text = refuse(*start(COMPLETE, *flags, more=ELSEWHERE))
         assert f"the ranks have different data: {says}" in text, text
-        assert "Traceback" not in text and not Path("out/last.json").exists()
+        assert text.count("error: ") == 1 and not Path("out").exists()
         shutil.rmtree("elsewhere")
 
 
@@ -99,11 +102,11 @@ def test_resumed_with_other_files(refused):
     train("--dataset", "pictures", *flags, "--epochs", 1)
     image = Path("pictures/train/a/00004.jpg")
     image.rename("pictures/train/a/0.jpg")
-    says = "out/last.json was started with other training samples, by their paths or labels: "
+    says = "out/checkpoint.pt was started with other training samples, by their paths or labels: "
     refused(says, COMPLETE, "--dataset", "pictures", *flags)
     Path("pictures/train/a/0.jpg").rename(image)
     shutil.move("test", "pictures/test")
-    says = "out/last.json was started with 14 training samples, not 16"
+    says = "out/checkpoint.pt was started with 14 training samples then, not 16 now"
     refused(says, COMPLETE, "--dataset", "pictures", *flags)
     shutil.move("pictures/test", "test")
     Path("moved").mkdir()
@@ -123,7 +126,7 @@ def test_what_identifies_a_dataset():
     shutil.copytree("pictures", "moved")
     own = script.load_data(parse("--dataset", "pictures"))[0]
     same_files = [names, datasets.ImageFolder("moved/train"), own]
-    assert len({str(saving.fingerprint(dataset)) for dataset in same_files}) == 1
+    assert len({str(starting.fingerprint(dataset)) for dataset in same_files}) == 1
     tensors = [TensorDataset(torch.zeros(4, 1), torch.arange(4) // n) for n in (2, 3)]
     parts = [Subset(names, range(i, i + 8)) for i in (0, 1)]
     joined = [ConcatDataset(both) for both in (tensors, tensors[::-1])]
@@ -133,30 +136,112 @@ def test_what_identifies_a_dataset():
     boxes.targets = [[1.0] * (i % 3) for i in range(len(own))]
     every = [*tensors, *parts, *joined, names, relabeled, boxes]
     every += [TensorDataset(torch.arange(4.0)), range(4)]
-    assert len({str(saving.fingerprint(dataset)) for dataset in every}) == len(every)
-    names.classes = 10
-    assert saving.data_identity(names, names, 10)["classes"] == [10]
+    assert len({str(starting.fingerprint(dataset)) for dataset in every}) == len(every)
+
+
+# ---- The same flags and code ---------------------------------------------------------------------
+OTHER_FLAGS = """
+if os.environ["RANK"] == "1":
+    sys.argv += {flags}
+"""
+FLAGS = {  # of the second machine, and what is said
+    "--lr 0.1": "--lr is 0.001 on rank 0 and 0.1 on rank 1",
+    "--seed 5": "--seed is 76 on rank 0 and 5 on rank 1",
+    "--batch-size 32": "--batch-size is 64 on rank 0 and 32 on rank 1",
+    "--epochs 2": "--epochs is 1 on rank 0 and 2 on rank 1",
+    "--epochs 0": "--epochs is 1 on rank 0 and 0 on rank 1",
+    "--log-every 7": "--log-every is 100 on rank 0 and 7 on rank 1",
+    "--resume": "--resume is False on rank 0 and True on rank 1",
+    "--dataset synthetic": "--dataset is fashion-mnist on rank 0 and synthetic on rank 1",
+}
+
+
+@pytest.mark.parametrize("other", FLAGS)
+def test_ranks_with_other_flags(fashion, other):
+    """Refused once, as soon as they have joined; those that may differ, may."""
+    more = "import sys\n" + OTHER_FLAGS.format(flags=other.split())
+    flags = [*fashion, "--epochs", 1, "--output", "out", "--timeout", 60]
+    text = refuse(*start(COMPLETE, *flags, more=more))
+    says = f"error: {FLAGS[other]}: start all machines with the same flags"
+    assert text.count("error: ") == 1 and says in text and not Path("out").exists(), text
 
 
 # ---- Seeds ---------------------------------------------------------------------------------------
 SEEDS = """
-plain = torch.manual_seed
-def manual_seed(seed):
-    print(f"seed {args.seed} rank {dist.get_rank()}: {seed}", flush=True)
-    return plain(seed)
-torch.manual_seed = manual_seed
+import random
+import numpy as np
+plain = seed_random_numbers
+def seed_random_numbers(*words, **options):
+    plain(*words, **options)
+    numbers = torch.rand(()).item(), np.random.rand(), random.random()
+    plain(*words, **options)
+    print(f"\\nseed {args.seed} {words[0]} rank {dist.get_rank()}: {numbers}", flush=True)
 """
 
 
 def test_seeds_share_nothing(fashion):
-    """Of two seeds, with three epochs on two ranks: random numbers are drawn once."""
-    flags = [*fashion, "--epochs", 3, "--batch-size", 80, "--log-every", 3, "--output"]
+    """Of two seeds, with three epochs on two ranks: what a step or a crop draws, from Python's,
+    numpy's and torch's numbers, is drawn once. The data and weights are the same on both ranks."""
+    flags = [*fashion, "--epochs", 3, "--batch-size", 80, "--accumulate", 2, "--output"]
     runs = [[*flags, f"out-{seed}", "--seed", seed] for seed in (1, 2)]
-    found = re.findall(r"seed (\d) rank (\d): (\d+)$", "".join(together(*runs, more=SEEDS)), re.M)
-    of_weights = [seed for *_, seed in found if int(seed) < 3]  # the same on both ranks
-    others = [found[2] for found in found if int(found[2]) >= 3]
-    assert sorted(of_weights) == ["1", "1", "2", "2"]
-    assert len({*others}) == len(others) == 2 * 2 * 3 * (1 + 3)  # an epoch has 8 steps
+    line = r"^seed (\d) (\w+) rank (\d): \((.*), (.*), (.*)\)$"
+    found = re.findall(line, "".join(together(*runs, more=SEEDS)), re.M)
+    of_all = [numbers for seed, what, rank, *numbers in found if what in ("data", "weights")]
+    others = [numbers for seed, what, rank, *numbers in found if what in ("step", "prepare")]
+    assert len(of_all) == 2 * 2 * 2 and len(others) == 2 * 2 * (2 * 2 * 3 * 8)  # 8 steps an epoch
+    for column in range(3):
+        assert len({numbers[column] for numbers in of_all}) == len(of_all) / 2
+        assert len({numbers[column] for numbers in others}) == len(others)
+
+
+TRANSFORMS = """
+import random
+import numpy as np
+class Augmented(Dataset):
+    def __init__(self, images, labels):
+        self.images, self.targets = images, labels
+    def __len__(self):
+        return len(self.images)
+    def __getitem__(self, i):
+        noise = torch.rand(()) + np.random.rand() + random.random()
+        return self.images[i].float() / 100 + noise, int(self.targets[i])
+def load_data(args):
+    whole = torch.utils.data.ConcatDataset(
+        [Augmented(*load_torchvision(args.dataset, args.data_dir, train, False).tensors)
+         for train in (True, False)]
+    )
+    train_set, test_set = torch.utils.data.random_split(whole, [643, 200])
+    print("\\nsplit", sum(i * j for i, j in enumerate(test_set.indices)), flush=True)
+    return train_set, test_set, 10
+"""
+
+
+def test_transforms_and_splits_of_the_data(fashion):
+    """A random_split is the same on all ranks and in a resumed run. What a sample's transforms draw
+    depends on the seed, the epoch and the sample: the losses are those of one process on any number
+    of processes and workers, also in an epoch that is resumed in its middle."""
+    flags = [*fashion, "--batch-size", 60, "--lr", 0.02, "--log-every", 5, "--epochs", 2]
+    flags += ["--image-size", 28, "--output"]
+    train(*flags, "one", "--workers", 0, more=TRANSFORMS)
+    again = [*flags, "two", "--workers", 1, "--checkpoint-minutes", 0, "--resume"]
+    stopped = TRANSFORMS + STOP_AT.format(epoch=1, step=5)
+    text = run(COMPLETE, *again, more=stopped, status=1)
+    assert place("two") == (1, 5)
+    text += run(COMPLETE, *again, "--workers", 2, more=TRANSFORMS, processes=3)
+    assert len({*re.findall("^split .*", text, re.M)}) == 1
+    close("two", "one")
+    assert metrics("one")[0]["train_loss"] != metrics("one")[1]["train_loss"]
+
+
+STOP_AT = """
+plain_save = Run.save
+def save(run):
+    plain_save(run)
+    if (run.epoch, run.step) == ({epoch}, {step}):
+        dist.barrier()
+        raise SystemExit(1)
+Run.save = save
+"""
 
 
 # ---- Normalization, and scores -------------------------------------------------------------------
@@ -170,7 +255,7 @@ def build_model(args, inputs, classes):
 
 def test_init_keeps_the_normalization(fashion, monkeypatch, capsys):
     """A run with --pretrained, one that starts from its best.pt, and what both report, see the same
-    inputs; also when the first is gone. Without last.json beside a file, that is said."""
+    inputs; also when the first is gone."""
     name = "shufflenet_v2_x0_5"
     url = models.get_model_weights(name).DEFAULT.url
     file = Path("hub/checkpoints", url.rpartition("/")[2])
@@ -178,24 +263,18 @@ def test_init_keeps_the_normalization(fashion, monkeypatch, capsys):
     torch.save(models.get_model(name).state_dict(), file)
     monkeypatch.setenv("TORCH_HOME", str(Path().resolve()))
     flags = [*fashion, "--model", name, "--batch-size", 320, "--epochs"]
-    train(*flags, 1, "--pretrained", "--output", "first")
-    images = torch.randint(256, (2, 3, 20, 20), dtype=torch.uint8), torch.zeros(2)
-    device = torch.device("cpu")
-    wanted, _ = script.prepare(parse(*flags, 1, "--pretrained"), images, device)
-    assert not torch.allclose(wanted, script.prepare(parse(*flags, 1), images, device)[0])
+    train(*flags, 1, "--pretrained", "--output", "first", more=INPUTS)
+    train(*flags, 1, "--output", "random", more=INPUTS)
+    seen = re.findall("^sees (.*)", capsys.readouterr().out, re.M)
+    assert seen[0] != seen[1]
     init = [*flags, 1, "--init", "first/best.pt", "--lr", 0]
-    assert torch.equal(script.prepare(parse(*init), images, device)[0], wanted)
     train(*init, "--output", "second", "--resume", more=INPUTS)
     shutil.move("first", "gone")
     train(*init, "--output", "second", "--resume", "--epochs", 2, more=INPUTS)
     train(*flags, 1, "--output", "second", "--evaluate", more=INPUTS)
-    seen = re.findall("^sees (.*)", capsys.readouterr().out, re.M)
-    assert len(seen) == 3 and len(set(seen)) == 1
-    assert last("second")["normalization"] == last("gone")["normalization"]
-    capsys.readouterr()
-    shutil.copy("gone/best.pt", "best.pt")
-    train(*flags, 1, "--init", "best.pt", "--output", "third", "--resume")
-    assert "no last.json beside best.pt, or without" in capsys.readouterr().out
+    seen = [seen[0], *re.findall("^sees (.*)", capsys.readouterr().out, re.M)]
+    assert len(seen) == 4 and len(set(seen)) == 1
+    assert checkpoint("second")["normalization"] == checkpoint("gone")["normalization"]
 
 
 def test_evaluate(fashion, denied, out, capsys):
@@ -207,11 +286,12 @@ def test_evaluate(fashion, denied, out, capsys):
     flags = [*fashion, "--evaluate"]
     train(*flags, "--output", "out")
     assert capsys.readouterr().out.endswith(f"out/{line}")
-    runs = [[*flags, "--output", "out"], [*flags, "--init", "out/best.pt", "--shard", 0]]
-    for text in together(*runs):
+    for text in together([*flags, "--output", "out"], [*flags, "--init", "out/best.pt"]):
         assert text.count(f"out/{line}") == 1 and "step" not in text.replace("per step", "")
     assert helpers.content("out") == before and not Path("runs").exists()
     denied("out/best.pt was trained with --image-size 32: test it", "--evaluate --image-size 24")
+    Path("out/best.pt").unlink()
+    denied("--evaluate out/best.pt: out/best.pt is missing", "--evaluate")
     denied("out/best.pt was trained with other classes: ", "--evaluate --dataset synthetic")
 
 
@@ -229,7 +309,7 @@ def test_evaluate_on_test(capsys):
     Path("pictures/train/a/00000.jpg").rename("pictures/test/a/00000.jpg")  # trained on
     with pytest.raises(SystemExit):
         train(*flags, "--evaluate")
-    says = "out/best.pt was trained with 16 training samples, not 15: what is tested may be"
+    says = "out/best.pt was trained with 16 training samples then, not 15 now: what is tested may"
     assert says in capsys.readouterr().err
 
 
@@ -250,7 +330,7 @@ def test_checkpoints_between_progress_lines(fashion):
     flags += ["--epochs", 1, "--augment", "--resume", "--output"]
     jobs = start(COMPLETE, *flags, "out", more=SLOW_STEPS)
     helpers.wait_for("0 steps are done", *jobs)
-    helpers.wait_until(lambda: place("out")[1] > 30 or jobs[0].status() is not None)
+    helpers.wait_until(lambda: place("out")[1] > 30 or jobs[0].status() is not None, pause=0.1)
     kill_all(jobs)
     step = place("out")[1]
     assert "samples/s" not in helpers.logs(jobs) and 30 < step < 80
@@ -262,18 +342,19 @@ def test_checkpoints_between_progress_lines(fashion):
 
 
 SAVES = """
-plain = save_checkpoint
-def save_checkpoint(args, progress, *words):
-    print("saves", progress.epoch, progress.step)
-    plain(args, progress, *words)
+plain = Run.save
+def save(run):
+    print("saves", run.epoch, run.step)
+    plain(run)
+Run.save = save
 """
 
 
 def test_saves_when_due_or_best_and_at_the_end(fashion, capsys):
-    """Not after each epoch: after those with the lowest test loss so far, told here, and the last.
-    One that is due at an epoch's last step is made once."""
+    """Not after each epoch: after those with the lowest test loss so far, told here, and the last;
+    a tie is not better. One that is due at an epoch's last step is made once."""
     flags = [*fashion, "--batch-size", 320, "--output"]
-    train(*flags, "out", "--epochs", 7, more=SAVES + told(3, 1, 2, 2, 0, 2, 2))
+    train(*flags, "out", "--epochs", 7, more=SAVES + told(3, 1, 2, 2, 0, 0, 2))
     saved = re.findall("^saves (.*)", capsys.readouterr().out, re.M)
     assert saved == ["1 0", "2 0", "5 0", "7 0"] and len(metrics("out")) == 7
     often = ["--checkpoint-minutes", 0, "--log-every", 1]
@@ -282,28 +363,44 @@ def test_saves_when_due_or_best_and_at_the_end(fashion, capsys):
     assert saved == ["0 1", "1 0", "1 1", "2 0", "2 1", "3 0"]
 
 
+def test_a_score_that_is_not_a_number():
+    """It is never the best one and prevents no other, as the precision of an epoch in which nothing
+    was found; nor does a column that an older row lacks."""
+
+    def best(*values, name="score"):
+        return saving.best_epoch([{name: value} for value in values], lambda row: -row["score"])
+
+    nan = float("nan")
+    assert best() == best(nan) == best(nan, nan) == 0
+    assert best(nan, 0.1) == best(nan, 0.1, nan) == best(nan, 0.1, 0.1, 0.05) == 2
+    assert best(0.3, nan, 0.4, nan) == 3
+    rows = [{"test_loss": 1.0}, {"test_loss": 2.0, "score": 0.5}]
+    assert saving.best_epoch(rows, lambda row: -row["score"]) == 2
+
+
 KILLS = """
+import os
 plain_move = os.replace
 def move(old, new):
-    if str(new).endswith("{moment}") and len(metrics_of(args)) == {rows}:
+    if str(new).endswith("{moment}") and rows_in(args.output / "checkpoint.pt") == {rows}:
         os.kill(os.getpid(), 9)
     plain_move(old, new)
-def metrics_of(args):
-    return json.loads((args.output / "last.json").read_text())["progress"]["metrics"]
+def rows_in(path):
+    return len(torch.load(path)["progress"]["metrics"]) if path.stat().st_size else 0
 os.replace = move
 """
 
 
-@pytest.mark.parametrize("moment", ["last.json", "best.pt", "metrics.csv"])
+@pytest.mark.parametrize("moment", ["checkpoint.pt", "best.pt", "metrics.csv"])
 def test_best_agrees_after_a_kill(fashion, moment):
     """Killed as the second epoch, the best so far, is written; the repeated one scores worse, as it
     may on a GPU. best.pt has the weights of the lowest test loss in metrics.csv."""
     flags = [*fashion, "--batch-size", 320, "--resume", "--output", "out", "--epochs"]
-    rows = 1 if moment == "last.json" else 2  # that are known then
+    rows = 1 if moment == "checkpoint.pt" else 2  # that are known then
     more = told(2, 1) + KILLS.format(moment=moment, rows=rows)
     statuses, text = helpers.finish(start(COMPLETE, *flags, 2, more=more, processes=0))
     assert statuses == [-9], text
-    known = [row["test_loss"] for row in last("out")["progress"]["metrics"]]
+    known = [row["test_loss"] for row in checkpoint("out")["progress"]["metrics"]]
     assert len(known) == rows
     train(*flags, 3, more=told(3, 3))
     rows = [row["test_loss"] for row in metrics("out")]
@@ -315,9 +412,9 @@ def test_best_agrees_after_a_kill(fashion, moment):
 
 
 def test_started_where_a_kill_left_nothing(fashion):
-    """An empty last.json, or optimized Python, which has no docstrings, stops nobody."""
+    """An empty checkpoint.pt, or optimized Python, which has no docstrings, stops nobody."""
     Path("out").mkdir()
-    Path("out/last.json").touch()
+    Path("out/checkpoint.pt").touch()
     train(*fashion, "--epochs", 1, "--output", "out", "--resume")
     assert place("out") == (1, 0)
     for name in "train.py", "pack_images.py":
@@ -327,12 +424,14 @@ def test_started_where_a_kill_left_nothing(fashion):
         )
 
 
-ANOTHER = """
-import shutil
-plain = init_distributed
-def init_distributed(*words):
-    shutil.copytree("other", "out")
-    return plain(*words)
+MEANWHILE = """
+import os, shutil
+plain = {function}
+def {function}(*words, **options):
+    os.makedirs("out", exist_ok=True)
+    shutil.copy("other/checkpoint.pt", "copy")
+    os.replace("copy", "out/checkpoint.pt")
+    return plain(*words, **options)
 """
 
 
@@ -340,4 +439,17 @@ def test_a_run_that_started_meanwhile(out, fashion):
     """While this one joins its group, another one has written its first checkpoint."""
     shutil.move("out", "other")
     with pytest.raises(SystemExit, match="another run has just started in out"):
-        train(*fashion, "--output", "out", "--resume", "--epochs", 3, more=ANOTHER)
+        more = MEANWHILE.format(function="identify")
+        train(*fashion, "--output", "out", "--resume", "--epochs", 3, more=more)
+
+
+@pytest.mark.parametrize("function", ["identify", "evaluate", "train_epoch"])
+def test_two_lives_in_one_folder(out, fashion, function):
+    """Another process, as one on a node that was given up but lives, replaces checkpoint.pt: the
+    one that finds this out ends before it writes anything."""
+    shutil.copytree("out", "other")
+    before = helpers.content("other")
+    more = MEANWHILE.format(function=function)
+    with pytest.raises(SystemExit, match="out/checkpoint.pt was written by another process"):
+        train(*fashion, "--output", "out", "--resume", "--epochs", 4, more=more)
+    assert {Path("other", path.name): x for path, x in helpers.content("out").items()} == before
