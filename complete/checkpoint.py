@@ -35,8 +35,10 @@ def atomic_write(path):
             file.flush()
             os.fsync(file.fileno())  # without it a power failure could leave a new, empty file
         os.replace(f"{path}.tmp", path)
-    except (OSError, RuntimeError) as error:  # of a full disk, torch says "unexpected pos"
-        raise OSError(f"cannot write {path}: {error} (is the disk full?)") from error
+    except OSError as error:  # which does not always say which file it is
+        raise OSError(f"cannot write {path}: {error}") from error
+    except RuntimeError as error:  # torch says "unexpected pos"
+        raise OSError(f"cannot write {path}: is the disk full?") from error
 
 
 class DamagedFile(Exception):
@@ -235,12 +237,13 @@ class Run:
         not finite. `norm` is that of the step's gradient."""
         # After kill -9 of torchrun its ranks would live on, and write beside a resumed run.
         is_orphan = dist.is_torchelastic_launched() and os.getppid() != self.parent_pid
-        wait = self.plan_save(step) if dist.get_rank() == 0 else 0
-        told = [torch.full((), float(x), device=self.device) for x in (is_orphan, wait)]
+        is_due, wait = self.plan_save(step) if dist.get_rank() == 0 else (False, 0)
+        told = (is_orphan, is_due, wait)
+        told = [torch.full((), float(value), device=self.device) for value in told]
         size = nn.utils.get_total_norm(list(self.state["model"].parameters()))  # NaN if a weight is
         totals = torch.stack([x.float() for x in (self.losses, norm, size, *told)])
         dist.all_reduce(totals)  # over all ranks, which all end, or continue, together
-        losses, norm, size, orphans, wait = totals.tolist()  # waits for the GPU
+        losses, norm, size, orphans, is_due, wait = totals.tolist()  # waits for the GPU
         if orphans > 0:
             raise SystemExit("torchrun is gone")
         if not math.isfinite(losses) or not math.isfinite(size):
@@ -251,7 +254,7 @@ class Run:
         self.line_loss += losses * mean
         self.losses.zero_()
         self.step = step
-        self.next_report = self.total_steps(step) + wait
+        self.is_due, self.next_report = is_due > 0, self.total_steps(step) + wait
         if self.has_line(step):
             if dist.get_rank() == 0:
                 print(self.progress_line(norm / dist.get_world_size(), lr), flush=True)
@@ -261,17 +264,16 @@ class Run:
             self.started = time.perf_counter() - self.seconds  # of training, without the save
 
     def plan_save(self, step):
-        """By rank 0's clock: set whether a save is due, and return in how many steps the next will
-        be, after which all ranks call `report` again."""
+        """By rank 0's clock: whether a save is due, and in how many steps the next will be, after
+        which all ranks call `report` again."""
         now, steps = time.perf_counter(), self.total_steps(step)
         step_seconds = (now - self.asked_at) / (steps - self.asked_step)
         self.asked_at, self.asked_step = now, steps
         between = 60 * self.args.checkpoint_minutes
         until_save = max(0, round((self.saved_at + between - now) / step_seconds))
-        self.is_due = until_save == 0
         if between == 0:
-            return math.inf  # saves are at progress lines
-        return until_save or math.ceil(between / step_seconds)
+            return True, math.inf  # at progress lines
+        return until_save == 0, until_save or math.ceil(between / step_seconds)
 
     def progress_line(self, norm, lr):
         """The loss is the mean since the last line."""
@@ -329,6 +331,7 @@ class Run:
         if not self.is_saved:
             self.save()
         if dist.get_rank() == 0:
+            self.check_owner()
             self.write_weights("model.pt")
             print(f"finished: {self.folder / 'model.pt'}")
         dist.barrier()  # for rank 0: once a process has exited, torchrun cannot restart the run

@@ -118,6 +118,7 @@ def refuse(problem):
         print(f"{Path(sys.argv[0]).name}: error: {first}", file=sys.stderr, flush=True)
     if dist.is_initialized():
         dist.barrier()  # until it is printed: torchrun ends all ranks as soon as one has ended
+        dist.destroy_process_group()
     raise SystemExit(2)
 
 
@@ -138,24 +139,17 @@ def in_turns(load):
 
 
 # ---- Do all ranks mean the same run? -------------------------------------------------------------
-def compare_ranks(args, half):
+def compare_ranks(args, float16):
     """Refuse ranks that were started with different flags or code, and GPUs for which --amp means
-    different things. `half` says which."""
+    different things: `float16` or not."""
     flags = {flag(name): str(x) for name, x in vars(args).items() if name not in MAY_DIFFER}
     flags["--dataset"] = Path(args.dataset).name  # its folder may be elsewhere
     compare(flags, "start all machines with the same flags")
     sources = Path(__file__).parent.glob("*.py")
     files = {path.name: hash_of([path.read_bytes()]) for path in sources}
     compare(files, "copy the same files to all machines")
+    half = "float16" if float16 else "bfloat16"
     compare({"--amp": half}, "use GPUs of one kind, or leave out --amp")
-
-
-def open_run(run):
-    """Find out how far the run is in --output, where all ranks must see the same."""
-    refuse(run.open())
-    found = f"epoch {run.epoch}, step {run.step}" if run.resumed else "none"
-    share = "put --output on a disk that all machines share"
-    compare({"the checkpoint in --output": found}, share)
 
 
 def compare(own, remedy):
@@ -174,8 +168,8 @@ def flag(name):
 
 # ---- The data ------------------------------------------------------------------------------------
 def load_on_all_ranks(args, load_data):
-    """What load_data returns: training set, test set, number of classes. Ends all ranks if one
-    finds no data, or too few."""
+    """What load_data returns, and the identity of the data. Refuses a rank that finds no data, too
+    few, or others than rank 0."""
     try:
         train_set, test_set, classes = load_data(args)
         problem = ""
@@ -187,24 +181,23 @@ def load_on_all_ranks(args, load_data):
     except FolderError as error:
         problem = str(error)
     refuse(problem)
-    return train_set, test_set, classes
+    identity = identify(train_set, test_set, classes)
+    if len({*gather(hash_of([repr(identity).encode()]))}) > 1:
+        rank_0, *others = gather(identity)
+        for rank, other in enumerate(others, start=1):
+            if differ := difference(rank_0, other, " on rank 0", f" on rank {rank}"):
+                refuse(f"the ranks have different data: {differ}")
+    return train_set, test_set, classes, identity
 
 
 def identify(train_set, test_set, classes):
     """What every rank and a resumed run must find again: the names of the classes, if the training
-    set has names, else their number; how many samples, and which. Refuses ranks that differ. A data
-    set may be moved to another folder."""
+    set has names, else their number; how many samples, and which. A data set may be moved to
+    another folder."""
     names = getattr(train_set, "classes", None)
     names = [str(name) for name in names] if isinstance(names, (list, tuple)) else classes
     parts = {"train": fingerprint(train_set), "test": fingerprint(test_set)}
-    found = {"classes": names, "data": parts}
-    hashes = gather(hash_of([repr(found).encode()]))
-    if len({*hashes}) > 1:
-        first, *others = gather(found)
-        for rank, other in enumerate(others, start=1):
-            if differ := difference(first, other, " on rank 0", f" on rank {rank}"):
-                refuse(f"the ranks have different data: {differ}")
-    return found
+    return {"classes": names, "data": parts}
 
 
 def describe(identity):
@@ -287,60 +280,71 @@ def names_of(identity):
 
 
 def check_data(args, run, first, identity):
-    """Why a resumed run cannot continue with these data, or the scores of --evaluate not be
-    believed, or "". `first` is what `first_weights` has returned."""
-    if run.resumed and (differ := difference(run.resumed, identity)):
-        return f"{run.path} was started with {differ}: use the same data"
-    if not args.evaluate or "data" not in first:
+    """Refuse to continue a run with other data, or to print scores that could not be believed; and
+    print what the data are. `first` is what `find_start` has returned."""
+    if args.evaluate:
+        refuse(check_scores(first, args, identity))
+    elif run.resumed:
+        differ = difference(run.resumed, identity)
+        refuse(differ and f"{run.path} was started with {differ}: use the same data")
+    if dist.get_rank() == 0:
+        samples = f"{args.batch_size // dist.get_world_size()} samples per step on each rank"
+        print(f"{describe(identity)}; {samples}", flush=True)
+
+
+def check_scores(trained, args, identity):
+    """Why the scores of weights on these data could not be believed, or "". `trained` says what the
+    weights were trained with."""
+    if "data" not in trained:  # a plain state_dict
         return ""
-    file, flags = weights_to_test(args), first["flags"]
+    file, flags = trained["file"], trained["flags"]
     for name in ("model", "image_size"):
         if name in flags and flags[name] != getattr(args, name):
             return f"{file} was trained with {flag(name)} {flags[name]}: test it with that"
-    if names_of(first) != names_of(identity):
-        return f"{file} was trained with {difference(first, identity)}"
-    trained = {**first, "data": {**identity["data"], "train": first["data"]["train"]}}
+    if trained["classes"] != identity["classes"]:
+        return f"{file} was trained with {difference(trained, identity)}"
     same_folder = flags["dataset"] == Path(args.dataset).name
-    if same_folder and (differ := difference(trained, identity)):
+    same_test = {**trained["data"], "test": identity["data"]["test"]}
+    if same_folder and (differ := difference({**trained, "data": same_test}, identity)):
         return f"{file} was trained with {differ}: what is tested may be part of it"
     return ""
 
 
-# ---- The weights to start from -------------------------------------------------------------------
-def weights_to_test(args):
-    """The file whose scores --evaluate prints."""
-    return args.init or str(args.output / "best.pt")
-
-
-def first_weights(args):
-    """What a new run starts from, as a dictionary: the weights, "model", and what belongs to them,
-    such as "normalization"; {} if they are random. Rank 0 alone reads and has the weights: DDP
-    copies them to the others."""
-    found, problem = {}, ""
+# ---- What the run starts from --------------------------------------------------------------------
+def find_start(args, run):
+    """What the run continues from, or the first weights of a new one, or those that --evaluate
+    tests: a dictionary with what belongs to them, such as "normalization", and on rank 0 with
+    "model", the weights of --init or --pretrained, which DDP copies to the other ranks; {} if they
+    are random."""
+    if not args.evaluate:
+        refuse(run.open())
+        found = f"epoch {run.epoch}, step {run.step}" if run.resumed else "none"
+        share = "put --output on a disk that all machines share"
+        compare({"the checkpoint in --output": found}, share)
+        if run.resumed:
+            return run.resumed
+    first, problem = {}, ""
     if dist.get_rank() == 0:
         try:
-            if args.evaluate:
-                found = read_weights(weights_to_test(args))
-            elif args.init:
-                found = read_weights(args.init)
-            elif args.pretrained:
-                found = read_pretrained(args.model)
+            first = read_first(args)
         except DamagedFile as error:
-            problem = f"{origin(args)}: {error}"
+            problem = str(error)
     refuse(problem)
-    if found and "normalization" not in found:
-        print(f"{origin(args)} has no normalization: pixels become (pixel - 115) / 58", flush=True)
-    parts = ("normalization", "flags", "classes", "data")
-    about = [{name: found[name] for name in parts if name in found}]
+    about = [{name: value for name, value in first.items() if name not in ("model", "optimizer")}]
     dist.broadcast_object_list(about, 0)
-    return about[0] | found
+    return about[0] | first
 
 
-def origin(args):
-    """The flag from which the first weights come, in words."""
-    if args.evaluate and not args.init:
-        return f"--evaluate {weights_to_test(args)}"
-    return f"--init {args.init}" if args.init else "--pretrained"
+def read_first(args):
+    """The weights of --evaluate, --init or --pretrained, with what belongs to them. "file" is where
+    they come from, in words. Raises DamagedFile."""
+    if args.evaluate or args.init:
+        file = args.init or args.output / "best.pt"
+        first = read_weights(file) | {"file": str(file)}
+        if "normalization" not in first:
+            print(f"{file} has no normalization: pixels become (pixel - 115) / 58", flush=True)
+        return first
+    return read_pretrained(args.model) | {"file": "--pretrained"} if args.pretrained else {}
 
 
 def read_pretrained(name):
@@ -358,12 +362,17 @@ def read_pretrained(name):
     return {"model": model.state_dict(), "normalization": normalization}
 
 
-def load_weights(args, model, first, new_head):
-    """Load what `first_weights` has returned into rank 0's model. With `new_head` the last layer
-    may have another shape, and stays random then. Returns why it cannot, or ""."""
-    if "model" not in first:  # they are random, or this is another rank
-        return ""
-    own, weights = model.state_dict(), first.pop("model")
+def load_weights(model, first, new_head):
+    """Load the first weights into rank 0's model, and forget them. With `new_head` the last layer
+    may have another shape, and stays random then. Refuses weights that do not fit."""
+    refuse(
+        load_fitting(model, first.pop("model"), first["file"], new_head) if "model" in first else ""
+    )
+
+
+def load_fitting(model, weights, file, new_head):
+    """Load what fits. Returns why it is too little, or ""."""
+    own = model.state_dict()
     fitting = {name: w for name, w in weights.items() if name in own and w.shape == own[name].shape}
     misfits = [name for name in weights if name not in fitting]
     random = [name for name in own if name not in fitting]
@@ -372,9 +381,9 @@ def load_weights(args, model, first, new_head):
     if only_head and (new_head or not random):
         model.load_state_dict(fitting, strict=False)
         if random:
-            print(f"{origin(args)}: new and random are {', '.join(random)}", flush=True)
+            print(f"{file}: new and random are {', '.join(random)}", flush=True)
         return ""
     if only_head and misfits:
         recipe = "'Weights of another number of classes' in docs/recipes.md"
-        return f"{origin(args)}: {misfits[0]} has another shape here (other classes?): see {recipe}"
-    return f"{origin(args)} is not of this model: {', '.join([*misfits, *random][:6])}"
+        return f"{file}: {misfits[0]} has another shape here (other classes?): see {recipe}"
+    return f"{file} is not of this model: {', '.join([*misfits, *random][:6])}"

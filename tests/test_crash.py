@@ -189,6 +189,7 @@ def test_not_finite(fashion):
 
 
 ORPHAN = """
+import os
 plain, calls = os.getppid, []
 def getppid():  # at the third progress line, rank 1 has another parent: torchrun has been killed
     calls.append(1)

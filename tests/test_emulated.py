@@ -3,23 +3,29 @@ Each process leaves a report of what it did with the cards: see emulated_acceler
 
 import inspect
 import re
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
+import loaders
 import pytest
+import torch
 import train as script
 from helpers import COMPLETE, close, run, some_fast, train
 
 pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
 FLAGS = ["--accumulate", 2, "--clip-norm", 1, "--lr", 0.02, "--log-every", 4, "--resume"]
 STEPS = """
-plain, plain_loader = build_optimizer, DataLoader
+import loaders
+plain, plain_loader = build_optimizer, loaders.DataLoader
 def build_optimizer(*words):
     optimizer, scheduler = plain(*words)
     tell = __import__("emulated_accelerator").tell
     optimizer.register_step_post_hook(lambda *_: tell("updated"))
     return optimizer, scheduler
-def DataLoader(*words, **options):  # as for CUDA
+def as_for_cuda(*words, **options):
     return plain_loader(*words, **options | {"pin_memory": True})
+loaders.DataLoader = as_for_cuda
 """
 
 
@@ -40,14 +46,14 @@ def lines_of(function):
 def check(output, cards, steps):
     """`cards`: those that each process uses. It waits for them at progress lines alone, and after
     an epoch's evaluation. `steps`: the numbers of those that it takes, and of the one before.
-    Returns the seeds between these."""
+    Returns the seeds of the cards."""
     reports = [path.read_text() for path in Path(f"{output}-report").iterdir()]
     reports = [text for text in reports if "uses card" in text]
     used = ["".join(sorted(re.findall(r"uses card (\d)", text))) for text in reports]
     assert sorted(used) == cards
     seeds = []
     for text in reports:
-        # What comes before and after each step. Before it loads, a run takes one more.
+        # What comes before and after each step.
         told = re.split(r"^\S+ updated\n", text, flags=re.M)[-len(steps) :]
         waits = [step for step, part in zip(steps, told, strict=True) if "waits" in part]
         assert waits == [step for step in steps if step % 10 % 4 == 0], text  # 10 an epoch
@@ -56,19 +62,19 @@ def check(output, cards, steps):
             assert not set(places) & set(lines_of(script.prepare)), text
             own = [place for place in places if place in lines_of(script.evaluate)]
             assert len(own) <= 3, text  # one for each of the sums
-        for part in told:  # of each card, the last one
-            seeds += dict(re.findall(r"seeds card (\d) with (\d+)", part)).values()
+        seeds += re.findall(r"seeds card \d with (\d+)", text)
     return seeds
 
 
 def test_cards_agree_with_the_cpu(monkeypatch, fashion):
     """A checkpoint from the CPU goes on in two processes, each with a card of its own, and from
-    there on the CPU again. Each has a seed of its own from one progress line to the next."""
+    there on the CPU again. Each has seeds of its own for each step, and each batch."""
     flags = [*fashion, *FLAGS, "--epochs"]
     train(*flags, 1, "--output", "out")
     launch(monkeypatch, "out", *flags, 2, processes=2)
     seeds = check("out", ["0", "1"], steps=range(10, 21))
-    assert len(set(seeds)) == len(seeds) == 3 * 2, seeds
+    # Two for each of two micro-batches in ten steps; the data's and the weights' are the same.
+    assert len(set(seeds)) == 2 * 2 * 2 * 10 + 2 and len(seeds) == len(set(seeds)) + 2, seeds
     for output in "out", "cpu":
         train(*flags, 3, "--output", output)
     close("out", "cpu", 1e-5)
@@ -91,25 +97,46 @@ def test_nothing_waits_between_progress_lines(monkeypatch, data, fashion, flags)
     close("cards", "cpu", 1e-5)
 
 
-ASKED = """
-plain_clock, plain_broadcast = SaveClock.__init__, dist.broadcast
-def __init__(clock, *words, **options):
-    plain_clock(clock, *words, **options)
-    clock.copy = clock.copy.pin_memory()  # as for CUDA
-def broadcast(*words):
-    __import__("emulated_accelerator").tell("asks")
-    plain_broadcast(*words)
-SaveClock.__init__, dist.broadcast = __init__, broadcast
-"""
-
-
-def test_nothing_waits_as_rank_0_is_asked(monkeypatch, fashion):
-    """Whether a checkpoint is due, twice until the progress line: then it is known that steps are
-    fast."""
+def test_nothing_waits_between_saves(monkeypatch, fashion):
+    """A new run's first save is soon; when the next will be is known from then on."""
     flags = [*fashion, "--batch-size", 16, "--epochs", 1, "--log-every", 40]
-    launch(monkeypatch, "cards", *flags, processes=2, more=ASKED)
+    launch(monkeypatch, "cards", *flags, processes=2)
     for path in Path("cards-report").iterdir():
         told = re.split(r"^\S+ updated\n", path.read_text(), flags=re.M)[-41:]
         if len(told) == 41:
-            assert [i for i, part in enumerate(told) if "asks" in part] == [10, 20], told
-            assert [i for i, part in enumerate(told) if "waits" in part][1:] == [40], told
+            assert [i for i, part in enumerate(told) if "waits" in part][1:] == [10, 40], told
+
+
+def test_copies_on_a_stream_of_their_own(monkeypatch):
+    """A batch is fetched on it before the one before is used, once the one before that has been
+    used; and it is used only when it is there."""
+    told, on_stream = [], []
+
+    class Stream:
+        def __init__(self, name="copies"):
+            self.name = name
+
+        def wait_stream(self, other):
+            told.append(f"{self.name} waits for {other.name}")
+
+    @contextmanager
+    def stream(stream):
+        on_stream.append(stream.name)
+        yield
+        on_stream.pop()
+
+    main = Stream("main")
+    module = SimpleNamespace(Stream=Stream, stream=stream, current_stream=lambda: main)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+
+    def batches():
+        for i in range(3):
+            told.append(f"fetch {i} on {on_stream}")
+            yield i
+
+    for i in loaders.fetch_ahead(batches(), torch.device("cuda", 0)):
+        told.append(f"use {i}")
+    ask, there = "copies waits for main", "main waits for copies"
+    fetch = [f"fetch {i} on ['copies']" for i in range(3)]
+    wanted = [ask, fetch[0], there, ask, fetch[1], "use 0", there, ask, fetch[2], "use 1", there]
+    assert told == [*wanted, ask, "use 2"]

@@ -69,6 +69,7 @@ def test_the_test_sees_what_training_sees(capsys):
 
 # ---- The same data -------------------------------------------------------------------------------
 ELSEWHERE = """
+import os
 if os.environ["RANK"] == "1":
     os.chdir("elsewhere")
 """
@@ -159,7 +160,7 @@ FLAGS = {  # of the second machine, and what is said
 @pytest.mark.parametrize("other", FLAGS)
 def test_ranks_with_other_flags(fashion, other):
     """Refused once, as soon as they have joined; those that may differ, may."""
-    more = "import sys\n" + OTHER_FLAGS.format(flags=other.split())
+    more = "import os, sys\n" + OTHER_FLAGS.format(flags=other.split())
     flags = [*fashion, "--epochs", 1, "--output", "out", "--timeout", 60]
     text = refuse(*start(COMPLETE, *flags, more=more))
     says = f"error: {FLAGS[other]}: start all machines with the same flags"
@@ -291,7 +292,7 @@ def test_evaluate(fashion, denied, out, capsys):
     assert helpers.content("out") == before and not Path("runs").exists()
     denied("out/best.pt was trained with --image-size 32: test it", "--evaluate --image-size 24")
     Path("out/best.pt").unlink()
-    denied("--evaluate out/best.pt: out/best.pt is missing", "--evaluate")
+    denied("out/best.pt is missing", "--evaluate")
     denied("out/best.pt was trained with other classes: ", "--evaluate --dataset synthetic")
 
 
@@ -315,6 +316,7 @@ def test_evaluate_on_test(capsys):
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
 SLOW_STEPS = """
+import time
 plain = prepare
 def prepare(args, batch, device, train=False):
     if train:
@@ -439,11 +441,11 @@ def test_a_run_that_started_meanwhile(out, fashion):
     """While this one joins its group, another one has written its first checkpoint."""
     shutil.move("out", "other")
     with pytest.raises(SystemExit, match="another run has just started in out"):
-        more = MEANWHILE.format(function="identify")
+        more = MEANWHILE.format(function="load_on_all_ranks")
         train(*fashion, "--output", "out", "--resume", "--epochs", 3, more=more)
 
 
-@pytest.mark.parametrize("function", ["identify", "evaluate", "train_epoch"])
+@pytest.mark.parametrize("function", ["load_on_all_ranks", "evaluate", "train_epoch"])
 def test_two_lives_in_one_folder(out, fashion, function):
     """Another process, as one on a node that was given up but lives, replaces checkpoint.pt: the
     one that finds this out ends before it writes anything."""
