@@ -1,5 +1,6 @@
 """What the programs of this folder share: the scripts' command lines, their results, tables."""
 
+import ast
 import csv
 import datetime
 import math
@@ -51,30 +52,62 @@ def load_data(args):
 """
 
 
-# Where the lines of a recipe of docs/ go, which stand below such a line.
-VERBS = r"^# (below|above|delete|instead of|instead of the function): (.*)\n"
-IMPORTS = "from torchvision.transforms import v2\n"
+# ---- Recipes of docs/ ----------------------------------------------------------------------------
+NEW = "# ---- A step, and the evaluation"  # new functions go above this line of train.py
+IMPORTS = "from torch import nn\n"
 
 
 def recipe(title):
-    """The code of a recipe for train.py."""
-    text = (ROOT / "docs" / "recipes.md").read_text()
-    return re.search(rf"^## {title}\n.*?^```python\n(.*?)^```", text, re.M | re.S)[1]
+    """The blocks of a section of docs/: language and code."""
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        sections = re.split(r"^##+ ", page.read_text(), flags=re.M)
+        for section in sections:
+            if section.startswith(f"{title}\n"):
+                return re.findall(r"^```(\w+)\n(.*?)^```", section, re.M | re.S)
+    raise ValueError(f"no section {title}")
 
 
-def applied(text, code):
-    """A script's text with a recipe in it."""
-    first, *pieces = re.split(VERBS, code, flags=re.M)
-    text = text.replace(IMPORTS, IMPORTS + first)
-    for verb, place, lines in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
-        pattern = rf"^ *{re.escape(place)}.*\n"
-        if verb == "instead of the function":
-            pattern, lines = rf"^def {place}\(.*\n(?:(?: .*)?\n)*", f"{lines}\n\n"
-        [old] = re.findall(pattern, text, re.M)
-        text = text.replace(old, {"above": lines + old, "below": old + lines}.get(verb, lines))
+def paste(title, folder):
+    """Do to a copy of complete/ what a recipe says."""
+    for language, code in recipe(title):
+        if language == "diff":
+            for name, hunk in re.findall(r"^@@ ([\w.]+).* @@\n((?:[ +-].*\n)+)", code, re.M):
+                path = Path(folder, name)
+                path.write_text(with_hunk(path.read_text(), hunk))
+        if code.startswith("# in train.py\n"):
+            path = Path(folder, "train.py")
+            path.write_text(with_functions(path.read_text(), code))
+
+
+def with_hunk(text, hunk):
+    """The text with the lines of a diff, whose other lines must be in it once, together."""
+    lines = hunk.splitlines(keepends=True)
+    old = "".join(line[1:] for line in lines if line[0] != "+")
+    new = "".join(line[1:] for line in lines if line[0] != "-")
+    assert f"\n{text}".count(f"\n{old}") == 1, old
+    return f"\n{text}".replace(f"\n{old}", f"\n{new}")[1:]
+
+
+def with_functions(text, code):
+    """The text with these functions and classes, instead of those of the same names, if any."""
+    lines = code.splitlines(keepends=True)
+    for node in ast.parse(code).body:
+        decorators = getattr(node, "decorator_list", [])
+        first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+        part = "".join(lines[first - 1 : node.end_lineno])
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            text = text.replace(IMPORTS, IMPORTS + part)
+            continue
+        name = node.name
+        found = re.search(rf"^(?:def|class) {name}\b.*\n(?:(?: .*)?\n)*", text, re.M)
+        if found:
+            text = text.replace(found[0], f"{part}\n\n")
+        else:
+            text = text.replace(NEW, f"{part}\n\n{NEW}")
     return text
 
 
+# ---- Copies of scripts ---------------------------------------------------------------------------
 def replaced(text, *changes):
     """Changes: what stands there, its replacement, and so on."""
     for old, new in zip(changes[::2], changes[1::2], strict=True):
@@ -88,13 +121,15 @@ def write_altered(path, folder, *changes, more="", titles=()):
     recipes of these titles, and more code before its start, where it can replace or wrap functions.
     """
     text, copy = replaced(path.read_text(), *changes), Path(folder, path.name)
-    for title in titles:
-        text = applied(text, recipe(title))
     assert text.count(START) == 1, path
     if path.parent != ROOT:
         shutil.copytree(path.parent, folder, dirs_exist_ok=True)
     copy.parent.mkdir(parents=True, exist_ok=True)
-    copy.write_text(text.replace(START, f"\n\n{more}{START}") if more else text)
+    copy.write_text(text)
+    for title in titles:
+        paste(title, folder)
+    if more:
+        copy.write_text(copy.read_text().replace(START, f"\n\n{more}{START}"))
     return copy
 
 
