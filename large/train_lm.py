@@ -1,0 +1,889 @@
+"""Train a language model that does not fit on one GPU: FSDP2, in one file.
+
+python large/prepare_texts.py my_texts --output my_tokens                     # texts to token ids
+python large/train_lm.py --tokens my_tokens                                   # one GPU, or the CPU
+torchrun --standalone --nproc-per-node gpu large/train_lm.py --tokens my_tokens --size 3b
+python large/train_lm.py --output runs/lm --sample "Once upon a time"         # what it has learned
+
+Each rank holds a part (shard) of every weight, of its gradient and of the optimizer's moments. A
+block's weights are gathered from all ranks just before they are used and freed right after, so
+every rank must reach every forward pass. No rank ever has the whole model. Kill the run at any
+moment, and repeat the command with --resume, on any number of GPUs: a step's text depends on --seed
+and the step's number only.
+
+Put yours here: the sizes and flags, the model, the optimizer, the data. Then come the training
+loop, and what it calls: the folder of the run, start and checks, memory and speed.
+"""
+
+import argparse
+import fcntl
+import functools
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+# GPU memory in segments that can grow is less fragmented. Read when torch starts.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from prepare_texts import build_tokenizer
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint as recompute  # "checkpoint" is here a saved run
+
+# ---- The sizes and the flags ---------------------------------------------------------------------
+SIZES = {  # layers, width, heads
+    "tiny": (4, 256, 2),
+    "160m": (12, 768, 6),
+    "400m": (24, 1024, 8),
+    "1.4b": (24, 2048, 16),
+    "3b": (36, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+}
+MICRO_BATCH = 16_384  # tokens of each GPU's micro-batch, unless --accumulate says otherwise
+
+launched = bool(os.environ.get("RANK"))  # by torchrun; without it, this is the only process
+parent_pid = os.getppid()  # torchrun's, if that has started this process
+gpu = torch.accelerator.current_accelerator(check_available=True)
+devices = ["cpu"] if gpu is None or gpu.type == "mps" else [gpu.type, "cpu"]  # no FSDP2 on mps
+
+parser = argparse.ArgumentParser(
+    description="Train a language model that does not fit on one GPU.",
+    usage="%(prog)s [flags]; --help lists them",
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    allow_abbrev=False,
+)
+add = parser.add_argument_group("data and model").add_argument
+add("--tokens", type=Path, default=Path("tokens"), help="folder that prepare_texts.py has written")
+add("--size", choices=SIZES, default="160m", help="sets --layers, --width and --heads")
+add("--layers", type=int, help="layers (blocks)")
+add("--width", type=int, help="features of a token")
+add("--heads", type=int, help="attention heads; a width of 128 for each is fast")
+add("--length", type=int, default=1024, help="tokens of a sequence")
+add = parser.add_argument_group("training").add_argument
+add("--steps", type=int, default=1000, help="of the whole run; may be more on --resume")
+add("--batch-size", type=int, default=512, help="sequences per step, over all GPUs")
+add("--lr", type=float, help="highest learning rate; None: 6e-4 * (768 / width) ** 0.5")
+add("--warmup-steps", type=int, help="in which it rises; None: 100, or a tenth of few --steps")
+add("--weight-decay", type=float, default=0.1, help="of the blocks' and the head's matrices")
+add("--clip-norm", type=float, default=1.0, help="maximum norm of the gradient; 0: any")
+add("--seed", type=int, default=76, help="of the weights and of the order of the texts")
+add = parser.add_argument_group("speed and memory").add_argument
+add("--device", choices=devices, default=devices[0])
+add("--float32", action="store_true", help="on a GPU: no bfloat16 (the CPU always has float32)")
+compile_help = "torch.compile each block; None: on CUDA"
+add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
+accumulate_help = f"micro-batches per step; None: of at most {MICRO_BATCH} tokens on each GPU"
+add("--accumulate", type=int, help=accumulate_help)
+add("--recompute", action="store_true", help="keep only the blocks' inputs for the backward pass")
+add("--shard", type=int, default=0, help="GPUs that share one copy of the model; 0: all")
+add("--keep-gathered", action="store_true", help="blocks stay gathered until the backward pass")
+add("--timeout", type=int, default=600, help="seconds to wait for another process")
+add = parser.add_argument_group("the run").add_argument
+add("--output", type=Path, default=Path("runs/lm"), help="folder of the run")
+add("--resume", action="store_true", help="continue the run in --output, if any")
+add("--checkpoint-minutes", type=float, default=5, help="time between two checkpoints")
+add("--log-every", type=int, default=10, help="steps between two progress lines")
+add("--eval-every", type=int, default=500, help="steps between two evaluations")
+add("--eval-tokens", type=int, default=2_000_000, help="of val.bin, at most, spread over it")
+add("--sample", default="", metavar="TEXT", help="continue TEXT by the newest checkpoint, and end")
+add("--sample-tokens", type=int, default=200, help="by which it is continued")
+# A run is resumed with the same flags, except these.
+MAY_CHANGE = ["tokens", "size", "steps", "device", "float32", "compile", "accumulate", "recompute"]
+MAY_CHANGE += ["shard", "keep_gathered", "timeout", "output", "resume", "checkpoint_minutes"]
+MAY_CHANGE += ["log_every", "eval_every", "eval_tokens", "sample", "sample_tokens"]
+
+
+# ---- The model -----------------------------------------------------------------------------------
+CHUNK = 2048  # tokens whose scores are computed at a time: 0.4 GB with GPT-2's vocabulary
+
+
+def rotary(length, size, device):
+    """Cosine and sine, each (length, size / 2), of the angles by which positions rotate queries and
+    keys, so that the product of the two depends on their distance (RoFormer, 2021)."""
+    frequencies = 10_000 ** (-torch.arange(0, size, 2, device=device) / size)  # radians per token
+    angles = torch.outer(torch.arange(length, device=device), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x, cos, sin):
+    """Rotate each pair of elements i and i + size / 2 of (N, heads, length, size), in float32."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+
+
+class Block(nn.Module):
+    """One layer, (N, length, width) to the same: attention to earlier tokens, then SwiGLU."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        hidden = 128 * math.ceil(width / 48)  # 8/3 of the width, to a multiple of 128
+        self.attention_norm = nn.RMSNorm(width, eps=1e-6)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.query_norm = nn.RMSNorm(width // heads, eps=1e-6)
+        self.key_norm = nn.RMSNorm(width // heads, eps=1e-6)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.RMSNorm(width, eps=1e-6)
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.mlp_out = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x, cos, sin):
+        qkv = self.qkv(self.attention_norm(x))  # (N, length, 3 * width)
+        q, k, v = qkv.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q = rotate(self.query_norm(q), cos, sin)  # (N, heads, length, width / heads), as k and v
+        k = rotate(self.key_norm(k), cos, sin)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_out(attended.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=2)  # (N, length, hidden)
+        return x + self.mlp_out(F.silu(gate) * up)
+
+
+class Head(nn.Module):
+    """(N, length, width) to the scores of next tokens, or to their loss. Its matrix is not tied to
+    the embedding's: with FSDP2 each is gathered when it is used."""
+
+    def __init__(self, width, vocabulary):
+        super().__init__()
+        self.recomputes = False
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.scores = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x, targets=None):
+        """Scores (N, vocabulary) after the last token; or with targets (N, length), of which -1 do
+        not count, the sum of their losses in nats, computed chunk by chunk: the float32 scores of
+        all tokens, and their gradients, would be the largest tensors of the step."""
+        x = self.norm(x)
+        if targets is None:
+            return self.scores(x[:, -1]).float()
+        loss_sum = torch.zeros((), device=x.device)
+        for part, wanted in zip(x.flatten(0, 1).split(CHUNK), targets.flatten().split(CHUNK)):
+            if self.recomputes:
+                loss_sum += recompute(self.chunk_loss, part, wanted, use_reentrant=False)
+            else:
+                loss_sum += self.chunk_loss(part, wanted)
+        return loss_sum
+
+    def chunk_loss(self, x, targets):
+        return F.cross_entropy(self.scores(x).float(), targets, ignore_index=-1, reduction="sum")
+
+
+class LanguageModel(nn.Module):
+    """Token ids (N, length) to what Head returns."""
+
+    def __init__(self, vocabulary, layers, width, heads):
+        super().__init__()
+        self.head_size, self.recomputes = width // heads, False
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.head = Head(width, vocabulary)
+
+    def forward(self, ids, targets=None):
+        x = self.embedding(ids)
+        cos, sin = rotary(ids.shape[1], self.head_size, ids.device)
+        for block in self.blocks:
+            if self.recomputes:
+                x = recompute(block, x, cos, sin, use_reentrant=False)
+            else:
+                x = block(x, cos, sin)
+        return self.head(x, targets)
+
+
+def initial_std(name, layers):
+    """Standard deviation of a matrix's weights at the start: as GPT-2's, but small in the head, so
+    that training starts with even scores."""
+    if name == "head.scores.weight":
+        return 0.001
+    if name.endswith(("attention_out.weight", "mlp_out.weight")):  # each layer adds these two to x
+        return 0.02 / math.sqrt(2 * layers)
+    return 0.02
+
+
+# ---- The optimizer -------------------------------------------------------------------------------
+def build_optimizer(args, model):
+    """Weight decay on matrices that multiply. It would pull norms to 0, and in the embedding the
+    rows of rare tokens, which hardly get gradients."""
+    multiply = [p for p in [*model.blocks.parameters(), *model.head.parameters()] if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1] + [model.embedding.weight]
+    groups = [{"params": multiply, "weight_decay": args.weight_decay}]
+    groups += [{"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+
+
+def highest_rate(args):
+    return 6e-4 * math.sqrt(768 / args.width) if args.lr is None else args.lr
+
+
+def learning_rate(args, step):
+    """Of step 1, 2, ... --steps: rises in a line, then falls to a tenth by a cosine."""
+    highest = highest_rate(args)
+    warmup = min(100, args.steps // 10) if args.warmup_steps is None else args.warmup_steps
+    if step <= warmup:
+        return highest * step / warmup
+    done = (step - warmup) / max(1, args.steps - warmup)
+    return highest * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+
+
+# ---- The data ------------------------------------------------------------------------------------
+class Texts:
+    """What prepare_texts.py has written to --tokens; the ids stay on the disk. `about` says what
+    the texts are: a run is resumed with the same."""
+
+    def __init__(self, folder):
+        path = folder / "tokens.json"
+        if not path.exists():
+            raise SystemExit(f"--tokens: no {path}; prepare_texts.py writes it")
+        self.about = json.loads(path.read_text())
+        self.token_bytes = np.array(self.about.pop("token_bytes"))  # of each token's text
+        self.train, self.val = (self.open_part(folder, part) for part in ("train", "val"))
+
+    def open_part(self, folder, part):
+        ids = np.memmap(folder / f"{part}.bin", self.about["dtype"], "r")
+        if len(ids) != self.about[part]["count"]:
+            raise SystemExit(f"--tokens: {folder} is not whole: run prepare_texts.py again")
+        return ids
+
+
+def mix(*numbers):
+    """A seed from several numbers. Sums would meet: seed 2 would be seed 1 an epoch later."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)  # an int64
+
+
+@functools.lru_cache(maxsize=1)
+def shuffled_windows(seed, epoch, count):
+    """The numbers of an epoch's windows, shuffled: 4 bytes for each."""
+    windows = np.arange(count, dtype=np.int32)
+    np.random.default_rng([seed, epoch]).shuffle(windows)
+    return windows
+
+
+def read_step(args, ids, rank, world_size, step):
+    """This rank's share of a step's windows of text, (accumulate, micro-batch, length + 1) token
+    ids. Those of all ranks together are the same on any number of them. Windows do not overlap,
+    and begin somewhere else in each epoch, so up to `length` ids are left out at either end."""
+    rank_batch = args.batch_size // world_size
+    first = (step - 1) * args.batch_size + rank * rank_batch  # windows of the run before these
+    per_epoch = len(ids) // args.length - 1
+    windows = np.empty((rank_batch, args.length + 1), np.int64)
+    for i in range(rank_batch):
+        epoch, place = divmod(first + i, per_epoch)
+        offset = mix(args.seed, epoch) % args.length
+        window = int(shuffled_windows(args.seed, epoch, per_epoch)[place])  # int32 would overflow
+        start = offset + window * args.length
+        windows[i] = ids[start : start + args.length + 1]
+    return torch.from_numpy(windows).unflatten(0, (args.accumulate, -1))
+
+
+def read_evaluation(args, texts, window, count):
+    """Inputs and targets, (length) token ids each, of one of `count` windows spread over val.bin.
+    A target of -1 does not count: it is behind the end, or the window is."""
+    inputs = torch.zeros(args.length, dtype=torch.int64)
+    targets = torch.full_like(inputs, -1)
+    if window < count:
+        windows_in_val = math.ceil((len(texts.val) - 1) / args.length)
+        start = window * windows_in_val // count * args.length
+        ids = torch.from_numpy(texts.val[start : start + args.length + 1].astype(np.int64))
+        inputs[: len(ids) - 1], targets[: len(ids) - 1] = ids[:-1], ids[1:]
+    return inputs, targets
+
+
+# ---- The training --------------------------------------------------------------------------------
+def build_model(args, config, device, world_size):
+    """The model without weights, sharded over the ranks; its memory is this rank's shards only."""
+    with torch.device("meta"):  # shapes without memory
+        model = LanguageModel(**config)
+    model.recomputes = model.head.recomputes = args.recompute
+    if args.compile:  # forward, not the block: FSDP2 gathers weights in hooks around forward
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, dynamic=False)
+        model.head.chunk_loss = torch.compile(model.head.chunk_loss, dynamic=False)
+    # Gather in bfloat16, reduce in float32. Inputs are not cast: the angles stay in float32.
+    dtype = torch.bfloat16 if uses_bfloat16(args) else torch.float32
+    policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    mesh = make_mesh(args, device, world_size)
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
+    shard(model.embedding)
+    model.embedding.set_unshard_in_backward(False)  # its gradient does not need the weights
+    for block in model.blocks:
+        shard(block, reshard_after_forward=not args.keep_gathered)
+    shard(model.head, reshard_after_forward=False)  # its backward pass comes next
+    shard(model)  # nothing is left to shard; but the outermost one sets the order of the others
+    return model.to_empty(device=device)
+
+
+def make_mesh(args, device, world_size):
+    """The ranks over which to shard: all. Or with --shard (HSDP), a row of ranks for each copy of
+    the model, over which weights and gradients are sharded; gradients are also averaged over
+    copies."""
+    if args.shard in (0, world_size):
+        return dist.init_device_mesh(device.type, (world_size,))
+    ranks = torch.arange(world_size).view(-1, args.shard)
+    timeout = timedelta(seconds=args.timeout)  # init_device_mesh would take torch's own
+    make_groups = dist.new_subgroups_by_enumeration
+    groups = [make_groups(part.tolist(), timeout)[0] for part in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("copy", "shard"))
+
+
+@torch.no_grad()
+def initialize(model, seed):
+    """Random weights, the same on any number of ranks: each draws one whole matrix at a time, on
+    its CPU, and keeps its shard."""
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        whole = torch.ones(parameter.shape)  # of a norm
+        if parameter.ndim > 1:
+            generator = torch.Generator().manual_seed(mix(seed, number))
+            whole.normal_(0, initial_std(name, len(model.blocks)), generator=generator)
+        place = parameter.device_mesh, parameter.placements
+        parameter.copy_(distribute_tensor(whole, *place, src_data_rank=None))  # nothing is sent
+
+
+def to_device(tensor, device):
+    """From pinned memory: then the copy does not wait until a GPU has finished what it computes."""
+    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.to(device, non_blocking=True)
+
+
+def train_step(args, model, optimizer, windows, lr):
+    """Returns the sum of the micro-batches' losses, and the norm of the gradient before clipping.
+    Waits for neither: while a GPU computes, the CPU goes ahead."""
+    loss_sum = torch.zeros((), device=windows.device)
+    for number, micro_batch in enumerate(windows, 1):
+        if args.shard > 0 and args.accumulate > 1:  # average over copies in the last one only
+            model.set_requires_all_reduce(number == args.accumulate)
+        inputs, targets = micro_batch[:, :-1], micro_batch[:, 1:]
+        loss = model(inputs, targets) / targets.numel()
+        (loss / args.accumulate).backward()  # averages the gradients over ranks, into their shards
+        loss_sum += loss.detach()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm or math.inf)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss_sum, norm
+
+
+def train(args, model, optimizer, texts, checkpoints, done, device):
+    """Train from the step after `done` to the last, with progress lines, evaluations and
+    checkpoints. Only at progress lines do the ranks wait for the GPU and for each other."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    reader = ThreadPoolExecutor(1)  # reads the next step's windows meanwhile
+    read = functools.partial(reader.submit, read_step, args, texts.train, rank, world_size)
+    upcoming = read(done + 1)
+    next_line = done + 1  # besides the regular ones; this one shows that everything works
+    loss_sum, counted, started = torch.zeros((), device=device), 0, time.perf_counter()
+    model.train()
+    for step in range(done + 1, args.steps + 1):
+        torch.manual_seed(mix(args.seed, step, rank))  # of dropout, if you add it
+        windows = to_device(upcoming.result(), device)
+        upcoming = read(step + 1)
+        lr = learning_rate(args, step)
+        step_loss, norm = train_step(args, model, optimizer, windows, lr)
+        loss_sum, counted = loss_sum + step_loss, counted + 1
+        is_last = step == args.steps
+        evaluates = is_last or step % args.eval_every == 0
+        if not (evaluates or step % args.log_every == 0 or step == next_line):
+            continue
+
+        checkpoints.finish_if_written()
+        seconds = (time.perf_counter() - started) / counted
+        save, look_after = checkpoints.when(seconds) if rank == 0 else (0, 0)
+        sums = sum_over_ranks([loss_sum, is_orphan(), save, look_after], device)
+        # This is longer: the GPU had not computed all steps yet.
+        seconds = (time.perf_counter() - started) / counted
+        train_loss, orphans, save, look_after = sums
+        if orphans > 0:
+            end("torchrun was killed")  # its ranks would live on, and train
+        train_loss /= counted * args.accumulate * world_size
+        norm = norm.full_tensor().item()
+        weight_norm = nn.utils.get_total_norm(model.parameters()).full_tensor().item()
+        if not all(map(math.isfinite, (train_loss, norm, weight_norm))):  # if any weight is not
+            checkpoints.finish()
+            end(f"step {step}: loss, gradient or weights not finite; they are not saved")
+        if rank == 0:
+            report(args, model, step, train_loss, norm, seconds, device)
+        if evaluates:
+            val_loss, bits = evaluate(args, model, texts, device)
+            if rank == 0:
+                print(f"step {step}: val loss {val_loss:.4f}, {bits:.4f} bits per byte", flush=True)
+                write_log(args, step=step, val_loss=val_loss, bits_per_byte=bits)
+        if save or is_last:
+            checkpoints.start(args, model, optimizer, step)
+        next_line = step + look_after
+        loss_sum, counted, started = torch.zeros((), device=device), 0, time.perf_counter()
+    checkpoints.finish()
+    reader.shutdown(cancel_futures=True)
+
+
+def sum_over_ranks(values, device):
+    """Numbers, or tensors of one, to a list of their sums. All ranks must call it; waits for the
+    GPU."""
+    sums = torch.stack([torch.as_tensor(value, device=device).double() for value in values])
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def is_orphan():
+    return dist.is_torchelastic_launched() and os.getppid() != parent_pid
+
+
+@torch.no_grad()
+def evaluate(args, model, texts, device):
+    """The mean loss of windows spread evenly over val.bin, --eval-tokens of them at most, in nats
+    per token and in bits per byte. Each is evaluated by one rank. All ranks must call it, and make
+    the same number of forward passes, of a shape that training has compiled."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    windows_in_val = math.ceil((len(texts.val) - 1) / args.length)
+    count = min(windows_in_val, math.ceil(args.eval_tokens / args.length))
+    micro_batch = args.batch_size // world_size // args.accumulate
+    nats, tokens, text_bytes = torch.zeros((), dtype=torch.float64, device=device), 0, 0
+    model.eval()
+    for first in range(0, count, micro_batch * world_size):
+        share = range(first + rank * micro_batch, first + (rank + 1) * micro_batch)
+        pairs = [read_evaluation(args, texts, window, count) for window in share]
+        inputs, targets = (torch.stack(part) for part in zip(*pairs))
+        nats += model(to_device(inputs, device), to_device(targets, device))
+        counted = targets[targets >= 0]
+        tokens += len(counted)
+        text_bytes += texts.token_bytes[counted].sum()
+    model.train()
+    nats, tokens, text_bytes = sum_over_ranks([nats, tokens, text_bytes], device)
+    return nats / tokens, nats / math.log(2) / text_bytes
+
+
+@record  # the traceback of the rank that failed appears in torchrun's summary
+def main(args):
+    rank = int(os.environ["RANK"]) if launched else 0  # number of this process, on all machines
+    world_size = int(os.environ["WORLD_SIZE"]) if launched else 1  # all processes, one per GPU
+    set_defaults(args, world_size)
+    if rank == 0:  # if it ends here, torchrun ends the others, which wait for it: one message
+        check_flags(args, world_size)
+        lock = None if args.sample else lock_output(args)  # as long as it is open
+    device = join(args, rank, world_size)
+    if args.sample:
+        text = sample(args, world_size, device)
+        if rank == 0:
+            print(text)
+        dist.destroy_process_group()
+        return
+
+    texts = Texts(args.tokens)
+    compare_ranks(args, texts, world_size)
+    latest = read_latest(args)
+    check_texts(args, texts, latest)
+    padded = 64 * math.ceil(texts.about["vocabulary"] / 64)  # a multiple of 64 is faster
+    config = {"vocabulary": padded, "layers": args.layers, "width": args.width, "heads": args.heads}
+    torch.set_float32_matmul_precision("high")  # TF32: faster on NVIDIA GPUs since Ampere
+    model = build_model(args, config, device, world_size)
+    optimizer = build_optimizer(args, model)
+    checkpoints = Checkpoints(args, texts, config, is_new=latest is None)
+    if latest is None:
+        initialize(model, args.seed)
+    else:
+        checkpoints.load(args, model, optimizer, latest)
+    done = latest["step"] if latest else 0
+    if rank == 0:
+        print_start(args, model, texts, world_size, device)
+        print(f"{args.output}: {done} steps are done", flush=True)
+        prepare_output(args, latest)
+    train(args, model, optimizer, texts, checkpoints, done, device)
+    save_model(args, model, config)
+    if rank == 0:
+        print(f"finished: {args.output / 'model.pt'}", flush=True)
+        lock.close()
+    # All end together. Not for --timeout: rank 0 may write for long. (Gloo may also abort at exit
+    # if not all wait for each other: pytorch#179291.)
+    dist.barrier(checkpoints.group)
+    dist.destroy_process_group()
+
+
+# ---- What is written to the run's folder ---------------------------------------------------------
+# step-NUMBER/    a checkpoint, a file of each rank
+# latest.json     names the newest whole one: the run is where this one is
+# log.jsonl       a line for each progress line and evaluation
+# tokenizer.json  as in --tokens, for --sample
+# model.pt        the whole weights and what builds the model, once all steps are done
+# lock            is locked while a run is in this folder
+class Checkpoints:
+    """Writes checkpoints while the training goes on, never two at a time.
+
+    `start` copies this rank's shards to its CPU; a thread then writes them. Killed meanwhile, the
+    run is where the last finished one is. `finish` waits for the thread. Then latest.json names the
+    new one, and older ones are removed.
+    """
+
+    def __init__(self, args, texts, config, is_new):
+        self.output = args.output
+        self.about = {"flags": fixed_flags(args), "steps": args.steps, "tokens": texts.about}
+        self.about |= {"config": config, "numpy": np.__version__}
+        # The threads of all ranks communicate, too: not by the group by which the training does.
+        # Nobody is waited for in vain for two hours: a rank that dies ends the others at once.
+        self.group = dist.new_group(timeout=timedelta(hours=2), backend="gloo")
+        self.seconds_between = 60 * args.checkpoint_minutes
+        self.saved_at = -math.inf if is_new else time.perf_counter()  # new: see whether it can save
+        self.writing = None  # the number of the step, and what the thread will return
+
+    def when(self, step_seconds):
+        """Whether to save now, and in how many steps to ask again, if not at a progress line."""
+        if self.writing is not None:
+            return False, math.inf
+        left = self.saved_at + self.seconds_between - time.perf_counter()
+        if left <= 0:
+            return True, max(1, self.seconds_between // step_seconds)
+        return False, max(1, left // step_seconds)
+
+    def start(self, args, model, optimizer, step):
+        """All ranks must call it."""
+        self.finish()
+        writer = dcp.FileSystemWriter(args.output / f"step-{step:08}")
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # who writes what: always alike
+        weights, moments = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": moments}
+        options = {"storage_writer": writer, "planner": planner, "process_group": self.group}
+        self.writing = step, dcp.async_save(state, **options)
+        self.saved_at = time.perf_counter()
+
+    def finish_if_written(self):
+        if self.writing is not None and self.writing[1].done():
+            self.finish()
+
+    def finish(self):
+        """Raises what a thread of any rank has raised: a full disk, for example."""
+        if self.writing is None:
+            return
+        step, future = self.writing
+        future.result()
+        self.writing, folder = None, self.output / f"step-{step:08}"
+        if dist.get_rank() == 0:
+            written = dcp.FileSystemReader(folder).read_metadata().storage_data.values()
+            parts = {part.relative_path for part in written}
+            if not all((folder / part).exists() for part in parts):
+                raise SystemExit(f"{folder} lacks parts: put --output on a disk of all machines")
+            latest = {"checkpoint": folder.name, "step": step, **self.about}
+            write(self.output / "latest.json", json.dumps(latest).encode())
+            remove_checkpoints(self.output, folder.name)
+
+    def load(self, args, model, optimizer, latest):
+        """Read this rank's shards, which other numbers of ranks may have written in other parts."""
+        weights, moments = get_state_dict(model, optimizer)  # tensors that dcp.load fills
+        state = {"model": weights, "optimizer": moments}
+        dcp.load(state, checkpoint_id=args.output / latest["checkpoint"])
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+
+def write(path, content):
+    """Killed at any moment, it leaves the complete old file at `path`, or the complete new one."""
+    with open(f"{path}.tmp", "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
+def remove_checkpoints(output, kept):
+    """All but one: older ones, and those of interrupted saves."""
+    for path in output.glob("step-*"):
+        if path.name != kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def save_model(args, model, config):
+    """The whole weights, gathered matrix by matrix onto rank 0's CPU, and what builds the model."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        path = args.output / "model.pt"
+        tokenizer = json.loads((args.output / "tokenizer.json").read_text())
+        about = {"config": config, "length": args.length, "tokenizer": tokenizer}
+        torch.save({"model": weights, **about}, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+
+
+def read_latest(args):
+    """What latest.json says, if it is there: read by rank 0, as a network disk may show others an
+    older one, and told to all."""
+    path, found = args.output / "latest.json", [None]
+    if dist.get_rank() == 0 and path.exists():
+        found = [json.loads(path.read_text())]
+    dist.broadcast_object_list(found, 0)
+    return found[0]
+
+
+def prepare_output(args, latest):
+    """Bring the folder to where the checkpoint is: remove interrupted saves, and the log's lines of
+    later steps, which are now repeated."""
+    remove_checkpoints(args.output, latest and latest["checkpoint"])
+    shutil.copy(args.tokens / "tokenizer.json", args.output)
+    path, done = args.output / "log.jsonl", latest["step"] if latest else 0
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    lines = [line for line in lines if line.endswith(b"}\n") and json.loads(line)["step"] <= done]
+    write(path, b"".join(lines))
+
+
+def write_log(args, **row):
+    with open(args.output / "log.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+# ---- The start, and what is refused --------------------------------------------------------------
+def set_defaults(args, world_size):
+    """Flags that depend on others."""
+    for name, value in zip(("layers", "width", "heads"), SIZES[args.size]):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.compile is None:
+        args.compile = args.device == "cuda" and not args.sample  # each length would be compiled
+    rank_batch = max(1, args.batch_size // world_size)
+    divisors = [n for n in range(1, rank_batch + 1) if rank_batch % n == 0]
+    if args.accumulate is None:
+        fitting = [n for n in divisors if rank_batch // n * args.length <= MICRO_BATCH]
+        args.accumulate = fitting[0] if fitting else rank_batch
+
+
+def uses_bfloat16(args):
+    return args.device != "cpu" and not args.float32
+
+
+def check_flags(args, world_size):
+    positive = ["layers", "width", "heads", "length", "steps", "batch_size", "accumulate"]
+    for name in [*positive, "log_every", "eval_every", "eval_tokens", "sample_tokens"]:
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.clip_norm < 0:
+        parser.error("--clip-norm must not be negative")
+    if (args.warmup_steps or 0) >= args.steps:
+        parser.error("--warmup-steps must be less than --steps")
+    if args.width % (2 * args.heads):
+        parser.error("--width must be a multiple of two times --heads")
+    if args.shard < 0 or args.shard and world_size % args.shard:
+        parser.error("the number of processes must be a multiple of --shard")
+    if args.shard == 1 < world_size and torch.__version__ < (2, 10):
+        parser.error("--shard 1 needs torch 2.10: NCCL may sum gradients wrongly in torch 2.9")
+    if not args.sample and args.batch_size % world_size:
+        parser.error(f"--batch-size must be a multiple of the {world_size} processes")
+    if not args.sample and args.batch_size % (world_size * args.accumulate):
+        parser.error("--batch-size must be a multiple of --accumulate times the processes")
+    if uses_bfloat16(args) and args.device == "cuda":
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            parser.error("this GPU has no bfloat16: add --float32")
+    if launched and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":  # --max-restarts
+        if not args.resume or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+            parser.error("--max-restarts needs --resume, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+
+
+def lock_output(args):
+    """Keep other runs out of --output for as long as the returned file is open: the system closes
+    it when this process ends, in whatever way. Then refuse what cannot be continued."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / "lock"
+    if any(args.output.iterdir()) and not path.exists():
+        parser.error(f"{args.output} has files, but no run of this script: change --output")
+    lock = open(path, "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        parser.error(f"another run is still in {args.output}")
+    except OSError:
+        print(f"the disk of {args.output} has no locks: start no second run there", flush=True)
+    path = args.output / "latest.json"
+    if not path.exists():
+        return lock
+    if not args.resume:
+        parser.error(f"{args.output} has a run: add --resume, or change --output")
+    latest = json.loads(path.read_text())
+    for name, value in fixed_flags(args).items():
+        old = latest["flags"].get(name, value)
+        if old != value:
+            flag = name.replace("_", "-")
+            parser.error(f"{args.output} was started with --{flag} {old}: use the same flags")
+    if args.steps < latest["steps"]:
+        parser.error(f"--steps: {args.output} has {latest['steps']}, which can only grow")
+    return lock
+
+
+def fixed_flags(args):
+    return {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
+
+
+def join(args, rank, world_size):
+    """Join the other processes. Returns this process's device."""
+    device = torch.device("cpu")
+    if args.device != "cpu":
+        local_rank = int(os.environ["LOCAL_RANK"]) if launched else 0  # on its machine: its GPU
+        device = torch.device(args.device, local_rank)
+        torch.accelerator.set_device_index(local_rank)  # or all processes would use GPU 0
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),  # NCCL for CUDA, Gloo for the CPU
+        store=None if launched else dist.HashStore(),  # no other process to find
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=args.timeout),
+        device_id=None if args.device == "cpu" else device,  # bind NCCL to this GPU
+    )
+    return device
+
+
+def end(message):
+    """End the run on all ranks, which must all call it; one on each machine says why."""
+    raise SystemExit(message if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
+
+
+def compare_ranks(args, texts, world_size):
+    """On several machines there are several typed commands, copies of this file, and disks."""
+    own = {f"--{name}": value for name, value in vars(args).items()}
+    own |= {"--tokens": texts.about, "--output": None}  # the same, under whatever path
+    own |= {"torch": torch.__version__, "numpy": np.__version__}
+    own["this file"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    seen = [None] * world_size  # the list gets what each rank has
+    dist.all_gather_object(seen, own)
+    for rank, other in enumerate(seen):
+        for name, value in seen[0].items():
+            if other[name] != value:
+                flag = name.replace("_", "-")
+                end(f"ranks differ in {flag}: rank 0 has {value}, rank {rank} {other[name]}")
+
+
+def check_texts(args, texts, latest):
+    if len(texts.train) < 2 * args.length:
+        end(f"--length: train.bin has only {len(texts.train)} tokens: fewer than two sequences")
+    if latest and latest["tokens"] != texts.about:
+        end(f"--tokens: {args.output} was started with other token ids")
+    if latest and latest["numpy"] != np.__version__ and dist.get_rank() == 0:
+        print(f"numpy was {latest['numpy']}: another one may shuffle in another order", flush=True)
+
+
+# ---- Samples -------------------------------------------------------------------------------------
+def sample(args, world_size, device):
+    """Continue a text with the newest checkpoint of a finished or a running run."""
+    latest = read_latest(args)
+    if latest is None:
+        end(f"--sample: no checkpoint in {args.output}")
+    model = build_model(args, latest["config"], device, world_size)
+    weights = get_model_state_dict(model)
+    dcp.load({"model": weights}, checkpoint_id=args.output / latest["checkpoint"])
+    set_model_state_dict(model, weights)
+    tokenizer = build_tokenizer(json.loads((args.output / "tokenizer.json").read_text()))
+    ids = [tokenizer.end_of_text, *tokenizer.encode(args.sample)]
+    random = torch.Generator().manual_seed(args.seed)
+    model.eval()
+    for _ in range(args.sample_tokens):
+        scores = next_scores(model, ids[-latest["flags"]["length"] :], device)
+        scores = scores[: tokenizer.vocabulary] / 0.8  # without the padding; fewer surprises
+        scores, best = scores.topk(min(50, len(scores)))
+        choice = torch.multinomial(scores.softmax(0).cpu(), 1, generator=random).to(device)
+        chosen = best[choice]
+        dist.broadcast(chosen, 0)  # ranks may round differently, but must agree
+        ids.append(chosen.item())
+        if ids[-1] == tokenizer.end_of_text:
+            break
+    return tokenizer.decode(ids)
+
+
+@torch.no_grad()
+def next_scores(model, ids, device):
+    """Scores of all tokens as the next one. A forward pass for each: slow, but short."""
+    # Without cuDNN's attention, which is planned again for each length.
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        return model(torch.tensor([ids], device=device))[0]
+
+
+# ---- Memory and speed ----------------------------------------------------------------------------
+PEAK = {  # FLOP/s in bfloat16, without sparsity, by a GPU's whole name: a MIG slice has another
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA GeForce RTX 3090": 71e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+
+
+def memory_per_gpu(args, model, world_size):
+    """GB of each rank's memory by what is in them, without activations; and of its host's memory
+    while a checkpoint is written. Calculated."""
+    shards = args.shard or world_size
+    gathered_bytes = 2 if uses_bfloat16(args) else 4
+    embedding = model.embedding.weight.numel()  # as large as the head
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    total = sum(p.numel() for p in model.parameters())
+    gathered = 4 * block + embedding  # this block, the next ones, and what was not yet freed
+    if args.keep_gathered:
+        gathered = total - embedding
+    sizes = {
+        "weights": 4 * total / shards,  # float32
+        "gradients": 4 * total / shards,
+        "moments": 8 * total / shards,  # AdamW's two
+        "gathered": gathered_bytes * gathered,
+        "to reduce": (gathered_bytes + 4) * max(block, embedding),  # and a float32 copy of it
+        "checkpoint": 12 * total / shards,
+    }
+    return {name: size / 1e9 for name, size in sizes.items()}
+
+
+def print_start(args, model, texts, world_size, device):
+    memory = memory_per_gpu(args, model, world_size)
+    checkpoint = memory.pop("checkpoint")
+    parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.items())
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    copy = f"a copy of the model on every {args.shard or world_size}"
+    tokens, total = args.batch_size * args.length, sum(p.numel() for p in model.parameters())
+    epochs = tokens * args.steps / len(texts.train)
+    print(f"torch {torch.__version__}, {world_size} ranks, {name}; {copy}")
+    print(f"{len(texts.train):,} tokens for training, {len(texts.val):,} for validation")
+    print(f"{total:,} parameters; highest learning rate {highest_rate(args):.2e}")
+    step = f"{args.batch_size} sequences, {tokens:,} tokens, in {args.accumulate} micro-batches"
+    print(f"a step: {step}; {args.steps} steps: {epochs:.1f} epochs")
+    print(f"GB on each: {sum(memory.values()):.2f} ({parts}) and activations", flush=True)
+    print(f"GB of host memory for each while it writes a checkpoint: {checkpoint:.2f}", flush=True)
+
+
+def report(args, model, step, train_loss, norm, seconds, device):
+    """The progress line. `train_loss` is the mean since the last one, `norm` that of the last
+    gradient, `seconds` what a step takes."""
+    lr, speed = learning_rate(args, step), args.batch_size * args.length / seconds
+    line = f"step {step}/{args.steps} loss {train_loss:.4f} lr {lr:.2e} gradient norm {norm:.2e}"
+    line += f" {speed:.0f} tokens/s"
+    if device.type == "cuda":
+        peak = PEAK.get(torch.cuda.get_device_name(device))
+        if peak and not args.float32:
+            share = speed * flops_per_token(args, model) / dist.get_world_size() / peak
+            line += f" {share:.1%} of peak FLOP/s"
+        line += f" {torch.cuda.max_memory_allocated() / 1e9:.1f} GB at most"
+    print(f"{line} {(args.steps - step) * seconds / 60:.1f} min left", flush=True)
+    write_log(args, step=step, loss=train_loss, lr=lr, gradient_norm=norm, tokens_per_second=speed)
+
+
+def flops_per_token(args, model):
+    """Of the forward and backward pass, without what is recomputed: 6 for each weight that
+    multiplies, and 6 * length * width in each layer for the attention to, on average, half."""
+    multiply = sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel()
+    return 6 * multiply + 6 * args.layers * args.length * args.width
+
+
+if __name__ == "__main__":
+    main(parser.parse_args())
