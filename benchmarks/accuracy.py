@@ -1,34 +1,42 @@
 """Test accuracy at the end: complete/train.py beside torchvision's reference, the same images.
 
-git clone https://github.com/pytorch/vision && git -C vision checkout d4a1e3d66ab7
+git clone --branch v0.21.0 https://github.com/pytorch/vision
 python benchmarks/accuracy.py DIR vision --batch-size 50
 python benchmarks/accuracy.py DIR vision --model resnet8 --image-size 32 --batch-size 100
 
-DIR has train/ and test/. Both train the same model for the same steps, with SGD, momentum 0.9,
+DIR has train/ and test/. All train the same model for the same steps, with SGD, momentum 0.9,
 weight decay 1e-4, a learning rate of 0.1 for 256 images, a warm-up in the first epoch and a cosine
 after it. The reference changes the rate once per epoch, so its first is at half the rate, where
-complete/train.py rises linearly. Each has its own augmentation. A run whose log is in --output is
-not run again.
+complete/train.py rises linearly.
+
+Random crops decide much: the reference's have 8% of an image's area or more, complete/train.py's
+36%. "reference" is as it is; "reference, crops of 36%" has complete/train.py's limit. A run whose
+log is in --output is not run again.
 """
 
 import argparse
 import csv
 import os
 import re
+import resource
 import runpy
 import statistics
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import torchvision
-from runs import COMPLETE, ROOT, row
+from runs import COMPLETE, ROOT, row, table
 from torch import nn
 from torchvision.models.resnet import BasicBlock
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MINUTES = "minutes" if DEVICE == "cuda" else "minutes of CPU time"
 SEEDS = 1000, 2000, 3000  # far apart
+RUNS = ["reference", "reference, crops of 36%", COMPLETE]
 
 
 def resnet8(*_, num_classes, **__):
@@ -43,14 +51,18 @@ def resnet8(*_, num_classes, **__):
     return nn.Sequential(*layers)
 
 
-def run_script(seed, model, path, *flags):
-    """Run a script in this process. The reference has no flag for the seed and cannot count five
-    best of fewer classes, and neither script knows the ResNets for small images."""
+def run_script(name, seed, model, path, *flags):
+    """Run a script in this process, with what it has no flag for: the reference has none for the
+    seed and for the size of crops, and cannot count the five best of fewer classes; neither knows
+    the ResNets for small images."""
     torch.manual_seed(int(seed))
     sys.argv, sys.path[0] = [path, *flags], os.path.dirname(path)
     if model == "resnet8":  # in the place of resnet18
         torchvision.models.get_model = resnet8
-    if "references" in Path(path).parts:
+    if name == RUNS[1]:
+        crop = torchvision.transforms.RandomResizedCrop
+        torchvision.transforms.RandomResizedCrop = partial(crop, scale=(0.36, 1))
+    if name != COMPLETE:
         import utils  # torchvision's
 
         accuracy = utils.accuracy
@@ -60,39 +72,50 @@ def run_script(seed, model, path, *flags):
     runpy.run_path(path, run_name="__main__")
 
 
+def seconds():
+    """By the clock; on a CPU, which others may use too, the CPU time of the runs so far."""
+    if DEVICE == "cuda":
+        return time.monotonic()
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def train(args, name, seed):
-    """Test accuracy after the last epoch of a run of "reference" or "ours", in percent."""
-    output, side = args.output / f"{name}-{seed}", args.image_size
+    """Test accuracy in percent after the last epoch of a run, and its minutes."""
+    output, side = args.output / f"{RUNS.index(name)}-{seed}", args.image_size
     log = output.with_suffix(".log")
     model = "resnet18" if args.model == "resnet8" else args.model
     lr = 0.1 * args.batch_size / 256
     flags = ["--model", model, "--epochs", args.epochs, "--batch-size", args.batch_size]
     flags += ["--lr", lr, "--weight-decay", 1e-4, "--workers", args.workers, "--device", DEVICE]
-    if name == "reference":
+    if name == COMPLETE:
+        path = ROOT / COMPLETE
+        flags += ["--dataset", args.dir, "--image-size", side, "--augment", "--seed", seed]
+        steps = len([*args.dir.glob("train/*/*")]) // args.batch_size  # of the first epoch
+        flags += ["--lr-schedule", "cosine", "--warmup-steps", steps]
+        flags += ["--output", output, "--resume"]
+    else:
         path = args.vision.resolve() / "references" / "classification" / "train.py"
         flags += ["--data-path", args.output / "data", "--output-dir", "", "--print-freq", 1000]
         flags += ["--lr-scheduler", "cosineannealinglr", "--lr-warmup-method", "linear"]
         flags += ["--lr-warmup-epochs", 1, "--lr-warmup-decay", 0.5]
         flags += ["--train-crop-size", side, "--val-crop-size", side]
         flags += ["--val-resize-size", side * 8 // 7 if side >= 64 else side]
-    else:
-        path = ROOT / COMPLETE
-        flags += ["--dataset", args.dir, "--image-size", side, "--augment", "--seed", seed]
-        steps = len([*args.dir.glob("train/*/*")]) // args.batch_size  # of the first epoch
-        flags += ["--lr-schedule", "cosine", "--warmup-steps", steps]
-        flags += ["--output", output, "--resume"]
     if not log.exists():
-        command = [sys.executable, __file__, "run", seed, args.model, path, *flags]
+        command = [sys.executable, __file__, "run", name, seed, args.model, path, *flags]
+        started = seconds()
         with open(f"{log}.tmp", "w") as file:
             subprocess.run(list(map(str, command)), stdout=file, stderr=file, check=True)
+            print("minutes", (seconds() - started) / 60, file=file)
         os.replace(f"{log}.tmp", log)
-    if name == "ours":
+    text = log.read_text()
+    if name == COMPLETE:
         with open(output / "metrics.csv") as file:
             found = [100 * float(r["test_accuracy"]) for r in csv.DictReader(file)]
     else:
-        found = [float(a) for a in re.findall(r"^Test:  Acc@1 ([\d.]+)", log.read_text(), re.M)]
+        found = [float(a) for a in re.findall(r"^Test:  Acc@1 ([\d.]+)", text, re.M)]
     print(name, seed, *(f"{value:.2f}" for value in found), file=sys.stderr, flush=True)
-    return found[-1]
+    return found[-1], float(re.search(r"^minutes (\S+)", text, re.M)[1])
 
 
 def main(args):
@@ -100,11 +123,11 @@ def main(args):
         (args.output / "data").mkdir(parents=True)
         (args.output / "data" / "train").symlink_to(args.dir.resolve() / "train")
         (args.output / "data" / "val").symlink_to(args.dir.resolve() / "test")
-    print(f"{args.dir.name}, {args.model}, {args.image_size} pixels, {args.epochs} epochs\n")
-    print("| | test accuracy |\n|---|---|")
-    for name in "reference", "ours":
-        found = [train(args, name, seed) for seed in SEEDS]
-        row(name, f"{statistics.mean(found):.1f}% ({min(found):.1f} to {max(found):.1f})")
+    table(1, f"{args.model}, {args.image_size} pixels", "test accuracy", MINUTES)
+    for name in RUNS:
+        found, minutes = zip(*(train(args, name, seed) for seed in args.seeds))
+        accuracy = f"{statistics.mean(found):.1f}% ({min(found):.1f} to {max(found):.1f})"
+        row(name, accuracy, f"{statistics.mean(minutes):.0f}")
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["run"]:
@@ -118,6 +141,7 @@ elif __name__ == "__main__":
     add("--image-size", type=int, default=224)
     add("--batch-size", type=int, default=50, help="divides the images, so that steps are the same")
     add("--epochs", type=int, default=15)
+    add("--seeds", type=int, nargs="+", default=SEEDS)
     add("--workers", type=int, default=2)
     add("--output", type=Path, default=Path("runs", "accuracy"))
     main(parser.parse_args())

@@ -1,37 +1,49 @@
 #!/usr/bin/env bash
-# What the GPUs of this machine show, the most telling first. Each part ends within two minutes (the
-# tests, three), needs no network, and is complete by itself; it prints its table row by row, says
-# what it had no time for, and keeps both in $OUT (gpu/).
+# What the GPUs of this machine show, on one GPU or many, the most telling first. A part is a table,
+# which $OUT (gpu/) keeps; it is printed row by row, and ends after two minutes (the tests after
+# three) with what it has.
 #
 #   bash benchmarks/gpu.sh                     # all parts
 #   bash benchmarks/gpu.sh resnet50 images     # these
-#   bash benchmarks/gpu.sh cifar10 FOLDER      # CIFAR-10 as files: ten minutes, not in "all"
+#   CIFAR10=FOLDER bash benchmarks/gpu.sh      # with CIFAR-10 as files, or part cifar10 downloads it
+#   TESTS="small or resumed" bash benchmarks/gpu.sh tests
 #   TINY=1 bash benchmarks/gpu.sh              # tiny sizes, on a CPU: does every command run?
 set -euo pipefail
 cd "$(dirname "$0")/.."
-mkdir -p "${OUT:=gpu}"
-limit=130 tests=(-n 8)
-if [[ ${TINY:-} ]]; then
-    export TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=1
-    limit=3600
-    few="small and single or compile-shard or float16 or deterministic or moves or norm or on_gpus"
-    tests=(-k "$few")
+parts=(tests resnet50 images cifar10 resume large scripts small)
+if [[ $# -gt 0 ]]; then
+    parts=("$@")
 fi
-[[ $# -gt 0 ]] || set -- tests resnet50 images lm lm_large lm_saving small checkpoint resume scripts inputs
-nvidia-smi -L || rocm-smi --showproductname || true
-df -h /dev/shm "${TMPDIR:-/tmp}" || true # room for loader workers, and for checkpoints
-failed=0
-while [[ $# -gt 0 ]]; do # a part that fails does not keep the others from running
-    part=$1 seconds=$limit command=(benchmarks/gpu.py "$1")
-    shift
-    case $part in
-        tests)
-            command=(-m pytest -m gpu -v -rs --durations 10 "${tests[@]}") seconds=$((limit + 70)) ;;
-        cifar10) command+=("$1") seconds=$((limit + 480)) && shift ;;
+if [[ -n ${TINY:-} ]]; then
+    export TORCH_COMPILE_DISABLE=1 # which would take minutes
+fi
+python=${PYTHON:-python3}
+mkdir -p "${OUT:=gpu}"
+
+run_tests() {
+    # A worker of pytest-xdist has up to six processes on the GPU, of half a gigabyte each.
+    local workers=1 megabytes
+    if megabytes=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1); then
+        workers=$((megabytes / 8000))
+        workers=$((workers < 1 ? 1 : workers > 8 ? 8 : workers))
+    fi
+    timeout 200 "$python" -m pytest -m gpu -v -rs --durations 10 -n "$workers" ${TESTS:+-k "$TESTS"}
+}
+
+run_part() {
+    case $1 in
+        tests) run_tests ;;
+        large) "$python" benchmarks/gpu_lm.py large ;;
+        *) "$python" benchmarks/gpu.py "$1" ;;
     esac
-    status=0
-    timeout "$seconds" "${PYTHON:-python3}" "${command[@]}" | tee "$OUT/$part.md" || status=$?
-    [[ $status == 0 ]] || failed=1
-    [[ $status != 124 ]] || echo "ended after $seconds s: the rest is not measured" | tee -a "$OUT/$part.md"
+}
+
+nvidia-smi -L || rocm-smi --showproductname || echo "no GPU"
+failed=0
+for part in "${parts[@]}"; do # one that fails does not keep the others from running
+    echo "== $part"
+    if ! run_part "$part" | tee "$OUT/$part.md"; then
+        failed=1
+    fi
 done
 exit "$failed"

@@ -1,4 +1,4 @@
-"""DDP and FSDP2 over a link of limited rate: two network namespaces on this machine, a core each.
+"""DDP over a link of limited rate: two network namespaces on this machine, a core each.
 
 sudo "$(which python)" benchmarks/network.py --rounds 3
 
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from runs import COMPLETE, copy_script, row, spread, table
+from runs import ROOT, row, spread, table
 
 RATES = 10, 1  # Gbit/s
 JOBS = {  # flags, global batch, steps of an epoch
@@ -75,17 +75,15 @@ def run(names, words):
 def measure(names, job, folder, number):
     """{(kind of run, Gbit/s): seconds per sample}."""
     flags, batch, steps = JOBS[job]
-    runs = [("one", RATES[0], names[:1], 1, 1)]
+    runs = [("one", RATES[0], names[:1], 1)]
     for rate in RATES:
-        runs += [("ddp", rate, names, 1, 1), ("fsdp2", rate, names, 0, 1)]
-        runs.append(("accumulate", rate, names, 1, 4))
+        runs += [("two", rate, names, 1), ("accumulate", rate, names, 4)]
     found, first = {}, number % len(runs)
-    for kind, rate, where, shard, parts in runs[first:] + runs[:first]:
+    for kind, rate, where, parts in runs[first:] + runs[:first]:
         shape(names, rate)
-        path = copy_script(COMPLETE, folder, parts * batch * steps)
-        own = ["--dataset", "synthetic", *flags.split(), "--epochs", 3, "--overwrite"]
-        own += ["--batch-size", parts * batch, "--accumulate", parts, "--shard", shard]
-        run(where, [path, *own, "--output", folder / "out"])
+        own = [*flags.split(), "--steps-per-epoch", steps, "--epochs", 3, "--overwrite"]
+        own += ["--batch-size", parts * batch, "--accumulate", parts]
+        run(where, [ROOT / "benchmarks/on_device.py", *own, "--output", folder / "out"])
         rows = list(csv.DictReader((folder / "out/metrics.csv").open()))[1:]
         found[kind, rate] = 1 / statistics.harmonic_mean(
             float(r["samples_per_second"]) for r in rows
@@ -97,14 +95,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    table(0, "job", "Gbit/s", "two: x one", "accumulate: x one", "FSDP2: x DDP's time")
+    table(0, "job", "Gbit/s", "two: x one", "accumulate: x one")
     with two_namespaces() as names, tempfile.TemporaryDirectory() as folder:
         for job in JOBS:
             rounds = [measure(names, job, Path(folder), number) for number in range(args.rounds)]
             for rate in RATES:
                 cells = [job, rate]
-                for kind in "ddp", "accumulate":
+                for kind in "two", "accumulate":
                     ratios = [found["one", RATES[0]] / found[kind, rate] for found in rounds]
                     cells.append(spread(ratios, 2))
-                ratios = [found["fsdp2", rate] / found["ddp", rate] for found in rounds]
-                row(*cells, spread(ratios, 2))
+                row(*cells)

@@ -1,19 +1,11 @@
-"""The pictures of the pages, from runs of complete/train.py. Writes NAME-light.svg and
-NAME-dark.svg into docs/ (needs matplotlib).
+"""docs/killed-light.svg and -dark.svg: the loss of a run of complete/train.py that is killed ten
+times, at random, and resumed on 1, 2 and 3 processes, over that of the same run left alone.
 
-python benchmarks/pictures.py killed                  # two epochs of synthetic data, on a CPU too
-python benchmarks/pictures.py fine_tuning my_images   # of a folder with several classes
-
-killed: the loss of a run that is killed ten times, at random, and resumed on 1, 2 and 3 processes,
-over that of the same run left alone. fine_tuning: the curves and the confusion matrix that the code
-of docs/your_model_and_data.md draws, of the small CNN `net` on images of 32 pixels.
+python benchmarks/pictures.py     # two epochs of synthetic data, on a CPU too (needs matplotlib)
 """
 
-import argparse
-import os
 import random
 import re
-import sys
 import tempfile
 from pathlib import Path
 
@@ -28,16 +20,16 @@ STYLES = {  # GitHub's colours of text, and for 1, 2 and 3 processes
 }
 
 
-def save(name, draw, size):
+def save(draw, size):
     """Calls draw(figure, colours, grey) for each style."""
     for style, (text, colours, grey) in STYLES.items():
         settings = dict.fromkeys(["text.color", "axes.labelcolor", "axes.edgecolor"], text)
         settings |= {"xtick.color": text, "ytick.color": text, "svg.fonttype": "none"}
-        settings |= {"svg.hashsalt": name, "font.family": "sans-serif", "font.size": 11}
+        settings |= {"svg.hashsalt": "killed", "font.family": "sans-serif", "font.size": 11}
         with matplotlib.rc_context(settings):
             figure = plt.figure(figsize=size, layout="constrained")
             draw(figure, colours, grey)
-            path = ROOT / "docs" / f"{name}-{style}.svg"
+            path = ROOT / "docs" / f"killed-{style}.svg"
             figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
             plt.close(figure)
 
@@ -48,7 +40,7 @@ def losses(text, steps):
     return np.array([[(int(e) - 1) * steps + int(s), float(loss)] for e, s, loss in found])
 
 
-def killed(_):
+def main():
     random.seed(0)
     flags = ["--dataset", "synthetic", "--batch-size", 60, "--epochs", 2, "--lr", 0.001]
     flags += ["--log-every", 4, "--checkpoint-minutes", 0, "--resume"]
@@ -78,45 +70,8 @@ def killed(_):
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
 
-    save("killed", draw, (7, 3.4))
-
-
-def fine_tuning(folder):
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "complete")]
-    from test_recipes import code_of, paste
-
-    [code] = [code for code in code_of("Fine-tuning") if "import pyplot" in code]
-    flags = ["--dataset", folder.resolve(), "--image-size", 32, "--augment"]
-    flags += ["--optimizer", "adamw", "--lr", 1e-3, "--weight-decay", 0.05, "--epochs", 15]
-    flags += ["--lr-schedule", "cosine", "--batch-size", 64, "--workers", 2]
-    with tempfile.TemporaryDirectory() as place:
-        os.chdir(place)
-        path = paste("my_training", "Fine-tuning").resolve()
-        Path("runs").mkdir()
-        print(run(path, 1, flags, Path("runs/mine")))
-        space = {}
-        exec(code.split("for name in")[0], space)
-        table, confusion = space["table"], np.loadtxt("runs/mine/confusion.csv", delimiter=",")
-        classes = space["json"].load(open("runs/mine/last.json"))["data"]["classes"]
-
-    def draw(figure, colours, grey):
-        left, right = figure.subplots(1, 2, width_ratios=[1.2, 1])
-        for name, colour in zip(("train_loss", "test_loss", "test_macro_f1"), colours):
-            left.plot(table["epoch"], table[name], color=colour, label=name.replace("_", " "))
-        left.set(xlabel="epoch")
-        left.spines[["top", "right"]].set_visible(False)
-        left.legend(frameon=False)
-        right.matshow(confusion / confusion.sum(1, keepdims=True), cmap="Blues")
-        right.set_xticks(range(len(classes)), classes, rotation=90)
-        right.set_yticks(range(len(classes)), classes)
-        right.set(xlabel="predicted", ylabel="true")
-
-    save("fine_tuning", draw, (9, 3.8))
+    save(draw, (7, 3.4))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("picture", choices=("killed", "fine_tuning"))
-    parser.add_argument("folder", type=Path, nargs="?", help="images for fine_tuning")
-    args = parser.parse_args()
-    {"killed": killed, "fine_tuning": fine_tuning}[args.picture](args.folder)
+    main()

@@ -4,8 +4,6 @@ import ast
 import contextlib
 import csv
 import datetime
-import gc
-import io
 import math
 import os
 import re
@@ -29,23 +27,9 @@ SCRIPTS = ["single", "dp", "ddp_torchrun", "ddp_spawn", "ddp_multigpu_proc", "fs
 SCRIPTS = [f"train_{name}.py" for name in SCRIPTS]
 COMPLETE = "complete/train.py"
 FAILED = []  # runs that did not end as they should
-IN_PLACE = (SCRIPTS[2], SCRIPTS[5])  # small scripts that torchrun starts
+BY_TORCHRUN = (SCRIPTS[2], SCRIPTS[5])  # small scripts that it also starts on one GPU
 
-NO_TF32 = """
-torch.set_float32_matmul_precision = lambda precision: None
-torch.backends.cudnn.allow_tf32 = False
-"""
-FLOAT16 = "torch.cuda.is_bf16_supported = lambda *args, **options: False\n"  # as on a T4
 START = '\n\nif __name__ == "__main__":\n'
-ON_DEVICE = """
-def repeated(count, side, seed):  # a few images again and again: to make all takes seconds
-    images, labels = synthetic(min(count, 512), side, seed).tensors
-    indices = torch.arange(count) % len(images)
-    return TensorDataset(images[indices], labels[indices])
-
-def load_data(args):
-    return repeated({samples}, args.image_size, 1), repeated({test}, args.image_size, 2), 10
-"""
 ONE_BATCH = """
 class Images(Dataset):
     def __init__(self, count, side):
@@ -150,14 +134,15 @@ def write_altered(path, folder, *changes, more="", titles=()):
     return copy
 
 
-def copy_script(name, folder, samples, code="", titles=()):
-    """A copy of a script that trains on so many synthetic images, which the complete script has on
-    the device, and of which a small one repeats a batch; 0: on what --dataset says. `code` can
-    replace its functions; `titles` are those of recipes."""
-    data = ON_DEVICE if name == COMPLETE else ONE_BATCH
-    data = data.format(samples=samples, test=max(64, samples // 10)) if samples else ""
-    place = Path(folder, name).parent
-    return write_altered(ROOT / name, place, more=f"{data}\n{code}", titles=titles)
+def copy_script(name, folder, samples):
+    """A copy of a small script that repeats one batch of so many synthetic images."""
+    data = ONE_BATCH.format(samples=samples, test=max(64, samples // 10))
+    return write_altered(ROOT / name, folder, more=data)
+
+
+def recipe_copy(title, folder):
+    """A copy of complete/train.py with a recipe in it."""
+    return write_altered(ROOT / COMPLETE, folder, titles=[title])
 
 
 def commands(path, n, folder):
@@ -167,7 +152,7 @@ def commands(path, n, folder):
     if path.name == "train_ddp_multigpu_proc.py" and not GPUS:  # a process is a machine
         place = [f"--init-method=file://{folder.resolve()}.store", f"--world-size={n}"]
         return [[sys.executable, path, *place, f"--rank={rank}"] for rank in range(n)]
-    if path.name in IN_PLACE or path.name == Path(COMPLETE).name and n > 1:
+    if path.name in BY_TORCHRUN or path.name not in SCRIPTS and n > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n]
         torchrun += ["--local-addr", "127.0.0.1"]  # the host's own name may lead nowhere
         return [[sys.executable, *torchrun, path]]
@@ -207,21 +192,6 @@ def run(path, n, flags, output, until=None, limit=3600):
     return text
 
 
-@contextlib.contextmanager
-def time_limit(seconds):
-    """A TimeoutError after so many seconds."""
-
-    def ring(*_):
-        raise TimeoutError(f"did not end within the {seconds:.0f} s that were left")
-
-    signal.signal(signal.SIGALRM, ring)
-    signal.alarm(max(1, math.ceil(seconds)))
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-
-
 def run_in_process(path, flags, environment):
     """What `python path` does with these flags and variables, in this process."""
     environment = {name: str(value) for name, value in environment.items()}
@@ -234,57 +204,28 @@ def run_in_process(path, flags, environment):
                 dist.destroy_process_group()
 
 
-def run_here(path, n, flags, output, limit=3600):
-    """The same for one GPU in this process, which has imported torch, and in which cuDNN has found
-    its kernels: starting a script can take longer than timing it."""
-    assert n == 1 and path.name != "train_ddp_spawn.py"
-    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-    place |= {"LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}  # 0: any that is free
-    text = io.StringIO()
-    torch.use_deterministic_algorithms(False)  # unless the script sets it
-    if GPUS:
-        torch.cuda.reset_peak_memory_stats()
+def attempt(*args, **options):
+    """What `run` returns, or None if it fails, of which it tells and takes note."""
     try:
-        with time_limit(limit), contextlib.redirect_stdout(text):
-            words = [*flags, "--output", output]
-            run_in_process(path, words, place if path.name in IN_PLACE else {})
-    except (Exception, SystemExit) as error:
-        found = f"{type(error).__name__}: {error}"
-        raise RuntimeError(f"{path.name} {flags}: {found}\n{text.getvalue()}") from error
-    finally:
-        torch.compiler.reset()
-        gc.collect()
-        if GPUS:
-            torch.cuda.empty_cache()
-    Path(f"{output}.out").write_text(text.getvalue())
-    return text.getvalue()
-
-
-def attempt(*args, by=run, **options):
-    """What `by` returns, or None if it fails, of which it tells and takes note."""
-    try:
-        return by(*args, **options)
-    except (RuntimeError, TimeoutError) as error:
+        return run(*args, **options)
+    except RuntimeError as error:
         print(error, file=sys.stderr, flush=True)
         FAILED.append(str(error).splitlines()[0])
 
 
 def train(path, n, flags, **options):
-    """Run a script to its end. Returns its samples a second, the mean over all epochs but the
-    first, and the peak of its device's memory in MiB. NaN if it fails."""
+    """Run a script to its end. Returns its samples a second in training, the mean over all epochs
+    but the first. NaN if it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        output, memory = Path(folder, "out"), math.nan
+        output = Path(folder, "out")
         text = attempt(path, n, flags, output, **options)
         if text is None:
-            return math.nan, math.nan
-        rates = re.findall(r"^epoch .* (\d+) images/s$", text, re.M)
-        peaks = re.findall(r"^peak (\d+) MiB$", text, re.M)
+            return math.nan
+        rates = re.findall(r"^epoch .* (\d+) images/s$", text, re.M)  # a small script's
         if (output / "metrics.csv").exists():
-            rows = list(csv.DictReader((output / "metrics.csv").open()))
+            rows = csv.DictReader((output / "metrics.csv").open())
             rates = [row["samples_per_second"] for row in rows]
-            peaks = [row.get("peak_memory_mib", math.nan) for row in rows]
-        memory = max(map(float, peaks), default=math.nan)
-        return statistics.harmonic_mean(map(float, rates[1:])), memory
+        return statistics.harmonic_mean(map(float, rates[1:]))
 
 
 def spread(values, digits):

@@ -36,7 +36,7 @@ if __name__ == "__main__":
         first = number * len(names) // args.rounds
         for name in names[first:] + names[:first]:
             flags = [*CONTESTANTS[name], *FLAGS, *args.flags]
-            times[name].append(1e6 / train(ROOT / "benchmarks/yardsticks.py", 1, flags)[0])
+            times[name].append(1e6 / train(ROOT / "benchmarks/yardsticks.py", 1, flags))
             print(name, times[name][-1], file=sys.stderr, flush=True)
     ours = times[names[min(1, len(names) - 1)]]  # complete/train.py, unless --only leaves it out
     heads = "images/s", "us per image over limit", "x limit", f"{COMPLETE} x it"

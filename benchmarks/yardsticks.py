@@ -7,10 +7,10 @@ import csv
 import runpy
 import sys
 import time
-from itertools import islice
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from runs import ROOT
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
@@ -42,17 +42,17 @@ def usual_loader():
 
 
 class OurLoader:
-    """The script's sampler, loader and `prepare` as one iterable, which shuffles each epoch."""
+    """The script's loader and `prepare` as one iterable, which shuffles each epoch."""
 
     def __init__(self):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         dataset, self.epoch = script.load_data(args)[0], 0
-        self.order = script.EpochSampler(dataset, args.seed)  # not "sampler", for Lightning
-        self.loader = script.make_loader(args, dataset, args.batch_size, self.order, device)
+        self.loader = script.TrainLoader(args, dataset, script.epoch_order, script.collate, device)
 
     def __iter__(self):
-        self.order.set_epoch(self.epoch, start=0)
+        batches = self.loader.batches(self.epoch)
         self.epoch += 1
-        yield from (script.prepare(args, batch, device) for batch in islice(self.loader, steps))
+        yield from (script.prepare(args, batch, device) for batch in batches)
 
 
 def start():  # an epoch's training

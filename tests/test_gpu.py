@@ -1,9 +1,9 @@
 """What only a GPU shows: NCCL, TF32, channels_last, --amp, float16, --compile, --sync-bn, CUDA
-graphs, deterministic kernels, no hidden waiting. `pytest -m gpu -n 8` (with pytest-xdist) takes
-about three minutes on one GPU; TINY=1 runs it on a CPU, to see whether it runs.
+graphs, deterministic kernels, no hidden waiting. `bash benchmarks/gpu.sh tests` runs them; TINY=1
+runs them on a CPU, to see whether they run.
 
-With two GPUs, DDP and FSDP2 have a rank on each. With one, they have two ranks on it where NCCL
-allows that, and else one, on which DDP's wrapper is there all the same."""
+On one GPU there is one rank, with DDP's wrapper all the same. TWO_RANKS_ON_ONE_GPU=1 puts two on
+it, which take turns; NCCL allows that from 2.30 on."""
 
 import os
 import re
@@ -24,15 +24,17 @@ from helpers import (
     wait_for,
     weights,
 )
-from runs import FLOAT16, GPUS, NO_TF32
+from runs import GPUS
 
 TINY, DEVICE = bool(os.environ.get("TINY")), "cuda" if GPUS else "cpu"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS and not TINY, reason="needs a GPU")]
 only_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
+RANKS = 2 if GPUS != 1 or os.environ.get("TWO_RANKS_ON_ONE_GPU") else 1
 OLD = GPUS and not torch.cuda.is_bf16_supported(including_emulation=False)  # before Ampere
 RANKED = ["ddp_torchrun", "fsdp2", COMPLETE]  # which torchrun starts, a process for each GPU
 LOSSES = ["train_loss", "test_loss"]
 JOB = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.002, "--workers", 1, "--output"]
+NO_TF32 = {"NVIDIA_TF32_OVERRIDE": 0}  # whatever a script sets
 
 # What a copy of a script does differently.
 FEW = """
@@ -48,51 +50,28 @@ def load_data(args):
     return few(train_set, 2048), few(test_set, 512), classes
 """
 WRAPPED = """
-without_wrapper = distribute
-
-def distribute(args, model, device, world_size, rank):  # DDP's wrapper on one rank, too
-    return without_wrapper(args, model, device, max(2, world_size), rank)
+def distribute(args, model):  # DDP's wrapper, on one rank too
+    train_model = torch.compile(model, dynamic=False) if args.compile else model
+    train_model = DistributedDataParallel(train_model, gradient_as_bucket_view=True)
+    train_model.broadcast_buffers = False
+    return train_model
 """
-
-PROBE = """
-import os, sys, torch, torch.distributed as dist
-device = torch.device("cuda", 0)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", device_id=device)
-total = torch.ones(2**20, device=device)
-for _ in range(3):
-    dist.all_reduce(total)
-assert total.sum().item() == 2**23
-dist.destroy_process_group()
-"""
+if RANKS == 1:
+    FEW += WRAPPED  # the small scripts do not call it
+FLOAT16 = "torch.cuda.is_bf16_supported = lambda *args, **options: False\n"  # as on a T4
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """How many ranks communicate: two, if there are two GPUs, or NCCL allows two on one."""
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # newer NCCL; older ones do not know it
-    if GPUS != 1:
-        return 2
-    if torch.cuda.nccl.version() < (2, 30):  # which refuses, after half a minute
-        return 1
-    folder = tmp_path_factory.mktemp("probe")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("TEST_FOLDER", str(folder))
-        Path("probe.py").write_text(PROBE)
-        jobs = helpers.start(folder / "probe.py", processes=2, gpus=GPUS)
-        statuses, _ = finish(jobs, 90)
-        kill_all(jobs)  # if it is neither refused nor works
-    return 2 if set(statuses) == {0} else 1
-
-
-def start(name, *flags, ranks=1, code=FEW, titles=(), cpu=False):
+def start(name, *flags, ranks=RANKS, code=FEW, titles=(), cpu=False, **environment):
     """Start a copy of a script that has this code, too, and these recipes: with 0 ranks as `python`
     starts it, with `cpu` without GPUs. Each rank sees all; two on one GPU are both local rank 0."""
     path = altered(name, more=code, titles=titles)
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}  # to HIP, "" is all
-    place = hidden if cpu else {}
-    return helpers.start(path, *flags, processes=ranks, gpus=GPUS, **place)
+    if cpu:
+        environment |= {
+            "CUDA_VISIBLE_DEVICES": "",
+            "HIP_VISIBLE_DEVICES": "-1",
+        }  # to HIP, "" is all
+    environment["NCCL_MULTI_RANK_GPU_ENABLE"] = 1  # for two ranks on one GPU
+    return helpers.start(path, *flags, processes=ranks, gpus=GPUS, **environment)
 
 
 def ends(*runs):
@@ -110,22 +89,17 @@ def run(*args, **options):
     return ends(start(*args, **options))[0]
 
 
-def one(output, *flags, code=FEW + NO_TF32):
+def one(output, *flags, code=FEW):
     """Start the run to compare with: complete/train.py on one process, in float32 without TF32."""
-    return start(COMPLETE, *JOB, output, *flags, ranks=0, code=code)
+    return start(COMPLETE, *JOB, output, *flags, ranks=0, code=code.replace(WRAPPED, ""), **NO_TF32)
 
 
-def wrapper(ranks, shard=1):
-    """The code by which DDP has its wrapper, on one rank too."""
-    return WRAPPED if ranks == shard == 1 else ""
-
-
-def ranks_of(name, ranks):
+def ranks_of(name):
     """How many processes a small script has on this machine."""
-    return {"ddp_spawn": max(1, min(GPUS, 2))}.get(name, ranks if name in RANKED else 1)
+    return {"ddp_spawn": max(1, min(GPUS, 2))}.get(name, RANKS if name in RANKED else 1)
 
 
-def check_devices(text, ranks=1):
+def check_devices(text, ranks=RANKS):
     """All of this run's GPUs are used, and NCCL knows which one is whose."""
     assert f"device {DEVICE}" in text, text
     assert ("device cuda:1" in text) == (ranks > 1 and GPUS > 1), text
@@ -138,33 +112,26 @@ def losses(text):
     return [float(number) for pair in found for number in pair]
 
 
-def test_two_ranks_communicate(ranks):
-    """Without this the tests below train on one rank only, and no gradient is averaged."""
-    if ranks == 1:
-        version = ".".join(map(str, torch.cuda.nccl.version()))
-        pytest.skip(f"one GPU, and NCCL {version} does not allow two ranks on it")
-
-
 @pytest.mark.parametrize("name", SMALL)
-def test_small(ranks, name):
+def test_small(name):
     """As on the CPU; and with --amp, up to bfloat16."""
-    own = ranks_of(name, ranks)
-    jobs = [start("single", *JOB, "cpu", cpu=True)]
-    jobs += [start(name, *JOB, "out", ranks=own, code=FEW + NO_TF32)]
+    ranks = ranks_of(name)
+    jobs = [start("single", *JOB, "cpu", ranks=1, cpu=True)]
+    jobs += [start(name, *JOB, "out", ranks=ranks, **NO_TF32)]
     if name not in ("dp", "ddp_multigpu_proc") and not OLD:  # DataParallel has no --amp
-        jobs += [start(name, *JOB, "amp", "--amp", ranks=own)]
+        jobs += [start(name, *JOB, "amp", "--amp", ranks=ranks)]
     cpu, text, *amp = ends(*jobs)
-    check_devices(text, own)
+    check_devices(text, ranks)
     assert len(losses(cpu)) == 2 and losses(text) == pytest.approx(losses(cpu), rel=1e-3, abs=4e-3)
     assert all(losses(text)[0] == pytest.approx(losses(cpu)[0], rel=5e-2) for text in amp)
 
 
-def test_small_scripts_continue_each_other(ranks):
+def test_small_scripts_continue_each_other():
     """One run on GPUs, an epoch by each of three scripts. (On CPUs, it is all.)"""
-    text, whole = "", start("single", *JOB, "whole", "--epochs", 3, code=FEW + NO_TF32)
+    text, whole = "", start("single", *JOB, "whole", "--epochs", 3, ranks=1, **NO_TF32)
     for epochs, name in enumerate(["ddp_torchrun", "dp", "ddp_multigpu_proc"], 1):
         flags = [*JOB, "out", "--resume", "--epochs", epochs]
-        text += run(name, *flags, ranks=ranks_of(name, ranks), code=FEW + NO_TF32)
+        text += run(name, *flags, ranks=ranks_of(name), **NO_TF32)
     [whole] = ends(whole)
     assert len(losses(text)) == 6 and losses(text) == pytest.approx(losses(whole), 2e-3, 4e-3)
 
@@ -172,38 +139,27 @@ def test_small_scripts_continue_each_other(ranks):
 ACCUMULATE = ["--accumulate", 2, "--clip-norm", 1]
 
 
-@pytest.mark.parametrize("shard", [1, 0])
 @pytest.mark.parametrize("flags", [[], ACCUMULATE], ids=["plain", "accumulate"])
-def test_as_on_one_cpu(ranks, shard, flags):
-    """In float32 without TF32, DDP and FSDP2 train as one process does on the CPU."""
-    code = FEW + NO_TF32 + wrapper(ranks, shard)
+def test_as_on_one_cpu(flags):
+    """In float32 without TF32, DDP trains as one process does on the CPU."""
     cpu = one("one", *flags[2:], "--device", "cpu")
-    jobs = start(COMPLETE, *JOB, "out", "--shard", shard, *flags, ranks=ranks, code=code)
-    check_devices(ends(jobs, cpu)[0], ranks)
+    jobs = start(COMPLETE, *JOB, "out", *flags, **NO_TF32)
+    check_devices(ends(jobs, cpu)[0])
     close("out", "one", 1e-3, LOSSES)
 
 
-LESS_EXACT = {
-    "amp": (1, "--amp", ""),
-    "amp-shard": (0, "--amp", ""),
-    "float16": (1, "--amp", FLOAT16),
-    "compile": (1, "--compile", ""),
-    "compile-shard": (0, "--compile", ""),
-}
+LESS_EXACT = {"amp": ("--amp", ""), "float16": ("--amp", FLOAT16), "compile": ("--compile", "")}
 
 
-@pytest.mark.parametrize("shard, flag, code", LESS_EXACT.values(), ids=LESS_EXACT)
-def test_less_exact_flags(ranks, shard, flag, code):
+@pytest.mark.parametrize("flag, code", LESS_EXACT.values(), ids=LESS_EXACT)
+def test_less_exact_flags(flag, code):
     """With TF32, as users have it, the losses are near those without."""
-    if OLD and shard == 0 and flag == "--amp":
-        pytest.skip("not offered before Ampere")
-    code = FEW + code + wrapper(ranks, shard)
-    ends(start(COMPLETE, *JOB, "out", "--shard", shard, flag, ranks=ranks, code=code), one("one"))
+    ends(start(COMPLETE, *JOB, "out", flag, code=FEW + code), one("one"))
     close("out", "one", 5e-2, LOSSES)
 
 
 RESNET = ["--model", "resnet18", "--batch-size", 32]
-FEWER = FEW.replace("2048", "256").replace("512", "64") + NO_TF32
+FEWER = FEW.replace("2048", "256").replace("512", "64")
 
 
 MOVED = """
@@ -218,16 +174,16 @@ def build_model(*args):
 """
 
 
-@pytest.mark.parametrize("shard", [1, 0])
-def test_batch_norm_in_channels_last(shard):
+def test_batch_norm_in_channels_last():
     """cuDNN's kernels for this memory format train as the CPU does, through DDP's wrapper, whose
-    buckets keep the strides; FSDP2's weights are contiguous, the images are not. Batch norm
-    amplifies rounding: how much shows a run whose weights start 1e-5 apart. Three times as much is
-    allowed. Tried on a CPU, this is exceeded if the gradient of one layer is transposed (1.3 times)
-    or that of the first flipped (1.8), if the weights start 1e-4 apart (1.7), or if batch norm's
-    momentum is 0.11 (24); after more than three steps, it is not."""
+    buckets keep the strides. Batch norm amplifies rounding: how much shows a run whose weights
+    start 1e-5 apart. Three times as much is allowed. Tried on a CPU, this is exceeded if the
+    gradient of one layer is transposed (1.3 times) or that of the first flipped (1.8), if the
+    weights start 1e-4 apart (1.7), or if batch norm's momentum is 0.11 (24); after more than three
+    steps, it is not."""
     code, flags = FEWER.replace("256", "96"), [*RESNET, "--lr", 0.01]
-    out = start(COMPLETE, *JOB, "out", *flags, "--shard", shard, code=code + wrapper(1, shard))
+    wrapped = code if WRAPPED in code else code + WRAPPED
+    out = start(COMPLETE, *JOB, "out", *flags, ranks=1, code=wrapped, **NO_TF32)
     flags += ["--device", "cpu"]
     ends(out, one("one", *flags, code=code), one("moved", *flags, code=code + MOVED))
     close("out", "one", 1e-2, LOSSES)
@@ -239,38 +195,13 @@ def test_batch_norm_in_channels_last(shard):
 
 
 @only_gpu
-def test_sync_bn(ranks):
+@pytest.mark.skipif(RANKS == 1, reason="one GPU")
+def test_sync_bn():
     """Batch norm over both ranks' images is that of one process."""
-    if ranks == 1:
-        pytest.skip("one rank")
     flags = [*RESNET, "--lr", 0]  # so that only batch norm can differ
-    out = start(COMPLETE, *JOB, "out", *flags, "--sync-bn", ranks=ranks, code=FEWER)
+    out = start(COMPLETE, *JOB, "out", *flags, "--sync-bn", code=FEWER, **NO_TF32)
     ends(out, one("one", *flags, code=FEWER))
     close("out", "one", 1e-3, LOSSES)
-
-
-@pytest.mark.skipif(bool(OLD), reason="not offered before Ampere")
-def test_blocks_are_gathered_in_bfloat16(ranks):
-    """By --amp, in a model without batch norm; the losses are those of float32."""
-    tell = """
-BLOCKS, of_linear_layers = (nn.Sequential,), build_model
-
-def build_model(*args):
-    model = of_linear_layers(*args)
-    model.fc2 = nn.Sequential(model.fc2)
-    return model
-
-def tell_type(layer, _):
-    if layer.training and getattr(layer, "out_features", 0) == 84:  # fc2
-        print("types", layer.weight.dtype, flush=True)
-
-nn.modules.module.register_module_forward_pre_hook(tell_type)
-"""
-    flags = ["--amp", "--shard", 0]
-    text, _ = ends(start(COMPLETE, *JOB, "out", *flags, ranks=ranks, code=FEW + tell), one("one"))
-    wanted = "bfloat16" if GPUS else "float32"
-    assert set(re.findall(r"types (.*)", text)) == {f"torch.{wanted}"}
-    close("out", "one", 5e-2, LOSSES)
 
 
 def killed_and_resumed(*flags, **options):
@@ -283,37 +214,31 @@ def killed_and_resumed(*flags, **options):
     assert finished not in ("0 epochs and 0", "2 epochs and 0")
 
 
-KILLED = {
-    "compile-amp": (1, ["--compile", "--amp"], ""),
-    "compile-shard": (0, ["--compile"], ""),
-    "float16": (1, ["--amp"], FLOAT16),
-}
+KILLED = {"compile-amp": (["--compile", "--amp"], ""), "float16": (["--amp"], FLOAT16)}
 
 
-@pytest.mark.parametrize("shard, flags, code", KILLED.values(), ids=KILLED)
-def test_killed_and_resumed(ranks, shard, flags, code):
-    """Compiled, and in float16: the scaler goes on where it was."""
-    code = FEW + code + wrapper(ranks, shard)
-    flags = [*JOB, "out", "--shard", shard, *flags, "--augment", "--epochs", 2, "--resume"]
+@pytest.mark.parametrize("flags, code", KILLED.values(), ids=KILLED)
+def test_killed_and_resumed(flags, code):
+    """Compiled, and in float16: the scaler continues where it was."""
+    flags = [*flags, "--augment", "--epochs", 2, "--resume"]
     flags += ["--log-every", 5, "--checkpoint-minutes", 0]
-    whole = [*flags[: len(JOB)], "whole", *flags[len(JOB) + 1 :]]
-    whole = start(COMPLETE, *whole, ranks=ranks, code=code)
-    killed_and_resumed(*flags, ranks=ranks, code=code)
+    whole = start(COMPLETE, *JOB, "whole", *flags, code=FEW + code)
+    killed_and_resumed(*JOB, "out", *flags, code=FEW + code)
     ends(whole)
     close("out", "whole", 2e-2, LOSSES)
     scaler, other = (checkpoint(output)["scaler"] for output in ("out", "whole"))
     assert scaler == other  # its scale, and the steps since that last changed
-    assert scaler != ({},) or not (GPUS and FLOAT16 in code)
+    assert scaler or not (GPUS and code == FLOAT16)
 
 
 DETERMINISTIC = [["--augment"], ["--augment", "--amp"]]
 
 
 @pytest.mark.parametrize("more", DETERMINISTIC, ids=["float32", "amp"])
-def test_deterministic_runs_are_bit_identical(monkeypatch, more):
+def test_deterministic_runs_are_bit_identical(more):
     """With the recipe: two undisturbed runs, and one that is killed and resumed."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    options = {"ranks": 0, "code": FEWER, "titles": ["Deterministic runs on a GPU"]}
+    options = {"code": FEWER, "titles": ["Deterministic runs on a GPU"]}
+    options["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     flags = [*RESNET, *more, "--batch-size", 8, "--epochs", 2, "--resume"]
     flags += ["--log-every", 10, "--checkpoint-minutes", 0]
     one, other = (start(COMPLETE, *JOB, output, *flags, **options) for output in ("one", "other"))
@@ -327,22 +252,21 @@ def test_deterministic_runs_are_bit_identical(monkeypatch, more):
 @pytest.mark.parametrize("more", [[], ["--amp"]], ids=["float32", "amp"])
 def test_cuda_graphs(more):
     """The recipe trains as the script does; batch norm is not thrown off by the recording."""
-    options = {"ranks": 0, "code": FEWER}
+    options = {"ranks": 0, "code": FEWER.replace(WRAPPED, ""), **NO_TF32}
     flags = [*RESNET, "--epochs", 2, *more]
     graphs = start(COMPLETE, *JOB, "out", *flags, titles=["CUDA graphs"], **options)
     ends(graphs, start(COMPLETE, *JOB, "one", *flags, **options))
     close("out", "one", 5e-2 if more else 1e-2, LOSSES)
 
 
-def test_a_run_moves_between_gpu_and_cpu(ranks):
-    """FSDP2 on GPUs, one process on the CPU, FSDP2 on GPUs again: the run that the CPU does alone.
-    AdamW's fused step counts are on the device."""
+def test_a_run_moves_between_gpu_and_cpu():
+    """GPUs, one process on the CPU, GPUs again: the run that the CPU does alone. AdamW's fused step
+    counts are on the device."""
     flags = ["--optimizer", "adamw", "--lr", 1e-4, "--resume", "--epochs"]
-    options = {"ranks": ranks, "code": FEW + NO_TF32}
     whole = one("whole", "--device", "cpu", *flags, 3)
-    run(COMPLETE, *JOB, "out", "--shard", 0, *flags, 1, **options)
+    run(COMPLETE, *JOB, "out", *flags, 1, **NO_TF32)
     ends(one("out", "--device", "cpu", *flags, 2))
-    text = run(COMPLETE, *JOB, "out", "--shard", 0, *flags, 3, **options)
+    text = run(COMPLETE, *JOB, "out", *flags, 3, **NO_TF32)
     assert "out: 2 epochs and 0 steps are done" in text
     ends(whole)
     close("out", "whole", 2e-3, LOSSES)
@@ -384,31 +308,28 @@ def check_no_waiting(text, ranks):
 
 
 MORE = {
-    "plain": (1, [], ""),
-    "augment": (1, ["--augment"], ""),
-    "accumulate": (1, [*ACCUMULATE, "--amp", "--optimizer", "adamw"], ""),
-    "float16": (1, ["--amp", "--optimizer", "adamw"], FLOAT16),  # SGD's step waits for the scaler
-    "loader": (1, ["--dataset", "pictures", "--batch-size", 4, "--workers", 2], ""),
-    "shard": (0, ["--augment"], ""),
-    "shard-accumulate": (0, [*ACCUMULATE, "--optimizer", "adamw"], ""),
+    "plain": ([], ""),
+    "augment": (["--augment"], ""),
+    "accumulate": ([*ACCUMULATE, "--amp", "--optimizer", "adamw"], ""),
+    "float16": (["--amp", "--optimizer", "adamw"], FLOAT16),  # SGD's step waits for the scaler
+    "loader": (["--dataset", "pictures", "--batch-size", 4, "--workers", 2], ""),
 }
 
 
-@pytest.mark.parametrize("shard, more, code", MORE.values(), ids=MORE)
-def test_nothing_waits_between_progress_lines(data, ranks, shard, more, code):
-    code = FEW.replace("2048", "768") + code + WATCH + wrapper(ranks, shard)
+@pytest.mark.parametrize("more, code", MORE.values(), ids=MORE)
+def test_nothing_waits_between_progress_lines(data, more, code):
+    code = FEW.replace("2048", "768") + code + WATCH
     Path("pictures").symlink_to(data / "pictures")
-    flags = [*JOB, "out", *RESNET, "--log-every", 50, "--shard", shard, *more]
-    text = run(COMPLETE, *flags, ranks=ranks, code=code)
-    check_no_waiting(text, ranks)
+    text = run(COMPLETE, *JOB, "out", *RESNET, "--log-every", 50, *more, code=code)
+    check_no_waiting(text, RANKS)
     cuda = torch.version.hip is None  # on AMD, the search takes minutes
-    assert text.count(f"set high {cuda} {shard == 1}") == ranks, text
+    assert text.count(f"set high {cuda} True") == RANKS, text
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_nothing_waits_in_the_small_scripts(ranks, name):
-    own = ranks_of(name, ranks)
-    text = run(name, *JOB, "out", ranks=own, code=FEW + WATCH)
-    check_no_waiting(text, own)
+def test_nothing_waits_in_the_small_scripts(name):
+    ranks = ranks_of(name)
+    text = run(name, *JOB, "out", ranks=ranks, code=FEW + WATCH)
+    check_no_waiting(text, ranks)
     used = GPUS if name in ("dp", "ddp_multigpu_proc") else min(1, GPUS)
     assert f"used {used}\n" in text  # by one process
