@@ -1,7 +1,6 @@
 """What the programs of this folder share: the scripts' command lines, their results, tables."""
 
 import ast
-import contextlib
 import csv
 import datetime
 import math
