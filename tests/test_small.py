@@ -466,25 +466,33 @@ def load_data(args):
     return plain_load(args)
 def __getitem__(images, i):
     if i % 50 == 0:
-        tell("draws", torch.rand(()).item())
+        tell("draws", torch.rand(()).item(), random.random(), np.random.rand())
     return plain_item(images, i)
 Synthetic.__getitem__ = __getitem__
 """
+
+
+def all_differ(draws, text):
+    """No two of the numbers of torch, Python or numpy, each at its place in the line."""
+    assert len(draws) >= 2 * 12, text
+    for numbers in zip(*(drawn.split() for _, drawn in draws)):
+        assert len(set(numbers)) == len(numbers), text
 
 
 @pytest.mark.parametrize("name", some_fast(SMALL, "ddp_torchrun"))
 def test_workers(name):
     """They are forks, and draw other numbers on each rank, and in a resumed run. What load_data
     draws, such as a split, is the same on all ranks and in all lives."""
-    text = ""
-    for epochs in 1, 2:
-        flags = ["--workers", 1, "--epochs", epochs, "--resume"]
-        text += run(name, "out", *flags, more=WORKERS)
+    text, flags = "", ["--resume", "--epochs"]
+    for last in 1, 2:
+        text += run(name, "out", "--workers", 1, *flags, last, more=WORKERS)
     loads = re.findall(r"^loads (\d+) \d+ (.*)", text, re.M)
     draws = re.findall(r"^draws \d+ (\d+) (.*)", text, re.M)
     assert len(loads) == 2 * COUNTS[name] and len({drawn for _, drawn in loads}) == 1, text
     assert {parent for parent, _ in draws} == {pid for pid, _ in loads}, text
-    assert len(draws) >= 2 * 12 and len({drawn for _, drawn in draws}) == len(draws), text
+    all_differ(draws, text)
+    text = run(name, "none", "--workers", 0, *flags, 2, more=WORKERS)  # the process itself draws
+    all_differ(re.findall(r"^draws \d+ (\d+) (.*)", text, re.M), text)
 
 
 HANGS = """
