@@ -83,13 +83,16 @@ def read_weights(path):
 
 
 def file_identity(path):
-    """Changes whenever somebody replaces the file. None if there is none."""
+    """Tells whether another process has replaced a .pt file: its last bytes, which have checksums
+    of the rest. (Times and inode numbers may change by themselves on network disks.) None if there
+    is no file."""
     try:
-        with open(path, "rb") as file:  # opened: a network disk may remember an old state
-            found = os.fstat(file.fileno())
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 4096))
+            return size, file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 # ---- Which epoch is the best ---------------------------------------------------------------------
@@ -111,11 +114,10 @@ class Run:
         """`may_change`: names of the flags that may change on --resume."""
         self.args, self.lower_is_better = args, lower_is_better
         self.folder, self.path = args.output, args.output / "checkpoint.pt"
-        self.flags = {name: x for name, x in vars(args).items() if name not in may_change}
-        self.flags["dataset"] = Path(args.dataset).name  # its folder may be moved
-        for name, value in self.flags.items():
-            if not isinstance(value, (bool, int, float, str)):
-                self.flags[name] = str(value)
+        flags = {name: value for name, value in vars(args).items() if name not in may_change}
+        flags["dataset"] = Path(args.dataset).name  # its folder may be moved
+        simple = (bool, int, float, str)  # which torch.load reads with weights_only
+        self.flags = {name: x if isinstance(x, simple) else str(x) for name, x in flags.items()}
         self.epoch = 0  # finished epochs
         self.step = 0  # finished steps of the current epoch, at the last report
         self.loss_sum = 0.0  # sum of the losses of these steps
@@ -275,7 +277,7 @@ class Run:
         step_seconds = (now - self.asked_at) / (steps - self.asked_step)
         self.asked_at, self.asked_step = now, steps
         between = 60 * self.args.checkpoint_minutes
-        until_save = max(0, round((self.saved_at + between - now) / step_seconds))
+        until_save = max(0, round((self.saved_at + between - now) / step_seconds))  # steps
         if between == 0:
             return True, math.inf  # at progress lines
         return until_save == 0, until_save or math.ceil(between / step_seconds)
@@ -390,7 +392,7 @@ def load_part(part, saved):
     fused = [group.get("fused") for group in groups]
     part.load_state_dict(saved)
     for group, own in zip(getattr(part, "param_groups", []), fused):
-        group["fused"] = own  # by the GPU of today
+        group["fused"] = own  # as build_optimizer has chosen for this device
     if isinstance(part, LambdaLR):  # with other --epochs, the next step has another rate
         rates = zip(part.optimizer.param_groups, part.base_lrs, part.lr_lambdas)
         for group, lr, factor in rates:

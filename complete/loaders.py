@@ -2,7 +2,7 @@
 
 Nothing of this is saved, as it follows from a few numbers: the order of an epoch from (seed,
 epoch), what a Dataset's random transforms draw from (seed, epoch, index of the sample), and what a
-step draws from (seed, epoch, step, rank).
+step draws from (seed, epoch, step, micro-step, rank).
 """
 
 import hashlib

@@ -3,13 +3,13 @@
 import os
 import re
 import shutil
+import struct
 import zipfile
 from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
 import checkpoint as saving
-import numpy as np
 import pytest
 import start as starting
 import torch
@@ -120,8 +120,8 @@ def damage(kind, path):
     elif kind == "flipped":  # a bit of the last tensor
         with zipfile.ZipFile(path) as file:
             last = [x for x in file.infolist() if "/data/" in x.filename and x.file_size > 8][-1]
-        lengths = content[last.header_offset + 26 : last.header_offset + 30]  # of name and padding
-        start = last.header_offset + 30 + sum(np.frombuffer(lengths, "<u2")) + 5
+        name, padding = struct.unpack_from("<HH", content, last.header_offset + 26)  # lengths
+        start = last.header_offset + 30 + name + padding + 5
         path.write_bytes(content[:start] + bytes([content[start] ^ 64]) + content[start + 1 :])
     else:
         path.write_bytes(content[: 0 if kind == "empty" else len(content) // 2])

@@ -183,26 +183,28 @@ seed_everything, seed_torch = seen(seed_everything), seen(seed_torch)
 
 
 def test_seeds_share_nothing(fashion):
-    """Of two seeds, with three epochs on two ranks: what a step draws from torch's numbers, and
-    `prepare` from Python's and numpy's too, is drawn once. Data and weights are those of all."""
+    """Of two seeds, with three epochs on two ranks: what a step or `prepare` draws is drawn once,
+    and what an epoch draws from Python's and numpy's numbers. Data and weights are those of all."""
     flags = [*fashion, "--epochs", 3, "--batch-size", 80, "--accumulate", 2, "--output"]
     runs = [[*flags, f"out-{seed}", "--seed", seed] for seed in (1, 2)]
     line = r"^seed (\d) (\w+) rank (\d): \((.*), (.*), (.*)\)$"
     found = re.findall(line, "".join(together(*runs, more=SEEDS)), re.M)
     of_all = [numbers for seed, what, rank, *numbers in found if what in ("data", "weights")]
     of_steps = [numbers[0] for seed, what, rank, *numbers in found if what == "step"]
-    of_batches = [numbers for seed, what, rank, *numbers in found if what == "prepare"]
-    count = 2 * 2 * 3 * 8 * 2  # an epoch has 8 steps of 2 micro-batches
-    assert (len(of_all), len(of_steps), len(of_batches)) == (8, count, count)
-    assert len({*of_steps, *(numbers[0] for numbers in of_batches)}) == 2 * count
+    of_batches = [numbers[0] for seed, what, rank, *numbers in found if what == "prepare"]
+    of_epochs = [numbers for seed, what, rank, *numbers in found if what == "epoch"]
+    epochs, count = 2 * 2 * 3, 2 * 2 * 3 * 8 * 2  # an epoch has 8 steps of 2 micro-batches
+    assert (len(of_all), len(of_epochs)) == (8, epochs)
+    assert len(of_steps) == len(of_batches) == count == len({*of_steps, *of_batches}) / 2
     for column in range(3):
         assert len({numbers[column] for numbers in of_all}) == 4
-        assert len({numbers[column] for numbers in of_batches}) == count
+        assert len({numbers[column] for numbers in of_epochs}) == epochs
 
 
 TRANSFORMS = """
 import random
 import numpy as np
+torch.seed(), np.random.seed(), random.seed()  # forks have their parent's
 class Augmented(Dataset):
     def __init__(self, images, labels):
         self.images, self.targets = images, labels
@@ -396,10 +398,10 @@ Run.save = save
 
 
 def test_saves_when_due_or_best_and_at_the_end(fashion, capsys):
-    """Not after each epoch: after those with the lowest test loss so far, told here, and the last;
-    a tie is not better. One that is due at an epoch's last step is made once."""
+    """Not after each epoch: after those with the lowest test loss so far, told here, and the last.
+    One that is due at an epoch's last step is made once."""
     flags = [*fashion, "--batch-size", 320, "--output"]
-    train(*flags, "out", "--epochs", 7, more=SAVES + told(3, 1, 2, 2, 0, 0, 2))
+    train(*flags, "out", "--epochs", 7, more=SAVES + told(3, 1, 2, 2, 0, 2, 2))
     saved = re.findall("^saves (.*)", capsys.readouterr().out, re.M)
     assert saved == ["1 0", "2 0", "5 0", "7 0"] and len(metrics("out")) == 7
     often = ["--checkpoint-minutes", 0, "--log-every", 1]
@@ -493,6 +495,9 @@ def test_two_lives_in_one_folder(out, fashion, function):
     """Another process, as one on a node that was given up but lives, replaces checkpoint.pt: the
     one that finds this out ends before it writes anything."""
     shutil.copytree("out", "other")
+    saved = checkpoint("out")
+    saved["progress"]["seconds"] = 1.0  # of the same length
+    torch.save(saved, "other/checkpoint.pt")
     before = helpers.content("other")
     more = MEANWHILE.format(function=function)
     with pytest.raises(SystemExit, match="out/checkpoint.pt was written by another process"):
