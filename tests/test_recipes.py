@@ -126,7 +126,7 @@ def test_logged_losses_are_the_printed_ones(fashion):
         points += [(eval(values), int(step)) for values, step in own]
     assert [step for step, _ in printed] == list(range(10, 121, 10))
     logged = [(step, round(values["loss"], 4)) for values, step in points if "loss" in values]
-    assert logged == pytest.approx(printed)
+    assert logged == printed
     assert abs(printed[3][1] - rows[0]["train_loss"]) > 0.01  # which is the mean of the epoch
     for row in rows:
         for name, value in row.items():
@@ -155,15 +155,15 @@ def test_recipes(fashion):
     for text, wanted in zip(texts, rates):
         assert re.findall(r"step 20/20 .* lr (\S+)", text) == wanted
     assert len(metrics("stalled")) == 6  # the first was the best
-    assert same(weights("whole")["model"], weights("parts")["model"])
+    assert same(weights("whole"), weights("parts"))
     saved = helpers.checkpoint("whole")
     ema = {name.removeprefix("module."): w for name, w in saved["ema"].items() if "." in name}
-    assert same(ema, weights("whole")["model"]) and not same(ema, saved["model"])
+    assert same(ema, weights("whole")) and not same(ema, saved["model"])
     assert [*map(str, sorted(Path("whole").glob("epoch-*")))] == [
         "whole/epoch-2.pt",
         "whole/epoch-4.pt",
     ]
-    assert same(weights("whole", "epoch-4.pt")["model"], weights("whole")["model"])
+    assert same(weights("whole", "epoch-4.pt"), weights("whole"))
     command(sys.executable, path, *flags, "--evaluate", "--device", "cpu", "--output", "whole")
 
 
@@ -180,9 +180,9 @@ def test_frozen_layers(fashion):
     [text] = together(*outputs(*fashion, *SHORT, "--model", "resnet18", my=[1]), path=path)
     assert text.count("Self CPU time total") == 1 and "in halves" in text
     torch.manual_seed(76)
-    new = weights("my")["model"]
+    new = weights("my")
     together(*outputs(*fashion, *SHORT, "--model", "resnet18", "--lr", 0, plain=[1]))
-    old = weights("plain")["model"]
+    old = weights("plain")
     changed = {key for key in old if not torch.equal(old[key], new[key]) and "running" not in key}
     assert changed == {"fc.weight", "fc.bias"} or changed == {"fc.weight", "fc.bias"} | {
         key for key in old if "num_batches" in key
@@ -240,13 +240,13 @@ def test_cuda_graphs(fashion):
     assert [text.count("replayed\n") for text in texts] == [80, 40, 40]
     together(*outputs(*flags, plain=[2]), more=NORMED, processes=1)
     for other in "plain", "parts":
-        assert same(weights("whole")["model"], weights(other)["model"])
+        assert same(weights("whole"), weights(other))
 
 
 # ---- Losses, scores, classes ---------------------------------------------------------------------
 def test_scores_from_sums():
     """IoU and AUC are those of all outputs at once."""
-    exec(code_of("Where each line goes", 1), space := {})
+    exec(code_of("Metrics"), space := {})
     found, masks = torch.tensor([[1.0, 1, -1, -1, 1]]), torch.tensor([[1.0, 0, 1, 0, 1]])
     sums = space["count"](found, masks)
     assert sums["labels"] == 5 and space["metrics"](sums)["test_iou"] == 2 / 4
@@ -324,7 +324,7 @@ def test_weights_of_another_number_of_classes(data, capsys):
         helpers.train(*flags)
     assert FEW_CLASSES in capsys.readouterr().err
     here(paste("my", FEW_CLASSES), *flags)
-    old, new = (weights(name)["model"] for name in ("three", "two"))
+    old, new = (weights(name) for name in ("three", "two"))
     differ = {name for name in old if not torch.equal(old[name], new[name])}
     assert differ == {"fc3.weight", "fc3.bias"} and len(new["fc3.bias"]) == 2
     assert "fc3.weight" in capsys.readouterr().out
@@ -408,7 +408,7 @@ def test_tar_shards(data):
         assert torch.equal(pixels, plain[i][0]) and "abc"[label] == paths[i].parent.name
     flags = ["--dataset", ".", "--batch-size", 16, "--epochs", 1, "--workers", 1, "--device", "cpu"]
     here(paste("my", "Tar shards"), *flags, "--output", "out")
-    assert len(metrics("out")) == 1 and weights("out")["image"] == [3, 32, 32]
+    assert len(metrics("out")) == 1 and torch.load("out/best.pt")["image"] == [3, 32, 32]
 
 
 DETECTION = """
@@ -448,6 +448,6 @@ def test_detection():
     flags = [*SHORT, "--batch-size", 8, "--accumulate", 2, "--log-every", 1, "--workers", 0]
     flags += ["--optimizer", "adamw", "--lr", 5e-3]
     together(*outputs(*flags, whole=[16], parts=[8, 16]), path=path, more=DETECTION)
-    assert same(weights("whole")["model"], weights("parts")["model"])
+    assert same(weights("whole"), weights("parts"))
     rows = metrics("whole")
     assert any(row["test_recall"] == 1 and row["test_precision"] > 0.7 for row in rows), rows

@@ -204,6 +204,7 @@ def test_seeds_share_nothing(fashion):
 TRANSFORMS = """
 import random
 import numpy as np
+torch.seed(), np.random.seed(), random.seed()  # forks have their parent's
 class Augmented(Dataset):
     def __init__(self, images, labels):
         self.images, self.targets = images, labels
