@@ -1130,7 +1130,7 @@ def shared(ranks, key, rank):
 
 
 def common_parts(ranks, forwards, rank):
-    """Whether rank 0 and another have rows of ddp's inputs in common in a pass, or none are seen."""
+    """Whether rank 0 and another share rows of ddp's inputs in a pass, or none is seen."""
     pairs = [[set(notes[key]["parts"]) for notes in (ranks[0], ranks[rank])] for key in forwards]
     return not any(ours for ours, _ in pairs) or any(ours & theirs for ours, theirs in pairs)
 
