@@ -316,6 +316,7 @@ def watch_wrappers(notes, seen):
             return outputs
         line, before = place(), random_states()
         tensors = tensors_in((inputs, kwargs))
+        tensors = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
         contents = tuple((checksum(tensor), tensor.numel()) for tensor in tensors)
         rows = max((len(tensor) for tensor in tensors if tensor.dim()), default=0)
         parts = [part for _, part in contents_of(tensors, None)[:1024]]
@@ -668,9 +669,9 @@ def note_datasets(notes, loaders):
             random.seed(0)
             np.random.seed(0)
             samples = [dataset[i] for i in indices]
-            fetches.append([[leaf_summary(leaf) for leaf in tree_leaves(one)] for one in samples])
+            fetches.append([[leaf_summary(leaf) for leaf in parts_of(one)] for one in samples])
             with contextlib.suppress(Exception):  # a collate_fn may want another number of them
-                batch = tree_leaves(loader.collate_fn(samples))
+                batch = parts_of(loader.collate_fn(samples))
                 fetches[-1].append([leaf_summary(leaf) for leaf in batch])
         again = [[one == other for one, other in zip(*pair)] for pair in zip(*fetches)]
         value = [[x if ok else None for x, ok in zip(*pair)] for pair in zip(fetches[0], again)]
@@ -678,6 +679,15 @@ def note_datasets(notes, loaders):
         value = {"size": size, "indices": indices, "samples": value, "fields": strings_in(fields)}
         notes.add("dataset", line, value=value)
         notes.send()
+
+
+def parts_of(sample):
+    """Its leaves; a list of numbers, such as a text's, is one."""
+
+    def is_row(tree):
+        return isinstance(tree, (list, tuple)) and all(isinstance(x, (int, float)) for x in tree)
+
+    return [np.array(x) if is_row(x) else x for x in tree_leaves(sample, is_leaf=is_row)]
 
 
 def leaf_summary(leaf):
@@ -1059,7 +1069,7 @@ def check_learning_rate(ranks):
 
 def same_samples(ranks, line):
     """Whether a dataset has the same samples on all ranks, as far as they were compared; None if
-    not known. And where they differ first: (index, rank, the two values, if one renumbers)."""
+    not known. And where they differ first: (index, rank, the two values, kind)."""
     found = [notes.get(("dataset", line)) for notes in ranks]
     if None in found:
         return None, None
@@ -1075,8 +1085,10 @@ def same_samples(ranks, line):
                     parts.setdefault((index == "batch", part), []).append((index, one, two))
         unlike = [c for each in parts.values() for c in each if c[1][0] != c[2][0]]
         if unlike:
-            mixed = any(renumbered(each) or is_equal(each) for each in parts.values())
-            return False, (unlike[0][0], rank, [c[1] for c in unlike[0][1:]], mixed)
+            kind = "renumbered" if any(map(renumbered, parts.values())) else "other"
+            if kind == "other" and any(map(is_equal, parts.values())):
+                kind = "mixed"
+            return False, (unlike[0][0], rank, [c[1] for c in unlike[0][1:]], kind)
     return known or None, None
 
 
@@ -1088,12 +1100,14 @@ def is_equal(comparisons):
 
 def renumbered(comparisons):
     """Whether one rank's values are the other's, numbered in another way: a shuffled vocabulary."""
-    if all(one[2] and one[2] == two[2] for _, one, two in comparisons):
-        return True
+    differ = [(one, two) for _, one, two in comparisons if one[0] != two[0]]
+    patterns = [one[2] == two[2] for one, two in differ if one[2]]
+    if len(patterns) > len(comparisons) / 2:
+        return all(patterns)
     pairs = {(one[0], two[0]) for _, one, two in comparisons}
     ones, twos = zip(*pairs)
     is_bijection = len(set(ones)) == len(set(twos)) == len(pairs)
-    return is_bijection and 2 < len(pairs) < len(comparisons) / 2
+    return bool(differ) and is_bijection and 2 < len(pairs) < len(comparisons) / 2
 
 
 def shared(ranks, key, rank):
@@ -1116,12 +1130,9 @@ def shared(ranks, key, rank):
 
 
 def common_parts(ranks, forwards, rank):
-    """How many rows of ddp's inputs rank 0 and another have in common."""
-    pair = [
-        [part for key in forwards for part in notes[key]["parts"]]
-        for notes in (ranks[0], ranks[rank])
-    ]
-    return len(set(pair[0]) & set(pair[1])) if pair[0] else 1
+    """Whether rank 0 and another share rows of ddp's inputs in a pass, or none is seen."""
+    pairs = [[set(notes[key]["parts"]) for notes in (ranks[0], ranks[rank])] for key in forwards]
+    return not any(ours for ours, _ in pairs) or any(ours & theirs for ours, theirs in pairs)
 
 
 @check(
@@ -1137,15 +1148,19 @@ def check_samples(ranks):
         text = f"{same[0][1][0]}: in {len(same)} passes, ddp had the same inputs on all ranks"
         steps = common(ranks, "step")
         constant = len(same) > 1 and len({ranks[0][key]["inputs"] for key in same}) == 1
-        if constant and differing(ranks, steps, lambda fact: fact["losses"])[0]:
+        losses = [[loss for key in steps for loss in notes[key]["losses"]] for notes in ranks]
+        alike = [len(one) == len(losses[0]) and np.allclose(one, losses[0]) for one in losses]
+        if constant and not all(alike):
             return [look(f"{text}, and other losses: right if each has a part of the loss")]
         return [wrong(text)]
-    for number in range(min((len(ranks[0][key]["inputs"]) for key in forwards), default=0)):
-        found = [[notes[key]["inputs"][number] for key in forwards] for notes in ranks]
-        large = all(elements >= 16 for _, elements in found[0])
-        if large and len(set(found[0])) > 1 and all(other == found[0] for other in found):
-            text = f"{forwards[0][1][0]}: input {number + 1} of ddp is the same on all ranks"
-            return [wrong(f"{text} in all {len(forwards)} passes")]
+    for line in dict.fromkeys(key[1] for key in forwards):
+        keys = [key for key in forwards if key[1] == line]
+        for number in range(min(len(ranks[0][key]["inputs"]) for key in keys)):
+            found = [[notes[key]["inputs"][number] for key in keys] for notes in ranks]
+            large = len(keys) > 2 and all(elements >= 16 for _, elements in found[0])
+            if large and len(set(found[0])) > 1 and all(other == found[0] for other in found):
+                text = f"{line[0]}: input {number + 1} of ddp is the same on all ranks"
+                return [wrong(f"{text} in all {len(keys)} passes")]
     losses = [[notes[key]["losses"] for key in common(ranks, "step")] for notes in ranks]
     if not forwards and any(losses[0]) and all(other == losses[0] for other in losses):
         text = f"the losses of all {len(losses[0])} steps are equal on all ranks"
@@ -1227,25 +1242,24 @@ def check_dataset(ranks):
     if key:
         sizes = [size for size, _ in values]
         return [wrong(f"{key[1][0]}: {sizes} samples, or others: a random split, a filter?")]
-    by_index = [
-        k for k in common(ranks, "pass") if ranks[0][k]["distributed"] or ranks[0][k]["is subset"]
-    ]
-    by_index += [k for k in common(ranks, "pass") if ranks[0][k]["sampler"] == "list"]
     found = None
-    for line in dict.fromkeys(key[1] for key in by_index):
+    for line in dict.fromkeys(key[1] for key in common(ranks, "pass")):
+        about = next(ranks[0][key] for key in common(ranks, "pass") if key[1] == line)
+        by_index = about["distributed"] or about["is subset"] or about["sampler"] == "list"
         same, where = same_samples(ranks, line)
         facts = [notes.get(("dataset", line), {}).get("fields", {}) for notes in ranks]
         for name in facts[0]:
             sums = [fact.get(name, [None, None]) for fact in facts]
-            if len({one for one, _ in sums}) == 1 < len({other for _, other in sums}):
+            reordered = len({one for one, _ in sums}) == 1 < len({other for _, other in sums})
+            if reordered and by_index:
                 return [wrong(f"{line[0]}: the dataset's {name} has another order on each rank")]
-        if where:
-            index, rank, values, mixed = where
+        if where and (by_index or where[3] == "renumbered"):
+            index, rank, values, kind = where
             text = f"{line[0]}: {'a batch' if index == 'batch' else f'sample {index}'} differs on "
             text += f"rank {rank}" + (f": {values[0]} and {values[1]}" if any(values) else "")
-            if mixed:
+            if kind == "renumbered" or kind == "mixed" and about["distributed"]:
                 return [wrong(text)]
-            return [look(f"{text}, and so do all: data of its own on each rank?")]
+            return [look(f"{text}: data of its own on each rank?")]
         if same is not None:
             found = []
     return found
