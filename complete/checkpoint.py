@@ -13,7 +13,7 @@ import math
 import os
 import time
 import zipfile
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+PROGRESS = ("epoch", "step", "loss_sum", "seconds", "metrics")  # of a Run: how far it is
 FIRST_REPORT = 10  # steps after which it is known how long one takes
 
 
@@ -53,17 +54,21 @@ def load(path, mmap=True, weights_only=True):
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=weights_only)
     except FileNotFoundError:
         raise DamagedFile(f"{path} is missing") from None
-    except Exception as error:  # there is one for each way in which a file can be broken
+    except Exception as error:  # also of many kinds
         raise DamagedFile(f"{path} is damaged, or of another kind: {error}") from error
 
 
 def check_file(path):
     """Raise DamagedFile if bytes have changed since a .pt file was written. torch.load does not
     look. Reads the whole file: a second per GB."""
-    if zipfile.is_zipfile(path):
-        with suppress(zipfile.BadZipFile):
-            if zipfile.ZipFile(path).testzip() is None:
-                return
+    if not zipfile.is_zipfile(path):  # of an old version of torch, or torch.load says what it is
+        return
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()  # by the checksum of each tensor
+    except Exception as error:  # there is one for each way in which a file can be broken
+        damaged = error
+    if damaged is not None:
         raise DamagedFile(f"{path} is damaged")
 
 
@@ -78,13 +83,16 @@ def read_weights(path):
 
 
 def file_identity(path):
-    """Changes whenever somebody replaces the file. None if there is none."""
+    """Tells whether another process has replaced a .pt file: its last bytes, which have checksums
+    of the rest. (Times and inode numbers may change by themselves on network disks.) None if there
+    is no file."""
     try:
-        with open(path, "rb") as file:  # opened: a network disk may remember an old state
-            found = os.fstat(file.fileno())
-    except FileNotFoundError:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 4096))
+            return size, file.read()
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 # ---- Which epoch is the best ---------------------------------------------------------------------
@@ -106,11 +114,10 @@ class Run:
         """`may_change`: names of the flags that may change on --resume."""
         self.args, self.lower_is_better = args, lower_is_better
         self.folder, self.path = args.output, args.output / "checkpoint.pt"
-        self.flags = {name: x for name, x in vars(args).items() if name not in may_change}
-        self.flags["dataset"] = Path(args.dataset).name  # its folder may be moved
-        for name, value in self.flags.items():
-            if not isinstance(value, (bool, int, float, str)):
-                self.flags[name] = str(value)
+        flags = {name: value for name, value in vars(args).items() if name not in may_change}
+        flags["dataset"] = Path(args.dataset).name  # its folder may be moved
+        simple = (bool, int, float, str)  # which torch.load reads with weights_only
+        self.flags = {name: x if isinstance(x, simple) else str(x) for name, x in flags.items()}
         self.epoch = 0  # finished epochs
         self.step = 0  # finished steps of the current epoch, at the last report
         self.loss_sum = 0.0  # sum of the losses of these steps
@@ -128,12 +135,8 @@ class Run:
         best = f"start a new run with --init {folder / 'best.pt'}"
         if folder.exists() and not folder.is_dir():
             return f"--output {folder} is a file: it must be a folder"
-        signs = (
-            "*.pt",
-            "last.json",
-            "epoch-*",
-            "checkpoint-*",
-        )  # of a run of any script or version
+        # Of a run of whichever script.
+        signs = ("*.pt", "last.json", "latest.json", "epoch-*", "checkpoint-*")
         if args.overwrite or not any(any(folder.glob(sign)) for sign in signs):
             return ""
         if (folder / "last.json").exists():
@@ -149,8 +152,10 @@ class Run:
                 check_file(path)
             saved = load(path, weights_only=False)  # `state` may have objects of any kind
             progress, flags = saved["progress"], saved["flags"]
-        except (DamagedFile, KeyError, TypeError) as error:
-            return f"{path} is damaged, or of another script ({error}): put a copy back, or {best}"
+        except DamagedFile as error:
+            return f"{error}: put a copy back, or {best}"
+        except (KeyError, TypeError):
+            return f"{path} is of another script: use another --output"
         for name, old in flags.items():  # flags that it lacks are not compared
             new = self.flags.get(name, old)
             if old != new:
@@ -159,8 +164,10 @@ class Run:
         epoch, step = progress["epoch"], progress["step"]
         if epoch + (step > 0) > args.epochs:
             return f"--epochs {args.epochs}: {path} already has {epoch} epochs and {step} steps"
-        vars(self).update(progress)
-        self.resumed = {name: saved[name] for name in ("classes", "normalization", "data")}
+        for name in PROGRESS:
+            setattr(self, name, progress[name])
+        parts = ("classes", "normalization", "data", "image")
+        self.resumed = {name: saved[name] for name in parts}
         return ""
 
     def restore(self, state, device):
@@ -238,10 +245,10 @@ class Run:
         # After kill -9 of torchrun its ranks would live on, and write beside a resumed run.
         is_orphan = dist.is_torchelastic_launched() and os.getppid() != self.parent_pid
         is_due, wait = self.plan_save(step) if dist.get_rank() == 0 else (False, 0)
-        told = (is_orphan, is_due, wait)
-        told = [torch.full((), float(value), device=self.device) for value in told]
         size = nn.utils.get_total_norm(list(self.state["model"].parameters()))  # NaN if a weight is
-        totals = torch.stack([x.float() for x in (self.losses, norm, size, *told)])
+        # Filled on the device: a copy from the CPU would wait for it once more.
+        own = [torch.full((), float(x), device=self.device) for x in (is_orphan, is_due, wait)]
+        totals = torch.stack([x.float() for x in (self.losses, norm, size, *own)])
         dist.all_reduce(totals)  # over all ranks, which all end, or continue, together
         losses, norm, size, orphans, is_due, wait = totals.tolist()  # waits for the GPU
         if orphans > 0:
@@ -270,7 +277,7 @@ class Run:
         step_seconds = (now - self.asked_at) / (steps - self.asked_step)
         self.asked_at, self.asked_step = now, steps
         between = 60 * self.args.checkpoint_minutes
-        until_save = max(0, round((self.saved_at + between - now) / step_seconds))
+        until_save = max(0, round((self.saved_at + between - now) / step_seconds))  # steps
         if between == 0:
             return True, math.inf  # at progress lines
         return until_save == 0, until_save or math.ceil(between / step_seconds)
@@ -345,8 +352,7 @@ class Run:
             return
         self.check_owner()
         (self.folder / "model.pt").unlink(missing_ok=True)  # only a finished run has one
-        names = ("epoch", "step", "loss_sum", "seconds", "metrics")
-        progress = {name: getattr(self, name) for name in names}
+        progress = {name: getattr(self, name) for name in PROGRESS}
         parts = {name: part.state_dict() for name, part in self.state.items()}
         with atomic_write(self.path) as file:
             torch.save({**parts, "progress": progress, **self.about}, file)
@@ -386,7 +392,7 @@ def load_part(part, saved):
     fused = [group.get("fused") for group in groups]
     part.load_state_dict(saved)
     for group, own in zip(getattr(part, "param_groups", []), fused):
-        group["fused"] = own  # by the GPU of today
+        group["fused"] = own  # as build_optimizer has chosen for this device
     if isinstance(part, LambdaLR):  # with other --epochs, the next step has another rate
         rates = zip(part.optimizer.param_groups, part.base_lrs, part.lr_lambdas)
         for group, lr, factor in rates:

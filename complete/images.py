@@ -1,88 +1,90 @@
-"""Folders of images: found, decoded, cut to a square, or read as pack_images.py has packed them.
+"""Images: found in folders, decoded, packed by pack_images.py, cropped; and data sets to try.
 
 A folder has train/CLASS/ and test/CLASS/ (or val/CLASS/, or both), or only CLASS/.
 """
 
+import functools
+import itertools
 import json
 import math
 import os
 from collections import Counter
 from contextlib import suppress
-from pathlib import PurePath
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import Image
 from torch.utils.data import Dataset, TensorDataset
 from torchvision import datasets
 from torchvision.datasets.folder import is_image_file
 from torchvision.transforms import v2
 
 # The parts of a data set, and the names of their folders. The first that has classes is taken.
-PARTS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
+PARTS = {"train": ["train"], "val": ["val", "valid", "validation"], "test": ["test"]}
 
 
 class FolderError(Exception):
     """Says in a line what is wrong with a folder."""
 
 
-def refuse(message):
-    raise FolderError(message)
-
-
 def load_folder(folder, side, final=False):
-    """Training and test set of a folder of images, or of one that pack_images.py wrote. Where there
-    are both val/ and test/, the test set is val/, and with `final` test/."""
+    """Training and test set of a folder of images, or of one that pack_images.py wrote. Images are
+    squares of `side` pixels, packed ones of those that they were packed with. Where there are val/
+    and test/, the test set is val/, and with `final` test/. Raises FolderError."""
     if not folder.is_dir():
-        refuse(f"--dataset {folder}: neither a known name nor a folder of images")
+        raise FolderError(f"--dataset {folder} is neither a known name nor a folder")
     if (folder / "train.bin").exists():
-        if not (folder / "classes.json").exists():
-            refuse(f"--dataset {folder} is not complete: run pack_images.py again")
-        classes, notes = json.loads((folder / "classes.json").read_text()), []
-        packed = [part for part in PARTS if (folder / f"{part}.bin").exists()]
-        sets = {part: PackedImages(folder / part, classes) for part in packed}
-        if sets["train"].side > side:
-            says = f"{folder} has {sets['train'].side} pixels a side, where --side {side} is enough"
-            notes.append(f"{says}: pack it again for speed")
+        sets, notes = load_packed(folder, side)
     else:
         classes, parts, notes = find_images(folder)
-        sets = {part: Images(samples, classes, side) for part, samples in parts.items()}
-    if {"val", "test"} < {*sets}:
+        sets = {part: Images(*samples, classes, side) for part, samples in parts.items()}
+    if "val" in sets:
         notes.append(f"{folder}: best.pt is chosen on val/; --evaluate gives the scores on test/")
-        del sets["val" if final else "test"]
-    for note in notes:
-        if os.environ.get("RANK", "0") == "0":  # rank 0 alone prints
+    if os.environ.get("RANK", "0") == "0":  # rank 0 alone prints
+        for note in notes:
             print(note, flush=True)
-    train_set, test_set = sets.values()
-    return train_set, test_set
+    test = "val" if "val" in sets and not final else "test"
+    return sets["train"], sets[test]
+
+
+def load_packed(folder, side):
+    """The data sets "train", "test", and "val" where there are both, and lines to print."""
+    if not (folder / "classes.json").exists():
+        raise FolderError(f"--dataset {folder} is not complete: run pack_images.py again")
+    classes = json.loads((folder / "classes.json").read_text())
+    packed = [part for part in PARTS if (folder / f"{part}.bin").exists()]
+    sets = {part: PackedImages(folder / part, classes) for part in packed}
+    found = sets["train"].side
+    if found > side:
+        return sets, [f"{folder} was packed with --side {found}; --side {side} would be faster"]
+    if found < side:
+        return sets, [f"{folder} was packed with --side {found}; --side {side} would be sharper"]
+    return sets, []
+
+
+def side_before_crop(image_size):
+    """A margin for crops: 256 pixels for 224. Tiny images have none: it would only blur them."""
+    return image_size * 8 // 7 if image_size >= 64 else image_size
 
 
 # ---- Finding images ------------------------------------------------------------------------------
 def find_images(folder):
-    """Returns the names of the classes, a list of paths and labels for each part ("train", "test",
-    and "val" where there are both), and lines to print."""
+    """Returns the names of the classes, paths and labels for each part ("train", "test", and "val"
+    where there are both), and lines to print. Raises FolderError."""
+    counts = Counter()
     places, notes = find_parts(folder)
-    has_train = places["train"] != folder
-    found, left_out = scan(places.values())
-    notes += [f"{folder}: {line}" for line in left_out]
-    found = dict(zip(places, found))
-    classes = sorted(found["train"])
-    if len(classes) == 1:
-        refuse(
-            f"{places['train']} has only one class, {quoted(classes)}: are the classes in there?"
+    found = {part: images_by_class(place, counts) for part, place in places.items()}
+    has_links = counts.pop("links", 0) > 0
+    if counts["in no class"]:
+        notes.append(
+            f"{folder}: {counts.pop('in no class')} images left out, which are in no class"
         )
-    if not has_train:  # and not such as training/CLASS/ and testing/CLASS/
-        direct = {os.path.dirname(path) for paths in found["train"].values() for path in paths}
-        empty = [name for name in classes if os.path.join(folder, name) not in direct]
-        if empty:
-            says = f"{folder} has no train/, and no images directly in {quoted(empty)}"
-            refuse("\n".join([says, *notes]))
-    for part, by_class in found.items():
-        if sorted(by_class) != classes:  # a label would mean another class
-            names = f"train/ and {places[part].name}/"
-            differ = quoted(sorted({*classes} ^ {*by_class}))
-            refuse(f"{folder}: {names} differ in {differ}: give both all classes")
+    if counts:
+        notes.append(f"{folder}: {suffixes_in_words(counts)}")
+    check_classes(folder, places, found, notes)
+    classes = sorted(found["train"])
     if len(found) == 1:
         notes.append(
             f"{folder} has no test/ or val/: every tenth image of each class is for testing"
@@ -95,12 +97,14 @@ def find_images(folder):
     empty = [name for name in classes if not all(by_class[name] for by_class in found.values())]
     if empty:
         says = f"{folder}: no images to train or to test on in {quoted(empty)}"
-        refuse("\n".join([says, *notes]))
-    samples = {
-        part: [(path, label) for label, name in enumerate(classes) for path in by_class[name]]
-        for part, by_class in found.items()
-    }
-    return classes, samples, notes
+        raise FolderError("\n".join([says, *notes]))
+    parts = {}
+    for part, by_class in found.items():
+        labels = np.repeat(range(len(classes)), [len(by_class[name]) for name in classes])
+        parts[part] = [path for name in classes for path in by_class[name]], labels
+    if has_links:
+        notes += shared_images(folder, parts)
+    return classes, parts, notes
 
 
 def find_parts(folder):
@@ -115,111 +119,170 @@ def find_parts(folder):
                 places[part] = place
     if "train" in places:
         return places, notes
-    known = {name for names in PARTS.values() for name in names}
-    if {path.name for path in folders_in(folder)} <= known:
+    if set(folders_in(folder)) <= set(itertools.chain(*PARTS.values())):
         source = folder / "train" if (folder / "train").is_dir() else folder
-        refuse(f"{source} has no folders: it needs one for each class")
+        raise FolderError(f"{source} has no folders: it needs one for each class")
     return {"train": folder}, []
+
+
+def check_classes(folder, places, found, notes):
+    """Raises FolderError if the folders in the parts cannot be the classes."""
+    by_class = found["train"]
+    if len(by_class) == 1:
+        says = f"{places['train']} has only one class, {quoted(by_class)}"
+        raise FolderError(f"{says}: are the classes in there?")
+    if places["train"] == folder:  # and not such as training/CLASS/ and testing/CLASS/
+        direct = {os.path.dirname(path) for paths in by_class.values() for path in paths}
+        empty = [name for name in by_class if os.path.join(folder, name) not in direct]
+        if empty:
+            says = f"{folder} has no train/, and no images directly in {quoted(empty)}"
+            raise FolderError("\n".join([says, *notes]))
+    for part, others in found.items():
+        if others.keys() != by_class.keys():  # a label would mean another class
+            differ = quoted(others.keys() ^ by_class.keys())
+            says = f"{folder}: train/ and {places[part].name}/ differ in {differ}"
+            raise FolderError(f"{says}: give both all classes")
+
+
+def images_by_class(folder, counts):
+    """The paths of the images of each class, whose folders are in this one."""
+    found = {}
+    for entry in visible(folder, counts):
+        if entry.is_dir():
+            found[entry.name] = image_files(entry.path, counts)
+        elif is_image_file(entry.name):
+            counts["in no class"] += 1
+    return found
+
+
+def image_files(folder, counts):
+    """The paths of the images in a folder and in those below it, sorted by folder and name. Adds
+    the suffixes of other files, and links, to `counts`."""
+    images = []
+    for path in files_below(folder, counts):
+        if is_image_file(path):
+            images.append(path)
+        else:
+            counts[os.path.splitext(path)[1] or "without"] += 1
+    return sorted(images, key=os.path.split)
+
+
+def files_below(folder, counts):
+    for entry in visible(folder, counts):
+        if entry.is_dir():
+            yield from files_below(entry.path, counts)
+        else:
+            yield entry.path
+
+
+def visible(folder, counts):
+    """What is in a folder, but hidden folders and files (.git; a Mac's ._photo.jpg), and links to a
+    folder that contains this one, which would never end. Adds the links to `counts`."""
+    for entry in os.scandir(folder):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_symlink():
+            if entry.is_dir() and leads_back(Path(entry.path)):
+                continue
+            counts["links"] += 1
+        yield entry
+
+
+def leads_back(link):
+    target = link.resolve()
+    return any(parent.resolve().is_relative_to(target) for parent in link.parents)
+
+
+def folders_in(folder):
+    return [entry.name for entry in visible(folder, Counter()) if entry.is_dir()]
+
+
+def shared_images(folder, parts):
+    """Lines on images that are in two parts, by links."""
+    real = {part: {os.path.realpath(path) for path in paths} for part, (paths, _) in parts.items()}
+    lines = []
+    for one, other in itertools.combinations(real, 2):
+        both = real[one] & real[other]
+        if both:
+            says = f"{folder}: links put {len(both)} images into {one} and {other}"
+            lines.append(f"{says}, such as {quoted([min(both)])}: scores will be too good")
+    return lines
+
+
+def suffixes_in_words(counts):
+    shown = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common())
+    return f"{counts.total()} files left out by their suffix: {shown}"
 
 
 def quoted(names):
     """Names that look alike, as two ways to write an accent do, can be told apart."""
-    return ", ".join(map(ascii, names))
-
-
-def folders_in(folder):
-    """Without .git, .ipynb_checkpoints and other hidden ones."""
-    return [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
-
-
-def scan(folders):
-    """Returns, for each of these folders, the paths of the images in each of its classes, sorted by
-    folder and name; and lines on what is left out. A link is not followed to what is found anyway,
-    nor to a folder that contains one of these: each real path counts once."""
-    roots = [os.path.realpath(folder) for folder in folders]
-    tops, seen = {*roots}, set()  # folders that are read as a whole; all folders and links so far
-    suffixes, left_out = Counter(), Counter()
-
-    def found_anyway(target, is_folder):
-        parents = [target, *map(str, PurePath(target).parents)]
-        below = [target[len(path) :] for path in parents if path in tops]
-        above = is_folder and any(top.startswith(f"{target.rstrip('/')}/") for top in tops)
-        return above or any("/." not in path for path in below)  # hidden folders are not read
-
-    def walk(folder, real):
-        """The folders and images in a folder, and their real paths."""
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-            is_link, is_folder = entry.is_symlink(), entry.is_dir()
-            if is_folder and entry.name.startswith("."):
-                continue
-            if not is_folder and not is_image_file(entry.name):
-                suffixes[os.path.splitext(entry.name)[1] or "without"] += 1
-                continue
-            target = os.path.realpath(entry.path) if is_link else os.path.join(real, entry.name)
-            if is_link and found_anyway(target, is_folder) or target in seen:
-                left_out["links left out, to what is found anyway"] += 1
-                continue
-            if is_link and is_folder:
-                tops.add(target)
-            if is_link or is_folder:
-                seen.add(target)
-            yield entry, target
-
-    def images(folder, real):
-        for entry, target in walk(folder, real):
-            if entry.is_dir():
-                yield from images(entry.path, target)
-            else:
-                yield entry.path
-
-    found = []
-    for folder, root in zip(folders, roots):
-        entries = [] if root in seen else [*walk(folder, root)]
-        seen.add(root)
-        by_class = {x.name: list(images(x.path, target)) for x, target in entries if x.is_dir()}
-        left_out["images left out, which are in no class"] += len(entries) - len(by_class)
-        found.append({name: sorted(paths, key=os.path.split) for name, paths in by_class.items()})
-    lines = [f"{count} {what}" for what, count in left_out.items() if count]
-    if suffixes:
-        counts = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common())
-        lines.append(f"{suffixes.total()} files left out by their suffix: {counts}")
-    return found, lines
+    return ", ".join(map(ascii, sorted(names)))
 
 
 # ---- Data sets -----------------------------------------------------------------------------------
 class Images(Dataset):
-    """Image files, decoded when they are asked for, and cut to a square: (3, side, side), uint8."""
+    """Image files, decoded when they are asked for, and cut to a square from the middle: (3, side,
+    side), uint8, and a label."""
 
-    def __init__(self, samples, classes, side):
+    def __init__(self, paths, labels, classes, side):
         self.classes, self.side = classes, side
         # Arrays, which loader workers share. Of a list, each would in time hold a copy.
-        self.paths = np.array([os.fsencode(path) for path, _ in samples])
-        self.targets = np.array([label for _, label in samples])
-        self.transform = v2.Compose([v2.PILToTensor(), v2.Resize(side), v2.CenterCrop(side)])
+        self.paths = np.array([os.fsencode(path) for path in paths])
+        self.targets = np.asarray(labels)
+        self.crop = square(side)
 
     def __len__(self):
         return len(self.targets)
 
     def __getitem__(self, i):
-        image = load_image(os.fsdecode(self.paths[i]), self.side)
-        return self.transform(image), int(self.targets[i])
+        path = os.fsdecode(self.paths[i])
+        return self.crop(load_image(path, self.side)), int(self.targets[i])
 
 
-def load_image(path, side):
+def square(side):
+    """A transform of an image of PIL to (channels, side, side), uint8: the shorter side is resized,
+    and the longer one cut at both ends."""
+    return v2.Compose([v2.PILToTensor(), v2.Resize(side), v2.CenterCrop(side)])
+
+
+def load_image(file, side):
     """The image in a file, upright and in RGB. A large one may be reduced, not below `side`."""
     try:
-        with Image.open(path) as image:
-            image.draft("RGB", (side, side))  # decodes a large JPEG at 1/2, 1/4 or 1/8 of its size
-            image.load()
-            with suppress(Exception):  # a broken EXIF block raises one of many kinds
-                ImageOps.exif_transpose(image, in_place=True)  # as the camera was held
-            if image.mode in ("F", "I"):
-                raise ValueError(f"its pixels (mode {image.mode}) have no known maximum")
-            if image.mode.startswith("I;16"):  # 16 bits a pixel, which convert() would clip to 8
-                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-            return image.convert("RGB")
+        with Image.open(file) as image:
+            return upright_rgb(image, side)
     except Exception as error:  # most do not say which file it is
-        raise OSError(f"{path}: {error}") from error
+        raise OSError(f"{file}: {error}") from error
+
+
+# What makes an image upright, by the value of EXIF's tag "Orientation".
+ORIENTATION = 0x0112
+TURNS = {
+    2: Image.FLIP_LEFT_RIGHT,
+    3: Image.ROTATE_180,
+    4: Image.FLIP_TOP_BOTTOM,
+    5: Image.TRANSPOSE,
+    6: Image.ROTATE_270,
+    7: Image.TRANSVERSE,
+    8: Image.ROTATE_90,
+}
+
+
+def upright_rgb(image, side):
+    """An image that PIL has opened. PIL's own ImageOps.exif_transpose fails where the rest of a
+    camera's EXIF block is broken."""
+    image.draft("RGB", (side, side))  # decodes a large JPEG at 1/2, 1/4 or 1/8 of its size
+    image.load()
+    turn = None
+    with suppress(Exception):  # a broken EXIF block raises one of many kinds
+        turn = TURNS.get(image.getexif().get(ORIENTATION))
+    # Old versions of Pillow open 16 bits a pixel as 32; of PGM all do.
+    has_16_bits = image.mode == "I" and image.format in ("PNG", "PPM")
+    if image.mode.startswith("I;16") or has_16_bits:  # convert() would clip them to 8
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("F", "I"):
+        raise ValueError(f"its pixels (mode {image.mode}) have no known maximum")
+    image = image.convert("RGB")
+    return image if turn is None else image.transpose(turn)
 
 
 class PackedImages(Dataset):
@@ -236,7 +299,7 @@ class PackedImages(Dataset):
         if size != len(self.targets) * 3 * self.side**2:
             raise OSError(f"{self.file.name} does not hold {len(self.targets)} images: copy again")
 
-    def __reduce__(self):  # a worker that is not forked opens the file for itself
+    def __reduce__(self):  # an open file cannot be pickled: a worker that is not forked opens it
         return PackedImages, (self.path, self.classes)
 
     def __len__(self):
@@ -253,43 +316,49 @@ class PackedImages(Dataset):
 
 # ---- Images that fit on the device ---------------------------------------------------------------
 def load_torchvision(name, folder, train, colour):
-    """CIFAR-10 or Fashion-MNIST as two tensors, (N, C, H, W) and (N)."""
+    """CIFAR-10 or Fashion-MNIST as two tensors, (N, C, H, W) and (N). With `colour`, grey images
+    get three channels."""
     kind = {"cifar10": datasets.CIFAR10, "fashion-mnist": datasets.FashionMNIST}[name]
     try:
         dataset = kind(folder, train, download=True)
     except (OSError, RuntimeError) as error:
         says = f"no download ({str(error).splitlines()[0]})"
-        raise FolderError(f"{says}: put the files into --data-dir") from error
+        raise FolderError(f"{says}: put the files into --data-dir {folder}") from error
     images = torch.as_tensor(dataset.data)  # (N, H, W) or (N, H, W, C)
     images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
     if colour:
         images = images.expand(-1, 3, -1, -1)
     tensors = TensorDataset(images, torch.as_tensor(dataset.targets))
-    tensors.classes = getattr(dataset, "classes", None)
+    tensors.classes = dataset.classes
     return tensors
 
 
 def synthetic(count, side, seed):
     """`count` images (3, side, side) of ten coarse patterns, with noise."""
     coarse = torch.rand(10, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    patterns = (F.interpolate(coarse, side) * 120).byte()  # to 119, and the noise to 135
+    patterns = (F.interpolate(coarse, side) * 120).byte()  # up to 119, and the noise up to 135
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=generator)
     images = torch.randint(136, (count, 3, side, side), dtype=torch.uint8, generator=generator)
     return TensorDataset(images.add_(patterns[labels]), labels)
 
 
-# ---- Batches of images on the device -------------------------------------------------------------
+# ---- Random crops, on the device -----------------------------------------------------------------
 def random_crops(images, size):
     """A random part of each image (N, C, H, W), resized to `size` (H, W); half are flipped."""
     count, device = len(images), images.device
-    zoom = torch.empty(count, device=device).uniform_(0.6, 1)  # part of the image's side
-    flip = torch.randint(2, (count,), device=device) * 2 - 1
-    shift = torch.empty(count, 2, device=device).uniform_(-1, 1) * (1 - zoom)[:, None]
-    # The centers of a crop's pixels, and where they lie in the image: its sides are at -1 and 1.
-    # Products of single numbers: F.affine_grid multiplies matrices, on a GPU in TF32.
-    y, x = (torch.linspace(1 / n - 1, 1 - 1 / n, n, device=device) for n in size)
-    y = torch.outer(zoom, y) + shift[:, 1:]
-    x = torch.outer(zoom * flip, x) + shift[:, :1]
-    grid = torch.stack(torch.broadcast_tensors(x[:, None, :], y[:, :, None]), dim=3)
+    zoom = torch.empty(count, 1, 1, 1, device=device).uniform_(0.6, 1)  # part of the image's side
+    sign = torch.empty_like(zoom).uniform_(-1, 1)  # negative: flipped
+    place = torch.empty(count, 1, 1, 2, device=device).uniform_(-1, 1)  # from edge to edge
+    scale = torch.cat([zoom.copysign(sign), zoom], dim=3)  # of x and of y
+    shift = place * (1 - zoom)
+    # Where the pixels of a crop lie in its image, whose sides are at -1 and 1: (N, H, W, 2).
+    grid = torch.addcmul(shift, pixel_centers(*size, device), scale)
     return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+@functools.cache  # made once, as it is the same in each step
+def pixel_centers(height, width, device):
+    """x and y of the centers of the pixels of an image whose sides are at -1 and 1: (H, W, 2)."""
+    x, y = (torch.linspace(1 / n - 1, 1 - 1 / n, n, device=device) for n in (width, height))
+    return torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=2)

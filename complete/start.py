@@ -111,30 +111,37 @@ def refuse(problem):
     """End all ranks if one of them has a problem, which is printed once; "" is none. A process that
     has not joined the others yet ends alone."""
     problems = gather(problem) if dist.is_initialized() else [problem]
-    first = next(filter(None, problems), None)
-    if first is None:
+    problems = [text for text in problems if text]
+    if not problems:
         return
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"{Path(sys.argv[0]).name}: error: {first}", file=sys.stderr, flush=True)
+        print(f"{Path(sys.argv[0]).name}: error: {problems[0]}", file=sys.stderr, flush=True)
     if dist.is_initialized():
         dist.barrier()  # until it is printed: torchrun ends all ranks as soon as one has ended
         dist.destroy_process_group()
     raise SystemExit(2)
 
 
-def in_turns(load):
+def in_turns(load, *args, **options):
     """What `load` returns. Rank 0 calls it first, as it may download; then one process of each
-    other machine, which may have a disk of its own; then the rest."""
+    other machine, which may have a disk of its own; then the rest. All try, before one that finds
+    no data says so."""
     if not dist.is_initialized():
-        return load()
+        return load(*args, **options)
     if dist.get_rank() == 0:
         my_turn = 0
     else:
         my_turn = 1 if from_environment("LOCAL_RANK", 0) == 0 else 2
+    failure = None
     for turn in range(3):
         if turn == my_turn:
-            loaded = load()
+            try:
+                loaded = load(*args, **options)
+            except FolderError as error:
+                failure = error
         dist.barrier()  # all ranks wait here for each other
+    if failure:
+        raise failure
     return loaded
 
 
@@ -197,7 +204,14 @@ def identify(train_set, test_set, classes):
     names = getattr(train_set, "classes", None)
     names = [str(name) for name in names] if isinstance(names, (list, tuple)) else classes
     parts = {"train": fingerprint(train_set), "test": fingerprint(test_set)}
-    return {"classes": names, "data": parts}
+    return {"classes": names, "data": parts, "image": image_shape(test_set[0])}
+
+
+def image_shape(sample):
+    """[C, H, W] of the image in a sample, to which predict.py decodes others; None without one."""
+    image = sample[0] if isinstance(sample, (tuple, list)) else None
+    is_image = torch.is_tensor(image) and image.dtype == torch.uint8 and image.ndim == 3
+    return list(image.shape) if is_image else None
 
 
 def describe(identity):
@@ -258,8 +272,11 @@ def hash_of(parts):
 
 def difference(old, new, then=" then", now=" now"):
     """In what two results of `identify` differ, or ""; `then` and `now` say whose they are."""
-    before, after = [*map(str, names_of(old))], [*map(str, names_of(new))]
-    if before != after:
+    before, after = old["classes"], new["classes"]
+    if isinstance(before, int) or isinstance(after, int):  # no names
+        if before != after:
+            return f"other classes: {ascii(before)}{then}, {ascii(after)}{now}"
+    elif before != after:
         gone = [name for name in before if name not in after]
         more = [name for name in after if name not in before]
         change = f"{ascii(gone)}{then}, {ascii(more)}{now}"
@@ -271,12 +288,10 @@ def difference(old, new, then=" then", now=" now"):
         if a["hash"] != b["hash"]:
             hashes = f"{a['hash']}{then}, {b['hash']}{now}"
             return f"other {name} samples, by their paths or labels: {hashes}"
+    a, b = old.get("image"), new.get("image")
+    if a != b:  # packed again, with another --side
+        return f"images of the shape {a}{then}, not {b}{now}"
     return ""
-
-
-def names_of(identity):
-    classes = identity["classes"]
-    return classes if isinstance(classes, list) else [classes]
 
 
 def check_data(args, run, first, identity):
@@ -304,8 +319,8 @@ def check_scores(trained, args, identity):
     if trained["classes"] != identity["classes"]:
         return f"{file} was trained with {difference(trained, identity)}"
     same_folder = flags["dataset"] == Path(args.dataset).name
-    same_test = {**trained["data"], "test": identity["data"]["test"]}
-    if same_folder and (differ := difference({**trained, "data": same_test}, identity)):
+    data = {**identity["data"], "train": trained["data"]["train"]}  # its test set may be another
+    if same_folder and (differ := difference({**identity, "data": data}, identity)):
         return f"{file} was trained with {differ}: what is tested may be part of it"
     return ""
 
@@ -330,9 +345,11 @@ def find_start(args, run):
         except DamagedFile as error:
             problem = str(error)
     refuse(problem)
-    about = [{name: value for name, value in first.items() if name not in ("model", "optimizer")}]
+    parts = ("file", "flags", "normalization", "classes", "data", "image")
+    about = [{name: first[name] for name in parts if name in first}]
     dist.broadcast_object_list(about, 0)
-    return about[0] | first
+    weights = {"model": first["model"]} if first else {}
+    return about[0] | weights
 
 
 def read_first(args):

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import struct
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ from unittest import mock
 
 import checkpoint as saving
 import pytest
+import start as starting
 import torch
 import torch.distributed as dist
 import train as script
@@ -105,7 +107,7 @@ def test_not_a_run_of_this_script(out, denied):
         Path("checkpoint.pt").rename("out/checkpoint.pt")
     small = {"model": {}, "optimizer": {}, "epoch": 1, "classes": ["a"]}
     torch.save(small, "out/checkpoint.pt")
-    denied("out/checkpoint.pt is damaged, or of another script", "--resume")
+    denied("out/checkpoint.pt is of another script: use another --output", "--resume")
     shutil.rmtree("out")
     Path("out").write_text("")
     denied("--output out is a file", "")
@@ -118,7 +120,8 @@ def damage(kind, path):
     elif kind == "flipped":  # a bit of the last tensor
         with zipfile.ZipFile(path) as file:
             last = [x for x in file.infolist() if "/data/" in x.filename and x.file_size > 8][-1]
-        start = content.index(last.filename.encode(), last.header_offset) + 100
+        name, padding = struct.unpack_from("<HH", content, last.header_offset + 26)  # lengths
+        start = last.header_offset + 30 + name + padding + 5
         path.write_bytes(content[:start] + bytes([content[start] ^ 64]) + content[start + 1 :])
     else:
         path.write_bytes(content[: 0 if kind == "empty" else len(content) // 2])
@@ -202,6 +205,7 @@ def test_said_once(out, fashion, data):
         (2, "has only 640 samples", "--overwrite", "--batch-size", 1000),
         (4, "only 3 test samples", "--overwrite", "--dataset", data / "pictures"),
         (2, "neither a known name nor a folder", "--overwrite", "--dataset", "no"),
+        (2, "no download (", "--overwrite", "--data-dir", "no"),
     ):
         text = refuse(*start(COMPLETE, *fashion, "--output", "out", *flags, processes=count))
         assert text.count("error: ") == 1 and says in text and content("out") == before, text
@@ -334,10 +338,17 @@ def test_a_file_to_begin_with(out, denied, monkeypatch):
     denied("out/best.pt is damaged", "--evaluate")
 
 
-def test_init_with_other_classes(out, denied, data):
-    """Said, with where it stands how to keep the other layers."""
-    says = "out/best.pt: fc3.weight has another shape here (other classes?): see 'Weights of"
-    denied(says, f"--output new --init out/best.pt --dataset {data / 'pictures'} --batch-size 8")
+def test_init_with_other_classes():
+    """Said, with where it stands how to keep the other layers; which is what `new_head` does."""
+    old, new = (script.Net(1, 32, classes) for classes in (10, 3))
+    words = new, old.state_dict(), "best.pt"
+    says = "best.pt: fc3.weight has another shape here (other classes?): see 'Weights of another"
+    assert says in starting.load_fitting(*words, new_head=False)
+    assert not torch.equal(new.fc1.weight, old.fc1.weight)
+    assert starting.load_fitting(*words, new_head=True) == ""
+    assert torch.equal(new.fc1.weight, old.fc1.weight) and new.fc3.weight.shape == (3, 84)
+    other = script.Net(3, 32, 3)
+    assert "not of this model: conv1.weight" in starting.load_fitting(other, *words[1:], True)
 
 
 TWO_KINDS = """

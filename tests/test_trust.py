@@ -171,33 +171,40 @@ def test_ranks_with_other_flags(fashion, other):
 SEEDS = """
 import random
 import numpy as np
-plain = seed_random_numbers
-def seed_random_numbers(*words, **options):
-    plain(*words, **options)
-    numbers = torch.rand(()).item(), np.random.rand(), random.random()
-    plain(*words, **options)
-    print(f"\\nseed {args.seed} {words[0]} rank {dist.get_rank()}: {numbers}", flush=True)
+def seen(seed):
+    def seed_and_tell(*words, **options):
+        seed(*words, **options)
+        numbers = torch.rand(()).item(), np.random.rand(), random.random()
+        seed(*words, **options)
+        print(f"\\nseed {args.seed} {words[0]} rank {dist.get_rank()}: {numbers}", flush=True)
+    return seed_and_tell
+seed_everything, seed_torch = seen(seed_everything), seen(seed_torch)
 """
 
 
 def test_seeds_share_nothing(fashion):
-    """Of two seeds, with three epochs on two ranks: what a step or a crop draws, from Python's,
-    numpy's and torch's numbers, is drawn once. The data and weights are the same on both ranks."""
+    """Of two seeds, with three epochs on two ranks: what a step or `prepare` draws is drawn once,
+    and what an epoch draws from Python's and numpy's numbers. Data and weights are those of all."""
     flags = [*fashion, "--epochs", 3, "--batch-size", 80, "--accumulate", 2, "--output"]
     runs = [[*flags, f"out-{seed}", "--seed", seed] for seed in (1, 2)]
     line = r"^seed (\d) (\w+) rank (\d): \((.*), (.*), (.*)\)$"
     found = re.findall(line, "".join(together(*runs, more=SEEDS)), re.M)
     of_all = [numbers for seed, what, rank, *numbers in found if what in ("data", "weights")]
-    others = [numbers for seed, what, rank, *numbers in found if what in ("step", "prepare")]
-    assert len(of_all) == 2 * 2 * 2 and len(others) == 2 * 2 * (2 * 2 * 3 * 8)  # 8 steps an epoch
+    of_steps = [numbers[0] for seed, what, rank, *numbers in found if what == "step"]
+    of_batches = [numbers[0] for seed, what, rank, *numbers in found if what == "prepare"]
+    of_epochs = [numbers for seed, what, rank, *numbers in found if what == "epoch"]
+    epochs, count = 2 * 2 * 3, 2 * 2 * 3 * 8 * 2  # an epoch has 8 steps of 2 micro-batches
+    assert (len(of_all), len(of_epochs)) == (8, epochs)
+    assert len(of_steps) == len(of_batches) == count == len({*of_steps, *of_batches}) / 2
     for column in range(3):
-        assert len({numbers[column] for numbers in of_all}) == len(of_all) / 2
-        assert len({numbers[column] for numbers in others}) == len(others)
+        assert len({numbers[column] for numbers in of_all}) == 4
+        assert len({numbers[column] for numbers in of_epochs}) == epochs
 
 
 TRANSFORMS = """
 import random
 import numpy as np
+torch.seed(), np.random.seed(), random.seed()  # forks have their parent's
 class Augmented(Dataset):
     def __init__(self, images, labels):
         self.images, self.targets = images, labels
@@ -243,6 +250,44 @@ def save(run):
         raise SystemExit(1)
 Run.save = save
 """
+
+
+WORKERS = """
+import os
+torch.multiprocessing.set_start_method("forkserver", force=True)  # as Python 3.14 has it
+class Seen(Dataset):
+    def __init__(self, name, count):
+        self.name, self.count = name, count
+    def __len__(self):
+        return self.count
+    def __getitem__(self, i):
+        with open("seen.txt", "a") as file:
+            file.write(f"{self.name} {os.getpid()}\\n")
+        return torch.zeros(3, 32, 32), i % 2
+def load_data(args):
+    return Seen("train", 24), Seen("test", 8), 2
+plain_batches, plain_evaluate = TrainLoader.batches, evaluate
+def batches(*words):
+    print("fetches", words[1])
+    return plain_batches(*words)
+def evaluate(args, model, loader, device):
+    print("tests", "one" if isinstance(loader, list) else "all")
+    return plain_evaluate(args, model, loader, device)
+TrainLoader.batches = batches
+"""
+
+
+def test_workers_live_on():
+    """One for each loader, forked from this process and there until the end; and the next epoch's
+    are told to fetch before the test begins."""
+    flags = ["--batch-size", 8, "--workers", 1, "--epochs", 3, "--output", "out"]
+    text = run(COMPLETE, *flags, processes=0, more=WORKERS)
+    order = re.findall("^(?:fetches|tests) .*", text, re.M)
+    wanted = "tests one,fetches 0,fetches 1,tests all,fetches 2,tests all,tests all"
+    assert order == wanted.split(",")
+    seen = Path("seen.txt").read_text().splitlines()
+    assert seen.count(seen[-1]) == 3 * 8 and seen[-1].startswith("test ")
+    assert len({line for line in seen if line.startswith("train ")}) == 1
 
 
 # ---- Normalization, and scores -------------------------------------------------------------------
@@ -291,9 +336,9 @@ def test_evaluate(fashion, denied, out, capsys):
         assert text.count(f"out/{line}") == 1 and "step" not in text.replace("per step", "")
     assert helpers.content("out") == before and not Path("runs").exists()
     denied("out/best.pt was trained with --image-size 32: test it", "--evaluate --image-size 24")
+    denied("out/best.pt was trained with other classes: ", "--evaluate --dataset synthetic")
     Path("out/best.pt").unlink()
     denied("out/best.pt is missing", "--evaluate")
-    denied("out/best.pt was trained with other classes: ", "--evaluate --dataset synthetic")
 
 
 def test_evaluate_on_test(capsys):
@@ -353,10 +398,10 @@ Run.save = save
 
 
 def test_saves_when_due_or_best_and_at_the_end(fashion, capsys):
-    """Not after each epoch: after those with the lowest test loss so far, told here, and the last;
-    a tie is not better. One that is due at an epoch's last step is made once."""
+    """Not after each epoch: after those with the lowest test loss so far, told here, and the last.
+    One that is due at an epoch's last step is made once."""
     flags = [*fashion, "--batch-size", 320, "--output"]
-    train(*flags, "out", "--epochs", 7, more=SAVES + told(3, 1, 2, 2, 0, 0, 2))
+    train(*flags, "out", "--epochs", 7, more=SAVES + told(3, 1, 2, 2, 0, 2, 2))
     saved = re.findall("^saves (.*)", capsys.readouterr().out, re.M)
     assert saved == ["1 0", "2 0", "5 0", "7 0"] and len(metrics("out")) == 7
     often = ["--checkpoint-minutes", 0, "--log-every", 1]
@@ -450,6 +495,9 @@ def test_two_lives_in_one_folder(out, fashion, function):
     """Another process, as one on a node that was given up but lives, replaces checkpoint.pt: the
     one that finds this out ends before it writes anything."""
     shutil.copytree("out", "other")
+    saved = checkpoint("out")
+    saved["progress"]["seconds"] = 1.0  # of the same length
+    torch.save(saved, "other/checkpoint.pt")
     before = helpers.content("other")
     more = MEANWHILE.format(function=function)
     with pytest.raises(SystemExit, match="out/checkpoint.pt was written by another process"):
