@@ -95,9 +95,8 @@ def describe_tokenizer(name):
 
     if name not in ENCODING_CONSTRUCTORS:
         parser.error(f"--tokenizer: bytes, a .json file, or one of {list(ENCODING_CONSTRUCTORS)}")
-    remedy = "--tokenizer bytes, or a tokenizer.json from another machine"
     print(
-        f"tokenizer {name}: downloaded if tiktoken has not yet (no network? {remedy})", flush=True
+        f"{name}: tiktoken downloads it once. If that fails, see --tokenizer in --help", flush=True
     )
     description = ENCODING_CONSTRUCTORS[name]()
     tokens = description["mergeable_ranks"].items()
