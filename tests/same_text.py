@@ -1,5 +1,5 @@
-"""Functions, classes and flags of one name have one text in all small scripts. `main` may differ,
-and so may what a sharded model needs.
+"""Functions, classes and flags of one name have one text in all small scripts. `main` and
+`check_start` may differ, and so may the score of a sharded model.
 
 python tests/same_text.py                          # says where they differ; status 1 if anywhere
 python tests/same_text.py --fix train_single.py    # copies that script's text into its siblings
@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["single", "dp", "ddp_torchrun", "ddp_spawn", "ddp_multigpu_proc", "fsdp2"]
 OWN = [ROOT / "own_loop" / "before.py", ROOT / "own_loop" / "after.py"]
 GROUPS = [[ROOT / f"train_{name}.py" for name in SMALL], OWN]
-SHARDED = {"count_correct", "build_optimizer", "prepare", "evaluate"}  # of train_fsdp2.py alone
-SHARDED |= {"save_checkpoint", "load_checkpoint"}
+FREE = {"main", "check_start"}
+SHARDED = {"count_correct"}  # of train_fsdp2.py alone
 PER_GPU = {"--batch-size", "--workers"}  # of own_loop/after.py: their help differs
 
 
@@ -44,7 +44,7 @@ def compare(paths, source=None):
     without, the first script that has a name is the one to compare with."""
     shared, differ = {}, []
     for path in paths if source is None else [source, *paths]:
-        text, free = path.read_text(), {"main"} | (SHARDED if "fsdp2" in path.name else set())
+        text, free = path.read_text(), FREE | (SHARDED if "fsdp2" in path.name else set())
         free |= PER_GPU if path.name == "after.py" else set()
         for name, own in definitions(path).items():
             wanted = shared.setdefault(name, own.replace(folder(path), 'default="FOLDER"'))

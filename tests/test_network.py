@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from helpers import (
     wait_until,
 )
 from network import two_namespaces
+from test_small import FEW
 
 pytestmark = pytest.mark.slow
 RUN = " ".join(helpers.TORCHRUN)
@@ -48,7 +50,7 @@ def on_host(hosts, i, words, *flags):
 def static(i):
     """The command of host i of two."""
     place = f"--nnodes 2 --node-rank {i} --master-addr 10.77.0.1 --master-port 23456"
-    return f"{RUN} {place} {script(COMPLETE)} --shard 0 --timeout 20"
+    return f"{RUN} {place} {script(COMPLETE)} --timeout 20"
 
 
 def test_the_network(hosts):
@@ -59,6 +61,22 @@ def test_the_network(hosts):
     statuses, text = finish(jobs, 200)
     assert not {0, "still there"} & set(statuses), text
     assert wait_until(lambda: not marked(), 20), text
+
+
+def test_small_scripts(hosts):
+    """Without torchrun, on two hosts: one run. Where one has another flag, both end in a line."""
+    path = helpers.altered("ddp_spawn", more=FEW)
+    for lr, status in (0.01, 0), (0.1, 1):
+        jobs = []
+        for i, own in enumerate((0.01, lr)):
+            words = f"{sys.executable} {path} --init-method tcp://10.77.0.1:23456 --world-size 2"
+            words += f" --rank {i} --nproc-per-node 2 --dataset synthetic --workers 0 --epochs 1"
+            jobs.append(on_host(hosts, i, words, "--lr", own, "--output", f"lr-{lr}"))
+        statuses, text = finish(jobs)
+        assert statuses == [status, status], text
+    says = "--lr is 0.01 on rank 0 and 0.1 on rank 2: start all machines with the same flags"
+    assert says in jobs[0].log.read_text() and says in jobs[1].log.read_text()
+    assert Path("lr-0.01/model.pt").exists() and not Path("lr-0.1").exists()
 
 
 def elastic(i, meet, path):

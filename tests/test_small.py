@@ -27,6 +27,7 @@ from helpers import (
     same,
     script,
     some_fast,
+    together,
     wait_for,
     wait_until,
     weights,
@@ -92,7 +93,7 @@ def single(tmp_path_factory):
 def test_one_run(single):
     """The losses of train_single.py, from the beginning, on two processes or machines. Then each of
     the first five resumes the run of the next one, and train_fsdp2.py on three what two began. What
-    is left over after 10 steps are other images in each epoch. A new --lr takes effect."""
+    is left over after 10 steps are other images in each epoch."""
     folder, wanted = single
     for name in SMALL[1:]:
         text, share = run(name, name, "--epochs", 1), f"{60 // COUNTS[name]} images of each batch"
@@ -111,10 +112,15 @@ def test_one_run(single):
         agree(text, wanted)
         assert weights(other).keys() == weights(folder).keys()
     assert {path.name for path in Path("fsdp2").glob("epoch-*")} == {"epoch-1", "epoch-0-mine"}
-    for name in KINDS:
-        before = weights(name)
-        run(name, name, "--epochs", 3, "--resume", "--lr", 0)
-        assert same(weights(name), before)
+
+
+@pytest.mark.parametrize("name", some_fast(KINDS, "single"))
+def test_another_lr(name):
+    """It takes effect when the run is resumed."""
+    run(name, "out", "--epochs", 1)
+    before = weights("out")
+    run(name, "out", "--epochs", 2, "--resume", "--lr", 0)
+    assert same(weights("out"), before)
 
 
 @pytest.mark.slow
@@ -283,21 +289,40 @@ def test_daily_mistakes(monkeypatch, refused, name):
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize("name", some_fast(FIRST_FIVE, "ddp_spawn"))
+def test_damaged(monkeypatch, single, refused, name):
+    """A flipped bit in the weights, which torch.load does not notice; a file without its end."""
+    whole = Path(single[0], "checkpoint.pt").read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    Path("out").mkdir()
+    if name == "ddp_torchrun":
+        for variable, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+            monkeypatch.setenv(variable, value)
+    for damaged in flipped, whole[:-100]:
+        Path("out/checkpoint.pt").write_bytes(damaged)
+        says = "out/checkpoint.pt is damaged: restore a copy, or start over in another --output"
+        refused(says, name, *FLAGS, "out", "--resume")
+
+
 def test_folders_that_are_wrong(data, refused):
-    """A class has another name in test/; all are a level too deep; there is no test/. Nothing is
-    written."""
-    for folder in "other", "deep/train", "deep/test", "none":
+    """A class has another name in test/, or one that looks the same; all are a level too deep;
+    there is no test/. Nothing is written."""
+    for folder in "other", "alike", "deep/train", "deep/test", "none":
         Path(folder).mkdir(parents=True)
         part = {"deep/train": "train", "deep/test": "test"}.get(folder, "")
         shutil.copytree(data / "pictures" / part, Path(folder, "pictures"))
     Path("other/pictures/test/c").rename("other/pictures/test/.ipynb_checkpoints")
+    Path("alike/pictures/test/a").rename("alike/pictures/test/\u0430")  # Cyrillic
+    Path("alike/pictures/test/c").rename("alike/pictures/test/c ")
     shutil.rmtree("none/pictures/test")
     for folder, says in {
         "other/pictures": "classes in only one of train/ and test/: ['.ipynb_checkpoints', 'c']",
+        "alike/pictures": r"only one of train/ and test/: ['a', 'c', 'c ', '\u0430']",
         "deep": "train/ needs a folder per class, not only pictures",
         "none/pictures": "no folder none/pictures/test or val: move a tenth of each class there",
     }.items():
-        refused(f"--dataset: {says}\n", "single", *FLAGS, "out", "--dataset", folder)
+        refused(f"{says}\n", "single", *FLAGS, "out", "--dataset", folder)
     assert not Path("out").exists()
 
 
@@ -311,10 +336,11 @@ def test_other_classes(data, name):
     text = run(name, "out", *flags, 1)
     assert "96 training images, 3 test images, 3 classes: ['a', 'b', 'c']; " in text, text
     for part in "train", "val":
-        Path("pictures", part, "a").rename(Path("pictures", part, "d"))
+        Path("pictures", part, "a").rename(Path("pictures", part, "\u0430"))  # Cyrillic
     before = content("out")
     text = run(name, "out", *flags, 2, status=1)
-    assert re.search(r"out/\S+ has other classes: {'(a', 'd|d', 'a)'}\n", text), text
+    other = r"'\\u0430'"
+    assert re.search(rf"out/\S+ has other classes: {{('a', {other}|{other}, 'a')}}\n", text), text
     assert content("out") == before
 
 
@@ -353,13 +379,22 @@ def load_data(args):  # from here on, each rank is in a folder of its own
 
 
 OTHERS = """
-from_my_disk = load_data
-def load_data(args):  # the second rank has one thing less
+from_my_disk, calls = load_data, []
+def load_data(args):  # in each run, the second rank has other training or test images, or classes
     data = list(from_my_disk(args))
-    number, part = int(os.environ["LESS"]), torch.utils.data.Subset
     if dist.get_rank() == 1:
-        data[number] = data[number][1:] if number == 2 else part(data[number], range(100))
+        number = len(calls)
+        calls.append(number)
+        part = torch.utils.data.Subset(data[number % 2], range(100))
+        data[min(number, 2)] = [part, part, data[2][1:], [*data[2][:9], "9 "]][number]
     return data
+"""
+OTHER_FLAGS = """
+plain_parse = parser.parse_args
+def parse_args():  # behind "only", those of the second rank alone
+    at = sys.argv.index("only")
+    return plain_parse(sys.argv[1:at] + sys.argv[at + 1 :] * (os.environ["RANK"] == "1"))
+parser.parse_args = parse_args
 """
 
 
@@ -375,16 +410,89 @@ def test_another_disk(monkeypatch, name):
     assert set(statuses) == {1} and content("0/out") == before, text
     says = "the machines see different files in synthetic or out: use a shared disk"
     assert says in text, text
-    for number in range(3):  # training images, test images, classes
-        monkeypatch.setenv("LESS", str(number))
-        jobs = begin(name, f"out-{number}", more=OTHERS)
-        statuses, text = finish(jobs, 60)
-        kill_all(jobs)  # if they hang
-        assert set(statuses) == {1} and says.replace("out", f"out-{number}") in text, text
+    runs = [[*FLAGS, f"out-{i}", "--epochs", 0] for i in range(4)]
+    texts = together(*runs, path=name, more=FEW + OTHERS, status=1)
+    found = ["training images: 640", "test images: 203", "classes: 10", "class 9: '9'"]
+    for i, (what, other) in enumerate(zip(found, [100, 100, 9, "'9 '"])):
+        says = f"different files in synthetic or out-{i}: use a shared disk"
+        assert f"{says} ({what} on rank 0 and {other} on rank 1)" in texts[i], texts[i]
     if name == "fsdp2":
         jobs = begin(name, "new", *flags, 1, more=DISKS)
         wait_for("the machines have no shared disk for new", *jobs)
         kill_all(jobs)
+
+
+@pytest.mark.parametrize("name", some_fast(["ddp_torchrun", "fsdp2"], "ddp_torchrun"))
+def test_other_flags(data, name):
+    """Two machines, two typed lines: both end in a line, and nothing is written. Only what belongs
+    to a machine may differ."""
+    first = {"lr": 0.03, "epochs": 10, "batch-size": 60, "image-size": 32, "model": "net"}
+    others = {"lr": 0.1, "epochs": 3, "batch-size": 30, "image-size": 40, "model": "resnet18"}
+    others |= {"batch-size ": 640, "dataset": str(data / "pictures")}
+    first |= {"batch-size ": 60, "dataset": "synthetic"}
+    runs = [[*FLAGS, "out", "only", f"--{flag}".strip(), value] for flag, value in others.items()]
+    own = [*FLAGS, "own", "--epochs", 0, "only", "--workers", 1, "--output", "mine"]
+    *texts, last = together(*runs, own, path=name, more=FEW + OTHER_FLAGS)
+    for flag, text in zip(others, texts, strict=True):
+        both = f"{first[flag]!r} on rank 0 and {others[flag]!r} on rank 1"
+        says = f"--{flag.strip()} is {both}: start all machines with the same flags\n"
+        assert text.count(says) == 2 and not Path("out").exists(), text
+    assert last.count("starts with epoch 0\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp_spawn", "ddp_multigpu_proc"])
+def test_other_flags_of_machines(name):
+    meet, own = ["--init-method", f"tcp://127.0.0.1:{free_port()}", "--world-size", 2], []
+    if name == "ddp_spawn":
+        own = ["--nproc-per-node", 1]
+    jobs = []
+    for rank, epochs in enumerate((2, 3)):
+        jobs += begin(name, "out", *meet, "--rank", rank, *own, "--epochs", epochs, processes=1)
+    text = done(jobs, status=1)
+    assert text.count("--epochs is 2 on rank 0 and 3 on rank 1: start all machines with") == 2
+
+
+# Workers as Python 3.14 would start them. They, and load_data, print what they draw.
+WORKERS = """
+torch.multiprocessing.set_start_method("forkserver", force=True)
+for seed in random.seed, np.random.seed, torch.manual_seed:  # as in processes of their own
+    seed(os.getpid())
+def tell(what, *values):
+    print(what, os.getpid(), os.getppid(), *values, "\\n", end="", flush=True)
+plain_load, plain_item = load_data, Synthetic.__getitem__
+def load_data(args):
+    tell("loads", random.random(), np.random.rand(), torch.rand(()).item())
+    return plain_load(args)
+def __getitem__(images, i):
+    if i % 50 == 0:
+        tell("draws", torch.rand(()).item(), random.random(), np.random.rand())
+    return plain_item(images, i)
+Synthetic.__getitem__ = __getitem__
+"""
+
+
+def all_differ(draws, text):
+    """No two of the numbers of torch, Python or numpy, each at its place in the line."""
+    assert len(draws) >= 2 * 12, text
+    for numbers in zip(*(drawn.split() for _, drawn in draws)):
+        assert len(set(numbers)) == len(numbers), text
+
+
+@pytest.mark.parametrize("name", some_fast(SMALL, "ddp_torchrun"))
+def test_workers(name):
+    """They are forks, and draw other numbers on each rank, and in a resumed run. What load_data
+    draws, such as a split, is the same on all ranks and in all lives."""
+    text, flags = "", ["--resume", "--epochs"]
+    for last in 1, 2:
+        text += run(name, "out", "--workers", 1, *flags, last, more=WORKERS)
+    loads = re.findall(r"^loads (\d+) \d+ (.*)", text, re.M)
+    draws = re.findall(r"^draws \d+ (\d+) (.*)", text, re.M)
+    assert len(loads) == 2 * COUNTS[name] and len({drawn for _, drawn in loads}) == 1, text
+    assert {parent for parent, _ in draws} == {pid for pid, _ in loads}, text
+    all_differ(draws, text)
+    text = run(name, "none", "--workers", 0, *flags, 2, more=WORKERS)  # the process itself draws
+    all_differ(re.findall(r"^draws \d+ (\d+) (.*)", text, re.M), text)
 
 
 HANGS = """
@@ -428,16 +536,22 @@ def test_timeout(name):
 
 
 @pytest.mark.slow
-def test_ranks_end_with_their_parent(data):
-    """Also in a script's background jobs, which ignore SIGINT: torch tells its children by that."""
-    flags = ["--dataset", data / "pictures", "--workers", 0, "--nproc-per-node", 2]
-    words = [sys.executable, script("ddp_spawn"), *flags, "--epochs", 99999]
+@pytest.mark.parametrize("name", ["ddp_torchrun", "ddp_spawn", "fsdp2"])
+def test_ranks_end_with_their_parent(data, name):
+    """After kill -9 of what has started them; also in a script's background jobs, which ignore
+    SIGINT, by which torch tells the children of spawn."""
+    start = [*helpers.TORCHRUN, "--standalone", "--nproc-per-node", 2, script(name)]
+    if name == "ddp_spawn":
+        start = [sys.executable, script(name), "--nproc-per-node", 2]
+    flags = ["--dataset", data / "pictures", "--workers", 0, "--batch-size", 60]
+    words = [*start, *flags, "--epochs", 99999]
     job = Cold(["sh", "-c", '"$@" & echo "pid $!"; wait', "sh", *words], "log")
     wait_for("epoch 1: ", job)
     [pid] = re.findall(r"^pid (\d+)", job.log.read_text(), re.M)
-    os.kill(int(pid), signal.SIGTERM)
+    os.kill(int(pid), signal.SIGKILL)
     assert wait_until(lambda: not helpers.marked(), 60), logs([job])
-    assert "the process that started this one was killed" in job.log.read_text()
+    says = ["torchrun is gone", "the process that started this one was killed"]
+    assert says[name == "ddp_spawn"] in job.log.read_text()
 
 
 OWN = """
@@ -465,10 +579,11 @@ def count_correct(*words):
 """
 
 
-def test_ones_own():
+@pytest.mark.parametrize("names", some_fast([KINDS, SMALL], KINDS))
+def test_ones_own(names):
     """Data, masks instead of labels, and a model with a buffer that is a view, which DDP itself
     could not broadcast, by the functions that are a user's: all scripts do the same run."""
-    for name in SMALL:
+    for name in names:
         text = run(name, name, "--epochs", 3, more=OWN)
         found = "640 training images, 203 test images, 3 classes: ['red', 'green', 'blue']; "
         assert found in text, text
@@ -541,13 +656,19 @@ def load_data(args):
 """
 
 
-def test_each_test_image_counts_once(data):
+@pytest.mark.parametrize("name", some_fast(KINDS[1:], "ddp_torchrun"))
+def test_each_test_image_counts_once(data, name):
     """Of a folder of JPEG and PNG files, one of them grey, of several sizes, with 3 to test on: one
     process has none. Each answer is right."""
     flags = ["--epochs", 1, "--dataset", data / "pictures"]
-    for name, count in zip(KINDS, (1, 4, 4)):
-        text = run(name, name, *flags, more=ONE_CLASS, processes=count)
-        assert epochs(text)[0][1] == 1, (name, text)
+    text = run(name, name, *flags, more=ONE_CLASS, processes=4)
+    assert epochs(text)[0][1] == 1, text
+
+
+@pytest.mark.slow
+def test_sizes(data):
+    """Of images, and a model of torchvision."""
+    flags = ["--epochs", 1, "--dataset", data / "pictures"]
     for i, other in enumerate(([224], [40, "--model", "shufflenet_v2_x0_5"])):
         helpers.here("single", *FLAGS, f"size-{i}", *flags, "--image-size", *other)
 
