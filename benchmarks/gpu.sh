@@ -10,7 +10,7 @@
 #   TINY=1 bash benchmarks/gpu.sh              # tiny sizes, on a CPU: does every command run?
 set -euo pipefail
 cd "$(dirname "$0")/.."
-parts=(tests resnet50 images cifar10 resume large scripts small)
+parts=(tests resnet50 images cifar10 resume large saving scripts small)
 if [[ $# -gt 0 ]]; then
     parts=("$@")
 fi
@@ -33,7 +33,7 @@ run_tests() {
 run_part() {
     case $1 in
         tests) run_tests ;;
-        large) "$python" benchmarks/gpu_lm.py large ;;
+        large | saving) "$python" benchmarks/gpu_lm.py "$1" ;;
         *) "$python" benchmarks/gpu.py "$1" ;;
     esac
 }

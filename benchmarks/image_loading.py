@@ -65,7 +65,7 @@ def link_some(folder, source, count):
     classes, parts, _ = find_images(source)
     for part, limit in ("train", max(1, count // len(classes))), ("test", 1):
         seen = Counter()
-        for path, label in parts[part]:
+        for path, label in zip(*parts[part]):
             seen[label] += 1
             if seen[label] <= limit:
                 place = folder / part / classes[label] / f"{seen[label]}{Path(path).suffix}"

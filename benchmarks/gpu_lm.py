@@ -1,0 +1,146 @@
+"""The parts of gpu.sh about large/train_lm.py: `python benchmarks/gpu_lm.py large`, or `saving`.
+
+As in gpu.py, each run has processes of its own. A rate is the median of the second half of the
+progress lines: at the first one, a new run begins to save.
+"""
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from gpu import ALL, TINY, seconds_left
+from runs import FAILED, GPUS, ROOT, attempt, row, table, write_altered
+
+sys.path.insert(0, str(ROOT / "large"))
+import train_lm  # noqa: E402
+
+DEVICE = "cuda" if GPUS else "cpu"
+LENGTH, VOCABULARY = 1024, 50_304
+BARE, WARMUP, STEPS, SIZE, BATCH, BIG, SAVED = 40, 10, 200, "160m", 16, "1.4b", "400m"
+if TINY:
+    LENGTH, VOCABULARY = 8, 512
+    BARE, WARMUP, STEPS, SIZE, BATCH, BIG, SAVED = 2, 1, 6, "tiny", 2, "tiny", "tiny"
+
+
+def make_tokens(folder):
+    """What prepare_texts.py writes, of random token ids."""
+    random, parts = np.random.default_rng(0), {}
+    for part, count in {"train": 20_000_000, "val": 100_000}.items():
+        random.integers(VOCABULARY, size=count, dtype=np.uint16).tofile(folder / f"{part}.bin")
+        parts[part] = {"count": count, "sha256": "random"}
+    about = {"tokenizer": "random", "vocabulary": VOCABULARY, "dtype": "uint16", **parts}
+    (folder / "tokens.json").write_text(json.dumps(about | {"token_bytes": [1] * VOCABULARY}))
+    (folder / "tokenizer.json").write_text(json.dumps({"name": "bytes"}))
+
+
+def run_lm(folder, path, n, size, *flags):
+    """What a run on n GPUs prints; "" if it fails."""
+    words = ["--tokens", folder, "--size", size, "--length", LENGTH, "--batch-size", BATCH * n]
+    words += ["--steps", STEPS, "--log-every", STEPS // 6, "--eval-every", STEPS]
+    words += ["--eval-tokens", LENGTH, *flags]
+    output = folder / f"run-{time.monotonic_ns()}"
+    text = attempt(path, n, words, output, limit=seconds_left()) or ""
+    for file in output.rglob("*.*"):  # gigabytes; the folder itself is removed at the end
+        if file.is_file():
+            file.unlink()
+    return text
+
+
+def bare_step(size):
+    """Print the tokens per second of the same model on one GPU without FSDP2, compiled: forward and
+    backward pass, clipping, AdamW, on one batch that is on the GPU."""
+    model = train_lm.LanguageModel(VOCABULARY, *train_lm.SIZES[size]).to(DEVICE)
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, dynamic=False)
+    model.head.chunk_loss = torch.compile(model.head.chunk_loss, dynamic=False)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    windows = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), device=DEVICE)
+    inputs, targets = windows[:, :-1], windows[:, 1:]
+    torch.set_float32_matmul_precision("high")
+    for step in range(WARMUP + BARE):
+        if step == WARMUP:
+            float(windows[0, 0])  # waits for the GPU
+            started = time.perf_counter()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = model(inputs, targets) / targets.numel()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    float(loss.detach())
+    print(BARE * inputs.numel() / (time.perf_counter() - started))
+
+
+def large(folder):
+    """Beside the bare step of one GPU, on all GPUs and on one; then a model ten times as large."""
+    command = [sys.executable, __file__, "bare", SIZE]
+    base = float(subprocess.check_output(command, text=True))
+    heads = "GPUs", "tokens/s", "x the bare step on each", "share of peak FLOP/s", "GB at most"
+    table(ALL, f"large/train_lm.py, {BATCH} x {LENGTH} tokens per GPU", *heads)
+
+    def measure(n, size, *flags):
+        text = run_lm(folder, ROOT / "large/train_lm.py", n, size, *flags)
+        rates = [float(rate) for rate in re.findall(r"^step .* (\d+) tokens/s", text, re.M)]
+        rate = statistics.median(rates[len(rates) // 2 :] or [float("nan")])
+        share, memory = re.findall(r"(\S+) of peak", text), re.findall(r"(\S+) GB at most", text)
+        times = f"{rate / n / base:.3f}" if size == SIZE else "-"
+        cells = f"{rate:.0f}", times, (share or ["-"])[-1], (memory or ["-"])[-1]
+        row(" ".join([f"`--size {size}`", *flags]), n, *cells)
+
+    measure(ALL, SIZE)
+    row(f"bare step, `{SIZE}`, compiled", 1, f"{base:.0f}", "1", "-", "-")
+    measure(1, SIZE)
+    measure(ALL, BIG)
+    measure(ALL, BIG, "--recompute")
+    measure(ALL, SIZE, "--no-compile")
+
+
+TIMED = """
+class Checkpoints(Checkpoints):
+    def start(self, *words):
+        torch.accelerator.synchronize() if torch.cuda.is_available() else None
+        started = self.started = time.perf_counter()
+        super().start(*words)
+        print(f"blocked {time.perf_counter() - started:.3f} s", flush=True)
+
+    def finish(self):
+        if self.writing is not None:
+            super().finish()
+            size = sum(file.stat().st_size for file in self.output.glob("step-*/*"))
+            print(f"written {time.perf_counter() - self.started:.3f} s", flush=True)
+            print(f"size {size / 1e9:.3f} GB", flush=True)
+"""
+
+
+def saving(folder):
+    """How long a checkpoint stops the training, and after which time it is written: the longest."""
+    heads = "GPUs", "GB on the disk", "stops the training, s", "is written after, s"
+    table(ALL, f"large/train_lm.py, `--size {SAVED}`", *heads)
+    path = write_altered(ROOT / "large/train_lm.py", folder / "script", more=TIMED)
+    for n in dict.fromkeys([ALL, 1]):
+        text = run_lm(folder, path, n, SAVED, "--checkpoint-minutes", 0, "--no-compile")
+        cells = []
+        for name in "size", "blocked", "written":
+            found = re.findall(rf"^{name} (\S+)", text, re.M)
+            cells.append(f"{max(map(float, found), default=float('nan')):.2f}")
+        row("saved again and again", n, *cells)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "bare":
+        bare_step(sys.argv[2])
+        sys.exit()
+    parts = {"large": large, "saving": saving}
+    with tempfile.TemporaryDirectory() as folder:
+        make_tokens(Path(folder))
+        parts[sys.argv[1]](Path(folder))
+    if FAILED:
+        print("\nNot measured:\n\n- " + "\n- ".join(FAILED), flush=True)
+        sys.exit(1)
