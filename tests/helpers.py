@@ -291,7 +291,9 @@ def metrics(output):
 
 
 def weights(output, name="model.pt"):
-    return torch.load(Path(output, name), weights_only=True)["model"]
+    """The state_dict in it, which in complete/ and large/ has company."""
+    saved = torch.load(Path(output, name), weights_only=True)
+    return saved.get("model", saved)
 
 
 def checkpoint(output):

@@ -91,7 +91,7 @@ def same_run(output, other):
 
 
 def same_weights(output, other):
-    a, b = (leaves(weights(folder)["model"]) for folder in (output, other))
+    a, b = (leaves(weights(folder)) for folder in (output, other))
     return all(map(torch.equal, a, b))
 
 
