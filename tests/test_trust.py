@@ -388,24 +388,22 @@ def test_checkpoints_between_progress_lines(fashion):
     close("out", "whole", 1e-6)
 
 
-SAVES = """
-plain = Run.save
-def save(run):
-    print("saves", run.epoch, run.step)
-    plain(run)
-Run.save = save
-"""
-
-
-def test_saves_when_due_or_best_and_at_the_end(fashion, capsys):
+def test_saves_when_due_or_best_and_at_the_end(fashion, capsys, monkeypatch):
     """Not after each epoch: after those with the lowest test loss so far, told here, and the last.
     One that is due at an epoch's last step is made once."""
+    plain = saving.Run.save
+
+    def save(run):
+        print("saves", run.epoch, run.step)
+        plain(run)
+
+    monkeypatch.setattr(saving.Run, "save", save)
     flags = [*fashion, "--batch-size", 320, "--output"]
-    train(*flags, "out", "--epochs", 7, more=SAVES + told(3, 1, 2, 2, 0, 2, 2))
+    train(*flags, "out", "--epochs", 7, more=told(3, 1, 2, 2, 0, 2, 2))
     saved = re.findall("^saves (.*)", capsys.readouterr().out, re.M)
     assert saved == ["1 0", "2 0", "5 0", "7 0"] and len(metrics("out")) == 7
     often = ["--checkpoint-minutes", 0, "--log-every", 1]
-    train(*flags, "often", "--epochs", 3, *often, more=SAVES + told(1, 2, 3))
+    train(*flags, "often", "--epochs", 3, *often, more=told(1, 2, 3))
     saved = re.findall("^saves (.*)", capsys.readouterr().out, re.M)
     assert saved == ["0 1", "1 0", "1 1", "2 0", "2 1", "3 0"]
 
