@@ -527,9 +527,8 @@ def watch_loaders(notes, seen, short):
             "dataset": id(self.dataset),
             "subset": zlib.crc32(repr(list(getattr(self.dataset, "indices", []))).encode()),
             "is subset": isinstance(self.dataset, Subset),
-            "sampler": type(sampler).__name__,
+            "sampler": type(sampler).__name__ + with_replacement(sampler),
             "distributed": is_distributed(sampler),
-            "replacement": bool(getattr(sampler, "replacement", False)),
         }
         notes.add("pass", *iterator.check_pass, value=value)
         return iterator
@@ -567,6 +566,10 @@ def is_distributed(sampler):
     if hasattr(sampler, "sampler"):
         return is_distributed(sampler.sampler)
     return any(hasattr(sampler, name) for name in ("num_replicas", "world_size", "num_processes"))
+
+
+def with_replacement(sampler):
+    return " with replacement" if getattr(sampler, "replacement", False) else ""
 
 
 def length(sized):
@@ -1135,6 +1138,9 @@ def common_parts(ranks, forwards, rank):
     return not any(ours for ours, _ in pairs) or any(ours & theirs for ours, theirs in pairs)
 
 
+ORDERS = ["RandomSampler", "SequentialSampler", "SubsetRandomSampler"]  # each sample once
+
+
 @check(
     "samples",
     "the ranks train on different ones",
@@ -1173,14 +1179,13 @@ def check_samples(ranks):
         for rank in range(1, len(ranks)):
             count, total, repeated = shared(ranks, key, rank)
             text = f"{key[1][0]}, pass {key[2] + 1}: ranks 0 and {rank} "
-            if count > len(ranks) - 1 + 4 * repeated + 10 * about["replacement"]:
+            if count > len(ranks) - 1 + 4 * repeated:
                 text += f"have {count} of {total} samples in common ({about['sampler']})"
-                if about["distributed"] or whole and not about["replacement"]:
+                if about["distributed"] or whole and about["sampler"] in ORDERS:
                     return [wrong(text)]
                 if whole or common_parts(ranks, forwards, rank):
                     return [look(f"{text}: right if each takes its part of a batch")]
-            everything = about["sampler"] in ("RandomSampler", "SequentialSampler")
-            everything &= not about["replacement"] and not about["is subset"]
+            everything = about["sampler"] in ORDERS and not about["is subset"]
             if everything and whole and same_samples(ranks, key[1])[0]:
                 text += f"each go through all {about['size']} samples: {len(ranks)} times the steps"
                 return [wrong(text)]
@@ -1291,6 +1296,10 @@ def check_steps(ranks):
     key, counts = differing(ranks, keys, lambda count: count)
     if key and not found:
         found = [wrong(f"{key[1][0]}, pass {key[2] + 1}: the ranks have {counts} batches")]
+    optimizers = [{key[1] for key in notes if key[0] == "step"} for notes in ranks]
+    if any(other != optimizers[0] for other in optimizers) and not found:
+        text = f"the ranks step {[len(each) for each in optimizers]} optimizers: one has changed it"
+        found = [wrong(text, ("change it on all ranks or on none", "#decisions"))]
     for one in trained:
         key, taken = differing(ranks, common(ranks, "step"), lambda fact: fact["taken"].get(one))
         if key and not found:
@@ -1343,8 +1352,11 @@ def check_evaluation(ranks):
 )
 def check_test_samples(ranks):
     found = None
+    trained = {ranks[0][("pass", *key[1:])]["loader"] for key in common(ranks, "trains")}
     for key in common(ranks, "end"):
         about = ranks[0][("pass", *key[1:])]
+        if about["loader"] in trained:
+            continue
         lists = [[i for b in batches(notes, key) for i, _ in b["samples"]] for notes in ranks]
         if any(("trains", *key[1:]) in notes for notes in ranks) or None in sum(lists, []):
             continue

@@ -353,9 +353,8 @@ def test_cards(monkeypatch):
     run(path, *FLAGS, "--epochs", 2, "--output", "cards", processes=2)
     told = [path.read_text() for path in Path("report").iterdir()]
     assert sorted(re.findall(r"uses card (\d)", text) for text in told) == [["0"], ["1"]]
-    # One a step would be 16 more.
-    print(*[text.count("waits") for text in told])
-    assert max(text.count("waits") for text in told) < 24 + 16
+    # There are 40: the model, the average in every fifth step, scores. One a step would be 16 more.
+    assert max(text.count("waits") for text in told) < 50
     monkeypatch.delenv("EMULATED_CARDS")
     done(after("cpu", "--epochs", 2, processes=1, more=ALIKE))
     check_same(last("cards"), last("cpu"), rtol=1e-3, atol=1e-4)
