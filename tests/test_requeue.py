@@ -240,6 +240,13 @@ def test_what_is_no_progress(slurm, name):
     assert slurm.run(life=2) == 3 and not slurm.changes
 
 
+def test_an_empty_file_is_no_checkpoint(slurm):
+    """complete/train.py reserves its folder by one."""
+    OUTPUT.mkdir(parents=True)
+    slurm.train = lambda: (OUTPUT / "checkpoint.pt").touch() or 3
+    assert slurm.run() == 3 and not slurm.changes
+
+
 def test_a_removed_checkpoint_is_no_progress(slurm, capfd):
     """As when a resumed script deletes an interrupted save."""
     old_checkpoint()
@@ -561,7 +568,7 @@ def test_find_output(flags, output):
 
 def test_checkpoints_behind_a_link(slurm):
     Path("scratch").mkdir()
-    Path("scratch/a.pt").touch()
+    Path("scratch/a.pt").write_text("x")
     Path("link").symlink_to("scratch")
     assert len(requeue.checkpoints(Path("link"))) == 1
 

@@ -81,7 +81,7 @@ if life < int(os.environ.get("PROGRESS", 0)):
     flags = " ".join(words).replace("--output=", "--output ")  # which the last one decides
     output = flags.split("--output ")[-1].split(" --")[0]
     os.makedirs(output, exist_ok=True)
-    open(output + "/last.pt", "w").close()
+    open(output + "/last.pt", "w").write("x")
 if os.environ.get("FAILS") == os.environ["SLURM_PROCID"]:
     sys.exit(3)
 if life < int(os.environ.get("STAND", 0)):
