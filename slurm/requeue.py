@@ -411,7 +411,9 @@ def checkpoints(output):
             path = Path(folder, name)
             if is_checkpoint(name):
                 with suppress(FileNotFoundError):  # the training has just removed it
-                    found.add((path, path.stat().st_mtime))
+                    status = path.stat()
+                    if status.st_size > 0:  # an empty file may only reserve the folder
+                        found.add((path, status.st_mtime))
     return found
 
 

@@ -240,6 +240,13 @@ def test_what_is_no_progress(slurm, name):
     assert slurm.run(life=2) == 3 and not slurm.changes
 
 
+def test_an_empty_file_is_no_checkpoint(slurm):
+    """complete/train.py reserves its folder by one."""
+    OUTPUT.mkdir(parents=True)
+    slurm.train = lambda: (OUTPUT / "checkpoint.pt").touch() or 3
+    assert slurm.run() == 3 and not slurm.changes
+
+
 def test_a_removed_checkpoint_is_no_progress(slurm, capfd):
     """As when a resumed script deletes an interrupted save."""
     old_checkpoint()
@@ -536,7 +543,6 @@ def test_an_earlier_task_is_ending(task, capfd):
     """Its task waits, though not for ever."""
     task.ending = ["90_2", "90_2"]
     assert task.run(*MINE) == 0
-    assert [line for line in task.commands if "COMPLETING" in line or "srun" in line][2:4] != []
     assert sum("COMPLETING" in line for line in task.commands) == 3
     task.ending = ["90_2"] * 99
     assert task.run(*MINE) == 0 and "still ending" in capfd.readouterr().out
@@ -562,7 +568,7 @@ def test_find_output(flags, output):
 
 def test_checkpoints_behind_a_link(slurm):
     Path("scratch").mkdir()
-    Path("scratch/a.pt").touch()
+    Path("scratch/a.pt").write_text("x")
     Path("link").symlink_to("scratch")
     assert len(requeue.checkpoints(Path("link"))) == 1
 
@@ -831,6 +837,8 @@ def test_where(clone):
         process = subprocess.Popen(words + last, env=environment | more, stdout=subprocess.PIPE)
         process.stdout.readline()  # it runs Python now
         stack = {"task": "", "worker": STACK.replace("train_epoch", "_worker_loop")}
+        if name == "rank":  # py-spy may not know the main thread's name
+            stack[name] = STACK.replace('2 (idle): "MainThread"', f"{process.pid} (idle)")
         (clone.state / str(process.pid)).write_text(stack.get(name, STACK))
         processes[name] = process
 
@@ -847,7 +855,7 @@ def test_where(clone):
     assert lines[0].startswith("RANK=2 node0 train_epoch (/home/me/my train.py:10) ")
     assert lines[1].startswith("SLURM_PROCID=5 node0 no stack: busy ") and "(sleeping)" in lines[1]
     assert not empty and "ptrace_scope" in " ".join(advice)
-    assert Path(lines[0].split(") ")[1]).read_text() == STACK
+    assert "all_reduce (" in Path(lines[0].split(") ")[1]).read_text()
     without_slurm = [line for line in where().splitlines() if str(processes["rank"].pid) in line]
     assert len(without_slurm) == 1 and "RANK=2" in without_slurm[0]
     (clone.state / "no").touch()

@@ -81,7 +81,7 @@ if life < int(os.environ.get("PROGRESS", 0)):
     flags = " ".join(words).replace("--output=", "--output ")  # which the last one decides
     output = flags.split("--output ")[-1].split(" --")[0]
     os.makedirs(output, exist_ok=True)
-    open(output + "/last.pt", "w").close()
+    open(output + "/last.pt", "w").write("x")
 if os.environ.get("FAILS") == os.environ["SLURM_PROCID"]:
     sys.exit(3)
 if life < int(os.environ.get("STAND", 0)):
@@ -159,6 +159,7 @@ def cluster(folder, kind):
     munge = ["munged", "-F", "--force", "-S", folder / "munge" / "socket", *munge]
     own = "unshare --mount --uts --pid --fork --mount-proc --kill-child".split()
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)  # another Debian has no other of our folders
         patch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}:/usr/sbin")
         patch.setenv("SLURM_CONF", f"{folder}/slurm.conf")
         patch.setenv("DISK", f"{folder}/disk")  # each machine has its own there
@@ -540,7 +541,7 @@ def test_arrays_end(kind, clone, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("FAILS", "0")
         bad = Job("complete", "--output", "runs/bad", options=[tasks])
-        settings(REQUEUE_SECONDS=1)
+        settings(REQUEUE_SECONDS=0)
         scontrol = shutil.which("scontrol")
         Path(".venv/bin/scontrol").write_text(
             f'#!/bin/sh\n[ "$1" = requeue ] && exit 1\nexec {scontrol} "$@"\n'
@@ -807,7 +808,7 @@ def test_srun_instead_of_torchrun(kind, clone):
     assert places == [[str(i), str(i), "4", "node0"] for i in range(4)]
 
 
-@on("plain", "newer")
+@on("plain")
 def test_where(kind, clone):
     """A rank that is elsewhere, of several tasks on each of two nodes, without torchrun."""
     Path("stuck.py").write_text(
@@ -819,8 +820,8 @@ def test_where(kind, clone):
         "print('here', flush=True)\n"
         "other() if os.environ['SLURM_PROCID'] == '2' else backward()\n"
     )
-    options = "--nodes=2 --ntasks-per-node=2 -o %j-%A.out --job-name=stuck".split()
-    line = f"srun {sys.executable} stuck.py"
+    options = "--nodes=2 --ntasks-per-node=2 -o %x-%j.out --job-name=stuck".split()
+    line = "srun /usr/bin/python3 stuck.py"
     number = command("sbatch", "--parsable", *options, f"--wrap={line}")
     log = Path(f"stuck-{number}.out")
     assert wait_until(lambda: log.exists() and log.read_text().count("here") == 4, 60)
@@ -853,7 +854,8 @@ def real(clone):
 
 
 def weights(name):
-    return torch.load(f"runs/{name}/model.pt", weights_only=True)
+    saved = torch.load(f"runs/{name}/model.pt", weights_only=True)
+    return saved.get("model", saved)  # complete/'s also has the names of the classes and more
 
 
 def on_cpus(name, *changes):
@@ -916,7 +918,7 @@ def test_small_scripts_train(kind, real, data):
 def test_complete_trains(kind, real, monkeypatch):
     """Beyond a time limit on two nodes, to the weights of an undisturbed run; and beyond a failure
     after a checkpoint, but not the same failure again. A loop of one's own does so, too."""
-    [line] = re.findall(r"^ *scaler\.scale\(loss", Path("complete/train.py").read_text(), re.M)
+    [line] = re.findall(r"^ *scaler\.scale\(\w+", Path("complete/train.py").read_text(), re.M)
     indent, first = line[: line.index("s")], "'SLURM_RESTART_COUNT' not in os.environ"
     stand = f"if step == 3 and 'STAND' in os.environ and {first}: __import__('time').sleep(9999)"
     more = ["import argparse\n", "import beside, argparse\n", line]  # a module of the user's
@@ -947,9 +949,11 @@ def test_complete_trains(kind, real, monkeypatch):
     long = submit("long", 1, *flags, options=["--nodes=2"])
     monkeypatch.delenv("STAND")
     long.wait_for("step 2/")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # py-spy
     lines = command("bash", "slurm/where.sh", long.number).splitlines()
     assert [line[:12] for line in lines[:2]] == ["RANK=0 node0", "RANK=1 node1"], lines
-    assert len(lines) == 2 or "no stack" in lines[0]  # torchrun and requeue.py are not among them
+    assert len(lines) == 2 or not shutil.which("py-spy")  # neither torchrun nor requeue.py
+    assert "train_epoch (" in lines[0] or not shutil.which("py-spy"), lines
     command("scontrol", "update", f"job={long.number}", "endtime=now+305")  # USR1 within 30 s
     fails, quiet = submit("fails", 1, *flags), submit("long", 2, *flags)
     loop = submit("loop", 2, "--epochs", 2, "--workers", 0)
