@@ -20,14 +20,15 @@ fi
 python=${PYTHON:-python3}
 mkdir -p "${OUT:=gpu}"
 
+# A worker of pytest-xdist has up to six processes on the GPU, with half a gigabyte each.
+workers="
+import torch
+bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+print(max(1, min(8, bytes // 8_000_000_000)))"
+
 run_tests() {
-    # A worker of pytest-xdist has up to six processes on the GPU, of half a gigabyte each.
-    local workers=1 megabytes
-    if megabytes=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1); then
-        workers=$((megabytes / 8000))
-        workers=$((workers < 1 ? 1 : workers > 8 ? 8 : workers))
-    fi
-    timeout 200 "$python" -m pytest -m gpu -v -rs --durations 10 -n "$workers" ${TESTS:+-k "$TESTS"}
+    timeout 200 "$python" -m pytest -m gpu -v -rs --durations 10 \
+        -n "$("$python" -c "$workers")" ${TESTS:+-k "$TESTS"}
 }
 
 run_part() {
