@@ -390,19 +390,7 @@ def test_checkpoints_between_progress_lines(fashion):
     close("out", "whole", 1e-6)
 
 
-<<<<<<< HEAD
 def test_saves_when_due_or_best_and_at_the_end(fashion, capsys, monkeypatch):
-=======
-SAVES = """
-class Run(Run):
-    def save(self):
-        print("saves", self.epoch, self.step)
-        super().save()
-"""
-
-
-def test_saves_when_due_or_best_and_at_the_end(fashion, capsys):
->>>>>>> w72
     """Not after each epoch: after those with the lowest test loss so far, told here, and the last.
     One that is due at an epoch's last step is made once."""
     plain = saving.Run.save
