@@ -53,18 +53,17 @@ def load_data(args):
 
 
 # ---- Recipes of docs/ ----------------------------------------------------------------------------
+RECIPES = ["recipes.md", "your_model_and_data.md"]
 NEW = "# ---- A step, and the evaluation"  # new functions go above this line of train.py
 IMPORTS = "from torch import nn\n"
 
 
 def recipe(title):
-    """The blocks of a section of docs/: language and code."""
-    for page in sorted((ROOT / "docs").glob("*.md")):
-        sections = re.split(r"^##+ ", page.read_text(), flags=re.M)
-        for section in sections:
-            if section.startswith(f"{title}\n"):
-                return re.findall(r"^```(\w+)\n(.*?)^```", section, re.M | re.S)
-    raise ValueError(f"no section {title}")
+    """The blocks of a section of these pages: language and code."""
+    pages = "".join((ROOT / "docs" / name).read_text() for name in RECIPES)
+    sections = re.split(r"^##+ ", pages, flags=re.M)  # each begins with its title
+    [section] = [section for section in sections if section.startswith(f"{title}\n")]
+    return re.findall(r"^```(\w+)\n(.*?)^```", section, re.M | re.S)
 
 
 def paste(title, folder):
