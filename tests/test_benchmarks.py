@@ -63,6 +63,7 @@ torch.save, time.perf_counter = slow_save, lambda: clock() + waited
 """
 
 
+@pytest.mark.slow
 def test_a_rate_is_that_of_training_alone():
     """Not of saves, of which there is one at each progress line here, and takes 1000 s."""
     flags = ["--dataset", "synthetic", "--epochs", 1, "--batch-size", 500, "--log-every", 5]

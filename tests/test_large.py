@@ -354,6 +354,7 @@ dcp.FileSystemWriter.write_data = write_data
 """
 
 
+@pytest.mark.slow
 def test_killed_while_it_writes(flags):
     """Training goes on while a checkpoint is written, and no second save begins. Killed then, a new
     run starts again, and a later one is where its last whole checkpoint is; both bit-identical."""
@@ -404,6 +405,7 @@ class Checkpoints(Checkpoints):
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk(flags):
     """For rank 1, in the middle of the save of step 6: all ranks say so, and resume at step 5."""
     text = run(LM, *flags, "out", more=STOP + FULL, processes=2, status=1)
