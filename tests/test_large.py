@@ -376,6 +376,7 @@ def test_killed_while_it_writes(flags):
     same_run("out", "whole")
 
 
+@pytest.mark.slow
 def test_resumed_on_another_number(flags):
     """One rank, then two, then four in two copies, along a schedule that has grown meanwhile: the
     losses are those of one undisturbed run."""
