@@ -361,7 +361,7 @@ def test_a_table_of_numbers():
     flags = ["--dataset", "table.csv", *SHORT, "--lr", 0.01]
     together(*outputs(*flags, two=[4]), path=path)
     [text] = together(*outputs(*flags, one=[4]), path=path, processes=1)
-    assert "1 outputs" in text and "1 classes" not in text
+    assert "1 output;" in text and "1 classes" not in text
     close("two", "one", keys=["train_loss", "test_loss", "test_mean_error"])
     errors = [row["test_mean_error"] for row in metrics("one")]
     assert errors[-1] < 0.2
