@@ -39,7 +39,7 @@ def atomic_write(path):
     except OSError as error:  # which does not always say which file it is
         raise OSError(f"cannot write {path}: {error}") from error
     except RuntimeError as error:  # torch says "unexpected pos"
-        raise OSError(f"cannot write {path}: is the disk full?") from error
+        raise OSError(f"cannot write {path}: {error} (is the disk full?)") from error
 
 
 class DamagedFile(Exception):
@@ -152,6 +152,7 @@ class Run:
                 check_file(path)
             saved = load(path, weights_only=False)  # `state` may have objects of any kind
             progress, flags = saved["progress"], saved["flags"]
+            about = {name: saved[name] for name in ("classes", "normalization", "data", "image")}
         except DamagedFile as error:
             return f"{error}: put a copy back, or {best}"
         except (KeyError, TypeError):
@@ -166,8 +167,7 @@ class Run:
             return f"--epochs {args.epochs}: {path} already has {epoch} epochs and {step} steps"
         for name in PROGRESS:
             setattr(self, name, progress[name])
-        parts = ("classes", "normalization", "data", "image")
-        self.resumed = {name: saved[name] for name in parts}
+        self.resumed = about
         return ""
 
     def restore(self, state, device):
@@ -194,8 +194,8 @@ class Run:
         self.steps_per_epoch = steps_per_epoch
         self.losses = torch.zeros((), device=self.device)  # this rank's sum since the last report
         self.line_step, self.line_loss = self.step, 0.0  # of the last line; sum of losses since
-        self.is_due = False  # a save
-        self.is_saved = self.resumed is not None  # all that is done so far
+        self.is_due = False  # whether a save is due
+        self.is_saved = self.resumed is not None  # whether checkpoint.pt has all that is done
         self.next_report = self.total_steps(self.step) + FIRST_REPORT
         self.saved_at = time.perf_counter()
         if self.resumed is None:  # save at the first report, to find out whether it can
@@ -226,7 +226,6 @@ class Run:
         """Start the clock."""
         self.asked_at, self.asked_step = time.perf_counter(), self.total_steps(self.step)
         self.started = self.asked_at - self.seconds
-        self.is_saved = False
 
     def total_steps(self, step):
         """Steps since the run began, at the end of this one of the current epoch."""
@@ -261,6 +260,7 @@ class Run:
         self.line_loss += losses * mean
         self.losses.zero_()
         self.step = step
+        self.is_saved = False
         self.is_due, self.next_report = is_due > 0, self.total_steps(step) + wait
         if self.has_line(step):
             if dist.get_rank() == 0:

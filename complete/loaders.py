@@ -5,6 +5,7 @@ epoch), what a Dataset's random transforms draw from (seed, epoch, index of the 
 step draws from (seed, epoch, step, micro-step, rank).
 """
 
+import functools
 import hashlib
 import random
 import sys
@@ -22,8 +23,8 @@ def mix(*what):
 
 
 def seed_torch(*what, device=None):
-    """Seed torch's random numbers on the CPU, and on the device if it is given. Takes 2 us, where
-    torch.manual_seed, which looks at all devices, may take 300."""
+    """Seed torch's random numbers on the CPU, and on the device if it is given. Takes a few us,
+    where torch.manual_seed, which looks at all devices, may take 300."""
     seed = mix(*what)
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type != "cpu":
@@ -82,6 +83,8 @@ class TrainLoader:
         loader's workers begin to fetch at once."""
         batch_size = self.args.batch_size
         order = torch.as_tensor(self.epoch_order(self.args, self.train_set, epoch))
+        if len(order) < self.steps_per_epoch * batch_size:
+            raise ValueError(f"epoch_order returns {len(order)} indices: an epoch needs more")
         order = order[first_step * batch_size : self.steps_per_epoch * batch_size]
         self.sampler.set_epoch(epoch, order[dist.get_rank() :: dist.get_world_size()])
         return iter(self.loader)
@@ -131,6 +134,12 @@ class TensorLoader:
             yield [tensor.index_select(0, indices) for tensor in self.tensors]
 
 
+@functools.cache
+def side_stream(device):
+    """One for the whole run, as each stream keeps memory of its own."""
+    return torch.get_device_module(device).Stream()
+
+
 def fetch_ahead(batches, device):
     """The same batches. On a GPU the next one is copied and prepared on a stream of its own while
     the model computes on the one before. `batches` is an iterator."""
@@ -138,10 +147,10 @@ def fetch_ahead(batches, device):
         yield from batches
         return
     module = torch.get_device_module(device)
-    stream = module.Stream()
+    stream = side_stream(device)
 
     def fetch():
-        # The new batch may get the memory of an older one: wait for what the model does with it.
+        # The new batch may get the memory of an older one, which the model may still be reading.
         stream.wait_stream(module.current_stream())
         with module.stream(stream):
             return next(batches, None)

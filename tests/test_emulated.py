@@ -126,7 +126,8 @@ def test_copies_on_a_stream_of_their_own(monkeypatch):
         on_stream.pop()
 
     main = Stream("main")
-    module = SimpleNamespace(Stream=Stream, stream=stream, current_stream=lambda: main)
+    module = SimpleNamespace(stream=stream, current_stream=lambda: main)
+    monkeypatch.setattr(loaders, "side_stream", lambda device: Stream())
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
 
     def batches():

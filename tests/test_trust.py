@@ -409,6 +409,27 @@ def test_saves_when_due_or_best_and_at_the_end(fashion, capsys, monkeypatch):
     saved = re.findall("^saves (.*)", capsys.readouterr().out, re.M)
     assert saved == ["0 1", "1 0", "1 1", "2 0", "2 1", "3 0"]
 
+    def plan_save(run, step):  # once, in the middle of the last epoch, which is not the best
+        return (run.epoch, step) == (1, 1), 1
+
+    monkeypatch.setattr(saving.Run, "plan_save", plan_save)
+    train(*flags, "middle", "--epochs", 2, more=told(1, 2))
+    saved = re.findall("^saves (.*)", capsys.readouterr().out, re.M)
+    assert saved == ["1 0", "1 1", "2 0"]
+
+
+def test_a_frozen_batch_norm_stays_so(fashion):
+    """Evaluation leaves each module in the mode in which it was."""
+    frozen = (
+        "plain_build = build_model\n"
+        "def build_model(*words):\n"
+        "    model = nn.Sequential(nn.BatchNorm2d(1), plain_build(*words))\n"
+        "    model[0].eval()\n"
+        "    return model\n"
+    )
+    train(*fashion, "--batch-size", 320, "--epochs", 2, "--output", "out", more=frozen)
+    assert weights("out")["0.running_mean"] == 0 and weights("out")["0.num_batches_tracked"] == 0
+
 
 def test_a_score_that_is_not_a_number():
     """It is never the best one and prevents no other, as the precision of an epoch in which nothing
