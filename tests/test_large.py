@@ -236,6 +236,36 @@ def test_same_losses(flags, ways):
     assert losses[-1] < losses[0] - 0.3
 
 
+def test_a_plain_loop(flags):
+    """The whole model in a loop as anybody writes it has the same losses and gradients."""
+    import train_lm
+
+    here(LM, *flags, "out")
+    here(LM, *flags, "still", "--lr", 0, "--weight-decay", 0, "--steps", 1, "--warmup-steps", 0)
+    args = train_lm.parser.parse_args([str(flag) for flag in [*flags, "out"]])
+    train_lm.set_defaults(args, 1)
+    saved = torch.load("still/model.pt")
+    model = train_lm.LanguageModel(**saved["config"])
+    model.load_state_dict(saved["model"])
+    decays = [name for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name]
+    groups = [[p for name, p in model.named_parameters() if (name in decays) == x] for x in (1, 0)]
+    groups = [{"params": part, "weight_decay": 0.1 * i} for part, i in zip(groups, (1, 0))]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    ids, found = train_lm.Texts(args.tokens).train, []
+    for step in range(1, 9):
+        [windows] = train_lm.read_step(args, ids, 0, 1, step)
+        for group in optimizer.param_groups:
+            group["lr"] = train_lm.learning_rate(args, step)
+        loss = model(windows[:, :-1], windows[:, 1:]) / (12 * 32)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append([loss.item(), norm.item()])
+    expected = [row for row in rows("out", "loss", "gradient_norm") if row]
+    assert sum(expected, []) == pytest.approx(sum(found, []), rel=1e-4)
+
+
 def test_validation(flags, tokens):
     """Windows spread over val.bin, whose tokens count once, whatever the number of ranks; the model
     is loaded as the page says."""
@@ -528,7 +558,15 @@ def test_sample(flags, capsys):
     here(LM, *words)
     alone = capsys.readouterr().out
     assert alone.startswith("To train") and content() == before
-    assert alone in run(LM, *words, processes=2)
+    more = """
+plain = next_scores
+def next_scores(*words):  # rank 1 would choose the end of the text
+    scores = plain(*words)
+    scores[256] += 1e6 * dist.get_rank()
+    return scores
+"""
+    text = run(LM, *words, more=more, processes=2)
+    assert alone in text, text
 
 
 FAULT = """
