@@ -109,7 +109,6 @@ def plan_next_life(job):
         return plan_without_bad_nodes(job)
     now = checkpoints(job.output)
     if now - job.checkpoints_before:
-        forget_lives(job)
         return ""
     if not now:
         names = " ".join(CHECKPOINTS)
@@ -424,18 +423,17 @@ def is_checkpoint(name):
 
 
 def count_life(job, kind):
-    """How many lives in a row, with this one, were of this kind? An empty file for each."""
+    """How many lives in a row, with this one, were of this kind? An empty file for each, which a
+    newer checkpoint ends: its life may have ended before it could tell."""
+    newest = max((written for path, written in checkpoints(job.output)), default=0)
     try:
+        for path in job.code.glob(f"{kind}-*"):
+            if path.stat().st_mtime < newest:
+                path.unlink()
         (job.code / f"{kind}-{job.life_name}").touch()
     except OSError as error:  # a full disk
         raise InVain(error)
     return len(list(job.code.glob(f"{kind}-*")))
-
-
-def forget_lives(job):
-    for kind in ("failed", "bad"):
-        for path in job.code.glob(f"{kind}-*"):
-            path.unlink()
 
 
 def nodes_remain_without(job, nodes):

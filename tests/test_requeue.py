@@ -127,6 +127,9 @@ def slurm(work, monkeypatch):
                 patch.setenv(name, value)
             slurm.changes.clear()
             slurm.commands.clear()
+            for path in Path("runs").rglob("*") if life else []:  # the life before was earlier
+                earlier = path.stat().st_mtime - 10
+                os.utime(path, (earlier, earlier))
             args = requeue.parser.parse_args([*options, "complete/train.py", *flags])
             return requeue.main(args)
 
@@ -435,6 +438,18 @@ def test_most_bad_starts(slurm, capfd):
         assert len(slurm.changes) == 2
     slurm.run(life=5)
     assert not slurm.changes and "ask an administrator" in capfd.readouterr().out
+
+
+def test_bad_starts_are_not_in_a_row(slurm):
+    """A life between them wrote a checkpoint, and was ended by Slurm itself."""
+    slurm.train, slurm.state = write(status=143), "COMPLETING"
+    for life in range(0, 14, 2):
+        slurm.check, slurm.check_status = BROKEN, 1
+        slurm.state = "RUNNING"
+        slurm.run(life=life)
+        assert len(slurm.changes) == 2
+        slurm.check, slurm.check_status, slurm.state = WORKS, 0, "COMPLETING"
+        assert slurm.run(life=life + 1) == 143 and not slurm.changes
 
 
 TORCH = """
