@@ -332,7 +332,7 @@ print("works", node, gpus, flush=True)
 
 def check_nodes(job, args):
     """Can torch compute on the GPUs of each node? If not, job.bad_nodes has those where it cannot.
-    Where it starts nowhere, the environment is at fault, and no node."""
+    Where it starts nowhere, the environment or the shared disk is at fault, and no node."""
     answers = job.code / "nodes.txt"
     # Whatever slurm.conf says, a node that fails is not to end the check of the others.
     words = ["timeout", "-k", "60", str(CHECK_SECONDS)]
@@ -343,9 +343,11 @@ def check_nodes(job, args):
     lines = [line.split() for line in answers.read_text(errors="replace").splitlines()]
     say_kinds([" ".join(line[1:]) for line in lines if line[:1] == ["kind"]])
     gpus = {line[1]: int(line[2]) for line in lines if line[:1] == ["works"]}
-    if status in (124, 137):  # of timeout
+    hangs = status in (124, 137)  # of timeout
+    if hangs:
         say(f"The check of the nodes did not end within {CHECK_SECONDS} s.")
-    elif not any(line[:1] == ["started"] for line in lines):
+    starts = any(line[:1] == ["started"] for line in lines)
+    if not starts and not (hangs and job.node_count == 1):  # one node that hangs: try another
         say("srun, python or torch does not start on any node: see above. No node is called bad.")
         return 1
     least = 0

@@ -390,14 +390,27 @@ def test_what_was_excluded_is_unknown(slurm):
     assert slurm.changes == [REQUEUE]
 
 
-def test_all_nodes_are_bad_or_hang(slurm, capfd):
+def test_all_nodes_are_bad_or_hang(slurm, capfd, monkeypatch):
+    """If several nodes import no torch in time, it is the disk; a single one is left."""
     slurm.check, slurm.check_status = "started node0\nstarted node1\n", 1
     slurm.run()
     assert slurm.changes == [REQUEUE, UPDATE + "node0,node1"]
+    old_checkpoint()
     slurm.check, slurm.check_status = "", 124
     slurm.run(life=1)
-    assert slurm.changes == [REQUEUE, UPDATE + "node0,node1"]
-    assert "did not end within 600 s" in capfd.readouterr().out
+    assert slurm.changes == [REQUEUE]
+    log = capfd.readouterr().out
+    assert "did not end within 600 s" in log and "No node is called bad" in log
+    monkeypatch.setenv("SLURM_NNODES", "1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node0")
+    slurm.run(life=2)
+    assert slurm.changes == [REQUEUE, UPDATE + "node0"]
+
+
+def test_some_nodes_hang(slurm):
+    slurm.check, slurm.check_status = BROKEN.replace("started node1\n", ""), 124
+    slurm.run()
+    assert slurm.changes == [REQUEUE, UPDATE + "node1"]
 
 
 def test_broken_environment(slurm, capfd):
