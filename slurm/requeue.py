@@ -446,8 +446,13 @@ def nodes_remain_without(job, nodes):
         return True
     excluded = hostnames(",".join([nodes, job.field("%x") or ""]).strip(","))
     lines = [line.split() for line in answer.splitlines()]
-    working = {node for node, state in lines if state.startswith(("alloc", "idle", "mix", "comp"))}
+    working = {node for node, state in lines if is_working(state)}
     return len(working.difference(excluded)) >= job.node_count
+
+
+def is_working(state):
+    """As sinfo names it: a * says that the node does not answer."""
+    return state.startswith(("alloc", "idle", "mix", "comp")) and not state.endswith("*")
 
 
 # ---- The end of a life ----

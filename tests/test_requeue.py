@@ -282,6 +282,7 @@ def test_no_nodes_remain(slurm):
     old_checkpoint()
     slurm.train = fail
     slurm.nodes = ["node0 allocated", "node1 mixed", "node2 idle", "node3 drained", "node4 down*"]
+    slurm.nodes += ["node5 idle*", "node6 mixed*"]  # these do not answer
     slurm.run()
     slurm.run(life=1)
     assert slurm.changes == [REQUEUE]
