@@ -369,7 +369,15 @@ def say_kinds(kinds):
 def stage_data(job, args):
     if not args.stage:
         return 0
-    return follow(job, ["srun", "--export=ALL", *shlex.split(args.stage)])
+    return follow(job, [*srun_with_cpus(), *shlex.split(args.stage)])
+
+
+def srun_with_cpus():
+    """With all CPUs of the job; a node that fails ends all."""
+    words = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--wait=0"]
+    if "SLURM_CPUS_PER_TASK" in os.environ:  # srun may not take it by itself
+        words += ["--cpus-per-task", os.environ["SLURM_CPUS_PER_TASK"]]
+    return words
 
 
 # Runs for each process. If not all nodes have joined, each would train alone.
@@ -386,10 +394,7 @@ exec python -u "$@"
 def train(job, args):
     """torchrun restarts all ranks up to three times, without a new life of the job."""
     port = 10000 + int(os.environ["SLURM_JOB_ID"]) % 20000
-    words = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--wait=0"]
-    if "SLURM_CPUS_PER_TASK" in os.environ:  # srun may not take it by itself
-        words += ["--cpus-per-task", os.environ["SLURM_CPUS_PER_TASK"]]
-    words += shlex.split(args.container)
+    words = [*srun_with_cpus(), *shlex.split(args.container)]
     words += ["torchrun", "--nnodes", str(job.node_count), "--nproc-per-node", args.processes]
     words += ["--max-restarts", "3", "--rdzv-backend", "c10d"]
     words += ["--rdzv-id", os.environ["SLURM_JOB_ID"], "--rdzv-conf", "read_timeout=600"]

@@ -318,7 +318,8 @@ def test_staging(slurm):
     """A failure does not train; a preemption meanwhile is requeued."""
     stage = ["--stage=tar -xf 'a b.tar'"]
     assert slurm.run(options=stage) == 0
-    assert slurm.commands.index("srun --export=ALL tar -xf a b.tar") < len(slurm.commands) - 1
+    started = "srun --export=ALL --kill-on-bad-exit=1 --wait=0 --cpus-per-task 16 tar -xf a b.tar"
+    assert slurm.commands.index(started) < len(slurm.commands) - 1
     slurm.stage_status = 2
     assert slurm.run(options=stage) == 2 and not slurm.changes
     assert "torchrun" not in " ".join(slurm.commands)
