@@ -238,7 +238,7 @@ def wait_for_earlier_task(job):
 
 def use_own_copy(job):
     """Of this file, as in its first life: in five days, the clone may get another version."""
-    own = job.code / "requeue.py"
+    own = job.code / "slurm" / "requeue.py"
     if own.exists() and not own.samefile(__file__):
         os.execv(sys.executable, [sys.executable, str(own), *sys.argv[1:]])
 
@@ -248,8 +248,10 @@ def copy_code(job, script):
     if job.code.exists():
         return
     new = job.code.with_name(job.code.name + ".new")
-    new.mkdir(parents=True, exist_ok=True)
-    for path in [Path(__file__), script, *script.resolve().parent.glob("*.py")]:
+    (new / "slurm").mkdir(parents=True, exist_ok=True)
+    # In a folder of its own: the script's may have a requeue.py, too, or a signal.py.
+    shutil.copyfile(__file__, str(new / "slurm" / "requeue.py"))
+    for path in [script, *script.resolve().parent.glob("*.py")]:
         shutil.copyfile(str(path), str(new / path.name))
     new.rename(job.code)
 

@@ -180,6 +180,13 @@ def test_success(slurm, capfd):
     assert (OUTPUT / "job-100/train.py").read_text() == "first" and capfd.readouterr().out == ""
 
 
+def test_the_user_has_a_requeue_too(slurm):
+    Path("complete/requeue.py").write_text("mine")
+    assert slurm.run() == 0 and (OUTPUT / "job-100/requeue.py").read_text() == "mine"
+    own = OUTPUT / "job-100/slurm/requeue.py"
+    assert own.read_text() == (SLURM / "requeue.py").read_text()
+
+
 def test_options_of_srun(slurm):
     """Neither KillOnBadExit nor WaitTime of slurm.conf ends the check of other nodes, or ranks that
     still write when others have ended; a rank that fails ends all."""
