@@ -32,6 +32,7 @@ MOST_BAD_STARTS = 5  # lives in a row that meet a node with broken GPUs
 CHECK_SECONDS = 600  # to import torch and to compute on each GPU
 REQUEUE_SECONDS = 240  # to reach Slurm's controller: less than --signal's 300
 EARLIER_TASK_SECONDS = 300  # for an array's earlier task to end
+KILL_SECONDS = 60  # for srun to end when it is told to
 LOOK_SECONDS = 5  # between two looks at what has happened while the training runs
 
 # Files that a run can continue from. A name that is missing here ends the job at its first limit,
@@ -302,7 +303,8 @@ def follow(job, words, stdout=None):
             continue_or_end(job)
         if not owns_folder(job):
             process.terminate()  # srun passes it on to torchrun, which ends all ranks
-            process.wait()
+            if not has_ended(process, KILL_SECONDS):  # such as in a node that Slurm has lost
+                process.kill()
             raise SystemExit(f"A newer job, or life of this one, uses {job.output}: this one ends.")
     return process.returncode
 

@@ -464,7 +464,7 @@ def test_most_bad_starts(slurm, capfd):
 
 def test_bad_starts_are_not_in_a_row(slurm):
     """A life between them wrote a checkpoint, and was ended by Slurm itself."""
-    slurm.train, slurm.state = write(status=143), "COMPLETING"
+    slurm.train = write(status=143)
     for life in range(0, 14, 2):
         slurm.check, slurm.check_status = BROKEN, 1
         slurm.state = "RUNNING"
@@ -800,6 +800,17 @@ def test_two_lives(quick):
     log = first.communicate(timeout=30)[0]
     assert first.returncode == 1 and "A newer job, or life of this one" in log
     assert not quick.calls("scontrol requeue")
+
+
+def test_an_older_life_does_not_end(quick):
+    """It is killed, after some time."""
+    quick.edit("KILL_SECONDS = 60", "KILL_SECONDS = 0.5")
+    quick.set(train="""trap '' TERM; touch "$STATE/stands"; exec sleep 99""")
+    first = quick.start("complete")
+    quick.wait("stands")
+    (quick.folder / OUTPUT / "owner.txt").write_text("100 100-1")
+    log = first.communicate(timeout=30)[0]
+    assert first.returncode == 1 and "A newer job, or life of this one" in log
 
 
 # ---- The plain files
