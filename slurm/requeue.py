@@ -259,14 +259,16 @@ def copy_code(job, script):
 
 def claim_folder(job):
     """The newest life owns the folder. An older one, on a node that Slurm has lost, ends itself."""
-    (job.output / "owner.txt").write_text(job.life_name)
+    (job.output / "owner.txt").write_text(f"{job.array} {job.life_name}")
 
 
-def owns_folder(job):
+def owner(job):
+    """The array, and the life, that own the folder."""
     try:
-        return (job.output / "owner.txt").read_text() in ("", job.life_name)
+        words = (job.output / "owner.txt").read_text().split()
     except OSError:  # the disk does not answer: the training will find out
-        return True
+        words = []
+    return words if len(words) == 2 else [job.array, job.life_name]
 
 
 def set_environment(job, script):
@@ -301,10 +303,13 @@ def follow(job, words, stdout=None):
             job.is_warned = False
             say("Slurm warns: the time limit is near, or a preemption.")
             continue_or_end(job)
-        if not owns_folder(job):
+        array, life_name = owner(job)
+        if life_name != job.life_name:
             process.terminate()  # srun passes it on to torchrun, which ends all ranks
             if not has_ended(process, KILL_SECONDS):  # such as in a node that Slurm has lost
                 process.kill()
+            if array != job.array:  # or the next task would end the other array's, and so on
+                end_array(job)
             raise SystemExit(f"A newer job, or life of this one, uses {job.output}: this one ends.")
     return process.returncode
 

@@ -813,6 +813,20 @@ def test_an_older_life_does_not_end(quick):
     assert first.returncode == 1 and "A newer job, or life of this one" in log
 
 
+@pytest.mark.parametrize(("array", "cancelled"), [("90", 0), ("200", 1)])
+def test_two_arrays_in_a_folder(quick, array, cancelled):
+    """The older one ends as a whole; a task of the same array leaves the others."""
+    answers = "case $* in *PENDING*) echo 90_4 ;; *%F*) echo 90 ;; esac"
+    quick.command("squeue", answers)
+    quick.command("scancel", 'echo "scancel $*" >> "$STATE/calls"')
+    quick.set(train='touch "$STATE/stands"; exec sleep 99')
+    first = quick.start("complete", "--output", "runs/x")
+    quick.wait("stands")
+    (quick.folder / "runs/x/owner.txt").write_text(f"{array} 201-0")
+    log = first.communicate(timeout=30)[0]
+    assert first.returncode == 1 and len(quick.calls("scancel --state=PENDING 90")) == cancelled, log
+
+
 # ---- The plain files
 
 
