@@ -30,7 +30,8 @@ MOST_LIVES = 200  # then the job requeues itself only if it is preempted
 MOST_FAILED = 2  # lives in a row without a new checkpoint, once there is one
 MOST_BAD_STARTS = 5  # lives in a row that meet a node with broken GPUs
 CHECK_SECONDS = 600  # to import torch and to compute on each GPU
-REQUEUE_SECONDS = 240  # to reach Slurm's controller: less than --signal's 300
+REQUEUE_SECONDS = 240  # to be requeued, while Slurm's controller answers
+AWAY_SECONDS = 3600  # for it to come back: meanwhile, nobody ends this job at its limit
 EARLIER_TASK_SECONDS = 300  # for an array's earlier task to end
 KILL_SECONDS = 60  # for srun to end when it is told to
 LOOK_SECONDS = 5  # between two looks at what has happened while the training runs
@@ -200,9 +201,9 @@ class Job:
         preempted, started = (answer.split() + ["", ""])[:2]
         return ":" in preempted and preempted >= started  # without a preemption, it says N/A
 
-    def may_be_requeued(self):
-        """Unless sbatch --no-requeue, or the cluster, forbids it."""
-        return ask("squeue", "--noheader", "--jobs", self.id, "--Format", "Requeue") != "0"
+    def requeue_setting(self):
+        """0 if sbatch --no-requeue, or the cluster, forbids it; None if no controller answers."""
+        return ask("squeue", "--noheader", "--jobs", self.id, "--Format", "Requeue")
 
     def waiting_tasks(self):
         """The array's tasks that would continue this run."""
@@ -475,13 +476,17 @@ def is_working(state):
 def requeue(job, nodes_to_avoid):
     if nodes_to_avoid:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm ends a job that it requeues, and ...
-    end = time.monotonic() + REQUEUE_SECONDS
+    begin = time.monotonic()
+    end = begin + REQUEUE_SECONDS
     while True:
         if ask("scontrol", "requeue", "incomplete", job.id) is not None:
             job.requeued = True
             exclude(job, nodes_to_avoid)  # ... it refuses this before
             break
-        if not job.may_be_requeued() or time.monotonic() > end:
+        setting = job.requeue_setting()
+        if setting is None:
+            end = min(time.monotonic(), begin + AWAY_SECONDS) + REQUEUE_SECONDS
+        if setting == "0" or time.monotonic() > end:
             say(f"Slurm has not requeued this job. Submit it again, with --output {job.output}")
             if job.waiting_tasks():
                 say("The array's next task continues.")

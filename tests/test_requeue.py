@@ -361,6 +361,10 @@ def test_no_such_script(slurm, capfd):
 def test_slurmctld_does_not_answer(slurm):
     slurm.train, slurm.fails = write(status=3), {"scontrol requeue": 3}
     assert slurm.run() == 3 and slurm.changes == [REQUEUE] * 4
+    slurm.fails = {"scontrol requeue": 99, "squeue": 999}  # for a quarter of an hour
+    assert slurm.run() == 3 and slurm.changes == [REQUEUE] * 100
+    slurm.fails = {"scontrol requeue": 9999, "squeue": 9999}
+    assert slurm.run() == 3 and 300 < len(slurm.changes) < 500
 
 
 @pytest.mark.parametrize("may_requeue", ["1", "0"])
