@@ -30,6 +30,7 @@ MOST_LIVES = 200  # then the job requeues itself only if it is preempted
 MOST_FAILED = 2  # lives in a row without a new checkpoint, once there is one
 MOST_BAD_STARTS = 5  # lives in a row that meet a node with broken GPUs
 CHECK_SECONDS = 600  # to import torch and to compute on each GPU
+CHECKPOINT_SECONDS = 200  # for a new checkpoint, after a warning: less than --signal's 300
 REQUEUE_SECONDS = 240  # to be requeued, while Slurm's controller answers
 AWAY_SECONDS = 3600  # for it to come back: meanwhile, nobody ends this job at its limit
 EARLIER_TASK_SECONDS = 300  # for an array's earlier task to end
@@ -186,6 +187,7 @@ class Job:
 
         self.bad_nodes = []
         self.is_warned = False
+        self.decides_at = None  # after a warning: by time.monotonic, at the latest
         self.requeued = False
 
     def note_warning(self, number, frame):
@@ -297,13 +299,11 @@ def can_lock(folder):
 
 
 def follow(job, words, stdout=None):
-    """Wait for a command, and return its exit status. Meanwhile, answer Slurm's warning."""
+    """Wait for a command, and return its exit status. Meanwhile, answer Slurm's warnings."""
     process = subprocess.Popen(words, stdout=stdout)
     while not has_ended(process, LOOK_SECONDS):
-        if job.is_warned and not job.requeued:
-            job.is_warned = False
-            say("Slurm warns: the time limit is near, or a preemption.")
-            continue_or_end(job)
+        if not job.requeued:
+            answer_warning(job)
         array, life_name = owner(job)
         if life_name != job.life_name:
             process.terminate()  # srun passes it on to torchrun, which ends all ranks
@@ -313,6 +313,22 @@ def follow(job, words, stdout=None):
                 end_array(job)
             raise SystemExit(f"A newer job, or life of this one, uses {job.output}: this one ends.")
     return process.returncode
+
+
+def answer_warning(job):
+    """At a preemption, decide at once, as it may be soon. Before the time limit, the training may
+    still save a checkpoint: decide when there is a new one, or when time is short."""
+    if job.is_warned:
+        job.is_warned = False
+        say("Slurm warns: the time limit is near, or a preemption.")
+        job.decides_at = time.monotonic()
+        if not job.is_preempted():
+            job.decides_at += CHECKPOINT_SECONDS
+    if job.decides_at is None:
+        return
+    if time.monotonic() >= job.decides_at or checkpoints(job.output) - job.checkpoints_before:
+        job.decides_at = None
+        continue_or_end(job)
 
 
 def has_ended(process, seconds):

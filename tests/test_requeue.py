@@ -761,6 +761,30 @@ def test_warning(quick):
     assert "was requeued while it was running" in log
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_warning_before_the_first_checkpoint(quick, saves):
+    """It is waited for. Without one, the array ends, as late as possible."""
+    quick.command("squeue", "case $* in *PENDING*) echo 90_4 ;; *%F*) echo 90 ;; esac")
+    quick.command("scancel", 'echo "scancel $*" >> "$STATE/calls"')
+    if not saves:
+        quick.edit("CHECKPOINT_SECONDS = 200", "CHECKPOINT_SECONDS = 2")
+    save = 'mkdir -p "$output"; echo x > "$output/a.pt"; sleep 1'
+    quick.set(train=WAIT + (save if saves else "exit 5"))
+    process = quick.start("complete", "--output", "runs/x")
+    quick.wait("stands")
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(1)
+    assert not quick.calls("scontrol requeue") and not quick.calls("scancel")
+    if saves:
+        (quick.state / "go").touch()
+        assert wait_until(lambda: quick.calls("scontrol requeue"), 30)
+        assert not quick.calls("scancel")
+    else:
+        assert wait_until(lambda: quick.calls("scancel --state=PENDING 90"), 30)
+        (quick.state / "go").touch()
+    process.communicate(timeout=30)
+
+
 def test_warning_in_the_check(quick):
     """At a preemption, at once; nothing is trained then."""
     quick.set(times=f"{NOW} {EARLIER}", check=WAIT + "echo started node0; echo works node0 4")
