@@ -30,8 +30,11 @@ MOST_LIVES = 200  # then the job requeues itself only if it is preempted
 MOST_FAILED = 2  # lives in a row without a new checkpoint, once there is one
 MOST_BAD_STARTS = 5  # lives in a row that meet a node with broken GPUs
 CHECK_SECONDS = 600  # to import torch and to compute on each GPU
-REQUEUE_SECONDS = 240  # to reach Slurm's controller: less than --signal's 300
+CHECKPOINT_SECONDS = 200  # for a new checkpoint, after a warning: less than --signal's 300
+REQUEUE_SECONDS = 240  # to be requeued, while Slurm's controller answers
+AWAY_SECONDS = 3600  # for it to come back: meanwhile, nobody ends this job at its limit
 EARLIER_TASK_SECONDS = 300  # for an array's earlier task to end
+KILL_SECONDS = 60  # for srun to end when it is told to
 LOOK_SECONDS = 5  # between two looks at what has happened while the training runs
 
 # Files that a run can continue from. A name that is missing here ends the job at its first limit,
@@ -109,7 +112,6 @@ def plan_next_life(job):
         return plan_without_bad_nodes(job)
     now = checkpoints(job.output)
     if now - job.checkpoints_before:
-        forget_lives(job)
         return ""
     if not now:
         names = " ".join(CHECKPOINTS)
@@ -185,6 +187,7 @@ class Job:
 
         self.bad_nodes = []
         self.is_warned = False
+        self.decides_at = None  # after a warning: by time.monotonic, at the latest
         self.requeued = False
 
     def note_warning(self, number, frame):
@@ -200,9 +203,9 @@ class Job:
         preempted, started = (answer.split() + ["", ""])[:2]
         return ":" in preempted and preempted >= started  # without a preemption, it says N/A
 
-    def may_be_requeued(self):
-        """Unless sbatch --no-requeue, or the cluster, forbids it."""
-        return ask("squeue", "--noheader", "--jobs", self.id, "--Format", "Requeue") != "0"
+    def requeue_setting(self):
+        """0 if sbatch --no-requeue, or the cluster, forbids it; None if no controller answers."""
+        return ask("squeue", "--noheader", "--jobs", self.id, "--Format", "Requeue")
 
     def waiting_tasks(self):
         """The array's tasks that would continue this run."""
@@ -239,7 +242,7 @@ def wait_for_earlier_task(job):
 
 def use_own_copy(job):
     """Of this file, as in its first life: in five days, the clone may get another version."""
-    own = job.code / "requeue.py"
+    own = job.code / "slurm" / "requeue.py"
     if own.exists() and not own.samefile(__file__):
         os.execv(sys.executable, [sys.executable, str(own), *sys.argv[1:]])
 
@@ -249,22 +252,26 @@ def copy_code(job, script):
     if job.code.exists():
         return
     new = job.code.with_name(job.code.name + ".new")
-    new.mkdir(parents=True, exist_ok=True)
-    for path in [Path(__file__), script, *script.resolve().parent.glob("*.py")]:
+    (new / "slurm").mkdir(parents=True, exist_ok=True)
+    # In a folder of its own: the script's may have a requeue.py, too, or a signal.py.
+    shutil.copyfile(__file__, str(new / "slurm" / "requeue.py"))
+    for path in [script, *script.resolve().parent.glob("*.py")]:
         shutil.copyfile(str(path), str(new / path.name))
     new.rename(job.code)
 
 
 def claim_folder(job):
     """The newest life owns the folder. An older one, on a node that Slurm has lost, ends itself."""
-    (job.output / "owner.txt").write_text(job.life_name)
+    (job.output / "owner.txt").write_text(f"{job.array} {job.life_name}")
 
 
-def owns_folder(job):
+def owner(job):
+    """The array, and the life, that own the folder."""
     try:
-        return (job.output / "owner.txt").read_text() in ("", job.life_name)
+        words = (job.output / "owner.txt").read_text().split()
     except OSError:  # the disk does not answer: the training will find out
-        return True
+        words = []
+    return words if len(words) == 2 else [job.array, job.life_name]
 
 
 def set_environment(job, script):
@@ -292,18 +299,36 @@ def can_lock(folder):
 
 
 def follow(job, words, stdout=None):
-    """Wait for a command, and return its exit status. Meanwhile, answer Slurm's warning."""
+    """Wait for a command, and return its exit status. Meanwhile, answer Slurm's warnings."""
     process = subprocess.Popen(words, stdout=stdout)
     while not has_ended(process, LOOK_SECONDS):
-        if job.is_warned and not job.requeued:
-            job.is_warned = False
-            say("Slurm warns: the time limit is near, or a preemption.")
-            continue_or_end(job)
-        if not owns_folder(job):
+        if not job.requeued:
+            answer_warning(job)
+        array, life_name = owner(job)
+        if life_name != job.life_name:
             process.terminate()  # srun passes it on to torchrun, which ends all ranks
-            process.wait()
+            if not has_ended(process, KILL_SECONDS):  # such as in a node that Slurm has lost
+                process.kill()
+            if array != job.array:  # or the next task would end the other array's, and so on
+                end_array(job)
             raise SystemExit(f"A newer job, or life of this one, uses {job.output}: this one ends.")
     return process.returncode
+
+
+def answer_warning(job):
+    """At a preemption, decide at once, as it may be soon. Before the time limit, the training may
+    still save a checkpoint: decide when there is a new one, or when time is short."""
+    if job.is_warned:
+        job.is_warned = False
+        say("Slurm warns: the time limit is near, or a preemption.")
+        job.decides_at = time.monotonic()
+        if not job.is_preempted():
+            job.decides_at += CHECKPOINT_SECONDS
+    if job.decides_at is None:
+        return
+    if time.monotonic() >= job.decides_at or checkpoints(job.output) - job.checkpoints_before:
+        job.decides_at = None
+        continue_or_end(job)
 
 
 def has_ended(process, seconds):
@@ -333,7 +358,7 @@ print("works", node, gpus, flush=True)
 
 def check_nodes(job, args):
     """Can torch compute on the GPUs of each node? If not, job.bad_nodes has those where it cannot.
-    Where it starts nowhere, the environment is at fault, and no node."""
+    Where it starts nowhere, the environment or the shared disk is at fault, and no node."""
     answers = job.code / "nodes.txt"
     # Whatever slurm.conf says, a node that fails is not to end the check of the others.
     words = ["timeout", "-k", "60", str(CHECK_SECONDS)]
@@ -344,9 +369,11 @@ def check_nodes(job, args):
     lines = [line.split() for line in answers.read_text(errors="replace").splitlines()]
     say_kinds([" ".join(line[1:]) for line in lines if line[:1] == ["kind"]])
     gpus = {line[1]: int(line[2]) for line in lines if line[:1] == ["works"]}
-    if status in (124, 137):  # of timeout
+    hangs = status in (124, 137)  # of timeout
+    if hangs:
         say(f"The check of the nodes did not end within {CHECK_SECONDS} s.")
-    elif not any(line[:1] == ["started"] for line in lines):
+    starts = any(line[:1] == ["started"] for line in lines)
+    if not starts and not (hangs and job.node_count == 1):  # one node that hangs: try another
         say("srun, python or torch does not start on any node: see above. No node is called bad.")
         return 1
     least = 0
@@ -368,7 +395,15 @@ def say_kinds(kinds):
 def stage_data(job, args):
     if not args.stage:
         return 0
-    return follow(job, ["srun", "--export=ALL", *shlex.split(args.stage)])
+    return follow(job, [*srun_with_cpus(), *shlex.split(args.stage)])
+
+
+def srun_with_cpus():
+    """With all CPUs of the job; a node that fails ends all."""
+    words = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--wait=0"]
+    if "SLURM_CPUS_PER_TASK" in os.environ:  # srun may not take it by itself
+        words += ["--cpus-per-task", os.environ["SLURM_CPUS_PER_TASK"]]
+    return words
 
 
 # Runs for each process. If not all nodes have joined, each would train alone.
@@ -385,10 +420,7 @@ exec python -u "$@"
 def train(job, args):
     """torchrun restarts all ranks up to three times, without a new life of the job."""
     port = 10000 + int(os.environ["SLURM_JOB_ID"]) % 20000
-    words = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--wait=0"]
-    if "SLURM_CPUS_PER_TASK" in os.environ:  # srun may not take it by itself
-        words += ["--cpus-per-task", os.environ["SLURM_CPUS_PER_TASK"]]
-    words += shlex.split(args.container)
+    words = [*srun_with_cpus(), *shlex.split(args.container)]
     words += ["torchrun", "--nnodes", str(job.node_count), "--nproc-per-node", args.processes]
     words += ["--max-restarts", "3", "--rdzv-backend", "c10d"]
     words += ["--rdzv-id", os.environ["SLURM_JOB_ID"], "--rdzv-conf", "read_timeout=600"]
@@ -424,18 +456,17 @@ def is_checkpoint(name):
 
 
 def count_life(job, kind):
-    """How many lives in a row, with this one, were of this kind? An empty file for each."""
+    """How many lives in a row, with this one, were of this kind? An empty file for each, which a
+    newer checkpoint ends: its life may have ended before it could tell."""
+    newest = max((written for path, written in checkpoints(job.output)), default=0)
     try:
+        for path in job.code.glob(f"{kind}-*"):
+            if path.stat().st_mtime < newest:
+                path.unlink()
         (job.code / f"{kind}-{job.life_name}").touch()
     except OSError as error:  # a full disk
         raise InVain(error)
     return len(list(job.code.glob(f"{kind}-*")))
-
-
-def forget_lives(job):
-    for kind in ("failed", "bad"):
-        for path in job.code.glob(f"{kind}-*"):
-            path.unlink()
 
 
 def nodes_remain_without(job, nodes):
@@ -446,8 +477,13 @@ def nodes_remain_without(job, nodes):
         return True
     excluded = hostnames(",".join([nodes, job.field("%x") or ""]).strip(","))
     lines = [line.split() for line in answer.splitlines()]
-    working = {node for node, state in lines if state.startswith(("alloc", "idle", "mix", "comp"))}
+    working = {node for node, state in lines if is_working(state)}
     return len(working.difference(excluded)) >= job.node_count
+
+
+def is_working(state):
+    """As sinfo names it: a * says that the node does not answer."""
+    return state.startswith(("alloc", "idle", "mix", "comp")) and not state.endswith("*")
 
 
 # ---- The end of a life ----
@@ -456,13 +492,17 @@ def nodes_remain_without(job, nodes):
 def requeue(job, nodes_to_avoid):
     if nodes_to_avoid:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm ends a job that it requeues, and ...
-    end = time.monotonic() + REQUEUE_SECONDS
+    begin = time.monotonic()
+    end = begin + REQUEUE_SECONDS
     while True:
         if ask("scontrol", "requeue", "incomplete", job.id) is not None:
             job.requeued = True
             exclude(job, nodes_to_avoid)  # ... it refuses this before
             break
-        if not job.may_be_requeued() or time.monotonic() > end:
+        setting = job.requeue_setting()
+        if setting is None:
+            end = min(time.monotonic(), begin + AWAY_SECONDS) + REQUEUE_SECONDS
+        if setting == "0" or time.monotonic() > end:
             say(f"Slurm has not requeued this job. Submit it again, with --output {job.output}")
             if job.waiting_tasks():
                 say("The array's next task continues.")

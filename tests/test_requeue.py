@@ -127,6 +127,9 @@ def slurm(work, monkeypatch):
                 patch.setenv(name, value)
             slurm.changes.clear()
             slurm.commands.clear()
+            for path in Path("runs").rglob("*") if life else []:  # the life before was earlier
+                earlier = path.stat().st_mtime - 10
+                os.utime(path, (earlier, earlier))
             args = requeue.parser.parse_args([*options, "complete/train.py", *flags])
             return requeue.main(args)
 
@@ -175,6 +178,13 @@ def test_success(slurm, capfd):
     Path("complete/train.py").write_text("second")
     slurm.run(life=1)
     assert (OUTPUT / "job-100/train.py").read_text() == "first" and capfd.readouterr().out == ""
+
+
+def test_the_user_has_a_requeue_too(slurm):
+    Path("complete/requeue.py").write_text("mine")
+    assert slurm.run() == 0 and (OUTPUT / "job-100/requeue.py").read_text() == "mine"
+    own = OUTPUT / "job-100/slurm/requeue.py"
+    assert own.read_text() == (SLURM / "requeue.py").read_text()
 
 
 def test_options_of_srun(slurm):
@@ -279,6 +289,7 @@ def test_no_nodes_remain(slurm):
     old_checkpoint()
     slurm.train = fail
     slurm.nodes = ["node0 allocated", "node1 mixed", "node2 idle", "node3 drained", "node4 down*"]
+    slurm.nodes += ["node5 idle*", "node6 mixed*"]  # these do not answer
     slurm.run()
     slurm.run(life=1)
     assert slurm.changes == [REQUEUE]
@@ -314,7 +325,8 @@ def test_staging(slurm):
     """A failure does not train; a preemption meanwhile is requeued."""
     stage = ["--stage=tar -xf 'a b.tar'"]
     assert slurm.run(options=stage) == 0
-    assert slurm.commands.index("srun --export=ALL tar -xf a b.tar") < len(slurm.commands) - 1
+    started = "srun --export=ALL --kill-on-bad-exit=1 --wait=0 --cpus-per-task 16 tar -xf a b.tar"
+    assert slurm.commands.index(started) < len(slurm.commands) - 1
     slurm.stage_status = 2
     assert slurm.run(options=stage) == 2 and not slurm.changes
     assert "torchrun" not in " ".join(slurm.commands)
@@ -349,6 +361,10 @@ def test_no_such_script(slurm, capfd):
 def test_slurmctld_does_not_answer(slurm):
     slurm.train, slurm.fails = write(status=3), {"scontrol requeue": 3}
     assert slurm.run() == 3 and slurm.changes == [REQUEUE] * 4
+    slurm.fails = {"scontrol requeue": 99, "squeue": 999}  # for a quarter of an hour
+    assert slurm.run() == 3 and slurm.changes == [REQUEUE] * 100
+    slurm.fails = {"scontrol requeue": 9999, "squeue": 9999}
+    assert slurm.run() == 3 and 300 < len(slurm.changes) < 500
 
 
 @pytest.mark.parametrize("may_requeue", ["1", "0"])
@@ -387,14 +403,27 @@ def test_what_was_excluded_is_unknown(slurm):
     assert slurm.changes == [REQUEUE]
 
 
-def test_all_nodes_are_bad_or_hang(slurm, capfd):
+def test_all_nodes_are_bad_or_hang(slurm, capfd, monkeypatch):
+    """If several nodes import no torch in time, it is the disk; a single one is left."""
     slurm.check, slurm.check_status = "started node0\nstarted node1\n", 1
     slurm.run()
     assert slurm.changes == [REQUEUE, UPDATE + "node0,node1"]
+    old_checkpoint()
     slurm.check, slurm.check_status = "", 124
     slurm.run(life=1)
-    assert slurm.changes == [REQUEUE, UPDATE + "node0,node1"]
-    assert "did not end within 600 s" in capfd.readouterr().out
+    assert slurm.changes == [REQUEUE]
+    log = capfd.readouterr().out
+    assert "did not end within 600 s" in log and "No node is called bad" in log
+    monkeypatch.setenv("SLURM_NNODES", "1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node0")
+    slurm.run(life=2)
+    assert slurm.changes == [REQUEUE, UPDATE + "node0"]
+
+
+def test_some_nodes_hang(slurm):
+    slurm.check, slurm.check_status = BROKEN.replace("started node1\n", ""), 124
+    slurm.run()
+    assert slurm.changes == [REQUEUE, UPDATE + "node1"]
 
 
 def test_broken_environment(slurm, capfd):
@@ -435,6 +464,18 @@ def test_most_bad_starts(slurm, capfd):
         assert len(slurm.changes) == 2
     slurm.run(life=5)
     assert not slurm.changes and "ask an administrator" in capfd.readouterr().out
+
+
+def test_bad_starts_are_not_in_a_row(slurm):
+    """A life between them wrote a checkpoint, and was ended by Slurm itself."""
+    slurm.train = write(status=143)
+    for life in range(0, 14, 2):
+        slurm.check, slurm.check_status = BROKEN, 1
+        slurm.state = "RUNNING"
+        slurm.run(life=life)
+        assert len(slurm.changes) == 2
+        slurm.check, slurm.check_status, slurm.state = WORKS, 0, "COMPLETING"
+        assert slurm.run(life=life + 1) == 143 and not slurm.changes
 
 
 TORCH = """
@@ -720,6 +761,30 @@ def test_warning(quick):
     assert "was requeued while it was running" in log
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_warning_before_the_first_checkpoint(quick, saves):
+    """It is waited for. Without one, the array ends, as late as possible."""
+    quick.command("squeue", "case $* in *PENDING*) echo 90_4 ;; *%F*) echo 90 ;; esac")
+    quick.command("scancel", 'echo "scancel $*" >> "$STATE/calls"')
+    if not saves:
+        quick.edit("CHECKPOINT_SECONDS = 200", "CHECKPOINT_SECONDS = 2")
+    save = 'mkdir -p "$output"; echo x > "$output/a.pt"; sleep 1'
+    quick.set(train=WAIT + (save if saves else "exit 5"))
+    process = quick.start("complete", "--output", "runs/x")
+    quick.wait("stands")
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(1)
+    assert not quick.calls("scontrol requeue") and not quick.calls("scancel")
+    if saves:
+        (quick.state / "go").touch()
+        assert wait_until(lambda: quick.calls("scontrol requeue"), 30)
+        assert not quick.calls("scancel")
+    else:
+        assert wait_until(lambda: quick.calls("scancel --state=PENDING 90"), 30)
+        (quick.state / "go").touch()
+    process.communicate(timeout=30)
+
+
 def test_warning_in_the_check(quick):
     """At a preemption, at once; nothing is trained then."""
     quick.set(times=f"{NOW} {EARLIER}", check=WAIT + "echo started node0; echo works node0 4")
@@ -763,6 +828,31 @@ def test_two_lives(quick):
     log = first.communicate(timeout=30)[0]
     assert first.returncode == 1 and "A newer job, or life of this one" in log
     assert not quick.calls("scontrol requeue")
+
+
+def test_an_older_life_does_not_end(quick):
+    """It is killed, after some time."""
+    quick.edit("KILL_SECONDS = 60", "KILL_SECONDS = 0.5")
+    quick.set(train="""trap '' TERM; touch "$STATE/stands"; exec sleep 99""")
+    first = quick.start("complete")
+    quick.wait("stands")
+    (quick.folder / OUTPUT / "owner.txt").write_text("100 100-1")
+    log = first.communicate(timeout=30)[0]
+    assert first.returncode == 1 and "A newer job, or life of this one" in log
+
+
+@pytest.mark.parametrize(("array", "cancelled"), [("90", 0), ("200", 1)])
+def test_two_arrays_in_a_folder(quick, array, cancelled):
+    """The older one ends as a whole; a task of the same array leaves the others."""
+    answers = "case $* in *PENDING*) echo 90_4 ;; *%F*) echo 90 ;; esac"
+    quick.command("squeue", answers)
+    quick.command("scancel", 'echo "scancel $*" >> "$STATE/calls"')
+    quick.set(train='touch "$STATE/stands"; exec sleep 99')
+    first = quick.start("complete", "--output", "runs/x")
+    quick.wait("stands")
+    (quick.folder / "runs/x/owner.txt").write_text(f"{array} 201-0")
+    log = first.communicate(timeout=30)[0]
+    assert first.returncode == 1 and len(quick.calls("scancel --state=PENDING 90")) == cancelled, log
 
 
 # ---- The plain files
