@@ -313,7 +313,7 @@ def test_no_clipping(flags):
     assert rows("0") == rows("1e9") and rows("0")[-1] != rows("1e-12")[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled(flags):
     here(LM, *flags, "eager")
     here(LM, *flags, "out", "--compile", "--recompute")
@@ -631,7 +631,10 @@ def train_step(*words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes, shard", [(2, 1), (2, 0), (4, 2)])
+@pytest.mark.parametrize(
+    "processes, shard",
+    [(2, 0), *(pytest.param(*case, marks=pytest.mark.long) for case in [(2, 1), (4, 2)])],
+)
 def test_memory(tokens, processes, shard):
     """What a run says at its start is what a process takes, of the CPU's memory here, within the
     0.15 GB of torch's own: a step, and a step while a checkpoint is written. (glibc is told to give

@@ -26,9 +26,10 @@ from test_small import FEW
 pytestmark = pytest.mark.slow
 RUN = " ".join(helpers.TORCHRUN)
 SLOW = """
+import time
 plain = loss_function
 def loss_function(outputs, labels):
-    time.sleep(0.5 * os.path.exists("slow"))
+    time.sleep(0.5 * Path("slow").exists())
     return plain(outputs, labels)
 """
 LONG = ["--dataset", "synthetic", "--epochs", 100000, "--log-every", 1, "--checkpoint-minutes", 0]

@@ -921,7 +921,7 @@ def test_complete_trains(kind, real, monkeypatch):
     [line] = re.findall(r"^ *scaler\.scale\(\w+", Path("complete/train.py").read_text(), re.M)
     indent, first = line[: line.index("s")], "'SLURM_RESTART_COUNT' not in os.environ"
     stand = f"if step == 3 and 'STAND' in os.environ and {first}: __import__('time').sleep(9999)"
-    more = ["import argparse\n", "import beside, argparse\n", line]  # a module of the user's
+    more = ["import argparse\n", "import beside, argparse, os\n", line]  # a module of the user's
     shutil.copytree("complete", "mine")
     Path("mine/beside.py").touch()
     altered(COMPLETE, *more, f"{indent}{stand}\n{line}").rename("mine/long.py")
