@@ -852,7 +852,9 @@ def test_two_arrays_in_a_folder(quick, array, cancelled):
     quick.wait("stands")
     (quick.folder / "runs/x/owner.txt").write_text(f"{array} 201-0")
     log = first.communicate(timeout=30)[0]
-    assert first.returncode == 1 and len(quick.calls("scancel --state=PENDING 90")) == cancelled, log
+    assert first.returncode == 1 and len(quick.calls("scancel --state=PENDING 90")) == cancelled, (
+        log
+    )
 
 
 # ---- The plain files
