@@ -852,9 +852,8 @@ def test_two_arrays_in_a_folder(quick, array, cancelled):
     quick.wait("stands")
     (quick.folder / "runs/x/owner.txt").write_text(f"{array} 201-0")
     log = first.communicate(timeout=30)[0]
-    assert first.returncode == 1 and len(quick.calls("scancel --state=PENDING 90")) == cancelled, (
-        log
-    )
+    calls = quick.calls("scancel --state=PENDING 90")
+    assert first.returncode == 1 and len(calls) == cancelled, log
 
 
 # ---- The plain files
@@ -921,6 +920,7 @@ def test_where(clone):
     words = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(99)"]
     environment = clone.environment | {"SLURM_JOB_ID": job, "SLURM_PROCID": "5"}
     environments = {"rank": {"RANK": "2"}, "task": {}, "worker": {}, "requeue.py": {}}
+    environments["library"] = {"RANK": "9"}  # all of whose code is installed
     environments["other"] = {"SLURM_JOB_ID": job + "1"}
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     processes = {}
@@ -931,6 +931,7 @@ def test_where(clone):
         stack = {"task": "", "worker": STACK.replace("train_epoch", "_worker_loop")}
         if name == "rank":  # py-spy may not know the main thread's name
             stack[name] = STACK.replace('2 (idle): "MainThread"', f"{process.pid} (idle)")
+        stack["library"] = re.sub("/home/me/", "/venv/lib/python3.11/site-packages/", STACK)
         (clone.state / str(process.pid)).write_text(stack.get(name, STACK))
         processes[name] = process
 
@@ -942,8 +943,10 @@ def test_where(clone):
         )
         return done.stdout
 
-    first, second, empty, *advice = where(job).splitlines()
-    lines = sorted([first, second])
+    first, second, third, empty, *advice = where(job).splitlines()
+    *lines, library = sorted([first, second, third], key=lambda line: "RANK=9" in line)
+    lines.sort()
+    assert library.startswith("RANK=9 node0 all_reduce (/venv/lib/"), library
     assert lines[0].startswith("RANK=2 node0 train_epoch (/home/me/my train.py:10) ")
     assert lines[1].startswith("SLURM_PROCID=5 node0 no stack: busy ") and "(sleeping)" in lines[1]
     assert not empty and "ptrace_scope" in " ".join(advice)
@@ -951,7 +954,7 @@ def test_where(clone):
     without_slurm = [line for line in where().splitlines() if str(processes["rank"].pid) in line]
     assert len(without_slurm) == 1 and "RANK=2" in without_slurm[0]
     (clone.state / "no").touch()
-    assert where(job, "--abort").count("aborted") == 3  # a worker cannot be told without py-spy
+    assert where(job, "--abort").count("aborted") == 4  # a worker cannot be told without py-spy
     assert processes["rank"].wait(30) == -signal.SIGABRT
     assert processes["other"].poll() is None and processes["requeue.py"].poll() is None
     for process in processes.values():
