@@ -500,7 +500,7 @@ def requeue(job, nodes_to_avoid):
             exclude(job, nodes_to_avoid)  # ... it refuses this before
             break
         setting = job.requeue_setting()
-        if setting is None:
+        if setting is None and shutil.which("squeue"):  # some clusters have it on no node
             end = min(time.monotonic(), begin + AWAY_SECONDS) + REQUEUE_SECONDS
         if setting == "0" or time.monotonic() > end:
             say(f"Slurm has not requeued this job. Submit it again, with --output {job.output}")

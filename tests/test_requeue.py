@@ -358,7 +358,9 @@ def test_no_such_script(slurm, capfd):
 # ---- Requeueing
 
 
-def test_slurmctld_does_not_answer(slurm):
+def test_slurmctld_does_not_answer(slurm, monkeypatch):
+    """It is waited for, for an hour."""
+    monkeypatch.setattr(requeue.shutil, "which", lambda name: f"/usr/bin/{name}")
     slurm.train, slurm.fails = write(status=3), {"scontrol requeue": 3}
     assert slurm.run() == 3 and slurm.changes == [REQUEUE] * 4
     slurm.fails = {"scontrol requeue": 99, "squeue": 999}  # for a quarter of an hour
@@ -742,6 +744,9 @@ def test_scontrol_is_missing(quick):
         (quick.bin / name).symlink_to(shutil.which(name))
     assert quick.run("complete", PATH=str(quick.bin)) == 3, quick.log
     assert "No such file or directory: 'scontrol'" in quick.log
+    assert "Slurm has not requeued this job" in quick.log
+    (quick.bin / "squeue").unlink()
+    assert quick.run("complete", SLURM_RESTART_COUNT="1", PATH=str(quick.bin)) == 3, quick.log
     assert "Slurm has not requeued this job" in quick.log
 
 
