@@ -541,6 +541,7 @@ def test_shard_1_on_torch_2_9(flags, monkeypatch, capsys):
 
     args = train_lm.parser.parse_args(["--shard", "1", "--device", "cpu"])
     train_lm.set_defaults(args, 2)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.0+cu128"))
     train_lm.check_flags(args, 2)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.9.1+cu128"))
     train_lm.check_flags(args, 1)  # alone there is nothing to add up
