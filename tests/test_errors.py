@@ -42,7 +42,8 @@ WRONG += "--image-size 0,--log-every 0,--clip-norm -1,--weight-decay -1,--timeou
 WRONG += "--warmup-steps -1,--device cuda,--model vgg,--no-such-flag,--dataset no_such,"
 WRONG += "--data-dir nothing,--resume,--batch 32,--pretrained,--pretrained --model mlp,"
 WRONG += "--pretrained --model resnet18 --init out/model.pt,--model googlenet,--model inception_v3,"
-WRONG += "--batch-size 63 --accumulate 2,--batch-size 1000,--lr nan,--sync-bn"
+WRONG += "--batch-size 63 --accumulate 2,--batch-size 1000,--lr nan,--sync-bn,"
+WRONG += "--checkpoint-minutes -1,--init out/best.pt"
 FREE = "--epochs 3 --accumulate 2 --amp --workers 0 --log-every 3 --clip-norm 0 --lr 1e-3"
 
 
