@@ -338,25 +338,16 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "test_set = range(7)\noutputs = torch.arange(7.0)[rank::world_size, None] * torch.ones(2)",
         "assert gathered.tolist() == [[i, i] for i in range(7)], gathered",
     ),
-    "Everything that an optimizer trains": (
-        "log_alpha = torch.ones((), requires_grad=True)\nloss = log_alpha * (rank + 1)",
-        "assert log_alpha.grad == 1.5",
-    ),
-    "Weights set by the first batch": (
-        "class ActNorm(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.shift = nn.Parameter(torch.zeros(2))\n"
-        "    def forward(self, x):\n"
-        "        if not self.shift.any():\n"
-        "            self.shift.data = x.mean(0)\n"
-        "        return x - self.shift\n"
-        "model, inputs = ActNorm(), torch.randn(3, 2) + rank",
-        "alike(model.shift)\nassert rank > 0 or torch.equal(model.shift, inputs.mean(0))",
-    ),
     "An optimizer with a closure": (
         "inputs, labels, loss_function = torch.randn(9, 2), torch.randn(9, 1), F.mse_loss\n"
-        "optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn='strong_wolfe')",
+        "optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn='strong_wolfe')\n"
+        "def closure():\n"
+        "    optimizer.zero_grad()\n"
+        "    loss = loss_function(ddp(inputs), labels)\n"
+        "    loss.backward()\n"
+        "    mean = loss.detach().clone()\n"
+        "    dist.all_reduce(mean)\n"
+        "    return mean / world_size",
         "for _ in range(5):\n    optimizer.step(closure)\nalike(closure(), *model.parameters())",
     ),
     "Is it right?": (
@@ -364,8 +355,13 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "assert mean == 3 and loss == 1.0 + rank",
     ),
     "Gradient accumulation": (
-        "train_loader, loss_function = [torch.randn(2, 2, 2) for _ in range(6)], F.mse_loss\n"
-        "communicated.clear()",
+        "for i, inputs in enumerate(torch.randn(6, 2, 2)):\n"
+        "    step_now = i % 4 == 3 or i == 5\n"
+        "    with nullcontext() if step_now else ddp.no_sync():\n"
+        "        ddp(inputs).sum().backward()\n"
+        "    if step_now:\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()",
         "alike(*model.parameters())\nassert len(communicated) == 2",
     ),
     "A loss that is a mean over what is valid": (
@@ -395,7 +391,18 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "critic_ddp, critic_optimizer = new(critic)\n"
         "generator_ddp, generator_optimizer = new(generator)\n"
         "both, draw = deepcopy([critic, generator]), torch.rand(8, 1)\n"
-        "torch.manual_seed(rank)",
+        "mixed = real + draw * (generator(noise).detach() - real)\n"
+        "[slope] = torch.autograd.grad(\n"
+        "    critic_ddp(mixed.requires_grad_()).sum(), mixed, create_graph=True\n"
+        ")\n"
+        "penalty = 10 * (slope.norm(dim=1) - 1).square().mean()",
+        "fake = generator_ddp(noise)\n"
+        "generator_loss = -critic(fake).mean()\n"
+        "critic_loss = critic_ddp(fake.detach()).mean() - critic_ddp(real).mean()\n"
+        "generator_optimizer.zero_grad()\n"
+        "generator_loss.backward(inputs=list(generator.parameters()))\n"
+        "critic_optimizer.zero_grad()\n"
+        "critic_loss.backward()\n"
         "alike(*(p.grad for p in [*critic.parameters(), *generator.parameters()]))\n"
         "generator_loss = -critic(generator_ddp(noise)).mean()\n"
         "critic_loss = critic_ddp(fake.detach()).mean() - critic_ddp(real).mean()\n"
@@ -477,6 +484,20 @@ for early in False, True:
     thawed_ddp(torch.randn(4, 2)).sum().backward()
     found = of_all(thawed[1].weight.grad)
     assert (found[0] == found[1]) == early
+class ActNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(2))
+    def forward(self, x):
+        if not self.shift.any():
+            self.shift.data = x.mean(0)
+        return x - self.shift
+model, inputs = ActNorm(), torch.randn(3, 2) + rank
+with torch.no_grad():
+    model(inputs)
+new(model)
+alike(model.shift)
+assert rank > 0 or torch.equal(model.shift, inputs.mean(0))
 """,
     "Banks and queues": """
 def train(ranks, gathers):
@@ -505,7 +526,7 @@ def test_own_loop():
     """What each section says, and its code, in two processes whose data differ. Steps that leave
     parameters without gradients need find_unused_parameters=True; DDP's keys lose "module."."""
     assert f"`{IOU}`" in DOCS and all(f"\n### {title}\n" in DOCS for title in LISTED)
-    [section] = [part for part in SECTIONS if part.startswith("An IterableDataset\n")]
+    [section] = [part for part in SECTIONS if part.startswith("Different numbers of batches\n")]
     stream = "def share(samples):\n" + textwrap.indent(CODE.findall(section)[0][2], "    ")
     stream += "found = of_all(*share(iter(range(7))))\nassert found == [[0, 2, 4], [1, 3, 5]]"
     text = [LOOP, UNUSED, *LISTED.values(), stream]
