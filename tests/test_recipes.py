@@ -80,9 +80,10 @@ def logged(word, text):
 
 @pytest.mark.slow
 def test_logs_average_and_early_stopping(fashion):
-    """On two ranks, with --accumulate. The loss falls, but the score does not rise: the first epoch stays
-    the best one, and the run ends five epochs later, resumed or not, with the same weights. The
-    average is evaluated and saved. TensorBoard and W&B get the losses of the progress lines and the rows of metrics.csv."""
+    """On two ranks, with --accumulate. The loss falls, but the score does not rise: the first epoch
+    stays the best one, and the run ends five epochs later, resumed or not, with the same weights.
+    The average is evaluated and saved. TensorBoard and W&B get the losses of the progress lines and
+    the rows of metrics.csv."""
     titles = ["An average of the weights", "Early stopping", "The best epoch by another score"]
     path = pasted(*titles, "TensorBoard", "Weights & Biases", more=CONSTANT)
     path.with_name("wandb.py").write_text(LOGS)
