@@ -127,7 +127,7 @@ def test_frozen_layers_profile_and_loss_terms(data):
     """Only the head is trained, and batch norm keeps its statistics. Each rank's trace has three
     steps, and the loader. The terms of the loss add up."""
     titles = ["Frozen layers", "A profile", "A second loss term", "Deterministic runs on a GPU"]
-    path = pasted(*titles, more=DETERMINISTIC)
+    path = pasted(*titles, "Small networks", more=DETERMINISTIC)  # which changes --compile
     flags = ["--dataset", data / "pictures", *SHORT, "--batch-size", 4, "--workers", 1]
     flags += ["--model", "resnet18", "--epochs", 1, "--output", "out"]
     [text] = together(flags, path=path)
