@@ -203,7 +203,9 @@ def test_rare_classes(data):
         rows = list(csv.DictReader(file))
     found = [[row[name] for row in rows] for name in ("true", "class")]
     assert metric(*found, average="macro") == pytest.approx(max(scores))
-    loss, outputs = defined("Rare classes")["loss_function"], torch.randn(4, 2)
+    space, outputs = defined("Rare classes"), torch.randn(4, 2)
+    assert space["lower_is_better"]({"test_macro_f1": 0.25}) == -0.25
+    loss = space["loss_function"]
     labels = torch.tensor([0, 1, 0, 0])
     halves = [loss(*half) for half in zip(outputs.split(2), labels.split(2))]
     plain = F.cross_entropy(outputs, labels, reduction="none")
