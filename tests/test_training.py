@@ -239,47 +239,46 @@ def test_speed_and_minutes_left():
     assert " loss 2.0000 " in line and line.endswith(" 128 samples/s 0.5 min left")
 
 
-AS_CUDA = """
-plain_join = join
-def join(args):  # from there on the CPU is passed off as a GPU
-    device = plain_join(args)
-    args.device = "cuda"
-    return device
-torch.accelerator.max_memory_allocated = lambda: 7 * 2**20
-torch.cuda.is_bf16_supported = lambda including_emulation=True: True
-"""
-FLOAT16 = """
-add("--overflow", type=int, default=-1)
-MAY_CHANGE.append("overflow")
-plain_build, plain_loss = build_optimizer, loss_function
-torch.cuda.is_bf16_supported = lambda including_emulation=True: including_emulation
-def loss_function(outputs, labels):
-    assert outputs.dtype == torch.float16
-    return plain_loss(outputs, labels)
-def build_optimizer(args, model, steps):
-    done = iter([math.inf if i == args.overflow else 1 for i in range(200)])
-    model.conv1.weight.register_hook(lambda grad: grad * next(done))
-    return plain_build(args, model, steps)
-"""
+def test_float16(data, monkeypatch):
+    """--amp on a GPU before Ampere: a gradient that overflows, as the first often do, is left out,
+    and halves the loss's factor, with which a resumed run goes on. Gradients are clipped without
+    the factor: the losses are those of bfloat16."""
+    overflow, plain, plain_loss = [], script.build_optimizer, script.loss_function
 
+    def build_optimizer(args, model, steps):
+        model.conv1.weight.register_hook(lambda grad: grad * (overflow.pop() if overflow else 1))
+        return plain(args, model, steps)
 
-@pytest.mark.slow
-def test_float16(fashion):
-    """--amp on a GPU before Ampere, as which the CPU is passed off: a gradient that overflows, as
-    the first often do, is left out, and halves the loss's factor; a resumed run goes on with it."""
-    flags = [*fashion, "--batch-size", 16, "--amp", "--clip-norm", 0.1, "--lr", 0.05, "--output"]
-    runs = [[*flags, "whole", "--epochs", 2, "--overflow", 0]]
-    runs += [[*flags, "out", "--epochs", 1, "--overflow", 0]]
-    runs += [[*flags, "out", "--epochs", 2, "--resume"]]
-    together(*runs, more=AS_CUDA + FLOAT16, processes=0)
+    def loss_function(outputs, labels):
+        assert outputs.dtype == torch.float16
+        return plain_loss(outputs, labels)
+
+    flags = ["--dataset", data / "pictures", "--batch-size", 12, "--workers", 0, "--resume"]
+    flags += ["--amp", "--clip-norm", 0.1, "--lr", 0.05, "--output"]
     train(*flags, "bfloat16", "--epochs", 2)
+    monkeypatch.setattr(script, "uses_float16", lambda args: True)
+    monkeypatch.setattr(script, "build_optimizer", build_optimizer)
+    monkeypatch.setattr(script, "loss_function", loss_function)
+    for output, epochs, first in ("whole", 2, [math.inf]), ("out", 1, [math.inf]), ("out", 2, []):
+        overflow[:] = first
+        train(*flags, output, "--epochs", epochs)
     assert same(weights("out"), weights("whole"))
     scalers = [checkpoint(output)["scaler"] for output in ("out", "whole")]
     assert scalers[0] == scalers[1] and scalers[0]["scale"] == 2.0**15
-    assert scalers[0]["_growth_tracker"] == 79
-    # Clipped as it is without the factor.
+    assert scalers[0]["_growth_tracker"] == 15  # of 16 steps
     close("out", "bfloat16", 0.02, ("train_loss", "test_loss"))
-    assert metrics("out")[0]["peak_memory_mib"] == 7
+
+
+def test_which_half_precision(monkeypatch):
+    """float16 where a GPU only emulates bfloat16."""
+    args = parse("--amp")
+    assert not script.uses_float16(args)  # on a CPU
+    args.device = "cuda"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    assert not script.uses_float16(args)
+    emulates = {"including_emulation": True}
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: options == emulates)
+    assert script.uses_float16(args)
 
 
 COMPILED = """
@@ -324,9 +323,9 @@ def test_data(monkeypatch, data):
     assert np.array_equal(found[1], labels)
     grey = parse("--dataset", "fashion-mnist", "--data-dir", data, "--model", "resnet18")
     assert script.load_data(grey)[1].tensors[0].shape == (203, 3, 28, 28)
-    for dataset, side in ("synthetic", 70), (data / "pictures", 80):
-        train_set, _, _ = script.load_data(parse("--image-size", 70, "--dataset", dataset))
-        assert train_set[0][0].shape == (3, side, side)
+    for size, dataset, stored in (24, "synthetic", 24), (70, data / "pictures", 80):
+        train_set, _, _ = script.load_data(parse("--image-size", size, "--dataset", dataset))
+        assert train_set[0][0].shape == (3, stored, stored)
 
 
 def test_order(monkeypatch):

@@ -148,7 +148,7 @@ def seen(seed):
         seed(*words, **options)
         numbers = torch.rand(()).item(), np.random.rand(), random.random()
         seed(*words, **options)
-        print(f"\\nseed {words[0]}: {numbers}", flush=True)
+        print(f"\\nseed {words[0]}: {numbers}\\n", end="", flush=True)
     return seed_and_tell
 seed_everything, seed_torch = seen(seed_everything), seen(seed_torch)
 """
@@ -195,7 +195,8 @@ def load_data(args):
     parts = [load_torchvision(args.dataset, args.data_dir, train, False) for train in (True, False)]
     whole = torch.utils.data.ConcatDataset([Augmented(*part.tensors) for part in parts])
     train_set, test_set = torch.utils.data.random_split(whole, [643, 200])
-    print("\\nsplit", sum(i * j for i, j in enumerate(test_set.indices)), flush=True)
+    total = sum(i * j for i, j in enumerate(test_set.indices))
+    print(f"\\nsplit {total}\\n", end="", flush=True)
     return train_set, test_set, 10
 plain_save = Run.save
 def save(run):
