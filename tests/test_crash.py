@@ -1,7 +1,9 @@
 """complete/ is killed and resumed: bit-identical, each epoch once, on any number of processes; when
 it saves; and two runs in one folder, of which one ends."""
 
+import os
 import random
+import shutil
 from pathlib import Path
 
 import checkpoint as saving
@@ -21,8 +23,8 @@ from helpers import (
     logs,
     metrics,
     place,
-    run,
     same,
+    some_fast,
     start,
     together,
     train,
@@ -87,58 +89,48 @@ def test_killed_at_random(fashion):
     assert checkpoint("out")["second"]["state"]
 
 
-MOMENTS = """
-import shutil, sys
-seen, copying = [], False
-def copy(whole=False):
-    global copying
-    names = sorted(map(str, args.output.rglob("*")))
-    if not copying and dist.is_initialized() and (whole or names not in seen[-1:]):
-        copying = seen.append(names) is None
-        shutil.copytree(args.output, f"rank-{dist.get_rank()}-{len(seen):03}", dirs_exist_ok=True)
-        copying = False
-def before(event, words):
-    names = "os.mkdir", "os.remove", "os.rename", "os.rmdir"
-    if event in names or event == "open" and set(str(words[1])) & set("wxa"):
-        copy()
-sys.addaudithook(before)
-plain = torch.save
-def save(*words, **options):
-    plain(*words, **options)
-    copy(whole=True)
-torch.save = save
-"""
-SLOW = [
-    pytest.param(*case, marks=pytest.mark.slow) for case in ((0, "--overwrite"), (2, "--resume"))
-]
-
-
-@pytest.mark.parametrize("processes, flag", [(0, "--resume"), *SLOW])
-def test_killed_at_each_moment_of_a_save(fashion, processes, flag):
-    """Before each operation on the folder it is copied, which is what SIGKILL would leave there.
-    Each copy goes on to the end, and nothing is left over in it. --overwrite: another run replaces
-    this one."""
-    new = ["--seed", 1] if flag == "--overwrite" else ["--epochs", 2]
+@pytest.mark.parametrize("flag", some_fast(["--resume", "--overwrite"], "--resume"))
+def test_killed_at_each_moment_of_a_save(fashion, monkeypatch, flag):
+    """Before each operation on the folder, or when half of a file is written. Then model.pt, if
+    there is one, is that of the checkpoint, and the run goes on to the end, where nothing is left
+    over. --overwrite: another run replaces this one."""
+    epochs, seed = (2, 76) if flag == "--resume" else (1, 1)
     flags = [*fashion, "--batch-size", 320, "--checkpoint-minutes", 100]
-    first = [[*flags, "--epochs", 1, "--output", "out"]]
-    together(*first, [*flags, "--epochs", 1, *new, "--output", "whole"], processes=processes)
-    again = [*flags, "--epochs", 1, *new, "--output"]
-    run(COMPLETE, *again, "out", flag, more=MOMENTS, processes=processes)
-    same_run("out", "whole")
-    moments, runs = sorted(path.name for path in Path().glob("rank-*")), []
-    for output in moments:
-        old = checkpoint(output) and checkpoint(output)["flags"]["seed"] == 76
-        done = place(output)[0] == (2 if flag == "--resume" else 1)
-        assert old or done or "model.pt" not in files(output)  # once all epochs are done
-        runs.append([*again, output, flag if old else "--resume"])
-    for wanted in "checkpoint.pt.tmp", "best.pt.tmp", "metrics.csv.tmp", "model.pt.tmp":
-        assert any(Path(output, wanted).exists() for output in moments), wanted
-    if processes:
-        together(*runs, processes=processes)
-    else:
-        [train(*flags) for flags in runs]
-    for output in moments:
+    train(*flags, "--epochs", 1, "--output", "first")
+    flags += ["--epochs", epochs, "--seed", seed, "--output"]
+    train(*flags, "whole")
+
+    def until_killed(plain, left):
+        def called(*words, **options):
+            if next(left, None) is not None:
+                return plain(*words, **options)
+            if plain is torch_save:
+                content, file = words
+                plain(content, file)
+                file.truncate(file.tell() // 2)
+            raise KeyboardInterrupt
+
+        return called
+
+    torch_save = torch.save
+    for moment in range(100):
+        output, left = f"out-{moment}", iter(range(moment))
+        shutil.copytree("first", output)
+        with monkeypatch.context() as patch:
+            for owner, name in (os, "replace"), (os, "fsync"), (Path, "unlink"), (torch, "save"):
+                patch.setattr(owner, name, until_killed(getattr(owner, name), left))
+            try:
+                train(*flags, output, flag)
+                break  # it has come to its end
+            except KeyboardInterrupt:
+                pass
+        saved = checkpoint(output)
+        if Path(output, "model.pt").exists():
+            assert same(weights(output), saved["model"])
+        is_replaced = not saved or saved["flags"]["seed"] == seed
+        train(*flags, output, "--resume" if is_replaced else flag)
         same_run(output, "whole")
+    assert 12 < moment < 99
 
 
 @pytest.mark.slow

@@ -360,12 +360,14 @@ def test_not_finite(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp_torchrun", "ddp_spawn", "fsdp2"])
 def test_ranks_end_with_their_parent(data, name):
-    """After kill -9 of what has started them; also in a script's background jobs, which ignore
-    SIGINT, by which torch tells the children of spawn."""
-    start = [*helpers.TORCHRUN, "--standalone", "--nproc-per-node", 2, script(name)]
+    """After kill -9 of what has started them, by the command that a user types, and with nothing
+    but the script; also in a shell script's background jobs, which ignore SIGINT, by which torch
+    tells the children of spawn."""
+    path = shutil.copy(script(name), ".")
+    start = [*helpers.TORCHRUN, "--standalone", "--nproc-per-node", 2, path]
     if name == "ddp_spawn":
-        start = [sys.executable, script(name), "--nproc-per-node", 2]
-    flags = ["--dataset", data / "pictures", "--workers", 0, "--batch-size", 60]
+        start = [sys.executable, path, "--nproc-per-node", 2]
+    flags = ["--dataset", data / "pictures", "--workers", 1, "--batch-size", 60]
     words = [*start, *flags, "--epochs", 99999]
     job = Cold(["sh", "-c", '"$@" & echo "pid $!"; wait', "sh", *words], "log")
     wait_for("epoch 1: ", job)
@@ -374,6 +376,7 @@ def test_ranks_end_with_their_parent(data, name):
     assert wait_until(lambda: not helpers.marked(), 60), logs([job])
     says = ["torchrun is gone", "the process that started this one was killed"]
     assert says[name == "ddp_spawn"] in job.log.read_text()
+    assert any(Path("runs", name).iterdir())
 
 
 # ---- What is refused -----------------------------------------------------------------------------
@@ -619,16 +622,6 @@ def test_two_cards(monkeypatch, single, name):
 
 
 # ---- The files -----------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_alone_in_a_folder(data):
-    """By torchrun's command, and with nothing but the script: the losses of one process."""
-    path = shutil.copy(script("ddp_torchrun"), ".")
-    flags = ["--dataset", data / "pictures", "--batch-size", 24, "--epochs", 2, "--workers", 1]
-    text = done([helpers.torchrun(2, path, *flags)])
-    agree(text, helpers.run("single", *flags))
-    assert helpers.files("runs/ddp_torchrun") == ["checkpoint.pt", "model.pt"]
-
-
 def test_same_text():
     """Of functions, classes and flags. A default that is changed in one script is found, and --fix
     copies the text of another."""

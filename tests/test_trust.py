@@ -163,20 +163,15 @@ def test_seeds_share_nothing(fashion):
     drawn = {"data": [], "weights": [], "epoch": [], "prepare": [], "step": []}
     for what, *numbers in re.findall(r"^seed (\w+): \((.*), (.*), (.*)\)$", text, re.M):
         drawn[what].append(numbers)
-    lives, micro_batches = 2 * 2, 4 * 2  # of each rank with each seed; in an epoch
-    count = {what: len(numbers) for what, numbers in drawn.items()}
-    assert count == {
-        "data": lives,
-        "weights": lives,
-        "epoch": 2 * lives,
-        "prepare": 2 * lives * micro_batches,
-        "step": 2 * lives * micro_batches,
-    }
+    counts = {what: len(numbers) for what, numbers in drawn.items()}
+    lives = 2 * 2  # of two ranks with each seed; an epoch has four steps of two micro-batches
+    of_epochs = {"epoch": lives * 2, "prepare": lives * 2 * 8, "step": lives * 2 * 8}
+    assert counts == {"data": lives, "weights": lives, **of_epochs}
     torchs = [numbers[0] for numbers in drawn["step"] + drawn["prepare"]]
     assert len(set(torchs)) == len(torchs)
     for column in range(3):  # of torch, numpy and Python
         assert len({numbers[column] for numbers in drawn["data"] + drawn["weights"]}) == 4
-        assert len({numbers[column] for numbers in drawn["epoch"]}) == 2 * lives
+        assert len({numbers[column] for numbers in drawn["epoch"]}) == lives * 2
 
 
 TRANSFORMS = """
