@@ -272,15 +272,23 @@ def pretrained(monkeypatch):
     return name, weights
 
 
-def test_pretrained(data, pretrained, monkeypatch, capsys):
+SEES = """
+plain = build_model
+def build_model(args, inputs, classes):
+    print(f"\\nsees {inputs.sum().item()}\\n", end="", flush=True)
+    return plain(args, inputs, classes)
+"""
+
+
+def test_pretrained(data, pretrained, capsys):
     """A run has torchvision's weights on all ranks, but for the last layer, which is named. Where
-    it is resumed, where another run starts from its best.pt, and in the scores of both, inputs are
-    normalized as for these weights; and the files that it began with are not needed any more."""
+    it is resumed, where another run starts from its best.pt, and in the scores of that one, inputs
+    are normalized as for these weights; and the files that it began with are not needed any more."""
     name, torchvisions = pretrained
     flags = ["--dataset", data / "pictures", "--model", name, "--batch-size", 48, "--workers", 0]
     flags += ["--lr", 0, "--resume", "--epochs"]
     first = [*flags, 1, "--pretrained", "--output", "first"]
-    text = run(COMPLETE, *first)
+    text = run(COMPLETE, *first, more=SEES)
     assert text.count("--pretrained: new and random are fc.weight, fc.bias\n") == 1
     trained = weights("first")
     for key, weight in torchvisions.items():
@@ -288,24 +296,19 @@ def test_pretrained(data, pretrained, monkeypatch, capsys):
             assert torch.equal(trained[key], weight), key
     assert trained["fc.weight"].shape == (3, 1024)
 
-    seen, plain = [], script.build_model
-
-    def build_model(args, inputs, classes):
-        seen.append(inputs)
-        return plain(args, inputs, classes)
-
-    monkeypatch.setattr(script, "build_model", build_model)
     shutil.rmtree("home")
-    train(*first, "--epochs", 2)
+    train(*first, "--epochs", 2, more=SEES)
     second = [*flags, 1, "--init", "first/best.pt", "--output", "second"]
-    train(*second)
+    text += run(COMPLETE, *second, more=SEES)
     shutil.move("first", "gone")
-    train(*second, "--epochs", 2)
-    train(*flags, 1, "--output", "second", "--evaluate")
-    assert len(seen) == 4 and all(torch.equal(inputs, seen[0]) for inputs in seen)
+    train(*second, "--epochs", 2, more=SEES)
+    train(*flags, 1, "--output", "second", "--evaluate", more=SEES)
+    text += capsys.readouterr().out
+    seen = re.findall("^sees (.*)", text, re.M)
+    assert len(seen) == 2 + 1 + 2 + 1 + 1 and len(set(seen)) == 1, text
     assert checkpoint("second")["normalization"] == checkpoint("gone")["normalization"]
-    train(*flags, 1, "--output", "random")
-    assert not torch.allclose(seen[4], seen[0], atol=0.1)
+    train(*flags, 1, "--output", "random", more=SEES)
+    assert re.findall("^sees (.*)", capsys.readouterr().out, re.M) != seen[:1]
 
 
 def test_weights_that_do_not_fit():
@@ -374,17 +377,18 @@ def test_evaluate_on_test(capsys):
     assert says in capsys.readouterr().err
 
 
-def test_a_frozen_batch_norm_stays_so(fashion, monkeypatch):
-    """Evaluation leaves each module in the mode in which it was."""
+def test_evaluation_changes_no_mode(fashion, monkeypatch):
+    """A batch norm that is frozen stays so; one that learns its averages goes on after an epoch."""
     plain = script.build_model
 
     def build_model(*words):
         frozen = torch.nn.BatchNorm2d(1).eval()
-        return torch.nn.Sequential(frozen, plain(*words))
+        return torch.nn.Sequential(frozen, torch.nn.BatchNorm2d(1), plain(*words))
 
     monkeypatch.setattr(script, "build_model", build_model)
     train(*fashion, "--batch-size", 320, "--epochs", 2, "--output", "out")
-    assert weights("out")["0.running_mean"] == 0 and weights("out")["0.num_batches_tracked"] == 0
+    assert weights("out")["0.num_batches_tracked"] == 0
+    assert weights("out")["1.num_batches_tracked"] == 4
 
 
 def test_a_score_that_is_not_a_number():
