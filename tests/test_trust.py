@@ -282,8 +282,8 @@ def build_model(args, inputs, classes):
 
 def test_pretrained(data, pretrained, capsys):
     """A run has torchvision's weights on all ranks, but for the last layer, which is named. Where
-    it is resumed, where another run starts from its best.pt, and in the scores of that one, inputs
-    are normalized as for these weights; and the files that it began with are not needed any more."""
+    it is resumed, where another run starts from its best.pt, and in the scores of that, inputs
+    are normalized as for these weights; the files that it began with are not needed later."""
     name, torchvisions = pretrained
     flags = ["--dataset", data / "pictures", "--model", name, "--batch-size", 48, "--workers", 0]
     flags += ["--lr", 0, "--resume", "--epochs"]
