@@ -90,12 +90,12 @@ def test_killed_at_random(fashion):
 
 
 @pytest.mark.parametrize("flag", some_fast(["--resume", "--overwrite"], "--resume"))
-def test_killed_at_each_moment_of_a_save(fashion, monkeypatch, flag):
+def test_killed_at_each_moment_of_a_save(data, monkeypatch, flag):
     """Before each operation on the folder, or when half of a file is written. Then model.pt, if
     there is one, is that of the checkpoint, and the run goes on to the end, where nothing is left
     over. --overwrite: another run replaces this one."""
     epochs, seed = (2, 76) if flag == "--resume" else (1, 1)
-    flags = [*fashion, "--batch-size", 320, "--checkpoint-minutes", 100]
+    flags = ["--dataset", data / "pictures", "--batch-size", 48, "--workers", 0]
     train(*flags, "--epochs", 1, "--output", "first")
     flags += ["--epochs", epochs, "--seed", seed, "--output"]
     train(*flags, "whole")
