@@ -24,7 +24,6 @@ from helpers import (
     train,
     wait_until,
 )
-from torchvision import models
 
 WRONG = "--batch-size 0,--epochs -1,--lr -0.1,--lr nan,--workers -1,--accumulate 0,--image-size 0,"
 WRONG += "--log-every 0,--clip-norm -1,--weight-decay -1,--timeout 0,--warmup-steps -1,--sync-bn,"
@@ -97,15 +96,10 @@ def damage(kind, path):
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "short", "flipped"])
-def test_damaged_files(out, denied, monkeypatch, kind):
+def test_damaged_files(out, denied, pretrained, kind):
     """Of --resume, --init, --evaluate and --pretrained: the file is named, with what to do."""
-    name = "shufflenet_v2_x0_5"
-    url = models.get_model_weights(name).DEFAULT.url
-    downloaded = Path("hub/checkpoints", url.rpartition("/")[2])
-    downloaded.parent.mkdir(parents=True)
-    monkeypatch.setenv("TORCH_HOME", str(Path().resolve()))
-    for path in Path("init.pt"), downloaded:
-        shutil.copy("out/model.pt", path)
+    name, downloaded = pretrained
+    shutil.copy("out/model.pt", "init.pt")
     for path in Path("init.pt"), downloaded, Path("out/best.pt"), Path("out/checkpoint.pt"):
         damage(kind, path)
     denied("init.pt", "--output new --init init.pt")
