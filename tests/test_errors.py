@@ -110,13 +110,6 @@ def test_damaged_files(out, denied, pretrained, kind):
         denied("put a copy back, or start a new run with --init out/best.pt", "--resume")
 
 
-def test_started_where_a_kill_left_nothing(fashion):
-    Path("out").mkdir()
-    Path("out/checkpoint.pt").touch()
-    train(*fashion, "--batch-size", 320, "--epochs", 1, "--output", "out", "--resume")
-    assert place("out") == (1, 0)
-
-
 def test_a_full_disk(out, fashion):
     """The message names the file. What was saved stays, and the run goes on from there."""
     flags = [*fashion, "--output", "out", "--resume", "--epochs", 3]

@@ -233,14 +233,6 @@ def test_what_a_run_says_and_writes(fashion, capsys, monkeypatch):
     assert files("out") == ["best.pt", "checkpoint.pt", "metrics.csv", "model.pt"]
 
 
-def test_speed_and_minutes_left():
-    halfway = saving.Run(parse("--epochs", 3), [], None)  # 128 samples/s, 60 steps left
-    vars(halfway).update(epoch=1, step=20, seconds=10.0, steps_per_epoch=40)
-    vars(halfway).update(line_step=10, line_loss=20.0)
-    line = halfway.progress_line(norm=0.1, lr=1.0)
-    assert " loss 2.0000 " in line and line.endswith(" 128 samples/s 0.5 min left")
-
-
 def test_float16(data, monkeypatch):
     """--amp on a GPU before Ampere: a gradient that overflows, as the first often do, is left out,
     and halves the loss's factor, with which a resumed run goes on. Gradients are clipped without
