@@ -41,7 +41,7 @@ def test_same_losses(fashion):
     """On two and three processes, and in micro-batches: the same samples in the same order (what is
     left over after 10 steps are others in each epoch), one step of the whole gradient, clipped as a
     whole, and 203 test images counted once each."""
-    flags = [*fashion, "--epochs", 2, "--batch-size", 60, "--lr", 0.5, "--weight-decay", 0.01]
+    flags = [*fashion, "--epochs", 2, "--batch-size", 60, "--lr", 0.05, "--weight-decay", 0.01]
     clipped = [*flags, "--clip-norm", 0.1, "--output"]
     flags += ["--output"]
     train(*flags, "one")
