@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import COMPLETE, content, here, kill, marked, train
 from PIL import Image
+from torchvision import models
 
 
 def pytest_collection_finish(session):
@@ -90,6 +91,18 @@ def trained(fashion, tmp_path_factory):
 def out(trained, work):
     """A copy of it: out/ in the test's folder."""
     return shutil.copytree(trained, "out")
+
+
+@pytest.fixture
+def pretrained(monkeypatch, tmp_path):
+    """A model's name, and a file of random weights where torchvision keeps the downloaded ones."""
+    name = "shufflenet_v2_x0_5"
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    url = models.get_model_weights(name).DEFAULT.url
+    file = tmp_path / "hub" / "checkpoints" / url.rpartition("/")[2]
+    file.parent.mkdir(parents=True)
+    torch.save(models.get_model(name).state_dict(), file)
+    return name, file
 
 
 @pytest.fixture

@@ -1,26 +1,34 @@
-"""Runs are killed and resumed: bit-identical, each epoch once, on any number of processes; a run
-that fails leaves its folder so that it can go on."""
+"""complete/ is killed and resumed: bit-identical, each epoch once, on any number of processes; when
+it saves; and two runs in one folder, of which one ends."""
 
+import os
 import random
+import shutil
 from pathlib import Path
 
+import checkpoint as saving
 import helpers
 import pytest
 import torch
+import train as script
 from helpers import (
     COMPLETE,
     altered,
     checkpoint,
+    close,
+    content,
     files,
     kill_all,
     leaves,
     logs,
     metrics,
     place,
-    run,
+    same,
+    some_fast,
     start,
     together,
     train,
+    wait_until,
     weights,
 )
 
@@ -32,32 +40,12 @@ def build_model(args, inputs, classes):
     return nn.Sequential(convolution, nn.BatchNorm2d(4), nn.ReLU(), *head)
 """
 STATE = """
-class Average:  # of the weights
-    def __init__(self, model):
-        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def update(self, model):
-        for name, parameter in model.named_parameters():
-            self.weights[name].mul_(0.9).add_(parameter.detach(), alpha=0.1)
-
-    def state_dict(self):
-        return dict(self.weights)
-
-    def load_state_dict(self, weights):
-        self.weights = weights
-
-def add_state(model, optimizer):
-    biases = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    second, average = torch.optim.Adam(biases, 1e-4), Average(model)
-    optimizer.register_step_post_hook(lambda *_: (second.step(), average.update(model)))
+def add_state(model, optimizer):  # a second optimizer, and an average of the weights
+    second = torch.optim.Adam([p for p in model.parameters() if p.ndim == 1], 1e-4)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer.register_step_post_hook(lambda *_: (second.step(), average.update_parameters(model)))
     return {"second": second, "average": average}
 """
-
-
-def with_state():
-    """A copy in which a user has added the above to `state`."""
-    added = '"scaler": scaler, **add_state(model, optimizer)}'
-    return altered(COMPLETE, '"scaler": scaler}', added)
 
 
 def same_run(output, other):
@@ -70,19 +58,23 @@ def same_run(output, other):
     for read in checkpoint, weights, lambda output: weights(output, "best.pt"):
         both = read(output), read(other)
         assert both[0].keys() == both[1].keys()
-        for content in both:
-            content.pop("progress", None)  # has times
+        for saved in both:
+            saved.pop("progress", None)  # has times
         for a, b in zip(*map(leaves, both), strict=True):
             assert torch.equal(a, b) if torch.is_tensor(a) else a == b, read
 
 
+# ---- Killed --------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_killed_at_random(fashion):
     """All processes by SIGKILL, twice, between any two operations. Dropout, random crops, batch
     norm's averages, and what a user has put into `state`, go on too."""
     flags = [*fashion, *OFTEN, "--epochs", 4, "--batch-size", 32, "--augment", "--lr", 0.01]
     flags += ["--lr-schedule", "cosine", "--resume", "--output"]
-    path, more = with_state(), MODEL + STATE
+    path = altered(
+        COMPLETE, '"scaler": scaler}', '"scaler": scaler, **add_state(model, optimizer)}'
+    )
+    more = MODEL + STATE
     progress = 0, 0
     for _ in range(2):
         step = progress[0] * 20 + progress[1] + random.randrange(4, 33, 4)
@@ -94,117 +86,51 @@ def test_killed_at_random(fashion):
     text, _ = together([*flags, "out"], [*flags, "whole"], path=path, more=more)
     assert "out: {} epochs and {} steps are done".format(*progress) in text
     same_run("out", "whole")
-    # The two kept something: biases move by the second one, and the average is another tensor.
-    saved = checkpoint("out")
-    assert saved["second"]["state"] and not torch.equal(
-        saved["average"]["5.weight"], saved["model"]["5.weight"]
-    )
+    assert checkpoint("out")["second"]["state"]
 
 
-MOMENTS = """
-import shutil, sys
-seen, copying = [], False
-def copy(whole=False):
-    global copying
-    names = sorted(map(str, args.output.rglob("*")))
-    if not copying and dist.is_initialized() and (whole or names not in seen[-1:]):
-        copying = seen.append(names) is None
-        shutil.copytree(args.output, f"rank-{dist.get_rank()}-{len(seen):03}", dirs_exist_ok=True)
-        copying = False
-def before(event, words):
-    names = "os.mkdir", "os.remove", "os.rename", "os.rmdir"
-    if event in names or event == "open" and set(str(words[1])) & set("wxa"):
-        copy()
-sys.addaudithook(before)
-plain = torch.save
-def save(*words, **options):
-    plain(*words, **options)
-    copy(whole=True)
-torch.save = save
-"""
-SLOW = [
-    pytest.param(*case, marks=pytest.mark.slow) for case in ((0, "--overwrite"), (2, "--resume"))
-]
+@pytest.mark.parametrize("flag", some_fast(["--resume", "--overwrite"], "--resume"))
+def test_killed_at_each_moment_of_a_save(data, monkeypatch, flag):
+    """Before each operation on the folder, or when half of a file is written. Then model.pt, if
+    there is one, is that of the checkpoint, and the run goes on to the end, where nothing is left
+    over. --overwrite: another run replaces this one."""
+    epochs, seed = (2, 76) if flag == "--resume" else (1, 1)
+    flags = ["--dataset", data / "pictures", "--batch-size", 48, "--workers", 0]
+    train(*flags, "--epochs", 1, "--output", "first")
+    flags += ["--epochs", epochs, "--seed", seed, "--output"]
+    train(*flags, "whole")
 
+    def until_killed(plain, left):
+        def called(*words, **options):
+            if next(left, None) is not None:
+                return plain(*words, **options)
+            if plain is torch_save:
+                content, file = words
+                plain(content, file)
+                file.truncate(file.tell() // 2)
+            raise KeyboardInterrupt
 
-@pytest.mark.parametrize("processes, flag", [(0, "--resume"), *SLOW])
-def test_killed_at_each_moment_of_a_save(fashion, processes, flag):
-    """Before each operation on the folder it is copied, which is what SIGKILL would leave there.
-    Each copy goes on to the end, and nothing is left over in it. --overwrite: another run replaces
-    this one."""
-    new = ["--seed", 1] if flag == "--overwrite" else ["--epochs", 2]
-    flags = [*fashion, "--batch-size", 320, "--checkpoint-minutes", 100]
-    first = [[*flags, "--epochs", 1, "--output", "out"]]
-    together(*first, [*flags, "--epochs", 1, *new, "--output", "whole"], processes=processes)
-    again = [*flags, "--epochs", 1, *new, "--output"]
-    run(COMPLETE, *again, "out", flag, more=MOMENTS, processes=processes)
-    same_run("out", "whole")
-    moments, runs = sorted(path.name for path in Path().glob("rank-*")), []
-    for output in moments:
-        old = checkpoint(output) and checkpoint(output)["flags"]["seed"] == 76
-        done = place(output)[0] == (2 if flag == "--resume" else 1)
-        assert old or done or "model.pt" not in files(output)  # once all epochs are done
-        runs.append([*again, output, flag if old else "--resume"])
-    for wanted in "checkpoint.pt.tmp", "best.pt.tmp", "metrics.csv.tmp", "model.pt.tmp":
-        assert any(Path(output, wanted).exists() for output in moments), wanted
-    if processes:
-        together(*runs, processes=processes)
-    else:
-        [train(*flags) for flags in runs]
-    for output in moments:
+        return called
+
+    torch_save = torch.save
+    for moment in range(100):
+        output, left = f"out-{moment}", iter(range(moment))
+        shutil.copytree("first", output)
+        with monkeypatch.context() as patch:
+            for owner, name in (os, "replace"), (os, "fsync"), (Path, "unlink"), (torch, "save"):
+                patch.setattr(owner, name, until_killed(getattr(owner, name), left))
+            try:
+                train(*flags, output, flag)
+                break  # it has come to its end
+            except KeyboardInterrupt:
+                pass
+        saved = checkpoint(output)
+        if Path(output, "model.pt").exists():
+            assert same(weights(output), saved["model"])
+        is_replaced = not saved or saved["flags"]["seed"] == seed
+        train(*flags, output, "--resume" if is_replaced else flag)
         same_run(output, "whole")
-
-
-FAULT = """
-add("--fault")
-plain, plain_loss = build_optimizer, loss_function
-def build_optimizer(args, model, steps):
-    done.clear()
-    def after_step(*_):
-        done.append(1)
-        if args.fault == "weight" and len(done) == 14:
-            next(model.parameters()).data.mul_(math.inf)
-    optimizer, scheduler = plain(args, model, steps)
-    optimizer.register_step_post_hook(after_step)
-    return optimizer, scheduler
-done = []
-def loss_function(outputs, labels):
-    here = dist.get_rank() == 1 and len(done) == 13  # one rank
-    faults = {"loss": here, "test": not torch.is_grad_enabled()}
-    return plain_loss(outputs, labels) + (math.nan if faults.get(args.fault) else 0)
-"""
-
-
-def test_not_finite(fashion):
-    """In step 14, which ends with a progress line 16, on one rank: the run ends on all."""
-    faults = ["loss", "weight", "test"]
-    runs = [[*fashion, *OFTEN, "--output", fault, "--fault", fault] for fault in faults]
-    for fault, text in zip(faults, together(*runs, more=FAULT, status=1)):
-        says = "test loss not finite" if fault == "test" else "loss or weights not finite"
-        assert f"{says}: {fault}/checkpoint.pt is from before" in text, text
-        assert "Traceback" not in text, text
-        assert place(fault) == ((0, 8) if fault == "test" else (1, 0))  # an epoch has ten steps
-        assert all(tensor.isfinite().all() for tensor in checkpoint(fault)["model"].values())
-        assert not Path(fault, "model.pt").exists()
-
-
-ORPHAN = """
-import os
-plain, calls = os.getppid, []
-def getppid():  # at the third progress line, rank 1 has another parent: torchrun has been killed
-    calls.append(1)
-    return plain() + (dist.is_initialized() and dist.get_rank() == 1 and len(calls) >= 4)
-os.getppid = getppid
-"""
-
-
-def test_one_rank_sees_that_torchrun_is_gone(fashion, monkeypatch):
-    """All end there, in a line, and none waits for the other, or writes."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    flags = [*fashion, *OFTEN, "--batch-size", 16, "--output", "out"]
-    text = run(COMPLETE, *flags, more=ORPHAN, status=1)
-    assert text.count("torchrun is gone") in (1, 2) and "Traceback" not in text, text
-    assert place("out") == (0, 8)
+    assert 12 < moment < 99
 
 
 @pytest.mark.slow
@@ -218,11 +144,162 @@ def test_torchrun(fashion, monkeypatch):
     job = helpers.torchrun(2, "--max-restarts", 1, helpers.script(COMPLETE), *flags, "out")
     for life in (1, 2):
         line = f" step {random.randrange(4, 41, 4)}/"
-        helpers.wait_until(lambda: line in "".join(logs([job]).split("are done")[life:]))
+        wait_until(lambda: line in "".join(logs([job]).split("are done")[life:]))
         ranks = helpers.command("pgrep", "-P", job.pid, "-f", "train")
         helpers.kill(int(random.choice(ranks.split())) if life < 2 else job.pid)
-    assert helpers.wait_until(lambda: not helpers.marked(), 20)
+    assert wait_until(lambda: not helpers.marked(), 20)
     text = logs([job])
     assert "torchrun is gone" in text and text.count("steps are done") == 2, text
     together([*flags, "out"], [*flags, "whole"])
     same_run("out", "whole")
+
+
+# ---- When it saves, and what is the best ---------------------------------------------------------
+@pytest.fixture
+def told(monkeypatch):
+    """A function after which the epochs have test losses that are higher by a thousand times these,
+    in one epoch after the other."""
+    plain = script.evaluate
+
+    def told(*losses):
+        following = iter(losses)
+
+        def evaluate(args, model, loader, device):
+            sums = plain(args, model, loader, device)
+            if not isinstance(loader, list):  # of one sample, at the beginning
+                sums["loss"] += 1000 * next(following, 0)
+            return sums
+
+        monkeypatch.setattr(script, "evaluate", evaluate)
+
+    return told
+
+
+@pytest.fixture
+def saves(monkeypatch):
+    """A list of the places, (epoch, step), at which runs of this test have saved."""
+    found, plain = [], saving.Run.save
+
+    def save(run):
+        found.append((run.epoch, run.step))
+        plain(run)
+
+    monkeypatch.setattr(saving.Run, "save", save)
+    return found
+
+
+def test_saves_by_minutes(fashion, monkeypatch, saves):
+    """Of a clock by which each step takes a second: a new run after ten steps, then every fifteen
+    seconds, between progress lines that are further apart. A run that is resumed from there has the
+    losses and weights of one that was left alone."""
+    clock = iter(range(10**6))
+    seconds = [0]
+    monkeypatch.setattr(saving.time, "perf_counter", lambda: seconds[0] + next(clock) / 10**9)
+    plain = script.prepare
+
+    def prepare(args, batch, device, train=False):
+        seconds[0] += train
+        return plain(args, batch, device, train)
+
+    monkeypatch.setattr(script, "prepare", prepare)
+    flags = [*fashion, "--batch-size", 8, "--log-every", 1000, "--checkpoint-minutes", 0.25]
+    flags += ["--epochs", 1, "--augment", "--resume", "--output"]
+    train(*flags, "whole")
+    assert saves == [(0, 10), (0, 25), (0, 40), (0, 55), (0, 70), (1, 0)]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(saving.Run, "end_epoch", raise_interrupt)
+        train(*flags, "out")
+    assert place("out") == (0, 70)
+    train(*flags, "out")
+    assert same(weights("out"), weights("whole"))
+    close("out", "whole", 1e-6)
+
+
+def raise_interrupt(*words):
+    raise KeyboardInterrupt
+
+
+def test_saves_the_best_and_the_last(fashion, monkeypatch, saves, told):
+    """An epoch is saved if it is due, or has the lowest test loss so far, whose weights best.pt
+    has, or is the last one. One that is due at an epoch's last step is saved once."""
+    flags = [*fashion, "--batch-size", 320, "--output"]
+    told(3, 1, 2, 1.5, 0, 2, 2)
+    train(*flags, "out", "--epochs", 7)
+    assert saves == [(1, 0), (2, 0), (5, 0), (7, 0)] and len(metrics("out")) == 7
+    train(*flags, "five", "--epochs", 5)
+    assert same(weights("out", "best.pt"), weights("five"))
+    saves.clear()
+    told(1, 2, 3)
+    often = ["--checkpoint-minutes", 0, "--log-every", 1]
+    train(*flags, "often", "--epochs", 3, *often)
+    assert saves == [(0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
+    saves.clear()
+    told(1, 2)  # due once, in the middle of the last epoch, which is not the best
+    monkeypatch.setattr(saving.Run, "plan_save", lambda run, step: ((run.epoch, step) == (1, 1), 1))
+    train(*flags, "middle", "--epochs", 2)
+    assert saves == [(1, 0), (1, 1), (2, 0)]
+
+
+@pytest.mark.parametrize("name", ["checkpoint.pt", "best.pt", "metrics.csv"])
+def test_best_agrees_after_a_kill(fashion, monkeypatch, told, name):
+    """Killed as the second epoch, the best so far, is about to replace this file. Where the
+    repeated epoch scores worse, as it may on a GPU, best.pt still has the weights of the lowest
+    test loss in metrics.csv."""
+    flags = [*fashion, "--batch-size", 320, "--resume", "--output"]
+    known = 1 if name == "checkpoint.pt" else 2  # epochs that are saved then
+    plain = saving.os.replace
+
+    def replace(old, new):
+        epochs = len(checkpoint("out")["progress"]["metrics"]) if checkpoint("out") else 0
+        if Path(new).name == name and epochs == known:
+            raise KeyboardInterrupt
+        plain(old, new)
+
+    told(2, 1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(saving.os, "replace", replace)
+        train(*flags, "out", "--epochs", 2)
+    told(3, 3)
+    train(*flags, "out", "--epochs", 3)
+    losses = [row["test_loss"] for row in metrics("out")]
+    assert len(losses) == 3 and (losses[1] < 10) == (known == 2)
+    best = losses.index(min(losses)) + 1
+    train(*flags, "again", "--epochs", best)
+    assert same(weights("out", "best.pt"), weights("again"))
+
+
+# ---- Another process in the same folder ----------------------------------------------------------
+def meanwhile(monkeypatch, module, name):
+    """As this function is called, another process replaces out/checkpoint.pt by other.pt."""
+    plain = getattr(module, name)
+
+    def replaced(*words, **options):
+        Path("out").mkdir(exist_ok=True)
+        Path("out/checkpoint.pt").unlink(missing_ok=True)
+        Path("other.pt").rename("out/checkpoint.pt")
+        return plain(*words, **options)
+
+    monkeypatch.setattr(module, name, replaced)
+
+
+@pytest.mark.parametrize("function", ["load_on_all_ranks", "evaluate", "train_epoch"])
+def test_two_lives_in_one_folder(out, fashion, monkeypatch, function):
+    """Of one run, as one on a node that was given up but lives: the one that finds that another has
+    saved ends before it writes anything."""
+    saved = checkpoint("out")
+    saved["progress"]["seconds"] = 1.0  # of the same length
+    torch.save(saved, "other.pt")
+    wanted = {**content("out"), Path("out/checkpoint.pt"): Path("other.pt").read_bytes()}
+    meanwhile(monkeypatch, script, function)
+    with pytest.raises(SystemExit, match="out/checkpoint.pt was written by another process"):
+        train(*fashion, "--output", "out", "--resume", "--epochs", 4)
+    assert content("out") == wanted
+
+
+def test_two_runs_start_in_one_folder(fashion, monkeypatch):
+    """While this one loads its data, the other one has written its first checkpoint."""
+    Path("other.pt").write_text("precious")
+    meanwhile(monkeypatch, script, "load_on_all_ranks")
+    with pytest.raises(SystemExit, match="another run has just started in out"):
+        train(*fashion, "--output", "out", "--resume")
+    assert content("out") == {Path("out/checkpoint.pt"): b"precious"}
