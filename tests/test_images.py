@@ -21,7 +21,6 @@ import torch
 import train
 from helpers import same, weights
 from PIL import Image
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -460,21 +459,3 @@ def test_normalization():
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in args.normalization)
     found = train.prepare(args, (images, labels), device)[0]
     assert torch.allclose(found, (images.float() - mean) / std)
-
-
-def test_random_crops_by_an_affine_grid():
-    """The same transforms as matrices, with the same random numbers: equal up to rounding."""
-    images, size = torch.rand(50, 3, 40, 36), (33, 24)
-    torch.manual_seed(1)
-    crops = folders.random_crops(images, size)
-    torch.manual_seed(1)
-    zoom = torch.empty(50).uniform_(0.6, 1)
-    flip = torch.empty(50).uniform_(-1, 1).sign()
-    place = torch.empty(50, 2).uniform_(-1, 1)
-    assert 15 < (flip < 0).sum() < 35
-    matrices = torch.zeros(50, 2, 3)
-    matrices[:, 0, 0], matrices[:, 1, 1] = zoom * flip, zoom
-    matrices[:, :, 2] = place * (1 - zoom)[:, None]
-    grid = F.affine_grid(matrices, (50, 3, *size), align_corners=False)
-    wanted = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
-    assert torch.allclose(crops, wanted, atol=1e-5)
