@@ -120,6 +120,12 @@ def test_every_format_is_upright_rgb(formats):
         assert difference.max() <= 16, (path, difference.max())
 
 
+def test_square():
+    """The whole shorter side, and the middle of the longer one."""
+    pixels = torch.from_numpy(np.array(corners())).permute(2, 0, 1)
+    assert torch.equal(folders.square(96)(corners()), pixels[:, :, 16:112])
+
+
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 def test_packed_pixels_are_those_of_the_folder(formats, capsys):
     """In the same order too, decoded by workers. Whether another --side would be faster or sharper
