@@ -272,7 +272,7 @@ def test_parts(capsys, change):
         Image.new("L", (8, 8)).save(f"pictures/{part}/{name}/0.png")
     subprocess.run(change, shell=True, check=True, cwd="pictures")
     pack("pictures", "packed", "--side", 8)
-    capsys.readouterr()
+    assert (" is not used, as " in capsys.readouterr().out) == ("mkdir" in change)
     for flags, test in zip(([], ["--evaluate"]), PARTS[change]):
         for folder, start in ("pictures", "pictures/"), ("packed", ""):
             wanted = [[f"{start}{part}/{name}/0.png" for name in "ab"] for part in ("train", test)]
