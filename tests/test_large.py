@@ -39,11 +39,12 @@ from helpers import (
 LM = "large/train_lm.py"
 SMALL = ["--layers", 2, "--width", 32, "--heads", 2, "--length", 32, "--batch-size", 12]
 SMALL += ["--device", "cpu", "--steps", 8, "--warmup-steps", 2, "--log-every", 1, "--lr", 0.003]
-SMALL += ["--eval-every", 4, "--eval-tokens", 1000, "--checkpoint-minutes", 0]
+SMALL += ["--eval-every", 4, "--eval-tokens", 1000]
 STILL = ["--lr", 0, "--weight-decay", 0, "--steps", 1, "--warmup-steps", 0]  # no update
-# What a test changes in a copy of train_lm.py. Saves end at once, so that each step has one; and
-# after that of step --stop, the run ends.
+# What a test changes in a copy of train_lm.py. Each step is saved, which ends at once; and after
+# that of step --stop, the run ends.
 STOP = """
+parser.set_defaults(checkpoint_minutes=0)
 add("--stop", type=int, default=-1)
 MAY_CHANGE.append("stop")
 class Checkpoints(Checkpoints):
@@ -372,6 +373,7 @@ def test_killed_at_each_moment_of_a_save(flags, processes):
 
 
 WAITS = """
+parser.set_defaults(checkpoint_minutes=0)
 plain_step, plain_write, steps = train_step, dcp.FileSystemWriter.write_data, []
 def train_step(*words):
     steps.append(1)
