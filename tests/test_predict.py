@@ -18,13 +18,19 @@ from runs import recipe
 from test_images import pack
 
 FLAGS = ["--image-size", 70, "--model", "shufflenet_v2_x0_5", "--batch-size", 48, "--epochs", 1]
+COLOURS = [[120.0, 110.0, 100.0], [60.0, 50.0, 40.0]]  # mean and standard deviation
 
 
 @pytest.fixture(scope="module")
 def mine(data, tmp_path_factory):
-    """The folder of a run on data/pictures."""
+    """The folder of a run on data/pictures. Its best weights get a normalization by colours, as
+    pretrained ones have, and prefer a class that is not the first."""
     folder = tmp_path_factory.mktemp("mine") / "mine"
     helpers.train("--dataset", data / "pictures", *FLAGS, "--workers", 0, "--output", folder)
+    saved = torch.load(folder / "best.pt")
+    saved["normalization"] = COLOURS
+    saved["model"]["fc.bias"] += torch.tensor([0.0, 1.0, 0.5])
+    torch.save(saved, folder / "best.pt")
     return folder
 
 
@@ -32,9 +38,10 @@ def start(*words):
     predict.main(predict.parser.parse_args(["--workers", "0", *map(str, words)]))
 
 
-def evaluated(dataset, *flags):
+def evaluated(dataset, normalization=None):
     """What the model gets of each test image, in the evaluation of a run."""
-    args, device = helpers.parse("--dataset", dataset, *flags), torch.device("cpu")
+    args, device = helpers.parse("--dataset", dataset, *FLAGS), torch.device("cpu")
+    args.normalization = normalization or args.normalization
     batches = [train.collate([sample]) for sample in train.load_data(args)[1]]
     return [train.prepare(args, batch, device)[0][0] for batch in batches]
 
@@ -45,14 +52,14 @@ def test_the_pixels_of_the_evaluation(data, mine):
     paths = sorted(Path(data, "pictures/test").glob("*/*"))
     model, classes, transform = predict.load(mine)
     assert classes == ["a", "b", "c"] and not model.training
-    for path, x in zip(paths, evaluated(data / "pictures", *FLAGS), strict=True):
+    for path, x in zip(paths, evaluated(data / "pictures", COLOURS), strict=True):
         assert torch.equal(transform(path), x) and torch.equal(transform(Image.open(path)), x)
     for side in 90, 60:
         pack(data / "pictures", f"packed{side}", "--side", side)
         flags = ["--dataset", f"packed{side}", *FLAGS, "--model", "net", "--workers", 0]
         helpers.train(*flags, "--output", f"run{side}")
         _, _, transform = predict.load(f"run{side}/best.pt")
-        for path, x in zip(paths, evaluated(f"packed{side}", *FLAGS), strict=True):
+        for path, x in zip(paths, evaluated(f"packed{side}"), strict=True):
             assert torch.equal(transform(path), x)
 
 
@@ -80,7 +87,7 @@ def test_a_table(data, mine, capsys):
     table = {Path(path): rest for path, *rest in rows}
     assert sorted([*Path("new/lion").iterdir(), *paths]) == sorted(table) and len(rows) == 5
     model, classes, _ = predict.load(mine)
-    for path, x in zip(paths, evaluated(data / "pictures", *FLAGS), strict=True):
+    for path, x in zip(paths, evaluated(data / "pictures", COLOURS), strict=True):
         predicted, true, *numbers = table.pop(path)
         with torch.no_grad():
             wanted = model(x[None]).softmax(1)[0]
