@@ -91,6 +91,7 @@ FORMATS = {
     "palette.png": (corners().quantize(8), {"transparency": bytes([0, 128, 255, 255])}),
     "grey_16_bits.png": (sixteen_bits(), {}),
     "grey_16_bits.tif": (sixteen_bits(), {}),
+    "grey_16_bits.pgm": (sixteen_bits(), {}),  # opened as one of 32 bits, as an old Pillow does PNG
     os.fsdecode(b"a name in another encoding, caf\xe9 \xff.bmp"): (corners(), {}),
 }
 
@@ -167,26 +168,6 @@ def test_a_broken_exif_block_spoils_no_image(name):
     ):
         corners(80, 60).save(name, exif=block)
         assert folders.load_image(name, 60).size == size, block
-
-
-def test_sixteen_bits_as_pillow_opens_them(monkeypatch):
-    """Before 10.3 a PNG of 16 bits was opened as one of 32; a PGM is by every version."""
-    sixteen_bits().save("grey.png")
-    grey = np.asarray(sixteen_bits())
-    Path("grey.pgm").write_bytes(b"P5 128 96 65535\n" + grey.astype(">u2").tobytes())
-    wanted = (grey >> 8)[..., None].repeat(3, axis=2)
-    opened = Image.open
-
-    def as_32_bits(path):
-        image = opened(path)
-        old = Image.fromarray(np.asarray(image).astype(np.int32))
-        old.format = image.format
-        return old
-
-    assert opened("grey.pgm").mode == "I"
-    assert np.array_equal(folders.load_image("grey.pgm", 60), wanted)
-    monkeypatch.setattr(Image, "open", as_32_bits)
-    assert np.array_equal(folders.load_image("grey.png", 60), wanted)
 
 
 def test_a_file_that_cannot_be_decoded_is_named():
@@ -377,21 +358,6 @@ def test_killed_while_packing(monkeypatch):
         pack(folder, "packed", "--side", 10)
     for path in Path("whole").iterdir():
         assert Path("packed", path.name).read_bytes() == path.read_bytes()
-
-
-def test_two_pack_into_one_folder(monkeypatch):
-    """The second one begins and ends while the first one packs, which is then refused."""
-    folder, plain = write_folder("pictures"), packer.pack
-
-    def slow(*words):
-        monkeypatch.setattr(packer, "pack", plain)
-        pack(folder, "packed", "--side", 20)
-        plain(*words)
-
-    monkeypatch.setattr(packer, "pack", slow)
-    with pytest.raises(OSError, match="packed"):
-        pack(folder, "packed", "--side", 10)
-    assert load("packed")[0].side == 20 and helpers.files(".") == ["packed", "pictures"]
 
 
 # ---- Packed images -------------------------------------------------------------------------------
