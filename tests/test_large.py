@@ -69,10 +69,12 @@ def prepare(*words):
 
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory):
-    """The bytes of some scripts: the end is for validation."""
+    """The bytes of some scripts, in two documents: the end is for validation."""
     folder = tmp_path_factory.mktemp("texts")
     paths = ROOT / LM, ROOT / "large" / "prepare_texts.py", ROOT / "train_fsdp2.py", Path(__file__)
-    (folder / "code.txt").write_text("".join(path.read_text() for path in paths)[:70_000])
+    text = "".join(path.read_text() for path in paths)
+    (folder / "a.txt").write_text(text[:68_000])
+    (folder / "b.txt").write_text(text[68_000:70_000])
     prepare(folder, "--output", folder / "tokens", "--tokenizer", "bytes", "--hold-out", 20)
     return folder / "tokens"
 
@@ -304,6 +306,7 @@ def test_validation(flags, tokens, one):
     ids = torch.from_numpy(np.fromfile(tokens / "val.bin", np.uint16).astype(np.int64))
     ends = range(0, len(ids) - 1, 32)
     assert len(ids) % 32 != 1 and len(ends) > 32  # the last window is a short one
+    assert train_lm.Texts(tokens).token_bytes[ids].sum() == len(ids) - 1  # an end-of-text has none
     for output, starts in ("all", ends), (one, [ends[i * len(ends) // 32] for i in range(32)]):
         _, model = load_model(output)
         nats, targets = 0.0, []
