@@ -139,9 +139,9 @@ class Photos(Dataset):
 
 # ---- The predictions -----------------------------------------------------------------------------
 @torch.no_grad()
-def classify(args, run, paths, true_classes):
+def classify(args, run, paths, true_classes, counts):
     """Yields path, class, true class and probabilities of each image. One that cannot be decoded is
-    named and left out."""
+    named and left out. `counts` gets how many were done, broken, known and right."""
     device = torch.device(run.args.device)  # a GPU, if there is one
     model = run.model.to(device)
     loader = DataLoader(
@@ -153,11 +153,13 @@ def classify(args, run, paths, true_classes):
         pin_memory=device.type in ("cuda", "xpu"),  # for asynchronous copies to the GPU
     )
     places = zip(paths, true_classes)
-    counts = Counter()
     for pixels, errors in loader:
         outputs = model(run.prepare(pixels, device))
         probabilities = outputs.double().softmax(1).tolist()
         for error, row, (path, true) in zip(errors, probabilities, places):
+            counts["done"] += 1
+            if counts["done"] % 1000 == 0:
+                print(f"{counts['done']} of {len(paths)} images", file=sys.stderr, flush=True)
             if error:
                 print(error, file=sys.stderr, flush=True)
                 counts["broken"] += 1
@@ -166,11 +168,6 @@ def classify(args, run, paths, true_classes):
             counts["known"] += true != ""
             counts["right"] += true == predicted
             yield path, predicted, true, row
-    says = f"{len(paths)} images, of which {counts['broken']} cannot be decoded"
-    if counts["known"]:
-        says += f"; {counts['known']} with a true class, accuracy "
-        says += f"{counts['right'] / counts['known']:.4f}"
-    print(says, flush=True)
 
 
 def print_classes(rows, classes):
@@ -205,11 +202,19 @@ def main(args):
     paths, true_classes = find_photos(args.images, run.classes)
     if not paths:
         parser.error(f"no images in {', '.join(map(str, args.images))}")
-    rows = classify(args, run, paths, true_classes)
+    counts = Counter()
+    rows = classify(args, run, paths, true_classes, counts)
     if args.output:
         write_table(rows, run.classes, args.output)
     else:
         print_classes(rows, run.classes)
+    says = f"{len(paths) - counts['broken']} images"
+    if counts["known"]:
+        says += f"; {counts['known']} with a true class, accuracy "
+        says += f"{counts['right'] / counts['known']:.4f}"
+    print(says, flush=True)
+    if counts["broken"]:  # status 1
+        raise SystemExit(f"{counts['broken']} of {len(paths)} files could not be decoded")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The pages are true: commands run, links hold, examples train, recipes do what they say."""
 
 import difflib
-import os
 import re
 import runpy
 import shlex
@@ -9,7 +8,6 @@ import shutil
 import subprocess
 import textwrap
 from pathlib import Path
-from unittest import mock
 
 import helpers
 import pytest
@@ -21,41 +19,32 @@ from torch.distributed.run import get_args_parser
 FOLDERS = [ROOT, *(ROOT / name for name in ("docs", "large", "slurm", "benchmarks"))]
 PAGES = {path: path.read_text() for folder in FOLDERS for path in sorted(folder.glob("*.md"))}
 README = PAGES[ROOT / "README.md"]
+LAUNCHING = PAGES[ROOT / "docs" / "launching.md"]
 DOCS = "".join(text for path, text in PAGES.items() if path.parent.name == "docs")
 SECTIONS = re.split(r"^##+ ", DOCS, flags=re.M)  # each begins with its title
 CODE = re.compile(r"^```(\w*) ?(.*)\n((?:.*\n)*?)```$", re.M)  # language, scripts, content
-NOT_OURS = [  # test_recipes.py, test_slurm.py and others run these, or they train nothing
-    r"python3 -m venv .* (-m pytest|requirements.txt)$|.* my_(training/train|training|script)\.py",
-    r"(NCCL_DEBUG=INFO )?(sbatch|srun|scontrol|squeue|scancel|export) ",
-    r".*(python\S*|bash) (benchmarks/|slurm/|-m pytest .* tests/|-m torch)",
-    r"(git|mpirun|docker|apptainer|nvidia-smi|source|pip|uv|for \w+ in|torchfrtrace) |  |done|#",
-    r"(curl|mkdir) |python (report|split|my_training/(export|predict_table))\.py",
-]
 SCRIPT = r"((?:complete/|large/)?(?:train(?:_\w+)?|pack_images|predict|prepare_texts)\.py)"
 TRAINS = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:torchrun (.* )?|python3? |.*/python ){SCRIPT}(.*)")
 ORDER = re.split("\n## Checklist", README)[0]  # its commands run one after the other
-LINES = [code[2] for code in CODE.findall(ORDER) if not code[0]]  # what they print
+
+
+def blocks(text, language):
+    return [content for found, _, content in CODE.findall(text) if found == language]
 
 
 def commands(text):
     """Those that start a script of ours, of a page's blocks and within its sentences."""
-    lines = [line for code in CODE.findall(text) if code[0] == "sh" for line in code[2].split("\n")]
+    lines = "".join(blocks(text, "sh")).splitlines()
     lines += re.findall(r"`([^`\n]+)`", CODE.sub("", text))
     return [line for line in lines if TRAINS.match(line)]
 
 
 FIRST = commands(ORDER)
-EVERY = [line for text in PAGES.values() for line in commands(text)]
-
-
-def masked(text):
-    """Without numbers, and names of hosts and devices."""
-    return re.sub(r"\S*\d\S*|host \w+", "#", text).split()
 
 
 def test_pages():
-    """Each link leads to a file, and to a heading; each command is run, or listed; what
-    "```python train_dp.py" begins stands so in this script."""
+    """Each link leads to a file, and to a heading; each command that names a script of ours is one
+    that `commands` finds; what "```python train_dp.py" begins stands so in this script."""
     plain = {page: CODE.sub("", text) for page, text in PAGES.items()}
     for page, text in PAGES.items():
         for target in re.findall(r"\]\((?!https://)([^)]+)\)", plain[page]):
@@ -66,103 +55,83 @@ def test_pages():
             assert path.exists() and anchor in titles, (page, target)
         for _, name, content in CODE.findall(text):
             assert not name or f"\n{content}" in (ROOT / name).read_text(), (page, content)
-        for line in "".join(code[2] for code in CODE.findall(text) if code[0] == "sh").splitlines():
-            assert any(re.match(no, line) for no in NOT_OURS) != bool(TRAINS.match(line)), line
+        for line in "".join(blocks(text, "sh")).splitlines():
+            if re.search(rf"(?<![/\w]){SCRIPT}", line):
+                assert re.match("(srun|docker|apptainer|git) ", line) or TRAINS.match(line), line
 
 
-JOIN = {  # the first lines that no process runs without the others
-    "-": '    print(f"torch {torch.__version__}, device {device}", flush=True)',
-    "+": '    if device.type == "mps":  # DDP does not support it',
+def test_commands(monkeypatch):
+    """torchrun and the script know the flags of each command, and complete/train.py does not refuse
+    them on four GPUs."""
+    parsers = {}
+    monkeypatch.setattr(train.dist, "get_world_size", lambda: 4)
+    for line in [line for text in PAGES.values() for line in commands(text)]:
+        torchrun, name, flags = TRAINS.match(line.replace('"$R"', "0")).groups()
+        if name not in parsers:
+            parsers[name] = runpy.run_path(str(ROOT / name))["parser"]
+        args = parsers[name].parse_args(shlex.split(flags, comments=True))
+        get_args_parser().parse_args([*(torchrun or "").split(), name])
+        if name == COMPLETE:
+            assert train.check_flags(args) == "", line
+
+
+@pytest.mark.slow
+def test_first_command():
+    """README.md shows what it prints, but for numbers, and names of hosts and devices."""
+    flags = re.search(r"train_single.py (.*)", FIRST[0])[1].split()
+    text = run("single", *flags, "--workers", 0)  # torch warns of more than there are cores
+    shown, printed = (re.sub(r"\S*\d\S*|host \w+", "#", x) for x in (blocks(ORDER, "")[0], text))
+    assert shown.split() == printed.split()
+
+
+@pytest.mark.slow
+def test_my_own_images(data):
+    """README.md's commands, and what it says to add if memory ran out. Some flags take minutes on a
+    CPU, or download weights; of the others, the last value counts."""
+    Path("my_images").symlink_to(data / "pictures")
+    [line] = [line for line in FIRST if "complete/train.py" in line and "my_images" in line]
+    flags = re.sub("--(amp|pretrained)", "", line.split("complete/train.py ")[1]).split()
+    flags += ["--model", "resnet18", "--image-size", 32, "--batch-size", 16, "--workers", 0]
+    run(COMPLETE, *flags, "--epochs", 1, processes=2)
+    [more] = re.findall("`(--resume --accumulate .*?)`", README)
+    text = run(COMPLETE, *flags, "--epochs", 2, *more.split(), processes=2)
+    assert "runs/mine: 1 epochs and 0 steps are done" in text
+    shutil.copytree(data / "pictures" / "test", "new_photos")
+    [line] = [line for line in FIRST if "complete/predict.py" in line]
+    run("complete/predict.py", *line.split("complete/predict.py ")[1].split(), processes=0)
+    assert len(Path("predictions.csv").read_text().splitlines()) == 1 + 3
+
+
+CLOUDS = {  # what a service tells a machine of two; the machine's number, and the first's address
+    "SkyPilot": (
+        {"NUM_NODES": "2", "NODE_RANK": "1", "NODE_IPS": "10.0.0.1\n10.0.0.2"},
+        (1, "10.0.0.1"),
+    ),
+    "AWS Batch": (
+        {"NUM_NODES": "2", "NODE_INDEX": "1", "MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.1"},
+        (1, "10.0.0.1"),
+    ),
+    "AWS Batch: the first": ({"NUM_NODES": "2", "NODE_INDEX": "0"}, (0, "127.0.0.1")),
 }
 
 
-def test_diff():
-    """docs/what_ddp_changes.md has it in order, from init_process_group on all of it; each - may
-    stand beside its +."""
-    blocks = CODE.findall(PAGES[ROOT / "docs" / "what_ddp_changes.md"])
-    shown = "".join(content for language, _, content in blocks if language == "diff").split("\n")
-    old, new = (
-        (ROOT / f"train_{n}.py").read_text().split("\n") for n in ("single", "ddp_torchrun")
-    )
-    real = list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:]
-    for sign in "-", "+":
-        found, wanted = ([x for x in lines if x.startswith(sign)] for lines in (shown, real))
-        whole = [x[1:] for x in wanted].index(JOIN[sign])
-        assert found[-len(wanted[whole:]) :] == wanted[whole:]
-        rest = iter(wanted)
-        assert all(line in rest for line in found)
-    assert all(line[1:] in old and line[1:] in new for line in shown if line[:1] not in "-+@")
-
-
-BREAKS = [  # docs/what_ddp_changes.md: what its list says to change
-    ("", ""),
-    ("F.cross_entropy(ddp(images), labels)", "F.cross_entropy(model(images), labels)"),
-    ("rank_batch = args.batch_size // world_size", "rank_batch = args.batch_size"),
-    ("sampler=sampler", "shuffle=True"),
-    ("sampler.set_epoch(epoch)", ""),
-    ("dist.all_reduce(loss_sum)", ""),
-    ("dist.all_reduce(correct)", ""),
-]
-
-
-@pytest.mark.long
-def test_break_it():
-    """The table of docs/what_ddp_changes.md, by its command."""
-    [section] = [part for part in SECTIONS if part.startswith("Break it\n")]
-    [flags] = re.findall(r"my_script\.py (--.*) --output", section)
-    assert all(score in section.split("```")[0] for score in ("2.2393", "0.6415"))
-    changes = ["", *re.findall(r"^\d\. (.*`.*)", section.split("```")[0], re.M)[:-1]]
-    rows = re.findall(r"^\| \w+ \| (\d\.\d+) \| (\d\.\d+) \|", section, re.M)
-    for i, ((old, new), place, scores) in enumerate(zip(BREAKS, changes, rows, strict=True)):
-        assert all(code in old + new for code in re.findall("`(.+?)`", place)), place
-        path = helpers.altered("ddp_torchrun", old, new)
-        words = [*flags.split(), "--workers", 0, "--output", f"{i}"]
-        text = run(path, *words, processes=2)
-        found = re.findall(r"^epoch 1: loss (\S+) accuracy (\S+)", text, re.M)[0]
-        assert [*map(float, found)] == pytest.approx([*map(float, scores)], abs=0.03), place
-
-
-LAUNCHING = PAGES[ROOT / "docs" / "launching.md"]
-TOLD = {  # what a service tells the second of two machines
-    "SKYPILOT_NUM_NODES": "2",
-    "SKYPILOT_NODE_RANK": "1",
-    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
-    "AWS_BATCH_JOB_NUM_NODES": "2",
-    "AWS_BATCH_JOB_NODE_INDEX": "1",
-    "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.1",
-    "PET_NNODES": "2",  # Kubeflow's, which torchrun itself reads
-    "PET_NODE_RANK": "1",
-    "PET_MASTER_ADDR": "10.0.0.1",
-}
-FIRST_OF_AWS = {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": "0"}  # all it is told
-
-
-def torchrun_sees(lines, told):
-    """What torchrun makes of the flags and the environment that it gets from these lines: its
-    machines, this machine's number, the first one's address, and the script with its flags."""
-    lines = f'torchrun() {{ printf "%s\\n" "$@"; }}\n{lines}'
-    words = subprocess.check_output(["bash", "-euc", lines], env=told, text=True).splitlines()
-    with mock.patch.dict(os.environ, told):
-        args = get_args_parser().parse_args(words)
-    return [args.nnodes, args.node_rank, args.master_addr, args.training_script] + [
-        *args.training_script_args
-    ]
-
-
-def test_clouds():
-    """Each service's names for N, R and A start the second of two machines."""
+@pytest.mark.parametrize("service", CLOUDS)
+def test_clouds(service):
+    """docs/launching.md: a service's names for N, R and A tell torchrun which machine it is."""
+    told, place = CLOUDS[service]
+    prefix = "AWS_BATCH_JOB_" if "AWS" in service else "SKYPILOT_"
     [command] = re.findall(r'^torchrun .*"\$N".*', LAUNCHING, re.M)
-    rows = re.findall(r"^\| .* \| `(\$.*)` \| `(.*)` \| `(.*)` \|$", LAUNCHING, re.M)
-    script = ["complete/train.py", "--resume", "--output", "/shared/runs/mine"]
-    assert len(rows) == 2
-    for cells in rows:
-        values = "\n".join(map("{}={}".format, "NRA", cells)).replace("\\|", "|")
-        assert torchrun_sees(f"{values}\n{command}", TOLD) == ["2", 1, "10.0.0.1", *script]
-    assert torchrun_sees(f"{values}\n{command}", FIRST_OF_AWS) == ["2", 0, "127.0.0.1", *script]
-    line = re.sub(r"--nnodes .* (?=complete/)", "", command)
-    assert torchrun_sees(line, TOLD) == ["2", 1, "10.0.0.1", *script]
+    [cells] = re.findall(rf"^\| .* `(\${prefix}.*)` \| `(.*)` \| `(.*)` \|$", LAUNCHING, re.M)
+    lines = [f"{name}={cell}" for name, cell in zip("NRA", cells)]
+    lines += ['torchrun() { printf "%s\\n" "$@"; }', command]
+    text = "\n".join(lines).replace("\\|", "|")
+    told = {prefix + name: value for name, value in told.items()}
+    words = subprocess.check_output(["bash", "-euc", text], env=told, text=True).splitlines()
+    args = get_args_parser().parse_args(words)
+    assert (args.nnodes, args.node_rank, args.master_addr) == ("2", *place)
 
 
+# ---- Examples ------------------------------------------------------------------------------------
 FULL_BATCH = """
 import torch
 from torch import nn
@@ -176,7 +145,7 @@ MODEL = "model = Model().to(device)\n"
 
 def test_a_dozen_lines():
     """README.md's first diff: both sides train, the new one on two ranks, to the same weights."""
-    [diff] = [code[2] for code in CODE.findall(README) if code[0] == "diff"]
+    [diff] = blocks(README, "diff")
     for sign, output, processes in ("-", "old.pt", 0), ("+", "new.pt", 2):
         lines = [line[1:] for line in diff.splitlines() if line[:1] in (" ", sign)]
         code = "\n".join(line for line in lines if "cuda.set_device" not in line)
@@ -189,46 +158,42 @@ def test_a_dozen_lines():
     assert all(torch.allclose(old[name], new[name], atol=1e-6) for name in old)
 
 
-@pytest.mark.slow
-def test_first_command():
-    """README.md shows what it prints."""
-    flags = re.search(r"train_single.py (.*)", FIRST[0])[1].split()
-    flags += ["--workers", 0]  # torch warns of more than there are cores
-    assert masked(LINES[0]) == masked(run("single", *flags))
+def test_diff():
+    """docs/what_ddp_changes.md shows all of it, from `main` on, in order; each - may stand beside
+    its +."""
+    page = PAGES[ROOT / "docs" / "what_ddp_changes.md"]
+    shown = "".join(blocks(page, "diff")).splitlines()
+    texts = ((ROOT / f"train_{name}.py").read_text() for name in ("single", "ddp_torchrun"))
+    old, new = (text[text.index("\ndef main(") :].splitlines() for text in texts)
+    real = list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:]
+    for sign in "-", "+":
+        both = [[x for x in lines if x[:1] == sign != x] for lines in (shown, real)]
+        assert both[0] == both[1]
+    assert all(line[1:] in old and line[1:] in new for line in shown if line[:1] not in "-+@")
 
 
-def test_commands(monkeypatch):
-    """torchrun and the script know the flags of each command, and the script does not refuse them
-    on four GPUs."""
-    parsers = {}
-    monkeypatch.setattr(train.dist, "get_world_size", lambda: 4)
-    for line in EVERY:
-        torchrun, name, flags = TRAINS.match(line.replace('"$R"', "0")).groups()
-        if name not in parsers:
-            parsers[name] = runpy.run_path(str(ROOT / name))["parser"]
-        args = parsers[name].parse_args(shlex.split(flags, comments=True))
-        get_args_parser().parse_args([*(torchrun or "").split(), name])
-        if name == COMPLETE:
-            assert train.check_flags(args) == "", line
+BREAKS = [  # docs/what_ddp_changes.md: what its list says to change, and its table measures
+    ("", ""),
+    ("F.cross_entropy(ddp(images), labels)", "F.cross_entropy(model(images), labels)"),
+    ("rank_batch = args.batch_size // world_size", "rank_batch = args.batch_size"),
+    ("sampler=sampler", "shuffle=True"),
+    ("sampler.set_epoch(epoch)", ""),
+    ("dist.all_reduce(loss_sum)", ""),
+    ("dist.all_reduce(correct)", ""),
+]
 
 
-@pytest.mark.slow
-def test_my_own_images(data):
-    """README.md's commands, and what it says to add if memory ran out. Some flags take minutes on a
-    CPU, or download weights; of the others, the last value counts."""
-    Path("my_images").symlink_to(data / "pictures")
-    [line] = [line for line in FIRST if "complete/train.py" in line and "my_images" in line]
-    flags = re.sub("--(amp|pretrained)", "", line.split("complete/train.py ")[1]).split()
-    flags += ["--model", "resnet18", "--image-size", 32, "--batch-size", 16, "--workers", 0]
-    run(COMPLETE, *flags, "--epochs", 1, processes=2)
-    [more] = re.findall("ran out of memory, with `(--resume .*?)`", README)
-    text = run(COMPLETE, *flags, "--epochs", 2, *more.split(), processes=2)
-    assert "runs/mine: 1 epochs and 0 steps are done" in text
-    shutil.copytree(data / "pictures" / "test", "new_photos")
-    [line] = [line for line in FIRST if "complete/predict.py" in line]
-    run("complete/predict.py", *line.split("complete/predict.py ")[1].split(), processes=0)
-    head, *rows = Path("predictions.csv").read_text().splitlines()
-    assert head == "path,class,true,a,b,c" and len(rows) == 3
+@pytest.mark.long
+def test_break_it():
+    """Its figures, by its command."""
+    [section] = [part for part in SECTIONS if part.startswith("Break it\n")]
+    [flags] = re.findall(r"my_script\.py (--.*) --output", section)
+    rows = re.findall(r"^\| \w+ \| (\d\.\d+) \| (\d\.\d+) \|", section, re.M)
+    for i, ((old, new), scores) in enumerate(zip(BREAKS, rows, strict=True)):
+        path = helpers.altered("ddp_torchrun", old, new)
+        text = run(path, *flags.split(), "--workers", 0, "--output", f"{i}", processes=2)
+        found = re.findall(r"^epoch 1: loss (\S+) accuracy (\S+)", text, re.M)[0]
+        assert [*map(float, found)] == pytest.approx([*map(float, scores)], abs=0.03), new
 
 
 LOOP = """
