@@ -57,6 +57,7 @@ class Slurm:
         self.fails, self.asked, self.steps = {}, [], []
         self.check, self.check_status, self.stage_status = WORKS, 0, 0
         self.train = lambda: 0
+        self.life, self.environment = 0, {}
 
     @property
     def changes(self):
@@ -189,6 +190,7 @@ def test_a_life(slurm, capfd, monkeypatch):
     assert environment["PYTHONPATH"] == f"{Path('complete').resolve()}:mine"
     assert environment["TORCHINDUCTOR_CACHE_DIR"] == str((OUTPUT / "job-100/compiled").resolve())
     assert not {"SLURM_GPUS_PER_NODE", "SQUEUE_STATES"} & environment.keys()
+    assert (OUTPUT / "owner.txt").read_text() == "100 100-0"
     assert not slurm.changes and capfd.readouterr().out == ""
 
 
@@ -201,16 +203,6 @@ def test_later_lives_run_the_code_of_the_first(slurm):
     copies = [(OUTPUT / "job-100" / name).read_text() for name in ("train.py", "requeue.py")]
     assert copies == ["first", "mine"]
     assert (OUTPUT / "job-100/slurm/requeue.py").read_text() == (SLURM / "requeue.py").read_text()
-
-
-def test_staging(slurm):
-    """A failure does not train; a preemption meanwhile is requeued."""
-    slurm.stage_status = 2
-    assert slurm.run(options=["--stage=tar"]) == 2 and not slurm.changes
-    assert "torchrun" not in slurm.steps[-1]
-    slurm.preempted = NOW
-    slurm.run(options=["--stage=tar"])
-    assert slurm.changes == [REQUEUE]
 
 
 def test_disks(slurm, monkeypatch, capfd, request):
@@ -256,12 +248,6 @@ def test_what_is_a_checkpoint(work):
     assert {path for path, _ in found} == {Path("link", name) for name in CHECKPOINTS.split()}
 
 
-def test_failure_without_a_checkpoint_ends_the_job(slurm, capfd):
-    slurm.train = fail
-    assert slurm.run() == 3 and not slurm.changes
-    assert f"No checkpoint in {OUTPUT} (*.pt " in capfd.readouterr().out
-
-
 def test_a_removed_checkpoint_is_no_progress(slurm, old_checkpoint, capfd):
     """As when a resumed script deletes an interrupted save."""
     (OUTPUT / "interrupted.pt").write_text("x")
@@ -294,21 +280,76 @@ def test_nodes_are_kept_where_no_others_work(slurm, old_checkpoint):
     assert slurm.changes == [REQUEUE, EXCLUDE + "node[0-1]"]
 
 
-def test_preemption_always_requeues(slurm):
-    """In this life: Slurm may keep the time of an earlier one."""
-    slurm.train, slurm.preempted = fail, NOW
-    assert slurm.run(life=200) == 3 and slurm.changes == [REQUEUE]
-    slurm.preempted = EARLIER
-    assert slurm.run(life=1) == 3 and not slurm.changes
+EVERY_START = "started node0\nstarted node1\n"
+ONE_NODE = {"SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "node0"}
+LIVES = {  # what is different in this life, what changes in Slurm, what is said
+    "a new checkpoint": ({"train": save_and_fail, "life": 199}, [REQUEUE], ""),
+    "too many lives": ({"train": save_and_fail, "life": 200}, [], "which is enough"),
+    "no checkpoint": ({"train": fail}, [], f"No checkpoint in {OUTPUT} (*.pt "),
+    "preempted": ({"train": fail, "preempted": NOW, "life": 200}, [REQUEUE], "is preempted"),
+    "preempted in an earlier life": ({"train": fail, "preempted": EARLIER}, [], "No checkpoint"),
+    "ended by scancel": ({"train": save_and_fail, "state": "COMPLETING"}, [], "is ending this job"),
+    "staging fails": ({"stage_status": 2}, [], "No checkpoint"),
+    "preempted while staging": ({"stage_status": 2, "preempted": NOW}, [REQUEUE], "is preempted"),
+    "a bad node": ({"check": BROKEN}, [REQUEUE, f"{EXCLUDE}node1"], "GPUs of node1,"),
+    "all are bad": ({"check": EVERY_START}, [REQUEUE, f"{EXCLUDE}node0,node1"], ""),
+    "a node hangs": (
+        {"check": BROKEN.replace("started node1\n", ""), "check_status": 124},
+        [REQUEUE, f"{EXCLUDE}node1"],
+        "did not end within 600 s",
+    ),
+    "several hang: the disk": ({"check": "", "check_status": 124}, [], "No node is called bad"),
+    "the only node hangs": (
+        {"check": "", "check_status": 124, "environment": ONE_NODE},
+        [REQUEUE, f"{EXCLUDE}node0"],
+        "",
+    ),
+    "torch starts nowhere": ({"check": "a banner\n"}, [], "No node is called bad"),
+    "others are excluded": (
+        {"check": BROKEN, "excluded": "node[5-6]"},
+        [REQUEUE, f"{EXCLUDE}node1,node[5-6]"],
+        "",
+    ),
+    "others may be excluded": ({"check": BROKEN, "excluded": None}, [REQUEUE], ""),
+    "no nodes remain": ({"check": BROKEN, "nodes": ["node0 idle", "node1 idle"]}, [], "too few"),
+    "preempted in the check": ({"check": BROKEN, "preempted": NOW}, [REQUEUE], "is preempted"),
+}
+
+
+@pytest.mark.parametrize(("state", "changes", "says"), LIVES.values(), ids=LIVES)
+def test_how_a_life_ends(slurm, capfd, monkeypatch, state, changes, says):
+    vars(slurm).update(state)
+    for name, value in slurm.environment.items():
+        monkeypatch.setenv(name, value)
+    assert slurm.run(options=["--stage=tar"], life=slurm.life) != 0
+    trains = any("torchrun" in step for step in slurm.steps)
+    assert (
+        slurm.changes == changes and says in capfd.readouterr().out and trains == ("train" in state)
+    )
+
+
+def test_unequal_gpus(slurm, capfd, monkeypatch):
+    """The job trains, if it was granted them, and says that all wait for the slowest kind."""
+    slurm.check = WORKS.replace("kind A\nworks node1 4", "kind B C\nworks node1 3")
+    assert slurm.run() == 0 and "{'A': 1, 'B C': 1}" in capfd.readouterr().out
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE")  # of whole nodes without --gres
+    assert slurm.run() == 1 and slurm.changes == [REQUEUE, f"{EXCLUDE}node1"]
+
+
+def test_an_environment_that_stays_broken(slurm, old_checkpoint):
+    slurm.check = ""
+    ends = [slurm.run(life=life) and slurm.changes[:1] for life in range(3)]
+    assert ends == [[REQUEUE], [REQUEUE], []]
+
+
+def test_most_bad_starts(slurm):
+    """Five in a row; a life that wrote a checkpoint, and that Slurm itself ended, is between."""
     slurm.train = save_and_fail
-    assert slurm.run(life=199) == 3 and slurm.changes == [REQUEUE]
-    assert slurm.run(life=200) == 3 and not slurm.changes
-
-
-def test_ended_by_slurm(slurm):
-    """By scancel, srun may end before this does: the job neither comes back nor ends its array."""
-    slurm.train, slurm.state, slurm.waiting_tasks = save_and_fail, "COMPLETING", "100_[2-3]"
-    assert slurm.run("--output", str(OUTPUT)) == 3 and not slurm.changes
+    bad, good = {"check": BROKEN, "state": "RUNNING"}, {"check": WORKS, "state": "COMPLETING"}
+    for life, kind in enumerate([bad] * 4 + [good] + [bad] * 6):
+        vars(slurm).update(kind)
+        slurm.run(life=life)
+        assert len(slurm.changes) == (2 if kind is bad and life < 10 else 0), life
 
 
 # ---- Requeueing
@@ -350,11 +391,11 @@ CANCEL = "scancel --state=PENDING 90"
 
 def test_warning(slurm, capfd):
     """The job is requeued once, as soon as there is a new checkpoint."""
-    slurm.train = f"{SAVE}{WARN}{WARN}exit 5"
-    assert slurm.run() == 5 and slurm.changes == [REQUEUE]
-    assert "was requeued while it was running" in capfd.readouterr().out
     slurm.train = f"{WARN}{SAVE}sleep 0.4"
-    assert slurm.run(life=1) == 0 and slurm.changes == [REQUEUE]
+    assert slurm.run() == 0 and slurm.changes == [REQUEUE]
+    slurm.train = f"{SAVE}{WARN}{WARN}exit 5"
+    assert slurm.run(life=1) == 5 and slurm.changes == [REQUEUE]
+    assert "was requeued while it was running" in capfd.readouterr().out
 
 
 def test_warning_and_preemption(slurm):
@@ -390,84 +431,13 @@ def test_the_newer_owns_the_folder(slurm, monkeypatch, array, owner, changes):
     nothing; if that is another array's, its own array ends. Processes that stay are killed."""
     monkeypatch.setattr(requeue, "KILL_SECONDS", 0.5)
     slurm.array, slurm.waiting_tasks = array, "90_4"
-    slurm.train = f"{SAVE}trap ': > told' TERM; echo {owner} > {OUTPUT}/owner.txt; "
-    slurm.train += "for i in 1 2 3; do sleep 30 & wait; done"
-    with pytest.raises(SystemExit, match="A newer job, or life of this one"):
+    slurm.train = f"{SAVE}trap ': > told' TERM; echo {owner} > {OUTPUT}/owner.txt; echo $$ > pid; "
+    slurm.train += "for i in 1 2; do sleep 9 & wait; done"
+    with pytest.raises(SystemExit, match="A newer job, or life of this one") as error:
         slurm.run("--output", str(OUTPUT))
-    assert Path("told").exists() and slurm.changes == changes
-
-
-# ---- The check of the nodes
-
-
-@pytest.mark.parametrize(
-    ("check", "status", "excluded", "says"),
-    [
-        (BROKEN, 1, "node1", "GPUs of node1,"),
-        ("started node0\nstarted node1\n", 1, "node0,node1", "GPUs of node0,node1,"),
-        (BROKEN.replace("started node1\n", ""), 124, "node1", "did not end within 600 s"),
-        ("", 124, None, "No node is called bad"),  # if several import nothing, it is the disk
-        ("a banner\n", 1, None, "No node is called bad"),  # the environment
-    ],
-)
-def test_bad_nodes(slurm, capfd, check, status, excluded, says):
-    """They are excluded after the requeue, besides those that were excluded before."""
-    slurm.check, slurm.check_status, slurm.excluded = check, status, "node[5-6]"
-    assert slurm.run() == 1 and len(slurm.steps) == 1
-    expected = [REQUEUE, f"{EXCLUDE}{excluded},node[5-6]"] if excluded else []
-    assert slurm.changes == expected and says in capfd.readouterr().out
-
-
-def test_bad_nodes_that_cannot_be_left(slurm, capfd):
-    """The list is not replaced where the old one is unknown. A preemption is no node's fault. If
-    no others work, the job ends."""
-    slurm.check, slurm.check_status, slurm.excluded = BROKEN, 1, None
-    slurm.run()
-    assert slurm.changes == [REQUEUE]
-    slurm.excluded, slurm.preempted = "", NOW
-    slurm.run()
-    assert slurm.changes == [REQUEUE]
-    slurm.preempted, slurm.nodes = "N/A", slurm.nodes[:2]
-    assert slurm.run() == 1 and not slurm.changes
-    assert "too few nodes without node1" in capfd.readouterr().out
-
-
-def test_a_single_node_that_hangs_is_left(slurm):
-    slurm.check, slurm.check_status = "", 124
-    slurm.run(SLURM_NNODES="1", SLURM_JOB_NODELIST="node0")
-    assert slurm.changes == [REQUEUE, EXCLUDE + "node0"]
-
-
-def test_a_broken_environment_is_tried_again(slurm, old_checkpoint):
-    slurm.check, slurm.check_status = "", 1
-    assert [slurm.run(life=life) and slurm.changes[:1] for life in range(3)] == [
-        [REQUEUE],
-        [REQUEUE],
-        [],
-    ]
-
-
-def test_most_bad_starts(slurm, capfd):
-    """Five in a row; a life with a checkpoint, which Slurm itself has ended, starts anew."""
-    slurm.train, slurm.state = save_and_fail, "COMPLETING"
-    bad = {"check": BROKEN, "check_status": 1, "state": "RUNNING"}
-    good = {"check": WORKS, "check_status": 0, "state": "COMPLETING"}
-    for life, kind in enumerate([bad] * 4 + [good] + [bad] * 5):
-        vars(slurm).update(kind)
-        slurm.run(life=life)
-        assert len(slurm.changes) == (2 if kind is bad else 0), life
-    slurm.run(life=10)
-    assert not slurm.changes and "ask an administrator" in capfd.readouterr().out
-
-
-def test_unequal_gpus(slurm, capfd):
-    """Whole nodes without --gres must have as many as the others; two kinds are named."""
-    slurm.check = WORKS.replace("kind A\nworks node1 4", "kind B C\nworks node1 3")
-    assert slurm.run() == 0 and "{'A': 1, 'B C': 1}" in capfd.readouterr().out
-    del os.environ["SLURM_GPUS_ON_NODE"]
-    assert slurm.run() == 1 and slurm.changes == [REQUEUE, EXCLUDE + "node1"]
-    slurm.check = WORKS
-    assert slurm.run(life=1) == 0
+    status = os.waitpid(int(Path("pid").read_text()), 0)[1]
+    assert Path("told").exists() and os.WIFSIGNALED(status), error
+    assert slurm.changes == changes
 
 
 # ---- Arrays
@@ -667,6 +637,8 @@ def test_complete(files):
         file.write("kill -USR1 $$\n")
     status, log, starts = files.run("complete", SLURM_RESTART_COUNT="1")
     assert status == 0 and len(starts) == 1, log
+    status, log, starts = files.run("complete", TORCH="total = 999", SLURM_RESTART_COUNT="2")
+    assert status == 1 and "adds 1000 ones to 999" in log and not starts
 
 
 @pytest.mark.parametrize("name", FILES)
