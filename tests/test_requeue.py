@@ -311,7 +311,7 @@ LIVES = {  # what is different in this life, what changes in Slurm, what is said
         "",
     ),
     "others may be excluded": ({"check": BROKEN, "excluded": None}, [REQUEUE], ""),
-    "no nodes remain": ({"check": BROKEN, "nodes": ["node0 idle", "node1 idle"]}, [], "too few"),
+    "no nodes remain": ({"check": BROKEN, "excluded": "node[2-7]"}, [], "too few nodes"),
     "preempted in the check": ({"check": BROKEN, "preempted": NOW}, [REQUEUE], "is preempted"),
 }
 
@@ -538,7 +538,6 @@ def test_python_of_old_clusters():
 # ---- The files, with stand-ins for the commands
 
 FILES = sorted(path.stem for path in SLURM.glob("*.sh") if path.stem != "where")
-SEVERAL = ["ddp_torchrun_nodes", "ddp_multigpu_proc", "complete"]  # nodes
 SRUN = """
 while [ "${1#-}" != "$1" ]; do
     if [ "$1" = --cpus-per-task ] || [ "$1" = --jobid ]; then shift; fi
@@ -561,119 +560,117 @@ def edit(name, *changes):
     path.write_text(replaced(path.read_text(), *changes))
 
 
-class Files:
-    """A job file as a job of one node runs it, in a clone with a space in its name."""
-
-    environment = ENVIRONMENT | {
-        "SLURM_JOB_NODELIST": "node0",
-        "SLURM_NNODES": "1",
-        "SLURM_NODEID": "0",
-        "SLURM_PROCID": "0",
-        "SLURMD_NODENAME": "node0",
-        "CUDA_VISIBLE_DEVICES": "0,1,2,3",
-        "CONSTANTS": '{"LOOK_SECONDS": 0.05}',
-    }
-
-    def run(self, name, *flags, **environment):
-        """Returns the exit status, what is printed, and the words of each training's start."""
-        starts = Path("starts-100")
-        starts.unlink(missing_ok=True)
-        path = {"PATH": f"{Path('bin').resolve()}:{os.environ['PATH']}"}
-        done = subprocess.run(
-            ["bash", f"slurm/{name}.sh", *flags],
-            env=os.environ | path | self.environment | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-        )
-        lines = starts.read_text().splitlines() if starts.exists() else []
-        self.starts = [json.loads(line) for line in lines]
-        return done.returncode, done.stdout, [start[0] for start in self.starts]
+ONE_NODE_OF_FOUR_GPUS = ENVIRONMENT | {
+    "SLURM_JOB_NODELIST": "node0",
+    "SLURM_NNODES": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURMD_NODENAME": "node0",
+    "CUDA_VISIBLE_DEVICES": "0,1,2,3",
+    "CONSTANTS": '{"LOOK_SECONDS": 0.05}',
+}
 
 
 @pytest.fixture
-def files(work, monkeypatch):
-    monkeypatch.chdir(work)
+def run(work, monkeypatch):
+    """Runs a job file as a job does, in a clone with a space in its name. Returns its exit status,
+    what it prints, and the words and environment with which a training was started, if it was."""
     folder = work / "my work"
     folder.mkdir()
     stand_in.make_clone(ROOT, folder)
     monkeypatch.chdir(folder)
     command("srun", SRUN)
     command("squeue", f'case "$*" in *PreemptTime*) echo N/A {NOW} ;; *%F*) echo 100 ;; esac')
-    command("scontrol", 'echo "scontrol $*" >> asked')
-    return Files()
+    command("scontrol", "")
+    monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
+
+    def run(name, *flags, **environment):
+        starts = Path("starts-100")
+        starts.unlink(missing_ok=True)
+        words = ["bash", f"slurm/{name}.sh", *flags]
+        environment = os.environ | ONE_NODE_OF_FOUR_GPUS | environment
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(words, env=environment, timeout=300, **output)
+        [words, _, environment] = (
+            json.loads(starts.read_text()) if starts.exists() else [[], "", {}]
+        )
+        return done.returncode, done.stdout, words, environment
+
+    return run
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_each_file(files, name):
+def test_each_file(run, name):
     """It passes on flags and the training's exit status, and continues when it was requeued. It
     trains neither on the CPU unasked (torchrun refuses by itself) nor outside its environment."""
-    status, log, [words] = files.run(name, "--lr", "a b", TRAIN="exit(4)", SLURM_RESTART_COUNT="1")
+    status, log, words, _ = run(name, "--lr", "a b", TRAIN="exit(4)", SLURM_RESTART_COUNT="1")
     assert status == 4 and {"a b", "--resume"} <= {*words}, log
     if name != "ddp_torchrun":
-        status, log, starts = files.run(name, TORCH="gpus = 0")
-        assert status == 1 and "AssertionError: torch can use " in log and not starts, log
+        status, log, words, _ = run(name, TORCH="gpus = 0")
+        assert status == 1 and "AssertionError: torch can use " in log and not words, log
     Path(".venv/bin/activate").unlink()
-    status, log, starts = files.run(name)
-    assert status == 1 and log.count("\n") == 1 and not starts, log
+    status, log, words, _ = run(name)
+    assert status == 1 and log.count("\n") == 1 and not words, log
 
 
 @pytest.mark.parametrize("name", ["ddp_torchrun_nodes", "complete"])
-def test_nodes_that_do_not_meet(files, name):
-    status, log, starts = files.run(name, JOINED="0")
-    assert status == 1 and "do their clocks differ?" in log and not starts
+def test_nodes_that_do_not_meet(run, name):
+    status, log, words, _ = run(name, JOINED="0")
+    assert status == 1 and "do their clocks differ?" in log and not words
 
 
-def test_complete(files):
+def test_complete(run):
     """A later life uses the first one's requeue.py. Its processes leave no core dumps. A warning
-    does not end the job before requeue.py can answer it."""
+    does not end the job before requeue.py can answer it. GPUs that miscalculate do not train."""
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))  # core dumps, as on many clusters
-    assert files.run("complete")[:2] == (0, "") and files.starts[0][2]["CORE"] == "0"
+    status, log, _, environment = run("complete")
+    assert status == 0 and not log and environment["CORE"] == "0"
     newer = Path("slurm/requeue.py")
     newer.write_text(replaced(newer.read_text(), "status = live(job, args)", "status = 9"))
     with Path(".venv/bin/activate").open("a") as file:
         file.write("kill -USR1 $$\n")
-    status, log, starts = files.run("complete", SLURM_RESTART_COUNT="1")
-    assert status == 0 and len(starts) == 1, log
-    status, log, starts = files.run("complete", TORCH="total = 999", SLURM_RESTART_COUNT="2")
-    assert status == 1 and "adds 1000 ones to 999" in log and not starts
+    status, log, words, _ = run("complete", SLURM_RESTART_COUNT="1")
+    assert status == 0 and words, log
+    status, log, words, _ = run("complete", SLURM_RESTART_COUNT="2", TORCH="total = 999")
+    assert status == 1 and "adds 1000 ones to 999" in log and not words
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_environments(files, name):
-    """The other ways to one that a file's comments and the page name: conda as a module, and a
-    container."""
-    bin = Path(".venv/bin").resolve()
-    # An environment that is active at the login is activated again in its old place in PATH.
-    conda = 'conda() { case "$*" in deactivate) inactive=1 ;; "activate NAME") '
-    conda += f'[ $inactive ] && PATH="{bin}:$PATH" ;; esac; }}'
-    command("conda", f"echo '{conda}'")
-    command("apptainer", f'export PATH="{bin}:$PATH" CONTAINER=1; shift 5; exec "$@"')
+def test_conda(run, name):
+    """By a file's other line. An environment that is active at the login is left first, or it would
+    be activated again in its old place in PATH."""
     text = Path(f"slurm/{name}.sh").read_text()
     [venv] = re.findall("^source .venv/bin/activate .*\n", text, re.M)
-    [module] = re.findall(r"^# (module load .*)", text, re.M)
-    edit(name, venv, "", f"# {module}", module)
-    load = {"BASH_FUNC_module%%": '() { [ "$*" = "load conda" ]; }'}
-    status, log, starts = files.run(name, "--lr", "a b", **load)
-    assert status == 0 and "a b" in starts[0], log
-    edit(name, module, f"# {module}")
-    complete = (SLURM / "complete.sh").read_text()
-    [enter] = re.findall(r'^container="" # EDIT: or "(.*?)"', complete, re.M)
+    [conda] = re.findall(r"^# (module load conda; .*)", text, re.M)
+    edit(name, venv, "", f"# {conda}", conda)
+    module = {"BASH_FUNC_module%%": '() { [ "$*" = "load conda" ]; }'}
+    function = 'conda() { case "$*" in deactivate) inactive=1 ;; "activate NAME") '
+    function += '[ $inactive ] && PATH="$PWD/.venv/bin:$PATH" ;; esac; }'
+    command("conda", f"echo '{function}'")
+    status, log, words, _ = run(name, "--lr", "a b", **module)
+    assert status == 0 and "a b" in words, log
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_container(run, name):
+    """As complete.sh and the page say: without `source`, and before all that srun starts."""
+    command("apptainer", 'export PATH="$PWD/.venv/bin:$PATH" CONTAINER=1; shift 5; exec "$@"')
+    complete, text = (Path(f"slurm/{file}.sh").read_text() for file in ("complete", name))
+    [container] = re.findall(r'^container="" # EDIT: or "(.*?)"', complete, re.M)
+    [venv] = re.findall("^source .venv/bin/activate .*\n", text, re.M)
+    edit(name, venv, "")
     if name == "complete":
-        edit(name, 'container=""', f'container="{enter}"')
-        (bin / "python3").rename("bin/python3")
-    else:
-        started = r"^(srun --export=ALL |    )(python|torchrun|bash) (?=-)"
-        text = re.sub(started, rf"\1{enter} \2 ", Path(f"slurm/{name}.sh").read_text(), flags=re.M)
-        Path(f"slurm/{name}.sh").write_text(text)
-    status, log, starts = files.run(name, "--lr", "a b")
-    assert status == 0 and "a b" in starts[0] and "CONTAINER" in files.starts[0][2], log
+        edit(name, 'container=""', f'container="{container}"')
+        Path(".venv/bin/python3").rename("bin/python3")
+    started = r"^(srun --export=ALL |    )(python|torchrun|bash) (?=-)"
+    text = re.sub(started, rf"\1{container} \2 ", Path(f"slurm/{name}.sh").read_text(), flags=re.M)
+    Path(f"slurm/{name}.sh").write_text(text)
+    status, log, words, environment = run(name, "--lr", "a b")
+    assert status == 0 and "a b" in words and "CONTAINER" in environment, log
 
 
-@pytest.mark.parametrize("variable", ["SLURM_TMPDIR", "TMPDIR"])
-def test_unpacking(files, variable):
+def test_unpacking(run):
     """The page's lines, on a disk whose name has a space; a broken archive does not train."""
     for part in "train", "test":
         Path("my_images", part).mkdir(parents=True)
@@ -683,13 +680,13 @@ def test_unpacking(files, variable):
     edit("complete", 'flags=""', f"{lines}#", 'stage=""', "#")
     disk = Path("a disk").resolve()
     disk.mkdir()
-    status, log, [words] = files.run("complete", **{variable: str(disk)})
+    status, log, words, _ = run("complete", SLURM_TMPDIR=str(disk))
     images = Path(words[words.index("--dataset") + 1])
     assert status == 0 and images.is_relative_to(disk), log
     assert sorted(path.name for path in images.iterdir()) == ["test", "train"]
     Path("my_images.tar").write_bytes(b"?" * 2000)
-    status, log, starts = files.run("complete", **{variable: str(disk)})
-    assert status and not starts, log
+    status, log, words, _ = run("complete", SLURM_TMPDIR=str(disk))
+    assert status and not words, log
 
 
 # ---- where.sh
@@ -704,9 +701,9 @@ Thread 2 (idle): "MainThread"
 
 
 @pytest.fixture
-def processes(files):
+def processes(run):
     """Of a job, each with what py-spy says of it: two ranks, of which one has only libraries' code
-    in its stack, a process without either; what is no rank; and a rank of another job."""
+    in its stack; a task of srun's without a stack; what is no rank; and a rank of another job."""
     job = str(7_000_000 + os.getpid())
     command("srun", f"export SLURM_JOB_ID={job} SLURMD_NODENAME=node0\n{SRUN}")
     command("squeue", f'echo "{job} 1"')
@@ -742,9 +739,8 @@ def test_where(processes):
     job, started = processes
 
     def where(*flags):
-        environment = {"PATH": f"{Path('bin').resolve()}:{os.environ['PATH']}"}
         words = ["bash", "slurm/where.sh", *flags]
-        return subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True).stdout
+        return subprocess.run(words, stdout=subprocess.PIPE, text=True).stdout
 
     lines, advice = where(job).split("\n\n")
     rank, task, library = sorted(lines.splitlines(), key=lambda line: line.split()[0][-1])
@@ -755,8 +751,7 @@ def test_where(processes):
     pid = str(started["rank"].pid)
     [line] = [line for line in where().splitlines() if line.endswith(pid)]
     assert line.startswith("RANK=2 ")
-    for process in "worker", "torchrun":
-        started.pop(process).kill()
-    assert where(job, "--abort").count("aborted") == 3
-    assert {started[name].wait(30) for name in ("rank", "library", "task")} == {-signal.SIGABRT}
-    assert started["other job"].poll() is None and started["requeue"].poll() is None
+    assert where(job, "--abort").count("aborted") == 4  # a worker cannot be told without a stack
+    ended = [started.pop(name) for name in ("rank", "library", "task", "worker")]
+    assert {process.wait(30) for process in ended} == {-signal.SIGABRT}
+    assert {process.poll() for process in started.values()} == {None}
