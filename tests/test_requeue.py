@@ -45,6 +45,11 @@ OUTPUT = Path("runs/complete-100")
 CHANGES = ("scontrol requeue", "scontrol update", "scancel")  # in Slurm; all else only asks
 
 
+def names(match):
+    """Of node[0-2]: node0,node1,node2."""
+    return ",".join(f"node{i}" for i in range(int(match[1]), int(match[2]) + 1))
+
+
 class Slurm:
     """What Slurm knows, and what a job's steps do; `ask` and `follow` replace those of requeue.py.
     A command that is in `fails` fails so many times. `train` is a function that returns an exit
@@ -66,18 +71,15 @@ class Slurm:
     def ask(self, *words):
         line, command = " ".join(words), " ".join(words[:2])
         if command == "scontrol update" and any("requeue" in change for change in self.changes):
-            assert (
-                signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-            )  # or Slurm ends the job before
+            # Or Slurm would have ended the job before.
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
         self.asked.append(line)
         for start, times in self.fails.items():
             if line.startswith(start) and times > 0:
                 self.fails[start] -= 1
                 return None
         if command == "scontrol show":  # hostnames
-            ranges = re.sub(r"\[(\d)-(\d)\]", r"\1 \2", words[3]).split(",")
-            names = [re.fullmatch(r"node(\d) ?(\d)?", text).groups() for text in ranges]
-            return "\n".join(f"node{i}" for a, b in names for i in range(int(a), int(b or a) + 1))
+            return re.sub(r"node\[(\d)-(\d)\]", names, words[3]).replace(",", "\n")
         if words[0] == "sinfo":
             return "\n".join(self.nodes)
         if words[0] != "squeue":

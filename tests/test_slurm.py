@@ -8,7 +8,6 @@ import re
 import resource
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -66,16 +65,15 @@ NODES = {name: 2 if name in SEVERAL[:2] else 1 for name in STARTS}
 INSIDE = """for place in proc dev sys tmp; do mount --rbind /$place "$0/$place"; done
 exec chroot "$0" env -C "$PWD" PATH="${PATH#*:}" "$@" # without the first folder, see cluster
 """
-RUNNING = []  # the daemons of the cluster, and the command of slurmctld
 CLIENTS = ["sbatch", "scontrol", "squeue", "scancel", "sinfo", "srun", "sacct"]
 
 
 @contextmanager
 def cluster(folder, kind):
-    """Four machines on this one, each with its own name, process numbers, disk, and pretended CPUs
-    and GPUs. SLURM_CONF points Slurm's commands at them. All that they write is in the folder."""
+    """Four machines on this one, each with its own name, process numbers, and pretended CPUs and
+    GPUs. SLURM_CONF points Slurm's commands at them. All that they write is in the folder."""
     folder = Path(folder).resolve()  # Slurm's daemons look for relative paths elsewhere
-    for name in "munge", "state", "disk", "bin", *(f"spool-{machine}" for machine in MACHINES):
+    for name in "munge", "state", "bin", *(f"spool-{machine}" for machine in MACHINES):
         (folder / name).mkdir()
     (folder / "munge" / "key").write_bytes(os.urandom(128))
     for number in range(40):
@@ -111,20 +109,19 @@ def cluster(folder, kind):
         patch.chdir(folder)  # another Debian has no other of our folders
         patch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}:/usr/sbin")
         patch.setenv("SLURM_CONF", f"{folder}/slurm.conf")
-        patch.setenv("DISK", f"{folder}/disk")  # each machine has its own there
-        controller = ["unshare", "--mount", *inside, "slurmctld", "-D"]
-        daemons = [Cold(["unshare", "--mount", *inside, *munge], folder / "munged.out")]
+        mounted = ["unshare", "--mount", *inside]
+        daemons = [Cold([*mounted, *munge], folder / "munged.out")]
         try:
             assert wait_until((folder / "munge" / "socket").exists), "munged"
-            daemons.append(Cold(controller, folder / "slurmctld.out"))
+            daemons.append(Cold([*mounted, "slurmctld", "-D"], folder / "slurmctld.out"))
             for name in MACHINES:
                 slurmd = shlex.join([*inside, "slurmd", "-D", "-N", name])
                 lines = [f"hostname {name}", f"mount --bind {folder}/hosts-{name} {etc}/hosts"]
-                lines += [f"mount -t tmpfs disk {folder}/disk", slurmd, "exit"]
+                lines += [slurmd, "exit"]
                 daemons.append(Cold([*own, "sh", "-c", "; ".join(lines)], folder / f"{name}.out"))
             ready = "sinfo -h -p whole -o '%t %D' 2> /dev/null | grep -qx 'idle 4'"
             assert wait_until(lambda: os.system(ready) == 0, pause=0.2), "the machines"
-            yield daemons, controller
+            yield
         finally:
             for daemon in reversed(daemons):
                 helpers.kill(daemon.pid)
@@ -139,8 +136,7 @@ def kind(request, tmp_path_factory):
         pytest.skip("needs root, no GPU, and apt-get install slurm-wlm munge")
     if request.param == "newer" and not NEWER:
         pytest.skip("needs a Debian with Slurm 24.05 or newer, in the folder NEWER_SLURM")
-    with cluster(tmp_path_factory.mktemp("slurm"), request.param) as daemons:
-        RUNNING[:] = daemons
+    with cluster(tmp_path_factory.mktemp("slurm"), request.param):
         yield request.param
 
 
@@ -446,26 +442,15 @@ def test_the_newer_job_owns_the_folder(kind, clone):
 
 
 @on("plain")
-def test_slurmctld_does_not_answer(kind, clone, tmp_path, monkeypatch):
-    """The job asks again until it does."""
-    job = Job("complete", TRAIN="if life == 0: save(); stand()")
-    job.starts(1)
-    daemons, controller = RUNNING
-    os.kill(daemons[1].pid, signal.SIGTERM)
-    helpers.finish([daemons[1]])
-    mark = f"SLURM_JOB_ID={job.number}\0".encode()
-    [pid] = [
-        int(path.parent.name)
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if b"/requeue.py" in path.read_bytes() and mark in Path(path.parent, "environ").read_bytes()
-    ]
-    os.kill(pid, signal.SIGUSR1)
-    asked = wait_until(lambda: f" for job {job.number}" in job.log(), 120)  # scontrol's complaint
-    monkeypatch.delenv("TEST_FOLDER")  # or it would end with this test
-    daemons[1] = Cold(controller, Path(os.environ["SLURM_CONF"]).parent / "again.out")
-    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
-    assert wait_until(lambda: os.system("scontrol ping | grep -q UP") == 0, 60, 0.5)
-    assert asked, job.log()
+def test_slurmctld_does_not_answer(kind, clone):
+    """The job asks again until it does. Here, it has a slurm.conf of its own with another port."""
+    good, own = Path(os.environ["SLURM_CONF"]).read_text(), Path("slurm.conf").resolve()
+    own.write_text(re.sub("SlurmctldPort=.*", f"SlurmctldPort={helpers.free_port()}", good))
+    with Path(".venv/bin/activate").open("a") as file:
+        file.write(f"export SLURM_CONF='{own}'\n")
+    job = Job("complete", TRAIN="if life == 0: save(); exit(3)")
+    job.wait_for(f" for job {job.number}")  # scontrol's complaint
+    own.write_text(good)
     job.ended(restarts=1)
 
 
