@@ -916,8 +916,11 @@ def check_process_group(ranks):
     steps = common(ranks, "step")
     first = [notes[steps[0]] for notes in ranks] if steps else []
     found = []
-    if any(fact["group"] != len(ranks) for fact in first):
-        sizes = [fact["group"] for fact in first]
+    sizes = [fact["group"] for fact in first]
+    if all(size and size > len(ranks) for size in sizes) and len(set(sizes)) == 1:
+        text = f"of {sizes[0]} processes, only the {len(ranks)} of this machine are compared"
+        found.append(look(text, ("run it on one machine", "#check-your-script")))
+    elif any(size != len(ranks) for size in sizes):
         text = f"{first[0]['line']}: {len(ranks)} processes, but "
         text += "no process group" if set(sizes) == {None} else f"groups of {sizes}"
         found.append(wrong(f"{text}: each trains alone, on all the data"))

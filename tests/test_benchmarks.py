@@ -14,7 +14,7 @@ from helpers import command
 from same_text import ROOT
 
 # The rows of each part with TINY=1.
-ROWS = {"resnet50": 4, "images": 3, "cifar10": 2, "resume": 5, "scripts": 10, "small": 2}
+ROWS = {"resnet50": 4, "images": 3, "cifar10": 2, "resume": 5, "scripts": 10, "small": 3}
 ROWS |= {"large": 6, "saving": 2}
 
 

@@ -248,15 +248,12 @@ def test_deterministic_runs_are_bit_identical(more):
         assert same(weights("one"), weights(output)), output
 
 
-@only_gpu
-@pytest.mark.parametrize("more", [[], ["--amp"]], ids=["float32", "amp"])
-def test_cuda_graphs(more):
-    """The recipe trains as the script does; batch norm is not thrown off by the recording."""
-    options = {"ranks": 0, "code": FEWER.replace(WRAPPED, ""), **NO_TF32}
-    flags = [*RESNET, "--epochs", 2, *more]
-    graphs = start(COMPLETE, *JOB, "out", *flags, titles=["CUDA graphs"], **options)
-    ends(graphs, start(COMPLETE, *JOB, "one", *flags, **options))
-    close("out", "one", 5e-2 if more else 1e-2, LOSSES)
+def test_compile_reduce_overhead():
+    """With CUDA graphs, as docs/how_fast.md gets them, the losses are near those without."""
+    options = {"ranks": 0, "code": FEW.replace(WRAPPED, "")}
+    graphs = start(COMPLETE, *JOB, "out", "--compile", titles=["Small networks"], **options)
+    ends(graphs, one("one"))
+    close("out", "one", 5e-2, LOSSES)
 
 
 def test_a_run_moves_between_gpu_and_cpu():

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train
-from helpers import ROOT, altered, close, command, here, metrics, run, same, together, weights
+from helpers import ROOT, close, command, here, metrics, run, same, together, weights
 from runs import paste as paste_into
 from runs import recipe
 
@@ -63,14 +63,14 @@ def outputs(*flags, **epochs):
 
 SCHEDULE, EXACT = "A schedule per epoch, or by the test loss", "A loss that ignores labels"
 CONTRAST, HALF = "A contrastive loss over the whole batch", "All-reduce in bfloat16"
-FROZEN, PROFILE, GRAPHS = "Frozen layers", "A profile", "CUDA graphs"
+FROZEN, PROFILE = "Frozen layers", "A profile"
 FEW_CLASSES, SCORE = "Weights of another number of classes", "The best epoch by another score"
 TOGETHER = [  # of those that replace the same function, one each
     ["An average of the weights", "Early stopping", "TensorBoard", "Weights & Biases", EXACT]
     + ["The weights of every tenth epoch", "Imbalanced classes", "Deterministic runs on a GPU"]
     + [SCHEDULE, HALF, FROZEN, PROFILE, FEW_CLASSES, SCORE],
     ["An average of the weights", "Evaluation every N steps", "AUC in each epoch", CONTRAST],
-    ["An average of the weights", "Rare classes", GRAPHS],
+    ["An average of the weights", "Rare classes", "Small networks"],
 ]
 
 
@@ -185,58 +185,6 @@ def test_frozen_layers(fashion):
     assert {key for key in old if not torch.equal(old[key], new[key])} == {"fc.weight", "fc.bias"}
     trace = Path("my", "trace.json").read_text()
     assert "ProfilerStep#23" in trace and "enumerate(DataLoader)" in trace
-
-
-RECORDED = """
-from torch.utils._pytree import tree_leaves
-from torch.utils._python_dispatch import TorchDispatchMode
-
-class CUDAGraph(TorchDispatchMode):  # records the operations, and repeats them on the same tensors
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-    def __torch_dispatch__(self, function, types, words=(), options=None):
-        self.calls.append([function, words, options or {}])
-        self.calls[-1].append(function(*words, **options or {}))
-        return self.calls[-1][-1]
-    @torch.no_grad()
-    @torch.autocast("cpu", enabled=False)
-    def replay(self):
-        print("replayed")
-        for function, words, options, outputs in self.calls:
-            for old, new in zip(tree_leaves(outputs), tree_leaves(function(*words, **options))):
-                if torch.is_tensor(old):
-                    old.copy_(new)
-torch.cuda.CUDAGraph, torch.cuda.graph = CUDAGraph, lambda graph: graph
-torch.cuda.Stream, torch.cuda.stream = object, lambda stream: nullcontext()
-torch.cuda.synchronize = lambda: None
-"""
-NORMED = """
-def build_model(args, inputs, classes):
-    layers = nn.Conv2d(1, 8, 5, 4), nn.BatchNorm2d(8), nn.Flatten(), nn.Dropout(), nn.LazyLinear(10)
-    model = nn.Sequential(*layers).eval()
-    model(inputs)
-    return model.train()
-"""
-
-
-@pytest.mark.slow
-def test_cuda_graphs(fashion):
-    """What is recorded trains as the script does, bit-identical, also in a run that is resumed:
-    with batch norm, dropout, and weights that autocast casts in each step."""
-    path = paste("my", GRAPHS)
-    flags = [*fashion, *SHORT, "--amp", "--augment", "--clip-norm", 1]
-    text = run(path, *flags, "--device", "cpu", processes=0, status=1)
-    assert "CUDA graphs are for one GPU" in text
-    path = altered(path, 'accumulate > 1 or args.device != "cuda"', "accumulate > 1")
-    text = run(path, *flags, "--accumulate", 2, processes=0, status=1)
-    assert "CUDA graphs are for one GPU" in text
-    every = outputs(*flags, whole=[2], parts=[1, 2])
-    texts = together(*every, path=path, more=NORMED + RECORDED, processes=1)
-    assert [text.count("replayed\n") for text in texts] == [80, 40, 40]
-    together(*outputs(*flags, plain=[2]), more=NORMED, processes=1)
-    for other in "plain", "parts":
-        assert same(weights("whole"), weights(other))
 
 
 # ---- Losses, scores, classes ---------------------------------------------------------------------
