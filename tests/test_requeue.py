@@ -556,10 +556,9 @@ def command(name, text, folder="bin"):
     path.chmod(0o755)
 
 
-def edit(name, *changes):
-    """Edit slurm/NAME.sh. Changes: what stands there, its replacement, and so on."""
-    path = Path(f"slurm/{name}.sh")
-    path.write_text(replaced(path.read_text(), *changes))
+def edit(path, *changes):
+    """Changes: what stands there, its replacement, and so on."""
+    Path(path).write_text(replaced(Path(path).read_text(), *changes))
 
 
 ONE_NODE_OF_FOUR_GPUS = ENVIRONMENT | {
@@ -628,8 +627,7 @@ def test_complete(run):
     resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))  # core dumps, as on many clusters
     status, log, _, environment = run("complete")
     assert status == 0 and not log and environment["CORE"] == "0"
-    newer = Path("slurm/requeue.py")
-    newer.write_text(replaced(newer.read_text(), "status = live(job, args)", "status = 9"))
+    edit("slurm/requeue.py", "status = live(job, args)", "status = 9")  # a newer version
     with Path(".venv/bin/activate").open("a") as file:
         file.write("kill -USR1 $$\n")
     status, log, words, _ = run("complete", SLURM_RESTART_COUNT="1")
@@ -645,7 +643,7 @@ def test_conda(run, name):
     text = Path(f"slurm/{name}.sh").read_text()
     [venv] = re.findall("^source .venv/bin/activate .*\n", text, re.M)
     [conda] = re.findall(r"^# (module load conda; .*)", text, re.M)
-    edit(name, venv, "", f"# {conda}", conda)
+    edit(f"slurm/{name}.sh", venv, "", f"# {conda}", conda)
     module = {"BASH_FUNC_module%%": '() { [ "$*" = "load conda" ]; }'}
     function = 'conda() { case "$*" in deactivate) inactive=1 ;; "activate NAME") '
     function += '[ $inactive ] && PATH="$PWD/.venv/bin:$PATH" ;; esac; }'
@@ -661,9 +659,9 @@ def test_container(run, name):
     complete, text = (Path(f"slurm/{file}.sh").read_text() for file in ("complete", name))
     [container] = re.findall(r'^container="" # EDIT: or "(.*?)"', complete, re.M)
     [venv] = re.findall("^source .venv/bin/activate .*\n", text, re.M)
-    edit(name, venv, "")
+    edit(f"slurm/{name}.sh", venv, "")
     if name == "complete":
-        edit(name, 'container=""', f'container="{container}"')
+        edit(f"slurm/{name}.sh", 'container=""', f'container="{container}"')
         Path(".venv/bin/python3").rename("bin/python3")
     started = r"^(srun --export=ALL |    )(python|torchrun|bash) (?=-)"
     text = re.sub(started, rf"\1{container} \2 ", Path(f"slurm/{name}.sh").read_text(), flags=re.M)
@@ -679,7 +677,7 @@ def test_unpacking(run):
     subprocess.run("tar -cf my_images.tar my_images", shell=True, check=True)
     [lines] = re.findall(r"^```bash\n(data=.*\nstage=.*\nflags=.*\n)```$", PAGE, re.M)
     lines = lines.replace("/shared/my_images.tar", "my_images.tar")
-    edit("complete", 'flags=""', f"{lines}#", 'stage=""', "#")
+    edit("slurm/complete.sh", 'flags=""', f"{lines}#", 'stage=""', "#")
     disk = Path("a disk").resolve()
     disk.mkdir()
     status, log, words, _ = run("complete", SLURM_TMPDIR=str(disk))

@@ -157,10 +157,9 @@ def on(*kinds):
     return pytest.mark.parametrize("kind", kinds, indirect=True, scope="module")
 
 
-def edit(name, *changes):
-    """Edit slurm/NAME.sh. Changes: what stands there, its replacement, and so on."""
-    path = Path(f"slurm/{name}.sh")
-    path.write_text(replaced(path.read_text(), *changes))
+def edit(path, *changes):
+    """Changes: what stands there, its replacement, and so on."""
+    Path(path).write_text(replaced(Path(path).read_text(), *changes))
 
 
 class Job:
@@ -232,12 +231,12 @@ def test_each_file_starts_once_per_node(kind, clone):
         assert refused.returncode and "gres" in refused.stderr and not list(Path().glob("*.out"))
         assert command("sinfo", "-h", "-o", "%G") == "(null)"
         for name in STARTS:  # "if sinfo -o %G shows none, delete this line"
-            edit(name, "#SBATCH --gres", "# no gres: ")
+            edit(f"slurm/{name}.sh", "#SBATCH --gres", "# no gres: ")
     jobs = [Job(name, "--lr", "a b") for name in STARTS]
     if kind == "plain":
         options = ["--export=NONE", "--partition=whole"]
         jobs += [Job(name, "--lr", "a b", options=options) for name in STARTS]
-    late = "if rank == 1: time.sleep(4); open(f'{output}-late', 'w')" if kind == "threads" else ""
+    late = "if rank == 1: time.sleep(3); open(f'{output}-late', 'w')" if kind == "threads" else ""
     two = [Job(name, "--output", f"{name}", options=["--nodes=2"], TRAIN=late) for name in SEVERAL]
     for job in jobs:
         check(job.ended(), "--lr", "a b", nodes=NODES[job.name], gres=kind != "no gres")
@@ -358,7 +357,7 @@ def test_complete_is_preempted(kind, clone, monkeypatch):
     array = Job("complete", "--output", "runs/array", options=options)
     names = ["requeue", "grace", "cancel_grace"]
     jobs = [Job("complete", options=["-p", name]) for name in names]
-    edit("complete", "#SBATCH --signal", "# no --signal")  # no preempt_send_user_signal
+    edit("slurm/complete.sh", "#SBATCH --signal", "# no --signal")  # no preempt_send_user_signal
     jobs += [Job("complete", options=["-p", name]) for name in names[1:]]
     for life in 1, 2:
         assert wait_until(lambda: len(starts()) == 6 * life, LIMIT, 0.2), command("squeue")
@@ -384,7 +383,7 @@ def states(array):
 def test_complete_leaves_bad_nodes(kind, clone, monkeypatch):
     """One where torch cannot use the GPUs, or hangs: the node alone, even where Slurm would end the
     check of the others, and for all tasks of an array."""
-    late = "time.sleep(4)" if kind == "threads" else "pass"
+    late = "time.sleep(3)" if kind == "threads" else "pass"
     monkeypatch.setenv("TORCH", f"if node == 'node0': gpus = 0\nelse: {late}")
     options = ["-p", "all"]
     jobs = {Job("complete", options=[*options, "--nodes=2"]): "node0"}
@@ -467,7 +466,7 @@ def test_commands_of_the_page(kind, clone):
     lines = [line for line in lines if re.match("(for .* )?sbatch", line)]
     lines += re.findall(r"`((?:sbatch|sinfo|squeue|scontrol show) [^`]+)`", PAGE)
     assert len(lines) > 10
-    edit("complete", 'flags=""', 'flags="--seed $SLURM_ARRAY_TASK_ID"')
+    edit("slurm/complete.sh", 'flags=""', 'flags="--seed $SLURM_ARRAY_TASK_ID"')
     running = Job("complete", TRAIN="stand()")
     running.starts(1)
     jobs = []
@@ -538,18 +537,16 @@ def test_small_scripts_train_on_two_nodes(kind, real, data):
     """Together, also the pair; and by the page's changes where a node's own name leads nowhere."""
     port = helpers.free_port()
     [torchrun] = re.findall(r"`(bash -c 'torchrun --local-addr .*? bash)`", PAGE)
-    edit(SEVERAL[0], "torchrun --nnodes", f"{torchrun} --nnodes", " gpu ", " 1 ")
+    edit("slurm/ddp_torchrun_nodes.sh", "torchrun --nnodes", f"{torchrun} --nnodes", " gpu ", " 1 ")
     for name in SEVERAL[:2]:
-        edit(name, "$(hostname)", "$SLURMD_NODENAME")
+        edit(f"slurm/{name}.sh", "$(hostname)", "$SLURMD_NODENAME")
     for name in "node0", "node1":
-        edit(name, "23456", str(port))
+        edit(f"slurm/{name}.sh", "23456", str(port))
     flags = ["--dataset", data / "pictures", "--batch-size", 16, "--workers", 0, "--epochs", 1]
     names = [*SEVERAL[:2], "node1", "node0"]
-    for name in names:  # to train on CPUs, delete the check
-        [check] = re.findall(
-            r'^srun .* python -c "\$check" .*\n', Path(f"slurm/{name}.sh").read_text(), re.M
-        )
-        edit(name, check, "")
+    for name in names:  # to train on CPUs, the check goes
+        path = Path(f"slurm/{name}.sh")
+        path.write_text(re.sub(r'^srun .* -c "\$check" .*\n', "", path.read_text(), flags=re.M))
     rename = ["srun", "--nodes=2", "bash", "-c"]
     command(*rename, "hostname lost-$SLURMD_NODENAME")
     try:
@@ -566,45 +563,35 @@ def test_complete_trains(kind, real):
     """Beyond a time limit on two nodes, to the weights of an undisturbed run; a loop of one's own,
     beyond a failure. where.sh shows the ranks, and neither torchrun nor requeue.py."""
     shutil.copytree("complete", "mine")
-    first = '"SLURM_RESTART_COUNT" not in os.environ'
-    text = Path("mine/train.py").read_text()
-    [line] = re.findall(r"^ *scaler\.scale\(\w+", text, re.M)
-    stand = f"if step == 3 and {first}: __import__('time').sleep(999)"
-    stand = line.replace(line.strip(), stand)
-    Path("mine/train.py").write_text(
-        replaced(text, "import argparse\n", "import argparse, os\n", line, f"{stand}\n{line}")
+    shutil.copy(ROOT / "own_loop" / "after.py", "mine")
+    first_life = '"SLURM_RESTART_COUNT" not in os.environ'
+    step, stand = "            scaler.scale(", f"if step == 3 and {first_life}: time.sleep(999)"
+    edit("mine/train.py", "import argparse\n", "import argparse, os, time\n")
+    edit("mine/train.py", step, f"            {stand}\n{step}")
+    epoch, kill = (
+        "        model.train()\n",
+        f"if epoch == 1 and {first_life}: os.kill(os.getppid(), 9)",
     )
-    text = (ROOT / "own_loop" / "after.py").read_text()
-    small = ["Discs(2_000", "Discs(64", "Discs(400", "Discs(16"]
-    kill = f"        if epoch == 1 and {first}: os.kill(os.getppid(), 9)  # torchrun\n"
-    Path("mine/loop.py").write_text(
-        replaced(text, *small, line := "        model.train()\n", kill + line)
-    )
-
-    def submit(script, processes, *flags, options=()):
-        shutil.copy(ROOT / "slurm" / "complete.sh", "slurm")
-        edit("complete", "script=complete/train.py", f"script={script}")
-        edit("complete", "processes=gpu", f"processes={processes}")
-        return Job("complete", *flags, options=options)
+    edit("mine/after.py", epoch, f"        {kill}  # torchrun\n{epoch}")
+    edit("mine/after.py", "Discs(2_000", "Discs(64", "Discs(400", "Discs(16")
 
     flags = ["--dataset", "synthetic", "--batch-size", 1000, "--epochs", 1, "--log-every", 1]
     flags += ["--checkpoint-minutes", 0]
-    long = submit("mine/train.py", 1, *flags, options=["--nodes=2"])
+    edit("slurm/complete.sh", "processes=gpu", "processes=1", "complete/train.py", "mine/train.py")
+    long = Job("complete", *flags, options=["--nodes=2"])
+    edit("slurm/complete.sh", "mine/train.py", "mine/after.py")
+    loop = Job("complete", "--epochs", 2, "--workers", 0)
     long.wait_for("step 2/")
     command("scontrol", "update", f"job={long.number}", "endtime=now+300")  # USR1 within 30 s
-    quiet = submit("complete/train.py", 2, *flags)
-    loop = submit("mine/loop.py", 2, "--epochs", 2, "--workers", 0)
     lines = command("bash", "slurm/where.sh", long.number).splitlines()
-    assert [line[:12] for line in lines if line.startswith("RANK=")] == [
-        "RANK=0 node0",
-        "RANK=1 node1",
-    ], lines
+    ranks = [line[:12] for line in lines if "RANK=" in line]
+    assert ranks == ["RANK=0 node0", "RANK=1 node1"], lines
+    helpers.run("complete/train.py", *flags, "--output", "runs/quiet", processes=2)
     long.wait_for("DUE TO JOB REQUEUE")
     command("scontrol", "update", f"job={long.number}", "timelimit=60")  # of its next life
-    quiet.ended()
     assert re.search("0 epochs and [12] steps are done", long.ended(restarts=1).log()), long.log()
-    names = [f"complete-{job.number}" for job in (long, quiet)]
-    torch.testing.assert_close(*map(weights, names), rtol=0, atol=0)
+    output = f"complete-{long.number}"
+    torch.testing.assert_close(weights(output), weights("quiet"), rtol=0, atol=0)
     assert re.findall(r"^epoch (\d)", loop.ended(restarts=1).log(), re.M) == ["0", "1"], loop.log()
 
 
