@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import stand_in
@@ -39,6 +39,7 @@ ENVIRONMENT = {
 NOW, EARLIER = "2026-01-02T00:00:00", "2026-01-01T00:00:00"
 WORKS = "started node0\nkind A\nworks node0 4\nstarted node1\nkind A\nworks node1 4\n"
 BROKEN = "started node0\nkind A\nworks node0 4\nstarted node1\n"
+STARTED = "started node0\nstarted node1\n"
 REQUEUE = "scontrol requeue incomplete 100"
 EXCLUDE = "scontrol update jobid=100 ExcNodeList="
 OUTPUT = Path("runs/complete-100")
@@ -51,18 +52,37 @@ def names(match):
 
 
 class Slurm:
-    """What Slurm knows, and what a job's steps do; `ask` and `follow` replace those of requeue.py.
-    A command that is in `fails` fails so many times. `train` is a function that returns an exit
-    status, or a command for bash, which the real `follow` follows."""
+    """What Slurm knows, and what a job's steps do; `ask` and `follow` stand in for requeue.py's.
+    A command in `fails` fails so many times. `train` is a function that returns an exit status,
+    or a command for bash, which the real `follow` follows. A look at the clock takes `tick` s."""
 
     def __init__(self):
         self.preempted, self.life_began, self.may_requeue = "N/A", NOW, "1"
         self.state, self.excluded, self.nodes = "RUNNING", "", [f"node{i} idle" for i in range(8)]
         self.array, self.waiting_tasks, self.ending_tasks = "100", "", []
-        self.fails, self.asked, self.steps = {}, [], []
         self.check, self.check_status, self.stage_status = WORKS, 0, 0
         self.train = lambda: 0
-        self.life, self.environment = 0, {}
+        self.fails, self.clock, self.tick = {}, 0, 0
+        self.life, self.place = 0, {}
+
+    def run(self, *flags, options=(), **environment):
+        """A life of the job. Returns its exit status."""
+        self.asked, self.steps = [], []
+        for path in Path("runs").rglob("*") if self.life else []:  # the life before was earlier
+            earlier = path.stat().st_mtime - 10
+            os.utime(path, (earlier, earlier))
+        environment |= {"SLURM_RESTART_COUNT": str(self.life)} | self.place
+        with mock.patch.dict(os.environ, environment):
+            args = requeue.parser.parse_args([*options, "complete/train.py", *flags])
+            return requeue.main(args)
+
+    def lives(self, *trainings):
+        """For lives with these trainings, what each changes in Slurm."""
+        changes = []
+        for self.life, self.train in enumerate(trainings):
+            self.run()
+            changes.append(self.changes)
+        return changes
 
     @property
     def changes(self):
@@ -97,6 +117,7 @@ class Slurm:
 
     def follow(self, job, words, stdout=None, follow=requeue.follow):
         self.steps.append(" ".join(words))
+        self.environment = dict(os.environ)
         if stdout:
             stdout.write(self.check(job) if callable(self.check) else self.check)
             return self.check_status
@@ -104,51 +125,30 @@ class Slurm:
             return self.stage_status
         return self.train() if callable(self.train) else follow(job, ["bash", "-c", self.train])
 
+    def sleep(self, seconds):
+        self.clock += seconds
+
+    def monotonic(self):
+        self.clock += self.tick
+        return self.clock
+
 
 @pytest.fixture
 def slurm(work, monkeypatch):
-    """In a clone, where what goes by the clock goes at once: a look at it takes `tick` seconds."""
+    """In a clone, as a job of two nodes."""
     Path("complete").mkdir()
     Path("complete/train.py").write_text("first")
-    for name in [*os.environ]:
-        if name.startswith(("SLURM", "PYTHONPATH", "TORCHINDUCTOR")):
-            monkeypatch.delenv(name)
-    for name in "PYTHONFAULTHANDLER", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE":
-        monkeypatch.setenv(name, "")  # and back to what it was
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     slurm = Slurm()
-    slurm.clock = slurm.tick = 0
-
-    def sleep(seconds):
-        slurm.clock += seconds
-
-    def monotonic():
-        slurm.clock += slurm.tick
-        return slurm.clock
-
     monkeypatch.setattr(requeue, "ask", slurm.ask)
     monkeypatch.setattr(requeue, "follow", slurm.follow)
     monkeypatch.setattr(requeue, "use_own_copy", lambda job: None)
     monkeypatch.setattr(requeue, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(requeue, "time", SimpleNamespace(sleep=sleep, monotonic=monotonic))
+    monkeypatch.setattr(requeue, "time", slurm)
     before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)]
-
-    def run(*flags, life=0, options=(), **environment):
-        """One life: its exit status. Then `steps` and `asked` are those of this life."""
-        slurm.asked.clear()
-        slurm.steps.clear()
-        for path in Path("runs").rglob("*") if life else []:  # the life before was earlier
-            earlier = path.stat().st_mtime - 10
-            os.utime(path, (earlier, earlier))
-        with monkeypatch.context() as patch:
-            for name, value in {"SLURM_RESTART_COUNT": str(life), **environment}.items():
-                patch.setenv(name, value)
-            args = requeue.parser.parse_args([*options, "complete/train.py", *flags])
-            return requeue.main(args)
-
-    slurm.run = run
-    yield slurm
+    names = [name for name in os.environ if not name.startswith(("SLURM", "PYTHON", "TORCH"))]
+    environment = {name: os.environ[name] for name in names}
+    with mock.patch.dict(os.environ, environment | ENVIRONMENT, clear=True):
+        yield slurm
     for number, handler in zip((signal.SIGUSR1, signal.SIGTERM), before):
         signal.signal(number, handler)
 
@@ -163,9 +163,7 @@ def save_and_fail(output=OUTPUT):
     return 3
 
 
-@pytest.fixture
-def old_checkpoint():
-    """The run has a checkpoint, of an earlier life."""
+def save_in_an_earlier_life():
     save_and_fail()
     os.utime(OUTPUT / "checkpoint.pt", (1, 1))
 
@@ -173,11 +171,9 @@ def old_checkpoint():
 # ---- What a life starts
 
 
-def test_a_life(slurm, capfd, monkeypatch):
+def test_a_life(slurm, capfd):
     """It checks the nodes, stages the data and trains, whatever slurm.conf and the user's variables
     say of srun and squeue; nothing is changed in Slurm, and nothing said."""
-    environment = {}
-    slurm.train = lambda: environment.update(os.environ) or 0
     users = {"SLURM_GPUS_PER_NODE": "9", "SQUEUE_STATES": "PENDING", "PYTHONPATH": "mine"}
     options = ["--container=enter --bind '/a b'", "--stage=tar -xf 'a b'", "--flags=--seed '7 8'"]
     assert slurm.run("--lr", "a b", options=options, **users) == 0
@@ -189,8 +185,9 @@ def test_a_life(slurm, capfd, monkeypatch):
     assert train.startswith(f"{srun.format(1)}--cpus-per-task 16 enter --bind /a b {torchrun}")
     flags = f"--seed 7 8 --lr a b --resume --output {OUTPUT}"
     assert train.endswith(f" {OUTPUT}/job-100/train.py {flags}")
+    environment, compiled = slurm.environment, (OUTPUT / "job-100/compiled").resolve()
     assert environment["PYTHONPATH"] == f"{Path('complete').resolve()}:mine"
-    assert environment["TORCHINDUCTOR_CACHE_DIR"] == str((OUTPUT / "job-100/compiled").resolve())
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(compiled)
     assert not {"SLURM_GPUS_PER_NODE", "SQUEUE_STATES"} & environment.keys()
     assert (OUTPUT / "owner.txt").read_text() == "100 100-0"
     assert not slurm.changes and capfd.readouterr().out == ""
@@ -201,13 +198,14 @@ def test_later_lives_run_the_code_of_the_first(slurm):
     Path("complete/requeue.py").write_text("mine")
     slurm.run()
     Path("complete/train.py").write_text("second")
-    slurm.run(life=1)
+    slurm.life = 1
+    slurm.run()
     copies = [(OUTPUT / "job-100" / name).read_text() for name in ("train.py", "requeue.py")]
     assert copies == ["first", "mine"]
     assert (OUTPUT / "job-100/slurm/requeue.py").read_text() == (SLURM / "requeue.py").read_text()
 
 
-def test_disks(slurm, monkeypatch, capfd, request):
+def test_disks(slurm, monkeypatch, capfd):
     """One that cannot lock trains, but compiles on the node. Where the copy of the code cannot be
     written, or the file that counts a failed life, the job ends and says why."""
 
@@ -218,13 +216,13 @@ def test_disks(slurm, monkeypatch, capfd, request):
         return function
 
     monkeypatch.setattr(requeue.fcntl, "flock", refuse(errno.ENOSYS))
-    assert slurm.run() == 0 and "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert slurm.run() == 0 and "TORCHINDUCTOR_CACHE_DIR" not in slurm.environment
     shutil.rmtree("runs")
     with monkeypatch.context() as patch:
         patch.setattr(requeue.shutil, "copyfile", refuse(errno.ENOSPC))
         assert slurm.run() == 1 and not slurm.changes
         assert "No space left" in capfd.readouterr().out
-    request.getfixturevalue("old_checkpoint")
+    save_in_an_earlier_life()
     slurm.train = fail
     monkeypatch.setattr(Path, "touch", refuse(errno.ENOSPC))
     assert slurm.run() == 3 and not slurm.changes and "No space left" in capfd.readouterr().out
@@ -250,39 +248,37 @@ def test_what_is_a_checkpoint(work):
     assert {path for path, _ in found} == {Path("link", name) for name in CHECKPOINTS.split()}
 
 
-def test_a_removed_checkpoint_is_no_progress(slurm, old_checkpoint, capfd):
+def test_a_removed_checkpoint_is_no_progress(slurm, capfd):
     """As when a resumed script deletes an interrupted save."""
+    save_in_an_earlier_life()
     (OUTPUT / "interrupted.pt").write_text("x")
     slurm.train = lambda: (OUTPUT / "interrupted.pt").unlink() or 3
     slurm.run()
     assert "No new checkpoint in this life" in capfd.readouterr().out
 
 
-def test_failed_lives(slurm, old_checkpoint):
+def test_failed_lives(slurm):
     """Of three in a row, the last uses other nodes, if there are any, and ends the job."""
+    save_in_an_earlier_life()
     slurm.excluded = "node7"
     first, second, third = [REQUEUE], [REQUEUE, EXCLUDE + "node[0-1],node7"], []
-    expected = [first, second, first, first, second, third]
-    for life, changes in enumerate(expected):
-        slurm.train = save_and_fail if life == 2 else fail
-        assert slurm.run(life=life) == 3 and slurm.changes == changes, life
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    changes = slurm.lives(fail, fail, save_and_fail, fail, fail, fail)
+    assert changes == [first, second, first, first, second, third]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_nodes_are_kept_where_no_others_work(slurm, old_checkpoint):
+def test_nodes_are_kept_where_no_others_work(slurm):
     """A node that does not answer (*) is none. sinfo may be silent: then other nodes are tried."""
-    slurm.train = fail
+    save_in_an_earlier_life()
     slurm.nodes = ["node0 allocated", "node1 mixed", "node2 idle", "node3 drained", "node4 down*"]
     slurm.nodes += ["node5 idle*", "node6 mixed*"]
-    slurm.run()
-    slurm.run(life=1)
-    assert slurm.changes == [REQUEUE]
+    assert slurm.lives(fail, fail) == [[REQUEUE], [REQUEUE]]
     slurm.nodes = []
-    slurm.run(life=1)  # the same life counts once
+    slurm.run()  # the same life counts once
     assert slurm.changes == [REQUEUE, EXCLUDE + "node[0-1]"]
 
 
-EVERY_START = "started node0\nstarted node1\n"
+BAD, HANG = {"check": BROKEN}, {"check_status": 124}
 ONE_NODE = {"SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "node0"}
 LIVES = {  # what is different in this life, what changes in Slurm, what is said
     "a new checkpoint": ({"train": save_and_fail, "life": 199}, [REQUEUE], ""),
@@ -293,41 +289,33 @@ LIVES = {  # what is different in this life, what changes in Slurm, what is said
     "ended by scancel": ({"train": save_and_fail, "state": "COMPLETING"}, [], "is ending this job"),
     "staging fails": ({"stage_status": 2}, [], "No checkpoint"),
     "preempted while staging": ({"stage_status": 2, "preempted": NOW}, [REQUEUE], "is preempted"),
-    "a bad node": ({"check": BROKEN}, [REQUEUE, f"{EXCLUDE}node1"], "GPUs of node1,"),
-    "all are bad": ({"check": EVERY_START}, [REQUEUE, f"{EXCLUDE}node0,node1"], ""),
-    "a node hangs": (
-        {"check": BROKEN.replace("started node1\n", ""), "check_status": 124},
-        [REQUEUE, f"{EXCLUDE}node1"],
-        "did not end within 600 s",
+    "a bad node": (BAD, [REQUEUE, f"{EXCLUDE}node1"], "GPUs of node1,"),
+    "all are bad": ({"check": STARTED}, [REQUEUE, f"{EXCLUDE}node0,node1"], ""),
+    "others are excluded": (
+        BAD | {"excluded": "node[5-6]"},
+        [REQUEUE, f"{EXCLUDE}node1,node[5-6]"],
+        "",
     ),
-    "several hang: the disk": ({"check": "", "check_status": 124}, [], "No node is called bad"),
+    "others may be excluded": (BAD | {"excluded": None}, [REQUEUE], ""),
+    "no nodes remain": (BAD | {"excluded": "node[2-7]"}, [], "too few nodes"),
+    "preempted in the check": (BAD | {"preempted": NOW}, [REQUEUE], "is preempted"),
+    "a node hangs": (HANG | BAD, [REQUEUE, f"{EXCLUDE}node1"], "did not end within 600 s"),
+    "several hang: the disk": (HANG | {"check": ""}, [], "No node is called bad"),
     "the only node hangs": (
-        {"check": "", "check_status": 124, "environment": ONE_NODE},
+        HANG | {"check": "", "place": ONE_NODE},
         [REQUEUE, f"{EXCLUDE}node0"],
         "",
     ),
     "torch starts nowhere": ({"check": "a banner\n"}, [], "No node is called bad"),
-    "others are excluded": (
-        {"check": BROKEN, "excluded": "node[5-6]"},
-        [REQUEUE, f"{EXCLUDE}node1,node[5-6]"],
-        "",
-    ),
-    "others may be excluded": ({"check": BROKEN, "excluded": None}, [REQUEUE], ""),
-    "no nodes remain": ({"check": BROKEN, "excluded": "node[2-7]"}, [], "too few nodes"),
-    "preempted in the check": ({"check": BROKEN, "preempted": NOW}, [REQUEUE], "is preempted"),
 }
 
 
 @pytest.mark.parametrize(("state", "changes", "says"), LIVES.values(), ids=LIVES)
-def test_how_a_life_ends(slurm, capfd, monkeypatch, state, changes, says):
+def test_how_a_life_ends(slurm, capfd, state, changes, says):
     vars(slurm).update(state)
-    for name, value in slurm.environment.items():
-        monkeypatch.setenv(name, value)
-    assert slurm.run(options=["--stage=tar"], life=slurm.life) != 0
-    trains = any("torchrun" in step for step in slurm.steps)
-    assert (
-        slurm.changes == changes and says in capfd.readouterr().out and trains == ("train" in state)
-    )
+    assert slurm.run(options=["--stage=tar"]) != 0
+    assert slurm.changes == changes and says in capfd.readouterr().out
+    assert any("torchrun" in step for step in slurm.steps) == ("train" in state)
 
 
 def test_unequal_gpus(slurm, capfd, monkeypatch):
@@ -338,20 +326,21 @@ def test_unequal_gpus(slurm, capfd, monkeypatch):
     assert slurm.run() == 1 and slurm.changes == [REQUEUE, f"{EXCLUDE}node1"]
 
 
-def test_an_environment_that_stays_broken(slurm, old_checkpoint):
+def test_an_environment_that_stays_broken(slurm):
+    save_in_an_earlier_life()
     slurm.check = ""
-    ends = [slurm.run(life=life) and slurm.changes[:1] for life in range(3)]
-    assert ends == [[REQUEUE], [REQUEUE], []]
+    first, second, third = slurm.lives(fail, fail, fail)
+    assert first == [REQUEUE] and REQUEUE in second and third == []
 
 
 def test_most_bad_starts(slurm):
     """Five in a row; a life that wrote a checkpoint, and that Slurm itself ended, is between."""
     slurm.train = save_and_fail
     bad, good = {"check": BROKEN, "state": "RUNNING"}, {"check": WORKS, "state": "COMPLETING"}
-    for life, kind in enumerate([bad] * 4 + [good] + [bad] * 6):
+    for slurm.life, kind in enumerate([bad] * 4 + [good] + [bad] * 6):
         vars(slurm).update(kind)
-        slurm.run(life=life)
-        assert len(slurm.changes) == (2 if kind is bad and life < 10 else 0), life
+        slurm.run()
+        assert len(slurm.changes) == (2 if kind is bad and slurm.life < 10 else 0), slurm.life
 
 
 # ---- Requeueing
@@ -395,8 +384,8 @@ def test_warning(slurm, capfd):
     """The job is requeued once, as soon as there is a new checkpoint."""
     slurm.train = f"{WARN}{SAVE}sleep 0.4"
     assert slurm.run() == 0 and slurm.changes == [REQUEUE]
-    slurm.train = f"{SAVE}{WARN}{WARN}exit 5"
-    assert slurm.run(life=1) == 5 and slurm.changes == [REQUEUE]
+    slurm.train, slurm.life = f"{SAVE}{WARN}{WARN}exit 5", 1
+    assert slurm.run() == 5 and slurm.changes == [REQUEUE]
     assert "was requeued while it was running" in capfd.readouterr().out
 
 
@@ -505,8 +494,8 @@ def test_whose_number(task):
     task.train, task.array = save_and_fail, "100\n100\n100"
     task.run(SLURM_ARRAY_JOB_ID="100")
     assert task.changes == ["scontrol requeue incomplete 100_3"]
-    task.array = "100"
-    task.run(life=1)
+    task.array, task.life = "100", 1
+    task.run()
     assert task.changes == [REQUEUE]
 
 
@@ -518,18 +507,11 @@ def test_an_earlier_task_is_waited_for(task, capfd):
     assert task.run(*MINE) == 0 and "still ending" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "output"),
-    [
-        ([], None),
-        (["--output=a", "--output", "b c"], "b c"),
-        (["--output", "a", "--lr", "1", "--output=b c", "-x"], "b c"),
-        (["--outp", "a"], "a"),
-        (["--outputs", "a", "--optimizer", "b"], None),
-    ],
-)
-def test_find_output(flags, output):
-    assert requeue.find_output(flags) == output
+def test_find_output():
+    """As argparse reads it: the last one counts, and may be abbreviated."""
+    assert requeue.find_output("--output a --lr 1 --output=b -x".split()) == "b"
+    assert requeue.find_output(["--outp", "b c"]) == "b c"
+    assert requeue.find_output(["--outputs", "a", "--optimizer", "b"]) is None
 
 
 def test_python_of_old_clusters():
