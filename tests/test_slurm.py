@@ -30,9 +30,10 @@ KINDS = {  # changes of slurm.conf
     "plain": {},
     "newer": {},
     # Two threads a core, which are CPUs; memory is shared out, and little of it without --mem. When
-    # a task has failed, or has ended two seconds ago, Slurm ends the others.
+    # a task has failed, or has ended two seconds ago, Slurm ends the others. It requeues no job
+    # that does not ask for it.
     "threads": {
-        "KillWait=5": "KillWait=5\nKillOnBadExit=1\nWaitTime=2",
+        "KillWait=5": "KillWait=5\nKillOnBadExit=1\nWaitTime=2\nJobRequeue=0",
         "CR_Core": "CR_CPU_Memory\nDefMemPerCPU=256",
         "CPUs=200": "Sockets=1 CoresPerSocket=100 ThreadsPerCore=2",
     },
@@ -442,12 +443,15 @@ def test_the_newer_job_owns_the_folder(kind, clone):
 
 @on("plain")
 def test_slurmctld_does_not_answer(kind, clone):
-    """The job asks again until it does. Here, it has a slurm.conf of its own with another port."""
+    """The job asks again until it does. Here, it has a slurm.conf of its own, with a wrong port."""
     good, own = Path(os.environ["SLURM_CONF"]).read_text(), Path("slurm.conf").resolve()
-    own.write_text(re.sub("SlurmctldPort=.*", f"SlurmctldPort={helpers.free_port()}", good))
+    own.write_text(good)
     with Path(".venv/bin/activate").open("a") as file:
         file.write(f"export SLURM_CONF='{own}'\n")
-    job = Job("complete", TRAIN="if life == 0: save(); exit(3)")
+    job = Job("complete", TRAIN="if life == 0: save(); stand()")
+    job.starts(1)
+    own.write_text(re.sub("(SlurmctldPort|MessageTimeout)=.*", r"\1=1", good))
+    warn(job.number)
     job.wait_for(f" for job {job.number}")  # scontrol's complaint
     own.write_text(good)
     job.ended(restarts=1)
