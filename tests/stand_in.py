@@ -83,7 +83,7 @@ def train(*words):
         output.mkdir(parents=True, exist_ok=True)
         (output / "last.pt").write_text("x")
 
-    more = {"output": output, "save": save, "stand": lambda: time.sleep(9999), "exit": sys.exit}
+    more = {"save": save, "stand": lambda: time.sleep(9999), "exit": sys.exit}
     exec(os.environ.get("TRAIN", ""), place() | more)
 
 

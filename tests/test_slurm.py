@@ -225,36 +225,47 @@ def check(job, *flags, nodes=1, gres=True):
 
 
 def test_each_file_starts_once_per_node(kind, clone):
-    """On nodes that are shared or given whole, also where jobs do not get the environment; with
-    the memory of its CPUs, or what --mem says. A node that is late is not ended with the first."""
-    if kind == "no gres":
-        refused = subprocess.run(["sbatch", "slurm/single.sh"], capture_output=True, text=True)
-        assert refused.returncode and "gres" in refused.stderr and not list(Path().glob("*.out"))
-        assert command("sinfo", "-h", "-o", "%G") == "(null)"
-        for name in STARTS:  # "if sinfo -o %G shows none, delete this line"
-            edit(f"slurm/{name}.sh", "#SBATCH --gres", "# no gres: ")
+    gres = kind != "no gres"
+    for name in [] if gres else STARTS:  # "if sinfo -o %G shows none, delete this line"
+        edit(f"slurm/{name}.sh", "#SBATCH --gres", "# no gres: ")
     jobs = [Job(name, "--lr", "a b") for name in STARTS]
-    if kind == "plain":
-        options = ["--export=NONE", "--partition=whole"]
-        jobs += [Job(name, "--lr", "a b", options=options) for name in STARTS]
-    late = "if rank == 1: time.sleep(3); open(f'{output}-late', 'w')" if kind == "threads" else ""
-    two = [Job(name, "--output", f"{name}", options=["--nodes=2"], TRAIN=late) for name in SEVERAL]
+    two = [Job(name, options=["--nodes=2"]) for name in SEVERAL]
     for job in jobs:
-        check(job.ended(), "--lr", "a b", nodes=NODES[job.name], gres=kind != "no gres")
+        check(job.ended(), "--lr", "a b", nodes=NODES[job.name], gres=gres)
     for job in two:
-        job.ended()
-    if kind == "threads":
-        assert all(Path(f"{name}-late").exists() for name in SEVERAL)
-        assert jobs[1].starts()[0][2]["SLURM_MEM_PER_NODE"] == str(64 * 1024)
+        check(job.ended(), nodes=2, gres=gres)
+
+
+@on("plain")
+def test_whole_nodes_without_the_environment(kind, clone):
+    jobs = [Job(name, options=["--partition=whole", "--export=NONE"]) for name in STARTS]
+    for job in jobs:
+        check(job.ended(), nodes=NODES[job.name])
+
+
+@on("threads")
+def test_a_late_node(kind, clone):
+    """It is not ended with the first, whatever slurm.conf says. A job has the memory of --mem."""
+    late, two = {"TRAIN": "if rank == 1: time.sleep(3); save()"}, ["--nodes=2"]
+    for job in [Job(name, "--output", f"{name}-runs", options=two, **late) for name in SEVERAL]:
+        assert job.ended().starts()[0][2]["SLURM_MEM_PER_NODE"] == str(64 * 1024)
+        assert Path(f"{job.name}-runs", "last.pt").exists()
+
+
+@on("no gres")
+def test_gpus_that_slurm_does_not_know(kind, clone):
+    """The page's message and command."""
+    refused = subprocess.run(["sbatch", "slurm/single.sh"], capture_output=True, text=True)
+    assert refused.returncode and "Invalid generic resource (gres)" in refused.stderr
+    assert command("sinfo", "-h", "-o", "%G") == "(null)"
 
 
 @on("plain")
 def test_simple_files_are_requeued(kind, clone):
     """By Slurm, and continue, in the same log; but neither half of the pair alone. A node that
     fails ends the others."""
-    failing = [
-        Job(name, options=["--nodes=2"], TRAIN="exit(3) if rank else stand()") for name in SEVERAL
-    ]
+    fail = {"TRAIN": "exit(3) if rank else stand()"}
+    failing = [Job(name, options=["--nodes=2"], **fail) for name in SEVERAL]
     stand = {"TRAIN": "if life == 0: stand()"}
     jobs = [Job(name, **stand) for name in STARTS if name not in ("complete", "node0", "node1")]
     half = Job("node0", **stand)
@@ -394,10 +405,8 @@ def test_complete_leaves_bad_nodes(kind, clone, monkeypatch):
         monkeypatch.setenv("TORCH", "if node == 'node0': time.sleep(999)")
         monkeypatch.setenv("CONSTANTS", '{"LOOK_SECONDS": 0.5, "CHECK_SECONDS": 3}')
         jobs[Job("complete", options=options)] = "node0"
-        excluded = "ExcNodeList=node0"
-        assert wait_until(
-            lambda: command("scontrol", "show", "job", array.number).count(excluded) == 2, 60
-        )
+        tasks = ["scontrol", "show", "job", array.number]
+        assert wait_until(lambda: command(*tasks).count("ExcNodeList=node0") == 2, 60)
     for job, nodes in jobs.items():
         assert job.ended(restarts=1).show("ExcNodeList") == nodes
         assert "node0" not in {env["SLURMD_NODENAME"] for *_, env in job.starts()}
