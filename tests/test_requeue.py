@@ -523,6 +523,7 @@ def test_python_of_old_clusters():
 
 FILES = sorted(path.stem for path in SLURM.glob("*.sh") if path.stem != "where")
 SRUN = """
+export SRUN="$*"
 while [ "${1#-}" != "$1" ]; do
     if [ "$1" = --cpus-per-task ] || [ "$1" = --jobid ]; then shift; fi
     shift
@@ -584,10 +585,12 @@ def run(work, monkeypatch):
 
 @pytest.mark.parametrize("name", FILES)
 def test_each_file(run, name):
-    """It passes on flags and the training's exit status, and continues when it was requeued. It
-    trains neither on the CPU unasked (torchrun refuses by itself) nor outside its environment."""
-    status, log, words, _ = run(name, "--lr", "a b", TRAIN="exit(4)", SLURM_RESTART_COUNT="1")
+    """It passes on flags and the exit status, has all CPUs of the job, and continues when it was
+    requeued. Without GPUs (which torchrun alone refuses) or an environment, it does not train."""
+    requeued = {"SLURM_RESTART_COUNT": "1", "TRAIN": "exit(4)"}
+    status, log, words, environment = run(name, "--lr", "a b", **requeued)
     assert status == 4 and {"a b", "--resume"} <= {*words}, log
+    assert re.match("--export=ALL .*--cpus-per-task[ =]16 ", environment["SRUN"])
     if name != "ddp_torchrun":
         status, log, words, _ = run(name, TORCH="gpus = 0")
         assert status == 1 and "AssertionError: torch can use " in log and not words, log
