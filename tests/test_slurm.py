@@ -2,10 +2,10 @@
 name. What they start is a stand-in (stand_in.py), which takes no time; jobs train only where
 training is the point. What needs no Slurm is in test_requeue.py."""
 
+import itertools
 import json
 import os
 import re
-import resource
 import shlex
 import shutil
 import socket
@@ -69,31 +69,32 @@ exec chroot "$0" env -C "$PWD" PATH="${PATH#*:}" "$@" # without the first folder
 CLIENTS = ["sbatch", "scontrol", "squeue", "scancel", "sinfo", "srun", "sacct"]
 
 
-@contextmanager
-def cluster(folder, kind):
-    """Four machines on this one, each with its own name, process numbers, and pretended CPUs and
-    GPUs. SLURM_CONF points Slurm's commands at them. All that they write is in the folder."""
-    folder = Path(folder).resolve()  # Slurm's daemons look for relative paths elsewhere
-    for name in "munge", "state", "bin", *(f"spool-{machine}" for machine in MACHINES):
-        (folder / name).mkdir()
-    (folder / "munge" / "key").write_bytes(os.urandom(128))
+def configure(folder, kind):
+    """Four machines on this one, with pretended CPUs and GPUs."""
     for number in range(40):
         command("mknod", folder / f"gpu{number}", "c", 1, 3)
     ports = [helpers.free_port() for _ in range(5)]
     line = "NodeName={} NodeAddr=127.0.0.1 Port={} CPUs=200 RealMemory=400000 Gres=gpu:40\n"
-    nodes = "".join(map(line.format, MACHINES, ports))
-    host, version = socket.gethostname(), 1 if Path("/sys/fs/cgroup/cpuset").exists() else 2
+    nodes, host = "".join(map(line.format, MACHINES, ports)), socket.gethostname()
     conf = (ROOT / "tests" / "slurm.conf").read_text().format(**locals())
-    for old, new in KINDS[kind].items():
-        assert old in conf, old
-        conf = conf.replace(old, new)
-    (folder / "slurm.conf").write_text(conf)
-    if "gres" not in kind:
+    (folder / "slurm.conf").write_text(replaced(conf, *itertools.chain(*KINDS[kind].items())))
+    if kind != "no gres":
         (folder / "gres.conf").write_text(f"Name=gpu AutoDetect=off File={folder}/gpu[0-39]\n")
+    version = 1 if Path("/sys/fs/cgroup/cpuset").exists() else 2
     (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\n")
     for number, name in enumerate(MACHINES, 1):  # only the machine itself knows its other name
         hosts = f"{Path('/etc/hosts').read_text()}{HOSTS}127.0.0.{number} lost-{name}\n"
         (folder / f"hosts-{name}").write_text(hosts)
+
+
+@contextmanager
+def cluster(folder, kind):
+    """Slurm's daemons. Each machine's own has the machine's name and process numbers. SLURM_CONF
+    points Slurm's commands at them. All that they write is in the folder."""
+    folder = Path(folder).resolve()  # Slurm's daemons look for relative paths elsewhere
+    for name in "munge", "state", "bin", *(f"spool-{machine}" for machine in MACHINES):
+        (folder / name).mkdir()
+    configure(folder, kind)
     inside, etc = [], "/etc"
     if kind == "newer":
         inside, etc = ["sh", "-c", INSIDE, NEWER], f"{NEWER}/etc"
@@ -101,25 +102,23 @@ def cluster(folder, kind):
             words = shlex.join(["unshare", "--mount", *inside, name])
             (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
             (folder / "bin" / name).chmod(0o755)
-    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
-    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))  # core dumps, as on many clusters
+    (folder / "munge" / "key").write_bytes(os.urandom(128))
     munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
     munge = ["munged", "-F", "--force", "-S", folder / "munge" / "socket", *munge]
-    own = "unshare --mount --uts --pid --fork --mount-proc --kill-child".split()
+    mounted = ["unshare", "--mount", *inside]
+    machine = "unshare --mount --uts --pid --fork --mount-proc --kill-child sh -c".split()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)  # another Debian has no other of our folders
         patch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}:/usr/sbin")
         patch.setenv("SLURM_CONF", f"{folder}/slurm.conf")
-        mounted = ["unshare", "--mount", *inside]
         daemons = [Cold([*mounted, *munge], folder / "munged.out")]
         try:
             assert wait_until((folder / "munge" / "socket").exists), "munged"
             daemons.append(Cold([*mounted, "slurmctld", "-D"], folder / "slurmctld.out"))
             for name in MACHINES:
-                slurmd = shlex.join([*inside, "slurmd", "-D", "-N", name])
-                lines = [f"hostname {name}", f"mount --bind {folder}/hosts-{name} {etc}/hosts"]
-                lines += [slurmd, "exit"]
-                daemons.append(Cold([*own, "sh", "-c", "; ".join(lines)], folder / f"{name}.out"))
+                lines = f"hostname {name}; mount --bind {folder}/hosts-{name} {etc}/hosts; "
+                lines += shlex.join([*inside, "slurmd", "-D", "-N", name]) + "; exit"
+                daemons.append(Cold([*machine, lines], folder / f"{name}.out"))
             ready = "sinfo -h -p whole -o '%t %D' 2> /dev/null | grep -qx 'idle 4'"
             assert wait_until(lambda: os.system(ready) == 0, pause=0.2), "the machines"
             yield
