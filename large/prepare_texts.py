@@ -210,6 +210,7 @@ def main(args):
         parser.error("--hold-out must be at least 2")
     description = describe_tokenizer(args.tokenizer)
     tokenizer = build_tokenizer(description)
+    print(f"tokenizer: {description['name']}", flush=True)  # bytes, if tiktoken is not installed
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "tokens.json").unlink(missing_ok=True)  # written last: then all is there
     (args.output / "tokenizer.json").write_text(json.dumps(description))
@@ -237,7 +238,7 @@ def main(args):
     }
     (args.output / "tokens.json.tmp").write_text(json.dumps(about))
     os.replace(args.output / "tokens.json.tmp", args.output / "tokens.json")
-    print(f"{args.output}: documents: {documents:,}, tokenizer: {description['name']}")
+    print(f"{args.output}: {documents:,} documents")
     print(f"{train.count:,} tokens for training, {val.count:,} for validation: {held_out}")
 
 

@@ -83,7 +83,7 @@ add("--width", type=int, help="features of a token")
 add("--heads", type=int, help="attention heads; a width of 128 for each is fast")
 add("--length", type=int, default=1024, help="tokens of a sequence")
 add = parser.add_argument_group("training").add_argument
-add("--steps", type=int, default=1000, help="of the whole run; may be more on --resume")
+add("--steps", type=int, default=1000, help="of the whole run; may change on --resume")
 add("--batch-size", type=int, default=512, help="sequences per step, over all GPUs")
 add("--lr", type=float, help="highest learning rate; None: 6e-4 * (768 / width) ** 0.5")
 add("--warmup-steps", type=int, help="in which it rises; None: 100, or a tenth of few --steps")
@@ -535,7 +535,7 @@ class Checkpoints:
 
     def __init__(self, args, texts, config, is_new):
         self.output = args.output
-        self.about = {"flags": fixed_flags(args), "steps": args.steps, "tokens": texts.about}
+        self.about = {"flags": fixed_flags(args), "tokens": texts.about}
         self.about |= {"config": config, "numpy": np.__version__}
         # The threads of all ranks communicate, too: not by the group by which the training does.
         # Nobody is waited for in vain for two hours: a rank that dies ends the others at once.
@@ -717,8 +717,8 @@ def lock_output(args):
         if old != value:
             flag = name.replace("_", "-")
             parser.error(f"{args.output} was started with --{flag} {old}: use the same flags")
-    if args.steps < latest["steps"]:
-        parser.error(f"--steps: {args.output} has {latest['steps']}, which can only grow")
+    if args.steps < latest["step"]:
+        parser.error(f"--steps: {latest['step']} steps are done in {args.output}")
     return lock
 
 
