@@ -684,6 +684,10 @@ Thread 2 (idle): "MainThread"
     main (/home/me/my train.py:20)
 """
 
+LOADS_TORCH = "import mmap, time; file = open('libtorch.so'); "
+LOADS_TORCH += "library = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ); "
+LOADS_TORCH += "print(1, flush=True); time.sleep(99)"
+
 
 @pytest.fixture
 def processes(run):
@@ -694,11 +698,12 @@ def processes(run):
     command("squeue", f'echo "{job} 1"')
     command("sleep", "")
     command("py-spy", 'cat "stack-${*: -1}"')
+    Path("libtorch.so").write_text("x")
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     started = {}
 
     def start(name, stack, *words, **environment):
-        program = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(99)"]
+        program = [sys.executable, "-c", LOADS_TORCH]
         environment = os.environ | {"SLURM_JOB_ID": job, "SLURM_PROCID": "5"} | environment
         process = subprocess.Popen([*program, *words], env=environment, stdout=subprocess.PIPE)
         process.stdout.readline()  # it runs Python now
@@ -733,9 +738,10 @@ def test_where(processes):
     assert rank.startswith("RANK=2 node0 train_epoch (/home/me/my train.py:10) "), rank
     assert task.startswith("SLURM_PROCID=5 node0 no stack: busy ") and "(sleeping)" in task
     assert "ptrace_scope" in advice and "all_reduce (" in Path(rank.split(") ")[1]).read_text()
-    pid = str(started["rank"].pid)
-    [line] = [line for line in where().splitlines() if line.endswith(pid)]
-    assert line.startswith("RANK=2 ")
+    lines = where().splitlines()  # of all processes on this machine
+    for name, number in {"rank": "RANK=2", "task": "SLURM_PROCID=5"}.items():
+        [line] = [line for line in lines if line.endswith(f"-{started[name].pid}")]
+        assert line.startswith(f"{number} "), line
     assert where(job, "--abort").count("aborted") == 4  # a worker cannot be told without a stack
     ended = [started.pop(name) for name in ("rank", "library", "task", "worker")]
     assert {process.wait(30) for process in ended} == {-signal.SIGABRT}
