@@ -540,8 +540,7 @@ def real(clone):
     """The clone with the scripts, and the Python that runs the tests."""
     for name in "python", "torchrun":
         Path(".venv/bin", name).unlink()
-    with Path(".venv/bin/activate").open("a") as file:
-        file.write(f'PATH="$PATH:{Path(sys.executable).parent}"\n')
+    edit(".venv/bin/activate", ":$PATH", f":{Path(sys.executable).parent}:$PATH")
     for path in ROOT.glob("train_*.py"):
         shutil.copy(path, clone)
 
@@ -579,15 +578,20 @@ def test_complete_trains(kind, real):
     shutil.copytree("complete", "mine")
     shutil.copy(ROOT / "own_loop" / "after.py", "mine")
     first_life = '"SLURM_RESTART_COUNT" not in os.environ'
-    step, stand = "            scaler.scale(", f"if step == 3 and {first_life}: time.sleep(999)"
+    backward = "            scaler.scale("
+    stand = f"""\
+            if step == 3 and {first_life}:
+                time.sleep(9999)
+"""
     edit("mine/train.py", "import argparse\n", "import argparse, os, time\n")
-    edit("mine/train.py", step, f"            {stand}\n{step}")
-    epoch, kill = (
-        "        model.train()\n",
-        f"if epoch == 1 and {first_life}: os.kill(os.getppid(), 9)",
-    )
-    edit("mine/after.py", epoch, f"        {kill}  # torchrun\n{epoch}")
-    edit("mine/after.py", "Discs(2_000", "Discs(64", "Discs(400", "Discs(16")
+    edit("mine/train.py", backward, stand + backward)
+    epoch = "        model.train()\n"
+    fail = f"""\
+        if epoch == 1 and {first_life}:
+            os.kill(os.getppid(), 9)  # torchrun
+            os._exit(1)
+"""
+    edit("mine/after.py", epoch, fail + epoch, "Discs(2_000", "Discs(64", "Discs(400", "Discs(16")
 
     flags = ["--dataset", "synthetic", "--batch-size", 1000, "--epochs", 1, "--log-every", 1]
     flags += ["--checkpoint-minutes", 0]
