@@ -451,14 +451,12 @@ def test_the_newer_job_owns_the_folder(kind, clone):
 
 @on("plain")
 def test_slurmctld_does_not_answer(kind, clone):
-    """The job asks again until it does, while it would give up at once if Slurm answered.
-    Here, it has a slurm.conf of its own, with a wrong port."""
+    """The job asks again until it does. Here, it has a slurm.conf of its own, with a wrong port."""
     good, own = Path(os.environ["SLURM_CONF"]).read_text(), Path("slurm.conf").resolve()
     own.write_text(good)
     with Path(".venv/bin/activate").open("a") as file:
         file.write(f"export SLURM_CONF='{own}'\n")
-    constants = '{"LOOK_SECONDS": 0.5, "REQUEUE_SECONDS": 0.5}'
-    job = Job("complete", TRAIN="if life == 0: save(); stand()", CONSTANTS=constants)
+    job = Job("complete", TRAIN="if life == 0: save(); stand()")
     job.starts(1)
     own.write_text(re.sub("(SlurmctldPort|MessageTimeout)=.*", r"\1=1", good))
     warn(job.number)
