@@ -401,6 +401,6 @@ def load_fitting(model, weights, file, new_head):
             print(f"{file}: new and random are {', '.join(random)}", flush=True)
         return ""
     if only_head and misfits:
-        recipe = "'Weights of another number of classes' in docs/recipes.md"
-        return f"{file}: {misfits[0]} has another shape here (other classes?): see {recipe}"
+        remedy = "new_head=not args.evaluate, in train.py's main, leaves the last layer random"
+        return f"{file}: {misfits[0]} has another shape here (other classes?): {remedy}"
     return f"{file} is not of this model: {', '.join([*misfits, *random][:6])}"

@@ -343,7 +343,7 @@ def test_init_with_other_classes():
     """Said, with where it stands how to keep the other layers; which is what `new_head` does."""
     old, new = (script.Net(1, 32, classes) for classes in (10, 3))
     words = new, old.state_dict(), "best.pt"
-    says = "best.pt: fc3.weight has another shape here (other classes?): see 'Weights of another"
+    says = "best.pt: fc3.weight has another shape here (other classes?): new_head="
     assert says in starting.load_fitting(*words, new_head=False)
     assert not torch.equal(new.fc1.weight, old.fc1.weight)
     assert starting.load_fitting(*words, new_head=True) == ""
