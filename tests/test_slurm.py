@@ -598,10 +598,10 @@ def test_complete_trains(kind, real):
     edit("slurm/complete.sh", "mine/train.py", "mine/after.py")
     loop = Job("complete", "--epochs", 2, "--workers", 0)
     long.wait_for("step 2/")
-    command("scontrol", "update", f"job={long.number}", "endtime=now+300")  # USR1 within 30 s
     lines = command("bash", "slurm/where.sh", long.number).splitlines()
     ranks = [line[:12] for line in lines if "RANK=" in line]
     assert ranks == ["RANK=0 node0", "RANK=1 node1"], lines
+    command("scontrol", "update", f"job={long.number}", "endtime=now+300")  # USR1 within 30 s
     helpers.run("complete/train.py", *flags, "--output", "runs/quiet", processes=2)
     long.wait_for("DUE TO JOB REQUEUE")
     command("scontrol", "update", f"job={long.number}", "timelimit=60")  # of its next life
