@@ -1,10 +1,11 @@
-"""slurm/requeue.py's decisions and flow, in this process, with a stand-in for what Slurm's commands
-answer; then complete.sh, where.sh and the plain files, with stand-ins for the commands themselves.
-What only a real Slurm shows is in test_slurm.py."""
+"""slurm/requeue.py's decisions, in this process, with a stand-in for what Slurm's commands answer;
+then the job files and where.sh, with stand-ins for the commands themselves. What only a real Slurm
+shows is in test_slurm.py."""
 
 import ast
 import errno
 import importlib.util
+import json
 import os
 import re
 import resource
@@ -12,14 +13,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from helpers import wait_until
+import stand_in
+from runs import replaced
 from same_text import ROOT
 
 SLURM = ROOT / "slurm"
+PAGE = (SLURM / "README.md").read_text()
 spec = importlib.util.spec_from_file_location("requeue", SLURM / "requeue.py")
 requeue = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(requeue)
@@ -35,493 +38,410 @@ ENVIRONMENT = {
 }
 NOW, EARLIER = "2026-01-02T00:00:00", "2026-01-01T00:00:00"
 WORKS = "started node0\nkind A\nworks node0 4\nstarted node1\nkind A\nworks node1 4\n"
+BROKEN = "started node0\nkind A\nworks node0 4\nstarted node1\n"
+STARTED = "started node0\nstarted node1\n"
+REQUEUE = "scontrol requeue incomplete 100"
+EXCLUDE = "scontrol update jobid=100 ExcNodeList="
+OUTPUT = Path("runs/complete-100")
+CHANGES = ("scontrol requeue", "scontrol update", "scancel")  # in Slurm; all else only asks
+
+
+def names(match):
+    """Of node[0-2]: node0,node1,node2."""
+    return ",".join(f"node{i}" for i in range(int(match[1]), int(match[2]) + 1))
 
 
 class Slurm:
-    """What Slurm knows; `ask` and `follow` stand in for those of requeue.py. A command that is in
-    `fails` fails so many times. The check prints `check`; the training calls `train`."""
+    """What Slurm knows, and what a job's steps do; `ask` and `follow` stand in for requeue.py's.
+    A command in `fails` fails so many times. `train` is a function that returns an exit status,
+    or a command for bash, which the real `follow` follows. A look at the clock takes `tick` s."""
 
     def __init__(self):
-        self.preempted, self.started, self.may_requeue = "N/A", NOW, "1"
-        self.excluded, self.array, self.pending, self.ending = "", "100", "", []
-        self.state = "RUNNING"
-        self.nodes = [f"node{i} idle" for i in range(8)]
-        self.fails, self.changes, self.commands = {}, [], []
+        self.preempted, self.life_began, self.may_requeue = "N/A", NOW, "1"
+        self.state, self.excluded, self.nodes = "RUNNING", "", [f"node{i} idle" for i in range(8)]
+        self.array, self.waiting_tasks, self.ending_tasks = "100", "", []
         self.check, self.check_status, self.stage_status = WORKS, 0, 0
         self.train = lambda: 0
-        self.handler = self.job = None
+        self.fails, self.clock, self.tick = {}, 0, 0
+        self.life, self.place = 0, {}
+
+    def run(self, *flags, options=(), **environment):
+        """A life of the job. Returns its exit status."""
+        self.asked, self.steps = [], []
+        for path in Path("runs").rglob("*") if self.life else []:  # the life before was earlier
+            earlier = path.stat().st_mtime - 10
+            os.utime(path, (earlier, earlier))
+        environment |= {"SLURM_RESTART_COUNT": str(self.life)} | self.place
+        with mock.patch.dict(os.environ, environment):
+            args = requeue.parser.parse_args([*options, "complete/train.py", *flags])
+            return requeue.main(args)
+
+    def lives(self, *trainings):
+        """For lives with these trainings, what each changes in Slurm."""
+        changes = []
+        for self.life, self.train in enumerate(trainings):
+            self.run()
+            changes.append(self.changes)
+        return changes
+
+    @property
+    def changes(self):
+        return [line for line in self.asked if line.startswith(CHANGES)]
 
     def ask(self, *words):
-        self.commands.append(" ".join(words))
-        command = " ".join(words[:2]) if words[0] == "scontrol" else words[0]
-        if command in ("scontrol requeue", "scontrol update") or words[0] == "scancel":
-            self.changes.append(" ".join(words))
-            if command == "scontrol update" and signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
-                assert not any(change.startswith("scontrol requeue") for change in self.changes)
-        if self.fails.get(command, 0) > 0:
-            self.fails[command] -= 1
-            return None
+        line, command = " ".join(words), " ".join(words[:2])
+        if command == "scontrol update" and any("requeue" in change for change in self.changes):
+            # Or Slurm would have ended the job before.
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        self.asked.append(line)
+        for start, times in self.fails.items():
+            if line.startswith(start) and times > 0:
+                self.fails[start] -= 1
+                return None
+        if command == "scontrol show":  # hostnames
+            return re.sub(r"node\[(\d)-(\d)\]", names, words[3]).replace(",", "\n")
         if words[0] == "sinfo":
             return "\n".join(self.nodes)
-        if command == "scontrol show":
-            text = words[3]
-            for old, new in re.findall(r"(node\[(\d-\d)\])", text):
-                first, last = map(int, new.split("-"))
-                text = text.replace(old, ",".join(f"node{i}" for i in range(first, last + 1)))
-            return text.replace(",", "\n")
-        if words[0] == "squeue":
-            return self.squeue(words)
-        return ""
-
-    def squeue(self, words):
-        if "--states=PENDING" in words:
-            return self.pending
-        if "--states=COMPLETING" in words:
-            return self.ending.pop() if self.ending else ""
+        if words[0] != "squeue":
+            return ""
+        if words[-1] == "--states=COMPLETING":
+            return self.ending_tasks.pop() if self.ending_tasks else ""
         return {
-            "PreemptTime,StartTime": f"{self.preempted} {self.started}",
+            "PreemptTime,StartTime": f"{self.preempted} {self.life_began}",
+            "--states=PENDING": self.waiting_tasks,
             "Requeue": self.may_requeue,
             "%x": self.excluded,
             "%F": self.array,
             "%T": self.state,
         }[words[-1]]
 
-    def follow(self, job, words, stdout=None):
-        self.job = job
-        self.commands.append(" ".join(words))
+    def follow(self, job, words, stdout=None, follow=requeue.follow):
+        self.steps.append(" ".join(words))
+        self.environment = dict(os.environ)
         if stdout:
-            stdout.write(self.check)
+            stdout.write(self.check(job) if callable(self.check) else self.check)
             return self.check_status
-        return self.train() if "torchrun" in words else self.stage_status
+        if "torchrun" not in words:
+            return self.stage_status
+        return self.train() if callable(self.train) else follow(job, ["bash", "-c", self.train])
+
+    def sleep(self, seconds):
+        self.clock += seconds
+
+    def monotonic(self):
+        self.clock += self.tick
+        return self.clock
 
 
 @pytest.fixture
 def slurm(work, monkeypatch):
-    """In a clone; what goes by the clock goes at once."""
+    """In a clone, as a job of two nodes."""
     Path("complete").mkdir()
     Path("complete/train.py").write_text("first")
-    for name in list(os.environ):
-        if name.startswith("SLURM"):
-            monkeypatch.delenv(name)
-    for name in "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR":
-        monkeypatch.delenv(name, raising=False)
-    for name in "PYTHONFAULTHANDLER", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE":
-        monkeypatch.setenv(name, "")  # and back to what it was
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    slurm, clock = Slurm(), [0]
+    slurm = Slurm()
     monkeypatch.setattr(requeue, "ask", slurm.ask)
     monkeypatch.setattr(requeue, "follow", slurm.follow)
     monkeypatch.setattr(requeue, "use_own_copy", lambda job: None)
-    monkeypatch.setattr(
-        requeue.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds)
-    )
-    monkeypatch.setattr(requeue.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(requeue, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(requeue, "time", slurm)
     before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)]
-
-    def run(*flags, life=0, options=(), **environment):
-        """One life: its exit status. What it changes in Slurm is in `changes`."""
-        with monkeypatch.context() as patch:
-            patch.setenv("SLURM_RESTART_COUNT", str(life))
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            slurm.changes.clear()
-            slurm.commands.clear()
-            for path in Path("runs").rglob("*") if life else []:  # the life before was earlier
-                earlier = path.stat().st_mtime - 10
-                os.utime(path, (earlier, earlier))
-            args = requeue.parser.parse_args([*options, "complete/train.py", *flags])
-            return requeue.main(args)
-
-    slurm.run = run
-    yield slurm
+    names = [name for name in os.environ if not name.startswith(("SLURM", "PYTHON", "TORCH"))]
+    environment = {name: os.environ[name] for name in names}
+    with mock.patch.dict(os.environ, environment | ENVIRONMENT, clear=True):
+        yield slurm
     for number, handler in zip((signal.SIGUSR1, signal.SIGTERM), before):
         signal.signal(number, handler)
-
-
-REQUEUE = "scontrol requeue incomplete 100"
-UPDATE = "scontrol update jobid=100 ExcNodeList="
-OUTPUT = Path("runs/complete-100")
-
-
-def write(name="checkpoint.pt", status=0, output=OUTPUT):
-    """A training that writes this file, and ends."""
-
-    def train():
-        path = Path(output, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("x")
-        return status
-
-    return train
 
 
 def fail():
     return 3
 
 
-def old_checkpoint(output=OUTPUT, name="checkpoint.pt"):
-    write(name, output=output)()
-    os.utime(output / name, (1, 1))
+def save_and_fail(output=OUTPUT):
+    Path(output).mkdir(parents=True, exist_ok=True)
+    Path(output, "checkpoint.pt").write_text("x")
+    return 3
 
 
-# ---- The flow
+def save_in_an_earlier_life():
+    save_and_fail()
+    os.utime(OUTPUT / "checkpoint.pt", (1, 1))
 
 
-def test_success(slurm, capfd):
-    """One copy of the code for all lives; nothing is changed in Slurm, and nothing said."""
-    assert slurm.run("--lr", "a b", options=["--flags=--seed '7 8'"]) == 0 and not slurm.changes
-    [train] = [line for line in slurm.commands if "torchrun" in line]
-    assert "--nnodes 2 --nproc-per-node gpu --max-restarts 3" in train
-    more = f"--seed 7 8 --lr a b --resume --output {OUTPUT}"
-    assert train.endswith(f"{OUTPUT}/job-100/train.py {more}")
-    Path("complete/train.py").write_text("second")
-    slurm.run(life=1)
-    assert (OUTPUT / "job-100/train.py").read_text() == "first" and capfd.readouterr().out == ""
+# ---- What a life starts
 
 
-def test_the_user_has_a_requeue_too(slurm):
-    Path("complete/requeue.py").write_text("mine")
-    assert slurm.run() == 0 and (OUTPUT / "job-100/requeue.py").read_text() == "mine"
-    own = OUTPUT / "job-100/slurm/requeue.py"
-    assert own.read_text() == (SLURM / "requeue.py").read_text()
-
-
-def test_options_of_srun(slurm):
-    """Neither KillOnBadExit nor WaitTime of slurm.conf ends the check of other nodes, or ranks that
-    still write when others have ended; a rank that fails ends all."""
-    slurm.run()
-    check, train = [line for line in slurm.commands if "srun" in line]
-    assert " --kill-on-bad-exit=0 --wait=0 python -c" in check
-    assert "--kill-on-bad-exit=1 --wait=0 --cpus-per-task 16 torchrun" in train
-    slurm.run(options=["--container=enter --bind '/a b'"])
-    check, train = [line for line in slurm.commands if "srun" in line]
-    assert "enter --bind /a b python -c" in check and "enter --bind /a b torchrun" in train
-
-
-def test_environment_of_the_training(slurm, monkeypatch):
-    environment = {}
-    slurm.train = lambda: environment.update(os.environ) or 0
-    monkeypatch.setenv("SLURM_GPUS_PER_NODE", "9")
-    monkeypatch.setenv("PYTHONPATH", "mine")
-    monkeypatch.setenv("SQUEUE_STATES", "PENDING")
-    slurm.run()
+def test_a_life(slurm, capfd):
+    """It checks the nodes, stages the data and trains, whatever slurm.conf and the user's variables
+    say of srun and squeue; nothing is changed in Slurm, and nothing said."""
+    users = {"SLURM_GPUS_PER_NODE": "9", "SQUEUE_STATES": "PENDING", "PYTHONPATH": "mine"}
+    options = ["--container=enter --bind '/a b'", "--stage=tar -xf 'a b'", "--flags=--seed '7 8'"]
+    assert slurm.run("--lr", "a b", options=options, **users) == 0
+    check, stage, train = slurm.steps
+    srun = "srun --export=ALL --kill-on-bad-exit={} --wait=0 "
+    assert check.startswith(f"timeout -k 60 600 {srun.format(0)}enter --bind /a b python -c")
+    assert stage == f"{srun.format(1)}--cpus-per-task 16 tar -xf a b"
+    torchrun = "torchrun --nnodes 2 --nproc-per-node gpu --max-restarts 3"
+    assert train.startswith(f"{srun.format(1)}--cpus-per-task 16 enter --bind /a b {torchrun}")
+    flags = f"--seed 7 8 --lr a b --resume --output {OUTPUT}"
+    assert train.endswith(f" {OUTPUT}/job-100/train.py {flags}")
+    environment, compiled = slurm.environment, (OUTPUT / "job-100/compiled").resolve()
     assert environment["PYTHONPATH"] == f"{Path('complete').resolve()}:mine"
-    assert environment["TORCHINDUCTOR_CACHE_DIR"] == str((OUTPUT / "job-100/compiled").resolve())
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(compiled)
     assert not {"SLURM_GPUS_PER_NODE", "SQUEUE_STATES"} & environment.keys()
+    assert (OUTPUT / "owner.txt").read_text() == "100 100-0"
+    assert not slurm.changes and capfd.readouterr().out == ""
 
 
-def test_a_disk_without_locks(slurm, monkeypatch):
-    """There, what --compile compiles stays on the node."""
+def test_later_lives_run_the_code_of_the_first(slurm):
+    """All files of the script's folder, even if one is named as ours is."""
+    Path("complete/requeue.py").write_text("mine")
+    slurm.run()
+    Path("complete/train.py").write_text("second")
+    slurm.life = 1
+    slurm.run()
+    copies = [(OUTPUT / "job-100" / name).read_text() for name in ("train.py", "requeue.py")]
+    assert copies == ["first", "mine"]
+    assert (OUTPUT / "job-100/slurm/requeue.py").read_text() == (SLURM / "requeue.py").read_text()
 
-    def flock(file, operation):
-        raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(requeue.fcntl, "flock", flock)
-    assert slurm.run() == 0 and "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+def test_disks(slurm, monkeypatch, capfd):
+    """One that cannot lock trains, but compiles on the node. Where the copy of the code cannot be
+    written, or the file that counts a failed life, the job ends and says why."""
 
+    def refuse(number):
+        def function(*words, **options):
+            raise OSError(number, os.strerror(number))
 
-def test_failure_without_a_checkpoint(slurm, capfd):
+        return function
+
+    monkeypatch.setattr(requeue.fcntl, "flock", refuse(errno.ENOSYS))
+    assert slurm.run() == 0 and "TORCHINDUCTOR_CACHE_DIR" not in slurm.environment
+    shutil.rmtree("runs")
+    with monkeypatch.context() as patch:
+        patch.setattr(requeue.shutil, "copyfile", refuse(errno.ENOSPC))
+        assert slurm.run() == 1 and not slurm.changes
+        assert "No space left" in capfd.readouterr().out
+    save_in_an_earlier_life()
     slurm.train = fail
-    assert slurm.run() == 3 and not slurm.changes
-    assert f"No checkpoint in {OUTPUT} (*.pt " in capfd.readouterr().out
+    monkeypatch.setattr(Path, "touch", refuse(errno.ENOSPC))
+    assert slurm.run() == 3 and not slurm.changes and "No space left" in capfd.readouterr().out
 
 
-CHECKPOINTS = ["checkpoint.pt", "step-100/.metadata", "a/b/last.ckpt", "model.pth.tar"]
+# ---- Whether there is another life
+
+CHECKPOINTS = "checkpoint.pt a/b/last.ckpt model.pth.tar step-9/.metadata step-9/model.safetensors"
+OTHERS = "metrics.csv events.out.tfevents.1 flags.json last.pt.tmp tmp-last.pt step-9/__0_0.distcp "
+OTHERS += "best.pt job-100/compiled/a.bin"
 
 
-@pytest.mark.parametrize("name", [*CHECKPOINTS, "checkpoint-500/model.safetensors"])
-def test_failure_after_a_new_checkpoint(slurm, name):
-    slurm.train = write(name, 3)
-    assert slurm.run() == 3 and slurm.changes == [REQUEUE]
-
-
-NO_PROGRESS = ["metrics.csv", "log.jsonl", "events.out.tfevents.1", "flags.json", "last.pt.tmp"]
-NO_PROGRESS += ["step-100/__0_0.distcp", "best.pt", "job-100/compiled/a.bin", "tmp-last.pt"]
-
-
-@pytest.mark.parametrize("name", NO_PROGRESS)
-def test_what_is_no_progress(slurm, name):
-    """Logs, unfinished saves, what a resumed run writes again, the job's own files."""
-    old_checkpoint()
-    slurm.train = write(name, 3)
-    for life in range(2):
-        assert slurm.run(life=life) == 3 and REQUEUE in slurm.changes
-    assert slurm.run(life=2) == 3 and not slurm.changes
-
-
-def test_an_empty_file_is_no_checkpoint(slurm):
-    """complete/train.py reserves its folder by one."""
-    OUTPUT.mkdir(parents=True)
-    slurm.train = lambda: (OUTPUT / "checkpoint.pt").touch() or 3
-    assert slurm.run() == 3 and not slurm.changes
+def test_what_is_a_checkpoint(work):
+    """No logs, unfinished saves, what a resumed run may write again, the job's own files, or the
+    empty file by which complete/train.py reserves its folder. The folder may be a link."""
+    for name in f"{CHECKPOINTS} {OTHERS}".split():
+        path = Path("scratch", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    Path("scratch/empty.pt").touch()
+    Path("link").symlink_to("scratch")
+    found = requeue.checkpoints(Path("link"))
+    assert {path for path, _ in found} == {Path("link", name) for name in CHECKPOINTS.split()}
 
 
 def test_a_removed_checkpoint_is_no_progress(slurm, capfd):
     """As when a resumed script deletes an interrupted save."""
-    old_checkpoint()
-    old_checkpoint(name="interrupted.pt")
+    save_in_an_earlier_life()
+    (OUTPUT / "interrupted.pt").write_text("x")
     slurm.train = lambda: (OUTPUT / "interrupted.pt").unlink() or 3
     slurm.run()
     assert "No new checkpoint in this life" in capfd.readouterr().out
 
 
-def test_failed_lives(slurm, capfd):
-    """Two in a row are followed by another; the second's nodes are left, with those before."""
-    old_checkpoint()
-    slurm.train, slurm.excluded = fail, "node7"
-    second = [REQUEUE, UPDATE + "node[0-1],node7"]
-    assert slurm.run() == 3 and slurm.changes == [REQUEUE]
-    assert slurm.run(life=1) == 3 and slurm.changes == second
+def test_failed_lives(slurm):
+    """Of three in a row, the last uses other nodes, if there are any, and ends the job."""
+    save_in_an_earlier_life()
+    slurm.excluded = "node7"
+    first, second, third = [REQUEUE], [REQUEUE, EXCLUDE + "node[0-1],node7"], []
+    changes = slurm.lives(fail, fail, save_and_fail, fail, fail, fail)
+    assert changes == [first, second, first, first, second, third]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    slurm.train = write(status=3)
-    assert slurm.run(life=2) == 3 and slurm.changes == [REQUEUE]
-    slurm.train = fail
-    slurm.run(life=3)
-    slurm.run(life=4)
-    assert slurm.changes == second
-    assert slurm.run(life=5) == 3 and not slurm.changes
-    assert "No new checkpoint in the last 3 lives" in capfd.readouterr().out
 
 
-def test_no_nodes_remain(slurm):
-    """Nodes are kept where there are no others that work; sinfo may be silent."""
-    old_checkpoint()
-    slurm.train = fail
+def test_nodes_are_kept_where_no_others_work(slurm):
+    """A node that does not answer (*) is none. sinfo may be silent: then other nodes are tried."""
+    save_in_an_earlier_life()
     slurm.nodes = ["node0 allocated", "node1 mixed", "node2 idle", "node3 drained", "node4 down*"]
-    slurm.nodes += ["node5 idle*", "node6 mixed*"]  # these do not answer
-    slurm.run()
-    slurm.run(life=1)
-    assert slurm.changes == [REQUEUE]
+    slurm.nodes += ["node5 idle*", "node6 mixed*"]
+    assert slurm.lives(fail, fail) == [[REQUEUE], [REQUEUE]]
     slurm.nodes = []
-    slurm.run(life=1)  # the same life counts once
-    assert slurm.changes == [REQUEUE, UPDATE + "node[0-1]"]
+    slurm.run()  # the same life counts once
+    assert slurm.changes == [REQUEUE, EXCLUDE + "node[0-1]"]
 
 
-def test_ended_by_slurm(slurm):
-    """If srun ends before this does, it neither comes back nor ends an array."""
-    slurm.train, slurm.state, slurm.pending = write(status=143), "COMPLETING", "100_[2-3]"
-    assert slurm.run("--output", "runs/mine") == 143 and not slurm.changes
+BAD, HANG = {"check": BROKEN}, {"check_status": 124}
+ONE_NODE = {"SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "node0"}
+LIVES = {  # what is different in this life, what changes in Slurm, what is said
+    "a new checkpoint": ({"train": save_and_fail, "life": 199}, [REQUEUE], ""),
+    "too many lives": ({"train": save_and_fail, "life": 200}, [], "which is enough"),
+    "no checkpoint": ({"train": fail}, [], f"No checkpoint in {OUTPUT} (*.pt "),
+    "preempted": ({"train": fail, "preempted": NOW, "life": 200}, [REQUEUE], "is preempted"),
+    "preempted in an earlier life": ({"train": fail, "preempted": EARLIER}, [], "No checkpoint"),
+    "ended by scancel": ({"train": save_and_fail, "state": "COMPLETING"}, [], "is ending this job"),
+    "staging fails": ({"stage_status": 2}, [], "No checkpoint"),
+    "preempted while staging": ({"stage_status": 2, "preempted": NOW}, [REQUEUE], "is preempted"),
+    "a bad node": (BAD, [REQUEUE, f"{EXCLUDE}node1"], "GPUs of node1,"),
+    "all are bad": ({"check": STARTED}, [REQUEUE, f"{EXCLUDE}node0,node1"], ""),
+    "others are excluded": (
+        BAD | {"excluded": "node[5-6]"},
+        [REQUEUE, f"{EXCLUDE}node1,node[5-6]"],
+        "",
+    ),
+    "others may be excluded": (BAD | {"excluded": None}, [REQUEUE], ""),
+    "no nodes remain": (BAD | {"excluded": "node[2-7]"}, [], "too few nodes"),
+    "preempted in the check": (BAD | {"preempted": NOW}, [REQUEUE], "is preempted"),
+    "a node hangs": (HANG | BAD, [REQUEUE, f"{EXCLUDE}node1"], "did not end within 600 s"),
+    "several hang: the disk": (HANG | {"check": ""}, [], "No node is called bad"),
+    "the only node hangs": (
+        HANG | {"check": "", "place": ONE_NODE},
+        [REQUEUE, f"{EXCLUDE}node0"],
+        "",
+    ),
+    "torch starts nowhere": ({"check": "a banner\n"}, [], "No node is called bad"),
+}
 
 
-def test_most_lives(slurm):
-    slurm.train = write(status=3)
-    slurm.run(life=200)
-    assert not slurm.changes
-    slurm.preempted = NOW
-    slurm.run(life=200)
-    assert slurm.changes == [REQUEUE]
+@pytest.mark.parametrize(("state", "changes", "says"), LIVES.values(), ids=LIVES)
+def test_how_a_life_ends(slurm, capfd, state, changes, says):
+    vars(slurm).update(state)
+    assert slurm.run(options=["--stage=tar"]) != 0
+    assert slurm.changes == changes and says in capfd.readouterr().out
+    assert any("torchrun" in step for step in slurm.steps) == ("train" in state)
 
 
-def test_preempted(slurm):
-    """In this life: Slurm may keep the time of an earlier preemption."""
-    slurm.train, slurm.preempted = fail, NOW
-    assert slurm.run() == 3 and slurm.changes == [REQUEUE]
-    slurm.preempted = EARLIER
-    assert slurm.run(life=1) == 3 and not slurm.changes
+def test_unequal_gpus(slurm, capfd, monkeypatch):
+    """The job trains, if it was granted them, and says that all wait for the slowest kind."""
+    slurm.check = WORKS.replace("kind A\nworks node1 4", "kind B C\nworks node1 3")
+    assert slurm.run() == 0 and "{'A': 1, 'B C': 1}" in capfd.readouterr().out
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE")  # of whole nodes without --gres
+    assert slurm.run() == 1 and slurm.changes == [REQUEUE, f"{EXCLUDE}node1"]
 
 
-def test_staging(slurm):
-    """A failure does not train; a preemption meanwhile is requeued."""
-    stage = ["--stage=tar -xf 'a b.tar'"]
-    assert slurm.run(options=stage) == 0
-    started = "srun --export=ALL --kill-on-bad-exit=1 --wait=0 --cpus-per-task 16 tar -xf a b.tar"
-    assert slurm.commands.index(started) < len(slurm.commands) - 1
-    slurm.stage_status = 2
-    assert slurm.run(options=stage) == 2 and not slurm.changes
-    assert "torchrun" not in " ".join(slurm.commands)
-    slurm.preempted = NOW
-    slurm.run(options=stage)
-    assert slurm.changes == [REQUEUE]
+def test_an_environment_that_stays_broken(slurm):
+    save_in_an_earlier_life()
+    slurm.check = ""
+    first, second, third = slurm.lives(fail, fail, fail)
+    assert first == [REQUEUE] and REQUEUE in second and third == []
 
 
-def test_a_full_disk(slurm, monkeypatch, capfd):
-    """The copy fails, or the file that counts a life: the job ends, and an array with it."""
-    Path("runs").write_text("no folder")
-    assert slurm.run() == 1 and not slurm.changes and "Not a directory" in capfd.readouterr().out
-    Path("runs").unlink()
-    old_checkpoint()
-    slurm.train = fail
-
-    def touch(path):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "touch", touch)
-    assert slurm.run() == 3 and not slurm.changes and "No space left" in capfd.readouterr().out
-
-
-def test_no_such_script(slurm, capfd):
-    Path("complete/train.py").unlink()
-    assert slurm.run() == 1 and "complete/train.py" in capfd.readouterr().out
+def test_most_bad_starts(slurm):
+    """Five in a row; a life that wrote a checkpoint, and that Slurm itself ended, is between."""
+    slurm.train = save_and_fail
+    bad, good = {"check": BROKEN, "state": "RUNNING"}, {"check": WORKS, "state": "COMPLETING"}
+    for slurm.life, kind in enumerate([bad] * 4 + [good] + [bad] * 6):
+        vars(slurm).update(kind)
+        slurm.run()
+        assert len(slurm.changes) == (2 if kind is bad and slurm.life < 10 else 0), slurm.life
 
 
 # ---- Requeueing
 
 
-def test_slurmctld_does_not_answer(slurm, monkeypatch):
-    """It is waited for, for an hour."""
-    monkeypatch.setattr(requeue.shutil, "which", lambda name: f"/usr/bin/{name}")
-    slurm.train, slurm.fails = write(status=3), {"scontrol requeue": 3}
-    assert slurm.run() == 3 and slurm.changes == [REQUEUE] * 4
-    slurm.fails = {"scontrol requeue": 99, "squeue": 999}  # for a quarter of an hour
-    assert slurm.run() == 3 and slurm.changes == [REQUEUE] * 100
-    slurm.fails = {"scontrol requeue": 9999, "squeue": 9999}
-    assert slurm.run() == 3 and 300 < len(slurm.changes) < 500
+@pytest.mark.parametrize(
+    ("scontrol", "squeue", "may_requeue", "tries"),
+    [
+        (3, 0, "1", 4),
+        (99, 999, "1", 100),  # slurmctld is away for a quarter of an hour,
+        (9999, 9999, "1", 386),  # or for ever: it is waited for, for an hour
+        (9999, 0, "1", 26),  # scontrol is refused or missing: within the time of Slurm's warning
+        (9999, 0, "0", 1),  # requeueing is forbidden
+        (9999, "missing", "1", 26),
+    ],
+)
+def test_scontrol_fails(slurm, monkeypatch, capfd, scontrol, squeue, may_requeue, tries):
+    found = None if squeue == "missing" else "/usr/bin/squeue"
+    monkeypatch.setattr(requeue.shutil, "which", lambda name: found)
+    slurm.train, slurm.may_requeue = save_and_fail, may_requeue
+    slurm.fails = {"scontrol requeue": scontrol, "squeue": 9999 if found is None else squeue}
+    assert slurm.run() == 3 and slurm.changes == [REQUEUE] * tries
+    says = f"has not requeued this job. Submit it again, with --output {OUTPUT}"
+    assert (says in capfd.readouterr().out) == (scontrol == 9999)
 
 
-@pytest.mark.parametrize("may_requeue", ["1", "0"])
-def test_requeueing_is_refused(slurm, capfd, may_requeue):
-    """It ends within the time of Slurm's warning, at once where that is forbidden, and says so."""
-    slurm.train, slurm.fails, slurm.may_requeue = (
-        write(status=3),
-        {"scontrol requeue": 999},
-        may_requeue,
-    )
-    assert slurm.run() == 3
-    assert len(slurm.changes) == (1 if may_requeue == "0" else 26)
-    assert (
-        f"has not requeued this job. Submit it again, with --output {OUTPUT}"
-        in capfd.readouterr().out
-    )
+def test_commands_that_fail():
+    """`ask` tells an answer that is empty from none."""
+    assert [requeue.ask("true"), requeue.ask("echo", "a b")] == ["", "a b"]
+    assert [requeue.ask("false"), requeue.ask("/no such command")] == [None, None]
 
 
-# ---- The check of the nodes
+# ---- While the training runs
 
-BROKEN = "started node0\nkind A\nworks node0 4\nstarted node1\n"
-
-
-def test_bad_node(slurm, capfd):
-    """Excluded after the requeue; what was excluded before stays."""
-    slurm.check, slurm.excluded, slurm.check_status = BROKEN, "node[5-6]", 1
-    assert slurm.run() == 1 and slurm.changes == [REQUEUE, UPDATE + "node1,node[5-6]"]
-    assert "GPUs of node1," in capfd.readouterr().out
-    assert "torchrun" not in " ".join(slurm.commands)
+WARN = "kill -USR1 $PPID; sleep 0.4; "  # as Slurm does before a time limit
+SAVE = f"echo x > {OUTPUT}/last.pt; "
+CANCEL = "scancel --state=PENDING 90"
 
 
-def test_what_was_excluded_is_unknown(slurm):
-    """If squeue does not answer, nothing is replaced."""
-    slurm.check, slurm.excluded, slurm.check_status = BROKEN, None, 1
-    slurm.run()
-    assert slurm.changes == [REQUEUE]
+def test_warning(slurm, capfd):
+    """The job is requeued once, as soon as there is a new checkpoint."""
+    slurm.train = f"{WARN}{SAVE}sleep 0.4"
+    assert slurm.run() == 0 and slurm.changes == [REQUEUE]
+    slurm.train, slurm.life = f"{SAVE}{WARN}{WARN}exit 5", 1
+    assert slurm.run() == 5 and slurm.changes == [REQUEUE]
+    assert "was requeued while it was running" in capfd.readouterr().out
 
 
-def test_all_nodes_are_bad_or_hang(slurm, capfd, monkeypatch):
-    """If several nodes import no torch in time, it is the disk; a single one is left."""
-    slurm.check, slurm.check_status = "started node0\nstarted node1\n", 1
-    slurm.run()
-    assert slurm.changes == [REQUEUE, UPDATE + "node0,node1"]
-    old_checkpoint()
-    slurm.check, slurm.check_status = "", 124
-    slurm.run(life=1)
-    assert slurm.changes == [REQUEUE]
-    log = capfd.readouterr().out
-    assert "did not end within 600 s" in log and "No node is called bad" in log
-    monkeypatch.setenv("SLURM_NNODES", "1")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "node0")
-    slurm.run(life=2)
-    assert slurm.changes == [REQUEUE, UPDATE + "node0"]
+def test_warning_and_preemption(slurm):
+    """It does not wait for a checkpoint."""
+    slurm.train, slurm.preempted = WARN, NOW
+    assert slurm.run() == 0 and slurm.changes == [REQUEUE]
 
 
-def test_some_nodes_hang(slurm):
-    slurm.check, slurm.check_status = BROKEN.replace("started node1\n", ""), 124
-    slurm.run()
-    assert slurm.changes == [REQUEUE, UPDATE + "node1"]
+def test_warning_without_a_checkpoint(slurm):
+    """When time is short, the array ends, while its task still runs to its limit."""
+    slurm.array, slurm.waiting_tasks, slurm.tick = "90", "90_4", 50
+    slurm.train = f"{WARN}exit 5"
+    assert slurm.run("--output", str(OUTPUT)) == 5 and slurm.changes == [CANCEL] * 2
 
 
-def test_broken_environment(slurm, capfd):
-    """No node is bad; a run with a checkpoint tries again, and ends after its third failure."""
-    slurm.check, slurm.check_status = "a banner\n", 1
-    assert slurm.run() == 1 and not slurm.changes
-    assert "No node is called bad" in capfd.readouterr().out
-    old_checkpoint()
-    ends = [slurm.run(life=life) and slurm.changes[:1] for life in range(3)]
-    assert ends == [[REQUEUE], [REQUEUE], []]
+def test_requeued_in_the_check(slurm):
+    """Nothing is trained then."""
 
+    def check(job):
+        job.requeued = True
+        return WORKS
 
-def test_whole_nodes_without_gres(slurm, monkeypatch):
-    """A node with fewer GPUs than the others is excluded; granted unequally, all are good."""
-    slurm.check = WORKS.replace("node1 4", "node1 3")
-    assert slurm.run() == 0
-    monkeypatch.delenv("SLURM_GPUS_ON_NODE")
-    assert slurm.run() == 1 and slurm.changes == [REQUEUE, UPDATE + "node1"]
-    slurm.check = WORKS
-    assert slurm.run(life=1) == 0
-
-
-def test_two_kinds(slurm, capfd):
-    slurm.check = WORKS.replace("kind A\nworks node1", "kind B C\nworks node1")
-    assert slurm.run() == 0 and "{'A': 1, 'B C': 1}" in capfd.readouterr().out
-
-
-def test_preempted_in_the_check(slurm):
-    slurm.check, slurm.check_status, slurm.preempted = BROKEN, 143, NOW
-    slurm.run()
-    assert slurm.changes == [REQUEUE]
-
-
-def test_most_bad_starts(slurm, capfd):
-    slurm.check, slurm.check_status = BROKEN, 1
-    for life in range(5):
-        slurm.run(life=life)
-        assert len(slurm.changes) == 2
-    slurm.run(life=5)
-    assert not slurm.changes and "ask an administrator" in capfd.readouterr().out
-
-
-def test_bad_starts_are_not_in_a_row(slurm):
-    """A life between them wrote a checkpoint, and was ended by Slurm itself."""
-    slurm.train = write(status=143)
-    for life in range(0, 14, 2):
-        slurm.check, slurm.check_status = BROKEN, 1
-        slurm.state = "RUNNING"
-        slurm.run(life=life)
-        assert len(slurm.changes) == 2
-        slurm.check, slurm.check_status, slurm.state = WORKS, 0, "COMPLETING"
-        assert slurm.run(life=life + 1) == 143 and not slurm.changes
-
-
-TORCH = """
-class Sum:
-    def sum(self): return self
-    def item(self): return {total}
-class Device:
-    def __init__(self, type, index): pass
-class accelerator:
-    device_count = staticmethod(lambda: {count})
-    current_accelerator = staticmethod(lambda: type("Type", (), {{"type": "cuda"}}))
-device, ones = Device, lambda count, device: Sum()
-get_device_module = lambda gpu: type("Module", (), {{"get_device_name": lambda gpu: "A"}})
-"""
+    slurm.check = check
+    assert slurm.run() == 0 and len(slurm.steps) == 1 and not slurm.changes
 
 
 @pytest.mark.parametrize(
-    ("count", "total", "processes", "last", "error"),
-    [
-        (4, 1000, "gpu", "works node0 4", ""),
-        (3, 1000, "gpu", "started node0", "torch can use only 3 GPUs"),
-        (4, 999, "gpu", "started node0", "GPU 0 adds 1000 ones to 999"),
-        (0, 1000, "2", "works node0 0", ""),
-    ],
+    ("array", "owner", "changes"),
+    [("100", "100 100-1", []), ("90", "90 101-0", []), ("90", "200 200-0", [CANCEL])],
 )
-def test_what_the_check_computes(work, count, total, processes, last, error):
-    Path("torch.py").write_text(TORCH.format(count=count, total=total))
-    words = [sys.executable, "-S", "-c", requeue.CHECK, processes]
-    environment = {"SLURMD_NODENAME": "node0", "SLURM_GPUS_ON_NODE": "4", "PYTHONPATH": "."}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert done.stdout.split("\n")[-2] == last and error in done.stderr, done
+def test_the_newer_owns_the_folder(slurm, monkeypatch, array, owner, changes):
+    """A life that Slurm has lost, or an array's task, ends when another begins, and asks for
+    nothing; if that is another array's, its own array ends. Processes that stay are killed."""
+    monkeypatch.setattr(requeue, "KILL_SECONDS", 0.5)
+    slurm.array, slurm.waiting_tasks = array, "90_4"
+    slurm.train = f"{SAVE}trap ': > told' TERM; echo {owner} > {OUTPUT}/owner.txt; echo $$ > pid; "
+    slurm.train += "for i in 1 2; do sleep 9 & wait; done"
+    with pytest.raises(SystemExit, match="A newer job, or life of this one") as error:
+        slurm.run("--output", str(OUTPUT))
+    status = os.waitpid(int(Path("pid").read_text()), 0)[1]
+    assert Path("told").exists() and os.WIFSIGNALED(status), error
+    assert slurm.changes == changes
 
 
 # ---- Arrays
 
 MINE = ["--output", "runs/mine"]
-CANCEL = "scancel --state=PENDING 90"
+REQUEUE_TASK = "scontrol requeue incomplete 90_3"
 
 
 @pytest.fixture
 def task(slurm, monkeypatch):
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "90")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    slurm.array, slurm.pending = "90", "90_[4-9] gpu complete"
+    slurm.array, slurm.waiting_tasks = "90", "90_[4-9] gpu complete"
     return slurm
 
 
@@ -530,28 +450,28 @@ def test_array_ends(task):
     assert task.run(*MINE) == 0 and task.changes == [CANCEL]
     task.train = fail
     assert task.run("--output=runs/mine") == 3 and task.changes == [CANCEL]
-    task.pending = ""
+    task.waiting_tasks = ""
     assert task.run(*MINE) == 3 and not task.changes
 
 
 def test_array_continues(task, capfd):
-    """After progress, and where requeueing is refused: then the next task does."""
-    task.train = write(status=3, output="runs/mine")
-    assert task.run(*MINE) == 3 and task.changes == ["scontrol requeue incomplete 90_3"]
+    """After progress; the next task does where requeueing is refused, on other nodes after a second
+    failure in a row. The third ends the array."""
+    task.train = lambda: save_and_fail("runs/mine")
+    assert task.run(*MINE) == 3 and task.changes == [REQUEUE_TASK]
     task.may_requeue, task.fails = "0", {"scontrol requeue": 99}
-    assert task.run(*MINE) == 3 and task.changes == ["scontrol requeue incomplete 90_3"]
+    assert task.run(*MINE) == 3 and task.changes == [REQUEUE_TASK]
     assert "next task continues" in capfd.readouterr().out
     task.train = fail
-    for number in "101", "102", "103":
+    exclude = "scontrol update jobid=90 ExcNodeList=node[0-1]"
+    expected = {"101": [REQUEUE_TASK], "102": [REQUEUE_TASK, exclude], "103": [CANCEL]}
+    for number, changes in expected.items():
         task.run(*MINE, SLURM_JOB_ID=number)
-        if number == "102":
-            update = "scontrol update jobid=90 ExcNodeList=node[0-1]"
-            assert task.changes == ["scontrol requeue incomplete 90_3", update]
-    assert task.changes == [CANCEL]
+        assert task.changes == changes
 
 
-def test_many_runs(task):
-    """With --output among the flags of each task, or without, they end alone."""
+def test_tasks_of_many_runs_end_alone(task):
+    """With an --output of each task's own, or without."""
     task.train = fail
     assert task.run(options=["--flags=--output runs/seed-3"]) == 3 and not task.changes
     assert Path("runs/seed-3/job-90/train.py").exists()
@@ -559,7 +479,7 @@ def test_many_runs(task):
 
 
 def test_tasks_share_the_code(task):
-    """And another array has a copy of its own."""
+    """Another array that continues the run has a copy of its own."""
     task.run(*MINE)
     Path("complete/train.py").write_text("second")
     task.run(*MINE, SLURM_JOB_ID="101", SLURM_ARRAY_TASK_ID="4")
@@ -569,51 +489,29 @@ def test_tasks_share_the_code(task):
     assert Path("runs/mine/job-200/train.py").read_text() == "second"
 
 
-def test_the_task_with_the_number_of_the_array(task):
-    task.train, task.array = write(status=3), "100\n100\n100"
+def test_whose_number(task):
+    """One task has its array's number. A job that a task submits inherits the array's variables."""
+    task.train, task.array = save_and_fail, "100\n100\n100"
     task.run(SLURM_ARRAY_JOB_ID="100")
     assert task.changes == ["scontrol requeue incomplete 100_3"]
+    task.array, task.life = "100", 1
+    task.run()
+    assert task.changes == [REQUEUE]
 
 
-def test_submitted_inside_a_task(task):
-    """The variables are those of another job, whose array stays as it is."""
-    task.array, task.pending = "100", ""
-    assert task.run(*MINE) == 0 and not task.changes
-    assert Path("runs/mine/job-100").exists()
-
-
-def test_an_earlier_task_is_ending(task, capfd):
-    """Its task waits, though not for ever."""
-    task.ending = ["90_2", "90_2"]
-    assert task.run(*MINE) == 0
-    assert sum("COMPLETING" in line for line in task.commands) == 3
-    task.ending = ["90_2"] * 99
+def test_an_earlier_task_is_waited_for(task, capfd):
+    """But not for ever."""
+    task.ending_tasks = ["90_2", "90_2"]
+    assert task.run(*MINE) == 0 and task.clock == 10
+    task.ending_tasks = ["90_2"] * 99
     assert task.run(*MINE) == 0 and "still ending" in capfd.readouterr().out
 
 
-# ---- Functions
-
-
-@pytest.mark.parametrize(
-    ("flags", "output"),
-    [
-        ([], None),
-        (["--output", "a"], "a"),
-        (["--output=a", "--output", "b c"], "b c"),
-        (["--output", "a", "--lr", "1", "--output=b c", "-x"], "b c"),
-        (["--outp", "a"], "a"),
-        (["--outputs", "a", "--optimizer", "b"], None),
-    ],
-)
-def test_find_output(flags, output):
-    assert requeue.find_output(flags) == output
-
-
-def test_checkpoints_behind_a_link(slurm):
-    Path("scratch").mkdir()
-    Path("scratch/a.pt").write_text("x")
-    Path("link").symlink_to("scratch")
-    assert len(requeue.checkpoints(Path("link"))) == 1
+def test_find_output():
+    """As argparse reads it: the last one counts, and may be abbreviated."""
+    assert requeue.find_output("--output a --lr 1 --output=b -x".split()) == "b"
+    assert requeue.find_output(["--outp", "b c"]) == "b c"
+    assert requeue.find_output(["--outputs", "a", "--optimizer", "b"]) is None
 
 
 def test_python_of_old_clusters():
@@ -623,282 +521,157 @@ def test_python_of_old_clusters():
 
 # ---- The files, with stand-ins for the commands
 
-STUBS = {
-    "squeue": 'case "$*" in *PreemptTime*) cat "$STATE/times" ;; *%F*) echo 100 ;; esac',
-    "scontrol": "",
-    "sinfo": "",
-    "srun": """
-        while [ "${1#-}" != "$1" ]; do
-            if [ "$1" = --cpus-per-task ]; then shift; fi
-            shift
-        done
-        exec "$@" """,
-    "torchrun": """
-        while [ $# -gt 0 ] && [ "$1" != --no-python ]; do shift; done
-        if [ $# = 0 ]; then exit; fi
-        shift
-        GROUP_WORLD_SIZE=${JOINED:-$SLURM_NNODES} exec "$@" """,
-    "python": """
-        if [ "$1" = -c ]; then
-            if [ "${3:-}" = gpu ]; then . "$STATE/check"; fi
-            exit
-        fi
-        output=${*: -1}
-        . "$STATE/train" """,
+FILES = sorted(path.stem for path in SLURM.glob("*.sh") if path.stem != "where")
+SRUN = """
+export SRUN="$*"
+while [ "${1#-}" != "$1" ]; do
+    if [ "$1" = --cpus-per-task ] || [ "$1" = --jobid ]; then shift; fi
+    shift
+done
+exec "$@"
+"""
+
+
+def command(name, text, folder="bin"):
+    path = Path(folder, name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def edit(path, *changes):
+    """Changes: what stands there, its replacement, and so on."""
+    Path(path).write_text(replaced(Path(path).read_text(), *changes))
+
+
+ONE_NODE_OF_FOUR_GPUS = ENVIRONMENT | {
+    "SLURM_JOB_NODELIST": "node0",
+    "SLURM_NNODES": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURMD_NODENAME": "node0",
+    "CUDA_VISIBLE_DEVICES": "0,1,2,3",
+    "CONSTANTS": '{"LOOK_SECONDS": 0.05}',
 }
-WAIT = 'touch "$STATE/stands"; while [ ! -e "$STATE/go" ]; do sleep 0.02; done; '
-
-
-class Clone:
-    """A clone in a folder with a space in its name."""
-
-    def __init__(self, folder):
-        self.folder, self.state, self.bin = folder / "my work", folder / "state", folder / "bin"
-        for path in self.folder / "complete", self.folder / ".venv/bin", self.state, self.bin:
-            path.mkdir(parents=True)
-        for name, text in STUBS.items():
-            self.command(name, f'echo "{name} $*" >> "$STATE/calls"\n{text}')
-        self.command("python3", f'exec "{sys.executable}" "$@"')
-        (self.folder / ".venv/bin/activate").touch()
-        (self.folder / "complete/train.py").touch()
-        shutil.copytree(SLURM, self.folder / "slurm")
-        self.set(times=f"N/A {NOW}", train="exit 0", calls="")
-        self.set(check="echo started node0; echo works node0 4")
-        self.environment = ENVIRONMENT | {
-            "PATH": f"{self.bin}:{os.environ['PATH']}",
-            "HOME": str(folder),
-            "STATE": str(self.state),
-            "TEST_FOLDER": os.environ["TEST_FOLDER"],
-            "SLURM_NNODES": "1",
-            "SLURM_JOB_NODELIST": "node0",
-        }
-
-    def command(self, name, text):
-        (self.bin / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
-        (self.bin / name).chmod(0o755)
-
-    def edit(self, old, new):
-        path = self.folder / "slurm/requeue.py"
-        assert old in path.read_text()
-        path.write_text(path.read_text().replace(old, new))
-
-    def set(self, **files):
-        for name, text in files.items():
-            (self.state / name).write_text(text + "\n")
-
-    def start(self, name, *flags, **environment):
-        self.set(calls="")
-        environment = self.environment | environment
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        words = ["bash", f"slurm/{name}.sh", *flags]
-        return subprocess.Popen(words, cwd=self.folder, env=environment, **options)
-
-    def run(self, name, *flags, **environment):
-        process = self.start(name, *flags, **environment)
-        self.log = process.communicate(timeout=60)[0]
-        return process.returncode
-
-    def calls(self, start=""):
-        lines = (self.state / "calls").read_text().splitlines()
-        return [line for line in lines if line.startswith(start)]
-
-    def wait(self, name):
-        assert wait_until((self.state / name).exists, 30)
 
 
 @pytest.fixture
-def clone(work):
-    return Clone(work)
+def run(work, monkeypatch):
+    """Runs a job file as a job does, in a clone with a space in its name. Returns its exit status,
+    what it prints, and the words and environment with which a training was started, if it was."""
+    folder = work / "my work"
+    folder.mkdir()
+    stand_in.make_clone(ROOT, folder)
+    monkeypatch.chdir(folder)
+    command("srun", SRUN)
+    command("squeue", f'case "$*" in *PreemptTime*) echo N/A {NOW} ;; *%F*) echo 100 ;; esac')
+    command("scontrol", "")
+    monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
+
+    def run(name, *flags, **environment):
+        starts = Path("starts-100")
+        starts.unlink(missing_ok=True)
+        words = ["bash", f"slurm/{name}.sh", *flags]
+        environment = os.environ | ONE_NODE_OF_FOUR_GPUS | environment
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(words, env=environment, timeout=300, **output)
+        [words, _, environment] = (
+            json.loads(starts.read_text()) if starts.exists() else [[], "", {}]
+        )
+        return done.returncode, done.stdout, words, environment
+
+    return run
 
 
-def test_complete(clone):
-    """complete.sh passes on its flags; torchrun's processes leave no core dumps. Nodes that do not
-    meet do not train. A later life uses the requeue.py of the first."""
+@pytest.mark.parametrize("name", FILES)
+def test_each_file(run, name):
+    """It passes on flags and the exit status, has all CPUs of the job, and continues when it was
+    requeued. Without GPUs (which torchrun alone refuses) or an environment, it does not train."""
+    requeued = {"SLURM_RESTART_COUNT": "1", "TRAIN": "exit(4)"}
+    status, log, words, environment = run(name, "--lr", "a b", **requeued)
+    assert status == 4 and {"a b", "--resume"} <= {*words}, log
+    assert re.match("--export=ALL .*--cpus-per-task[ =]16 ", environment["SRUN"])
+    if name != "ddp_torchrun":
+        status, log, words, _ = run(name, TORCH="gpus = 0")
+        assert status == 1 and "AssertionError: torch can use " in log and not words, log
+    Path(".venv/bin/activate").unlink()
+    status, log, words, _ = run(name)
+    assert status == 1 and log.count("\n") == 1 and not words, log
+
+
+@pytest.mark.parametrize("name", ["ddp_torchrun_nodes", "complete"])
+def test_nodes_that_do_not_meet(run, name):
+    status, log, words, _ = run(name, JOINED="0")
+    assert status == 1 and "do their clocks differ?" in log and not words
+
+
+def test_complete(run):
+    """A later life uses the first one's requeue.py. Its processes leave no core dumps. A warning
+    does not end the job before requeue.py can answer it. GPUs that miscalculate do not train."""
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))  # core dumps, as on many clusters
-    clone.set(train='ulimit -c > "$STATE/core"')
-    assert clone.run("complete", "--lr", "a b") == 0, clone.log
-    [python] = clone.calls("python -u")
-    assert python.endswith(f"job-100/train.py --lr a b --resume --output {OUTPUT}")
-    assert (clone.state / "core").read_text() == "0\n" and clone.log == ""
-    clone.edit("def main(args):", "def main(args):\n    print('new version')")
-    assert clone.run("complete", SLURM_RESTART_COUNT="2") == 0 and clone.log == ""
-    assert clone.run("complete", JOINED="0") == 1 and "do their clocks differ?" in clone.log
-    (clone.folder / ".venv/bin/activate").unlink()
-    assert clone.run("complete") and clone.log.count("\n") == 1
+    status, log, _, environment = run("complete")
+    assert status == 0 and not log and environment["CORE"] == "0"
+    edit("slurm/requeue.py", "status = live(job, args)", "status = 9")  # a newer version
+    with Path(".venv/bin/activate").open("a") as file:
+        file.write("kill -USR1 $$\n")
+    status, log, words, _ = run("complete", SLURM_RESTART_COUNT="1")
+    assert status == 0 and words, log
+    status, log, words, _ = run("complete", SLURM_RESTART_COUNT="2", TORCH="total = 999")
+    assert status == 1 and "adds 1000 ones to 999" in log and not words
 
 
-@pytest.fixture
-def quick(clone):
-    """With a requeue.py that looks more often."""
-    clone.edit("LOOK_SECONDS = 5", "LOOK_SECONDS = 0.05")
-    return clone
+@pytest.mark.parametrize("name", FILES)
+def test_conda(run, name):
+    """By a file's other line. An environment that is active at the login is left first, or it would
+    be activated again in its old place in PATH."""
+    text = Path(f"slurm/{name}.sh").read_text()
+    [venv] = re.findall("^source .venv/bin/activate .*\n", text, re.M)
+    [conda] = re.findall(r"^# (module load conda; .*)", text, re.M)
+    edit(f"slurm/{name}.sh", venv, "", f"# {conda}", conda)
+    module = {"BASH_FUNC_module%%": '() { [ "$*" = "load conda" ]; }'}
+    function = 'conda() { case "$*" in deactivate) inactive=1 ;; "activate NAME") '
+    function += '[ $inactive ] && PATH="$PWD/.venv/bin:$PATH" ;; esac; }'
+    command("conda", f"echo '{function}'")
+    status, log, words, _ = run(name, "--lr", "a b", **module)
+    assert status == 0 and "a b" in words, log
 
 
-def test_scontrol_is_missing(quick):
-    """Where squeue does not forbid requeueing either, it tries for some time, and says so."""
-    (quick.bin / "scontrol").unlink()
-    quick.edit("REQUEUE_SECONDS = 240", "REQUEUE_SECONDS = 0")
-    quick.set(train='echo x > "$output/a.pt"; exit 3')
-    for name in "bash", "env", "timeout", "cat":
-        (quick.bin / name).symlink_to(shutil.which(name))
-    assert quick.run("complete", PATH=str(quick.bin)) == 3, quick.log
-    assert "No such file or directory: 'scontrol'" in quick.log
-    assert "Slurm has not requeued this job" in quick.log
-    (quick.bin / "squeue").unlink()
-    assert quick.run("complete", SLURM_RESTART_COUNT="1", PATH=str(quick.bin)) == 3, quick.log
-    assert "Slurm has not requeued this job" in quick.log
+@pytest.mark.parametrize("name", FILES)
+def test_container(run, name):
+    """As complete.sh and the page say: without `source`, and before all that srun starts."""
+    command("apptainer", 'export PATH="$PWD/.venv/bin:$PATH" CONTAINER=1; shift 5; exec "$@"')
+    complete, text = (Path(f"slurm/{file}.sh").read_text() for file in ("complete", name))
+    [container] = re.findall(r'^container="" # EDIT: or "(.*?)"', complete, re.M)
+    [venv] = re.findall("^source .venv/bin/activate .*\n", text, re.M)
+    edit(f"slurm/{name}.sh", venv, "")
+    if name == "complete":
+        edit(f"slurm/{name}.sh", 'container=""', f'container="{container}"')
+        Path(".venv/bin/python3").rename("bin/python3")
+    started = r"^(srun --export=ALL |    )(python|torchrun|bash) (?=-)"
+    text = re.sub(started, rf"\1{container} \2 ", Path(f"slurm/{name}.sh").read_text(), flags=re.M)
+    Path(f"slurm/{name}.sh").write_text(text)
+    status, log, words, environment = run(name, "--lr", "a b")
+    assert status == 0 and "a b" in words and "CONTAINER" in environment, log
 
 
-def test_warning(quick):
-    """While the training runs: the job is requeued, once."""
-    quick.set(train='echo x > "$output/a.pt"; ' + WAIT + "exit 5")
-    process = quick.start("complete")
-    quick.wait("stands")
-    for _ in range(2):
-        process.send_signal(signal.SIGUSR1)
-        assert wait_until(lambda: quick.calls("scontrol requeue"), 30)
-    time.sleep(0.3)
-    assert process.poll() is None and len(quick.calls("scontrol requeue")) == 1
-    (quick.state / "go").touch()
-    log = process.communicate()[0]
-    assert process.returncode == 5 and len(quick.calls("scontrol requeue")) == 1, log
-    assert "was requeued while it was running" in log
-
-
-@pytest.mark.parametrize("saves", [True, False])
-def test_warning_before_the_first_checkpoint(quick, saves):
-    """It is waited for. Without one, the array ends, as late as possible."""
-    quick.command("squeue", "case $* in *PENDING*) echo 90_4 ;; *%F*) echo 90 ;; esac")
-    quick.command("scancel", 'echo "scancel $*" >> "$STATE/calls"')
-    if not saves:
-        quick.edit("CHECKPOINT_SECONDS = 200", "CHECKPOINT_SECONDS = 2")
-    save = 'mkdir -p "$output"; echo x > "$output/a.pt"; sleep 1'
-    quick.set(train=WAIT + (save if saves else "exit 5"))
-    process = quick.start("complete", "--output", "runs/x")
-    quick.wait("stands")
-    process.send_signal(signal.SIGUSR1)
-    time.sleep(1)
-    assert not quick.calls("scontrol requeue") and not quick.calls("scancel")
-    if saves:
-        (quick.state / "go").touch()
-        assert wait_until(lambda: quick.calls("scontrol requeue"), 30)
-        assert not quick.calls("scancel")
-    else:
-        assert wait_until(lambda: quick.calls("scancel --state=PENDING 90"), 30)
-        (quick.state / "go").touch()
-    process.communicate(timeout=30)
-
-
-def test_warning_in_the_check(quick):
-    """At a preemption, at once; nothing is trained then."""
-    quick.set(times=f"{NOW} {EARLIER}", check=WAIT + "echo started node0; echo works node0 4")
-    process = quick.start("complete")
-    quick.wait("stands")
-    process.send_signal(signal.SIGUSR1)
-    assert wait_until(lambda: quick.calls("scontrol requeue"), 30)
-    (quick.state / "go").touch()
-    process.communicate()
-    assert not quick.calls("torchrun") and len(quick.calls("scontrol requeue")) == 1
-
-
-def test_warning_before_requeue_starts(quick):
-    """While the environment is activated, it is not answered, and does not end the job."""
-    (quick.folder / ".venv/bin/activate").write_text(WAIT)
-    process = quick.start("complete")
-    quick.wait("stands")
-    process.send_signal(signal.SIGUSR1)
-    (quick.state / "go").touch()
-    log = process.communicate()[0]
-    assert process.returncode == 0 and quick.calls("torchrun"), log
-
-
-def test_cancelled(quick):
-    """TERM ends the job at once, and nothing is asked for."""
-    quick.set(train='echo x > "$output/a.pt"; ' + WAIT)
-    process = quick.start("complete")
-    quick.wait("stands")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == -signal.SIGTERM and not quick.calls("scontrol")
-    (quick.state / "go").touch()
-
-
-def test_two_lives(quick):
-    """An older life, which Slurm has lost, ends when a newer one begins, and asks for nothing."""
-    quick.set(train='echo x > "$output/a.pt"; touch "$STATE/stands"; exec sleep 99')
-    first = quick.start("complete")
-    quick.wait("stands")
-    quick.set(train="exit 0")
-    assert quick.run("complete", SLURM_RESTART_COUNT="1") == 0, quick.log
-    log = first.communicate(timeout=30)[0]
-    assert first.returncode == 1 and "A newer job, or life of this one" in log
-    assert not quick.calls("scontrol requeue")
-
-
-def test_an_older_life_does_not_end(quick):
-    """It is killed, after some time."""
-    quick.edit("KILL_SECONDS = 60", "KILL_SECONDS = 0.5")
-    quick.set(train="""trap '' TERM; touch "$STATE/stands"; exec sleep 99""")
-    first = quick.start("complete")
-    quick.wait("stands")
-    (quick.folder / OUTPUT / "owner.txt").write_text("100 100-1")
-    log = first.communicate(timeout=30)[0]
-    assert first.returncode == 1 and "A newer job, or life of this one" in log
-
-
-@pytest.mark.parametrize(("array", "cancelled"), [("90", 0), ("200", 1)])
-def test_two_arrays_in_a_folder(quick, array, cancelled):
-    """The older one ends as a whole; a task of the same array leaves the others."""
-    answers = "case $* in *PENDING*) echo 90_4 ;; *%F*) echo 90 ;; esac"
-    quick.command("squeue", answers)
-    quick.command("scancel", 'echo "scancel $*" >> "$STATE/calls"')
-    quick.set(train='touch "$STATE/stands"; exec sleep 99')
-    first = quick.start("complete", "--output", "runs/x")
-    quick.wait("stands")
-    (quick.folder / "runs/x/owner.txt").write_text(f"{array} 201-0")
-    log = first.communicate(timeout=30)[0]
-    calls = quick.calls("scancel --state=PENDING 90")
-    assert first.returncode == 1 and len(calls) == cancelled, log
-
-
-# ---- The plain files
-
-
-def test_one_node(clone):
-    clone.run("ddp_torchrun", "--lr", "a b", SLURM_GPUS_PER_NODE="9")
-    words = "torchrun --standalone --nproc-per-node gpu train_ddp_torchrun.py --lr a b"
-    assert clone.calls()[1:] == [f"srun --export=ALL --cpus-per-task=16 {words}", words]
-    clone.run("ddp_torchrun", SLURM_RESTART_COUNT="1")
-    assert clone.calls("torchrun")[0].endswith("torchrun.py --resume")
-
-
-@pytest.mark.parametrize("name", ["ddp_torchrun_nodes", "ddp_multigpu_proc"])
-def test_several_nodes(clone, name):
-    clone.set(train="exit 4")
-    assert clone.run(name, SLURM_NODEID="1", SLURM_RESTART_COUNT="1") == 4, clone.log
-    [python] = clone.calls("python -u")
-    assert python.endswith(" --resume") and ("--node-rank 1" in python) == ("proc" in name)
-    assert "--kill-on-bad-exit=1 --wait=0" in clone.calls("srun")[-1]
-
-
-def test_not_all_nodes_have_joined(clone):
-    assert clone.run("ddp_torchrun_nodes", JOINED="0") == 1
-    assert "do their clocks differ?" in clone.log and not clone.calls("python -u")
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in SLURM.glob("*.sh")))
-def test_no_gpu(clone, name):
-    """No file trains on the CPU unasked: torchrun refuses that by itself."""
-    if name in ("where", "complete", "ddp_torchrun"):
-        return
-    clone.command("python", 'echo "python $*" >> "$STATE/calls"; exec "$PYTHON" -S "$@"')
-    (clone.folder / "torch.py").write_text(
-        "class accelerator:\n"
-        "    is_available = staticmethod(lambda: False)\n"
-        "    device_count = staticmethod(lambda: 0)\n"
-    )
-    assert clone.run(name, PYTHON=sys.executable, PYTHONPATH=".") == 1
-    assert "AssertionError: torch can use " in clone.log and not clone.calls("python -u")
+def test_unpacking(run):
+    """The page's lines, on a disk whose name has a space; a broken archive does not train."""
+    for part in "train", "test":
+        Path("my_images", part).mkdir(parents=True)
+    subprocess.run("tar -cf my_images.tar my_images", shell=True, check=True)
+    [lines] = re.findall(r"^```bash\n(data=.*\nstage=.*\nflags=.*\n)```$", PAGE, re.M)
+    lines = lines.replace("/shared/my_images.tar", "my_images.tar")
+    edit("slurm/complete.sh", 'flags=""', f"{lines}#", 'stage=""', "#")
+    disk = Path("a disk").resolve()
+    disk.mkdir()
+    status, log, words, _ = run("complete", SLURM_TMPDIR=str(disk))
+    images = Path(words[words.index("--dataset") + 1])
+    assert status == 0 and images.is_relative_to(disk), log
+    assert sorted(path.name for path in images.iterdir()) == ["test", "train"]
+    Path("my_images.tar").write_bytes(b"?" * 2000)
+    status, log, words, _ = run("complete", SLURM_TMPDIR=str(disk))
+    assert status and not words, log
 
 
 # ---- where.sh
@@ -911,58 +684,65 @@ Thread 2 (idle): "MainThread"
     main (/home/me/my train.py:20)
 """
 
+LOADS_TORCH = "import mmap, time; file = open('libtorch.so'); "
+LOADS_TORCH += "library = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ); "
+LOADS_TORCH += "print(1, flush=True); time.sleep(99)"
 
-def test_where(clone):
-    """Each process of this job but helpers, with and without py-spy; or their end."""
+
+@pytest.fixture
+def processes(run):
+    """Of a job, each with what py-spy says of it: two ranks, of which one has only libraries' code
+    in its stack; a task of srun's without a stack; what is no rank; and a rank of another job."""
     job = str(7_000_000 + os.getpid())
-    enter = 'while [ "${1#-}" != "$1" ]; do if [ "$1" = --jobid ]; then shift; fi; shift; done\n'
-    clone.command("srun", f'{enter}SLURM_JOB_ID={job} SLURMD_NODENAME=node0 exec "$@"')
-    clone.command("squeue", f'echo "{job} 1"')
-    clone.command("sleep", "")
-    clone.command(
-        "py-spy", 'pid=${*: -1}; if [ -e "$STATE/no" ]; then exit 1; fi; cat "$STATE/$pid"'
-    )
-    words = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(99)"]
-    environment = clone.environment | {"SLURM_JOB_ID": job, "SLURM_PROCID": "5"}
-    environments = {"rank": {"RANK": "2"}, "task": {}, "worker": {}, "requeue.py": {}}
-    environments["library"] = {"RANK": "9"}  # all of whose code is installed
-    environments["other"] = {"SLURM_JOB_ID": job + "1"}
+    command("srun", f"export SLURM_JOB_ID={job} SLURMD_NODENAME=node0\n{SRUN}")
+    command("squeue", f'echo "{job} 1"')
+    command("sleep", "")
+    command("py-spy", 'cat "stack-${*: -1}"')
+    Path("libtorch.so").write_text("x")
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    processes = {}
-    for name, more in environments.items():
-        last = ["slurm/requeue.py", "script"] if name == "requeue.py" else []
-        process = subprocess.Popen(words + last, env=environment | more, stdout=subprocess.PIPE)
+    started = {}
+
+    def start(name, stack, *words, **environment):
+        program = [sys.executable, "-c", LOADS_TORCH]
+        environment = os.environ | {"SLURM_JOB_ID": job, "SLURM_PROCID": "5"} | environment
+        process = subprocess.Popen([*program, *words], env=environment, stdout=subprocess.PIPE)
         process.stdout.readline()  # it runs Python now
-        stack = {"task": "", "worker": STACK.replace("train_epoch", "_worker_loop")}
-        if name == "rank":  # py-spy may not know the main thread's name
-            stack[name] = STACK.replace('2 (idle): "MainThread"', f"{process.pid} (idle)")
-        stack["library"] = re.sub("/home/me/", "/venv/lib/python3.11/site-packages/", STACK)
-        (clone.state / str(process.pid)).write_text(stack.get(name, STACK))
-        processes[name] = process
+        Path(f"stack-{process.pid}").write_text(stack.replace("PID", str(process.pid)))
+        started[name] = process
+
+    nameless = STACK.replace('2 (idle): "MainThread"', "PID (idle)")  # as py-spy may have it
+    start("rank", nameless, RANK="2")
+    start("library", STACK.replace("/home/me/", "/venv/lib/python3.11/site-packages/"), RANK="9")
+    start("task", "")
+    start("worker", STACK.replace("train_epoch", "_worker_loop"))
+    start("requeue", STACK, "slurm/requeue.py", "script")
+    start("torchrun", STACK, ".venv/bin/torchrun", "--nnodes")
+    start("other job", STACK, SLURM_JOB_ID=job + "1")
+    yield job, started
+    for process in started.values():
+        process.kill()
+        process.wait()
+
+
+def test_where(processes):
+    """A line for each rank; without Slurm, too. --abort ends the ranks, and nothing else."""
+    job, started = processes
 
     def where(*flags):
         words = ["bash", "slurm/where.sh", *flags]
-        environment = {key: clone.environment[key] for key in ("PATH", "HOME", "STATE")}
-        done = subprocess.run(
-            words, cwd=clone.folder, env=environment, capture_output=True, text=True
-        )
-        return done.stdout
+        return subprocess.run(words, stdout=subprocess.PIPE, text=True).stdout
 
-    first, second, third, empty, *advice = where(job).splitlines()
-    *lines, library = sorted([first, second, third], key=lambda line: "RANK=9" in line)
-    lines.sort()
+    lines, advice = where(job).split("\n\n")
+    rank, task, library = sorted(lines.splitlines(), key=lambda line: line.split()[0][-1])
     assert library.startswith("RANK=9 node0 all_reduce (/venv/lib/"), library
-    assert lines[0].startswith("RANK=2 node0 train_epoch (/home/me/my train.py:10) ")
-    assert lines[1].startswith("SLURM_PROCID=5 node0 no stack: busy ") and "(sleeping)" in lines[1]
-    assert not empty and "ptrace_scope" in " ".join(advice)
-    assert "all_reduce (" in Path(lines[0].split(") ")[1]).read_text()
-    without_slurm = [line for line in where().splitlines() if str(processes["rank"].pid) in line]
-    assert len(without_slurm) == 1 and "RANK=2" in without_slurm[0]
-    (clone.state / "no").touch()
-    assert where(job, "--abort").count("aborted") == 4  # a worker cannot be told without py-spy
-    assert processes["rank"].wait(30) == -signal.SIGABRT
-    assert processes["other"].poll() is None and processes["requeue.py"].poll() is None
-    for process in processes.values():
-        process.kill()
-        process.wait()
-    assert where(job) == "none node0 no Python process of this job\n"
+    assert rank.startswith("RANK=2 node0 train_epoch (/home/me/my train.py:10) "), rank
+    assert task.startswith("SLURM_PROCID=5 node0 no stack: busy ") and "(sleeping)" in task
+    assert "ptrace_scope" in advice and "all_reduce (" in Path(rank.split(") ")[1]).read_text()
+    lines = where().splitlines()  # of all processes on this machine
+    for name, number in {"rank": "RANK=2", "task": "SLURM_PROCID=5"}.items():
+        [line] = [line for line in lines if line.endswith(f"-{started[name].pid}")]
+        assert line.startswith(f"{number} "), line
+    assert where(job, "--abort").count("aborted") == 4  # a worker cannot be told without a stack
+    ended = [started.pop(name) for name in ("rank", "library", "task", "worker")]
+    assert {process.wait(30) for process in ended} == {-signal.SIGABRT}
+    assert {process.poll() for process in started.values()} == {None}

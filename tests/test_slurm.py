@@ -1,14 +1,13 @@
-"""The sbatch files on a real Slurm, in clusters of several kinds, in a folder with a space in its
-name. A stand-in for python and torchrun shows what a file starts, in no time; jobs train only
-where training is the point. Nothing goes by the clock."""
+"""The job files on a real Slurm, in clusters of several kinds, in a folder with a space in its
+name. What they start is a stand-in (stand_in.py), which takes no time; jobs train only where
+training is the point. What needs no Slurm is in test_requeue.py."""
 
+import itertools
 import json
 import os
 import re
-import resource
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -17,8 +16,9 @@ from pathlib import Path
 
 import helpers
 import pytest
+import stand_in
 import torch
-from helpers import COMPLETE, LIMIT, ROOT, Cold, altered, command, wait_until
+from helpers import LIMIT, ROOT, Cold, command, wait_until
 from runs import replaced
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]  # one cluster at a time
@@ -30,66 +30,15 @@ KINDS = {  # changes of slurm.conf
     "plain": {},
     "newer": {},
     # Two threads a core, which are CPUs; memory is shared out, and little of it without --mem. When
-    # a task has failed, or has ended two seconds ago, Slurm ends the others.
+    # a task has failed, or has ended two seconds ago, Slurm ends the others. It requeues no job
+    # that does not ask for it.
     "threads": {
-        "KillWait=5": "KillWait=5\nKillOnBadExit=1\nWaitTime=2",
+        "KillWait=5": "KillWait=5\nKillOnBadExit=1\nWaitTime=2\nJobRequeue=0",
         "CR_Core": "CR_CPU_Memory\nDefMemPerCPU=256",
         "CPUs=200": "Sockets=1 CoresPerSocket=100 ThreadsPerCore=2",
     },
     "no gres": {"GresTypes=gpu\n": "", " Gres=gpu:40": ""},
 }
-# What is started writes down how. It stands still in the first STAND lives of a job. For the files'
-# check of the GPUs, torch sees those that Slurm has granted, but no more than GPUS; on the nodes
-# BAD, from life SICK on, none, or it never answers (HANGS), or they compute wrong sums (ECC); other
-# nodes are LATE by so many seconds, also to end. Of the nodes, JOINED have joined.
-STAND_IN = """#!/usr/bin/python3 -S
-import json, os, resource, sys, time, types
-words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
-granted = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").count(",") + 1
-life = int(os.environ.get("SLURM_RESTART_COUNT", 0))
-if words[1] == "-c":
-    gpus, total = min(granted, int(os.environ.get("GPUS", granted))), 1000
-    if life >= int(os.environ.get("SICK", 0)):
-        if os.environ["SLURMD_NODENAME"] in os.environ.get("BAD", "").split():
-            time.sleep(9999 * ("HANGS" in os.environ))
-            gpus, total = (gpus, 999) if "ECC" in os.environ else (0, 0)
-        else:
-            time.sleep(int(os.environ.get("LATE", 0)))
-    torch = sys.modules["torch"] = types.ModuleType("torch")
-    some = types.SimpleNamespace
-    kind = some(type="cuda", get_device_name=lambda gpu: "A")
-    torch.accelerator = some(device_count=lambda: gpus, is_available=lambda: gpus > 0)
-    torch.accelerator.current_accelerator = lambda: kind
-    torch.device, torch.get_device_module = lambda *words: None, lambda gpu: kind
-    torch.ones = lambda count, device: some(sum=lambda: some(item=lambda: total))
-    sys.argv = words[2:]
-    exec(words[2])
-    sys.exit()
-if "--no-python" in words:
-    own = words.index("--no-python")
-    os.environ["GROUP_WORLD_SIZE"] = os.environ.get("JOINED", os.environ["SLURM_NNODES"])
-    os.environ["TORCHRUN"] = " ".join(words[:own])
-    os.execvp(words[own + 1], words[own + 1 :])
-if "TORCHRUN" in os.environ:
-    words = [*os.environ["TORCHRUN"].split(), *words]
-os.environ["CORE"] = str(resource.getrlimit(resource.RLIMIT_CORE)[0])
-data = [os.listdir(word) for word in words if word.startswith("/") and os.path.isdir(word)]
-start = json.dumps([words, os.getcwd(), dict(os.environ), data])
-with open("starts-" + os.environ["SLURM_JOB_ID"], "ab", 0) as file:  # in one piece
-    file.write(start.encode() + b"\\n")
-if life < int(os.environ.get("PROGRESS", 0)):
-    flags = " ".join(words).replace("--output=", "--output ")  # which the last one decides
-    output = flags.split("--output ")[-1].split(" --")[0]
-    os.makedirs(output, exist_ok=True)
-    open(output + "/last.pt", "w").write("x")
-if os.environ.get("FAILS") == os.environ["SLURM_PROCID"]:
-    sys.exit(3)
-if life < int(os.environ.get("STAND", 0)):
-    time.sleep(9999)
-if os.environ["SLURM_PROCID"] == "1":
-    time.sleep(int(os.environ.get("LATE", 0)))
-    open("late-" + os.environ["SLURM_JOB_ID"], "w").close()
-"""
 TORCHRUN = "torchrun --nnodes {nodes} --nproc-per-node gpu --rdzv-backend c10d --rdzv-id {job} "
 TORCHRUN += "--rdzv-conf read_timeout=600 --rdzv-endpoint {host}:{port} python -u "
 SPAWN = "python -u train_ddp_spawn.py"
@@ -117,35 +66,35 @@ NODES = {name: 2 if name in SEVERAL[:2] else 1 for name in STARTS}
 INSIDE = """for place in proc dev sys tmp; do mount --rbind /$place "$0/$place"; done
 exec chroot "$0" env -C "$PWD" PATH="${PATH#*:}" "$@" # without the first folder, see cluster
 """
-RUNNING = []  # the daemons of the cluster, and the command of slurmctld
 CLIENTS = ["sbatch", "scontrol", "squeue", "scancel", "sinfo", "srun", "sacct"]
 
 
-@contextmanager
-def cluster(folder, kind):
-    """Four machines on this one, each with its own name, process numbers, disk, and pretended CPUs
-    and GPUs. SLURM_CONF points Slurm's commands at them. All that they write is in the folder."""
-    folder = Path(folder).resolve()  # Slurm's daemons look for relative paths elsewhere
-    for name in "munge", "state", "disk", "bin", *(f"spool-{machine}" for machine in MACHINES):
-        (folder / name).mkdir()
-    (folder / "munge" / "key").write_bytes(os.urandom(128))
+def configure(folder, kind):
+    """Four machines on this one, with pretended CPUs and GPUs."""
     for number in range(40):
         command("mknod", folder / f"gpu{number}", "c", 1, 3)
     ports = [helpers.free_port() for _ in range(5)]
     line = "NodeName={} NodeAddr=127.0.0.1 Port={} CPUs=200 RealMemory=400000 Gres=gpu:40\n"
-    nodes = "".join(map(line.format, MACHINES, ports))
-    host, version = socket.gethostname(), 1 if Path("/sys/fs/cgroup/cpuset").exists() else 2
+    nodes, host = "".join(map(line.format, MACHINES, ports)), socket.gethostname()
     conf = (ROOT / "tests" / "slurm.conf").read_text().format(**locals())
-    for old, new in KINDS[kind].items():
-        assert old in conf, old
-        conf = conf.replace(old, new)
-    (folder / "slurm.conf").write_text(conf)
-    if "gres" not in kind:
+    (folder / "slurm.conf").write_text(replaced(conf, *itertools.chain(*KINDS[kind].items())))
+    if kind != "no gres":
         (folder / "gres.conf").write_text(f"Name=gpu AutoDetect=off File={folder}/gpu[0-39]\n")
+    version = 1 if Path("/sys/fs/cgroup/cpuset").exists() else 2
     (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v{version}\n")
     for number, name in enumerate(MACHINES, 1):  # only the machine itself knows its other name
         hosts = f"{Path('/etc/hosts').read_text()}{HOSTS}127.0.0.{number} lost-{name}\n"
         (folder / f"hosts-{name}").write_text(hosts)
+
+
+@contextmanager
+def cluster(folder, kind):
+    """Slurm's daemons. Each machine's own has the machine's name and process numbers. SLURM_CONF
+    points Slurm's commands at them. All that they write is in the folder."""
+    folder = Path(folder).resolve()  # Slurm's daemons look for relative paths elsewhere
+    for name in "munge", "state", "bin", *(f"spool-{machine}" for machine in MACHINES):
+        (folder / name).mkdir()
+    configure(folder, kind)
     inside, etc = [], "/etc"
     if kind == "newer":
         inside, etc = ["sh", "-c", INSIDE, NEWER], f"{NEWER}/etc"
@@ -153,29 +102,26 @@ def cluster(folder, kind):
             words = shlex.join(["unshare", "--mount", *inside, name])
             (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
             (folder / "bin" / name).chmod(0o755)
-    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
-    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))  # core dumps, as on many clusters
+    (folder / "munge" / "key").write_bytes(os.urandom(128))
     munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
     munge = ["munged", "-F", "--force", "-S", folder / "munge" / "socket", *munge]
-    own = "unshare --mount --uts --pid --fork --mount-proc --kill-child".split()
+    mounted = ["unshare", "--mount", *inside]
+    machine = "unshare --mount --uts --pid --fork --mount-proc --kill-child sh -c".split()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)  # another Debian has no other of our folders
         patch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}:/usr/sbin")
         patch.setenv("SLURM_CONF", f"{folder}/slurm.conf")
-        patch.setenv("DISK", f"{folder}/disk")  # each machine has its own there
-        controller = ["unshare", "--mount", *inside, "slurmctld", "-D"]
-        daemons = [Cold(["unshare", "--mount", *inside, *munge], folder / "munged.out")]
+        daemons = [Cold([*mounted, *munge], folder / "munged.out")]
         try:
             assert wait_until((folder / "munge" / "socket").exists), "munged"
-            daemons.append(Cold(controller, folder / "slurmctld.out"))
+            daemons.append(Cold([*mounted, "slurmctld", "-D"], folder / "slurmctld.out"))
             for name in MACHINES:
-                slurmd = shlex.join([*inside, "slurmd", "-D", "-N", name])
-                lines = [f"hostname {name}", f"mount --bind {folder}/hosts-{name} {etc}/hosts"]
-                lines += [f"mount -t tmpfs disk {folder}/disk", slurmd, "exit"]
-                daemons.append(Cold([*own, "sh", "-c", "; ".join(lines)], folder / f"{name}.out"))
+                lines = f"hostname {name}; mount --bind {folder}/hosts-{name} {etc}/hosts; "
+                lines += shlex.join([*inside, "slurmd", "-D", "-N", name]) + "; exit"
+                daemons.append(Cold([*machine, lines], folder / f"{name}.out"))
             ready = "sinfo -h -p whole -o '%t %D' 2> /dev/null | grep -qx 'idle 4'"
             assert wait_until(lambda: os.system(ready) == 0, pause=0.2), "the machines"
-            yield daemons, controller
+            yield
         finally:
             for daemon in reversed(daemons):
                 helpers.kill(daemon.pid)
@@ -190,8 +136,7 @@ def kind(request, tmp_path_factory):
         pytest.skip("needs root, no GPU, and apt-get install slurm-wlm munge")
     if request.param == "newer" and not NEWER:
         pytest.skip("needs a Debian with Slurm 24.05 or newer, in the folder NEWER_SLURM")
-    with cluster(tmp_path_factory.mktemp("slurm"), request.param) as daemons:
-        RUNNING[:] = daemons
+    with cluster(tmp_path_factory.mktemp("slurm"), request.param):
         yield request.param
 
 
@@ -199,46 +144,32 @@ def kind(request, tmp_path_factory):
 def clone(kind, tmp_path, monkeypatch):
     """The clone in which a user works, here with stand-ins."""
     folder = tmp_path / "my work"
-    shutil.copytree(ROOT / "slurm", folder / "slurm")
-    shutil.copytree(ROOT / "complete", folder / "complete")
-    (folder / ".venv" / "bin").mkdir(parents=True)
-    for name in "python", "torchrun":
-        path = folder / ".venv" / "bin" / name
-        path.write_text(STAND_IN)
-        path.chmod(0o755)
-    (folder / ".venv" / "bin" / "python3").symlink_to("/usr/bin/python3")
-    activate = 'PATH="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd):$PATH"\n'
-    (folder / ".venv" / "bin" / "activate").write_text(activate)
+    folder.mkdir()
+    stand_in.make_clone(ROOT, folder)
     monkeypatch.chdir(folder)
-    settings(LOOK_SECONDS=0.5, MOST_FAILED=0)
+    monkeypatch.setenv("CONSTANTS", '{"LOOK_SECONDS": 0.5, "MOST_FAILED": 0}')
     yield folder
     command("scancel", "--user", "root")
     assert wait_until(lambda: not command("squeue", "-h"), 60, 0.2), command("squeue")
 
 
-def edit(name, *changes):
-    """Edit slurm/NAME.sh. Changes: what stands there, its replacement, and so on."""
-    path = Path(f"slurm/{name}.sh")
-    path.write_text(replaced(path.read_text(), *changes))
+def on(*kinds):
+    return pytest.mark.parametrize("kind", kinds, indirect=True, scope="module")
 
 
-def settings(**values):
-    """Jobs that are submitted from now on have these in their requeue.py."""
-    [old] = re.findall(r"slurm/requeue.*?\.py", Path("slurm/complete.sh").read_text())
-    text = Path(old).read_text()
-    for name, value in values.items():
-        text, count = re.subn(rf"^{name} = [\d.]+", f"{name} = {value}", text, flags=re.M)
-        assert count == 1, name
-    new = f"slurm/requeue-{len(list(Path('slurm').glob('requeue*')))}.py"
-    Path(new).write_text(text)
-    edit("complete", old, new)
+def edit(path, *changes):
+    """Changes: what stands there, its replacement, and so on."""
+    Path(path).write_text(replaced(Path(path).read_text(), *changes))
 
 
 class Job:
-    def __init__(self, name, *flags, options=(), number=None):
+    def __init__(self, name, *flags, options=(), number=None, **environment):
         self.name = name
         words = ["sbatch", "--parsable", *options, f"slurm/{name}.sh", *flags]
-        self.number = number or command(*words)
+        with pytest.MonkeyPatch.context() as patch:
+            for variable, value in environment.items():
+                patch.setenv(variable, value)
+            self.number = number or command(*words)
         self.file = Path(f"{name}-{self.number}.out").resolve()
 
     def show(self, field):
@@ -260,169 +191,130 @@ class Job:
         return self
 
     def starts(self, count=0):
-        """What the stand-ins have written down: words, folder, environment and data of each."""
-        path = self.file.with_name(f"starts-{self.number}")
+        """What the stand-ins have written down: words, folder and environment of each."""
+        wait_until(lambda: len(starts(self.number)) >= count or self.over(), 60, 0.2)
+        assert len(starts(self.number)) >= count, (self.name, count, self.log())
+        return starts(self.number)
 
-        def lines():
-            return path.read_text().splitlines() if path.exists() else []
 
-        wait_until(lambda: len(lines()) >= count or self.over(), 60, 0.2)
-        assert len(lines()) >= count, (self.name, count, self.log())
-        return [json.loads(line) for line in lines()]
+def starts(number="*"):
+    """Of a job, or of all."""
+    files = [path.read_text() for path in Path().glob(f"starts-{number}")]
+    return [json.loads(line) for line in "".join(files).splitlines()]
 
 
 def check(job, *flags, nodes=1, gres=True):
     """It has started what it should, once per node, in this folder, with its environment."""
-    starts = job.starts()
-    names = {env["SLURMD_NODENAME"] for *_, env, _ in starts}
+    all_starts = job.starts()
+    names = {env["SLURMD_NODENAME"] for *_, env in all_starts}
     place = {"job": job.number, "port": 10000 + int(job.number) % 20000, "host": min(names)}
     words, _, more = STARTS[job.name].format(**place, nodes=nodes).partition("FLAGS")
-    ends = [*flags, *more.split()]
-    words = [[*words.replace("$R", str(i)).split(), *ends] for i in range(nodes)]
-    assert sorted(start[0] for start in starts) == words and len(names) == nodes, job.log()
+    words = [[*words.replace("$R", str(i)).split(), *flags, *more.split()] for i in range(nodes)]
+    assert sorted(start[0] for start in all_starts) == words and len(names) == nodes, job.log()
     assert names == {job.name} or not job.name.startswith("node")
-    for _, folder, env, _ in starts:
+    for _, folder, env in all_starts:
         assert folder == os.getcwd() and env["PATH"].startswith(f"{folder}/.venv/bin:")
         assert env["SLURM_STEP_NUM_TASKS"] == str(nodes)
         assert env["SLURM_CPUS_ON_NODE"] == ("4" if job.name == "single" else "16")  # the step's
         gpus = env.get("CUDA_VISIBLE_DEVICES", "").count(",") + 1
         assert gpus == (1 if job.name == "single" else 4) or not gres
-        assert (env["CORE"] == "0") == (job.name == "complete")
 
 
-[IMAGE] = set(re.findall(r"apptainer exec --nv --bind /shared \S+\.sif", PAGE)) or [""]
+# ---- What the files start
 
 
-def on(*kinds):
-    return pytest.mark.parametrize("kind", kinds, indirect=True, scope="module")
-
-
-def test_each_file_starts_once(kind, clone, monkeypatch):
-    """On nodes that are shared or given whole, also where jobs do not get the environment; with
-    the memory of its CPUs, or what --mem says."""
-    if kind == "no gres":
-        refused = subprocess.run(["sbatch", "slurm/single.sh"], capture_output=True, text=True)
-        assert refused.returncode and "gres" in refused.stderr and not list(Path().glob("*.out"))
-        assert command("sinfo", "-h", "-o", "%G") == "(null)"
-        for name in STARTS:  # "if sinfo -o %G shows none, delete this line"
-            edit(name, "#SBATCH --gres", "# no gres: ")
+def test_each_file_starts_once_per_node(kind, clone):
+    gres = kind != "no gres"
+    for name in [] if gres else STARTS:  # "if sinfo -o %G shows none, delete this line"
+        edit(f"slurm/{name}.sh", "#SBATCH --gres", "# no gres: ")
     jobs = [Job(name, "--lr", "a b") for name in STARTS]
-    if kind == "plain":
-        for options in ["--export=NONE"], ["-p", "whole"]:
-            jobs += [Job(name, "--lr", "a b", options=options) for name in STARTS]
-        monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
-        jobs += [Job(name, "--lr", "a b") for name in STARTS]
-        monkeypatch.delenv("SLURM_EXPORT_ENV")
-    monkeypatch.setenv("LATE", "4" if kind == "threads" else "0")
     two = [Job(name, options=["--nodes=2"]) for name in SEVERAL]
     for job in jobs:
-        check(job.ended(), "--lr", "a b", nodes=NODES[job.name], gres=kind != "no gres")
+        check(job.ended(), "--lr", "a b", nodes=NODES[job.name], gres=gres)
     for job in two:
-        check(job.ended(), nodes=2, gres=kind != "no gres")
-        assert Path(f"late-{job.number}").exists()  # this node was not ended with the first
-    if kind == "threads":
-        assert jobs[1].starts()[0][2]["SLURM_MEM_PER_NODE"] == str(64 * 1024)
+        check(job.ended(), nodes=2, gres=gres)
 
 
 @on("plain")
-def test_jobs_that_cannot_train(kind, clone, tmp_path, monkeypatch):
-    """Submitted from another folder, without an environment, or where torch cannot use the GPUs, a
-    job ends with a line; so does one of two nodes of which one has joined, or fails."""
-    jobs = []
-    for gpus, line in enumerate(["no GPU", "only 1 GPUs"]):
-        monkeypatch.setenv("GPUS", str(gpus))
-        names = SEVERAL[:2] if gpus else ["single", "dp", "ddp_spawn", "node0", "node1"]
-        jobs += [(Job(name), f"AssertionError: torch can use {line}") for name in names]
-    monkeypatch.delenv("GPUS")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "slurm").symlink_to(clone / "slurm")
-    os.chdir(tmp_path / "elsewhere")
-    jobs += [(Job(name), "No such file or directory") for name in STARTS]
-    os.chdir(clone)
-    for job, _ in jobs:
-        job.ended("FAILED")  # some start late, and need the environment
-    activate = Path(".venv/bin/activate").read_text()
-    Path(".venv/bin/activate").write_text("echo no environment; return 3\n")
-    jobs += [(Job(name), "no environment") for name in STARTS]
-    for job, line in jobs:
-        assert line in job.ended("FAILED").log() and not job.starts(), job.log()
-        assert job.log().count("\n") == 1 or "GPU" in line, job.log()
-    assert not list(tmp_path.glob("elsewhere/runs"))
-    Path(".venv/bin/activate").write_text(activate)
-    monkeypatch.setenv("JOINED", "1")
-    for job in [Job(name, options=["--nodes=2"]) for name in (SEVERAL[0], SEVERAL[2])]:
-        assert "nodes are missing" in job.ended("FAILED").log() and not job.starts(), job.log()
-    monkeypatch.delenv("JOINED")
-    monkeypatch.setenv("STAND", "1")
-    monkeypatch.setenv("FAILS", "1")
-    for job in [Job(name, options=["--nodes=2"]) for name in SEVERAL]:
+def test_whole_nodes_without_the_environment(kind, clone):
+    jobs = [Job(name, options=["--partition=whole", "--export=NONE"]) for name in STARTS]
+    for job in jobs:
+        check(job.ended(), nodes=NODES[job.name])
+
+
+@on("threads")
+def test_a_late_node(kind, clone):
+    """It is not ended with the first, whatever slurm.conf says. A job has the memory of --mem."""
+    late, two = {"TRAIN": "if rank == 1: time.sleep(3); save()"}, ["--nodes=2"]
+    for job in [Job(name, "--output", f"{name}-runs", options=two, **late) for name in SEVERAL]:
+        assert job.ended().starts()[0][2]["SLURM_MEM_PER_NODE"] == str(64 * 1024)
+        assert Path(f"{job.name}-runs", "last.pt").exists()
+
+
+@on("no gres")
+def test_gpus_that_slurm_does_not_know(kind, clone):
+    """The page's message and command."""
+    refused = subprocess.run(["sbatch", "slurm/single.sh"], capture_output=True, text=True)
+    assert refused.returncode and "Invalid generic resource (gres)" in refused.stderr
+    assert command("sinfo", "-h", "-o", "%G") == "(null)"
+
+
+@on("plain")
+def test_simple_files_are_requeued(kind, clone):
+    """By Slurm, and continue, in the same log; but neither half of the pair alone. A node that
+    fails ends the others."""
+    fail = {"TRAIN": "exit(3) if rank else stand()"}
+    failing = [Job(name, options=["--nodes=2"], **fail) for name in SEVERAL]
+    stand = {"TRAIN": "if life == 0: stand()"}
+    jobs = [Job(name, **stand) for name in STARTS if name not in ("complete", "node0", "node1")]
+    half = Job("node0", **stand)
+    for job in [*jobs, half]:
+        job.starts(NODES[job.name])
+        subprocess.run(["scontrol", "requeue", job.number], check=job is not half)
+    for job in jobs:
+        words = [start[0] for start in job.ended(restarts=1).starts()]
+        words = [[re.sub(r"node\d:", "node:", word) for word in start] for start in words]
+        first, second = words[: NODES[job.name]], words[NODES[job.name] :]
+        assert sorted(second) == sorted([*start, "--resume"] for start in first)
+        assert "DUE TO JOB REQUEUE" in job.log()
+    assert (half.show("JobState"), half.show("Restarts")) == ("RUNNING", "0")
+    for job in failing:
         job.ended("FAILED")
 
 
 @on("plain")
-def test_data(kind, clone, monkeypatch):
-    """An archive is unpacked once per node, and a job that cannot do that does not train."""
-    for part in "train", "test":
-        Path("my_images", part).mkdir(parents=True)
-    command("tar", "-cf", "my_images.tar", "my_images")
-    Path("broken.tar").write_bytes(Path("my_images.tar").read_bytes()[:700] + b"?" * 700)
-    Path(".venv/bin/tar").write_text('#!/bin/sh\necho unpacks; exec /bin/tar "$@"\n')
-    Path(".venv/bin/tar").chmod(0o755)
-    [lines] = re.findall(r"^```bash\n(data=.*\nstage=.*\nflags=.*\n)```$", PAGE, re.M)
-    lines = lines.replace("/shared/my_images.tar", "my_images.tar")
-    edit("complete", 'flags=""', f"{lines}# was:", 'stage=""', "# was:")
-    disks = {"SLURM_TMPDIR": os.environ["DISK"], "TMPDIR": os.environ["DISK"], "neither": "/tmp"}
-    jobs, options = {}, ["--nodes=2", "-p", "whole"]
-    for place, disk in disks.items():
-        monkeypatch.delenv("SLURM_TMPDIR", raising=False)
-        monkeypatch.delenv("TMPDIR", raising=False)
-        if place != "neither":
-            monkeypatch.setenv(place, disk)
-        jobs[Job("complete", options=options)] = disk
-    edit("complete", "my_images.tar", "broken.tar")
-    assert not Job("complete", options=options).ended("FAILED").starts()
-    for job, disk in jobs.items():
-        folder = f"{disk}/data-{job.number}"
-        check(job.ended(), "--dataset", f"{folder}/my_images", nodes=2)
-        shutil.rmtree(folder, ignore_errors=True)
-        assert [sorted(data[0]) for *_, data in job.starts()] == [["test", "train"]] * 2
-        assert job.log().count("unpacks") == 2
+def test_submitted_inside_a_job(kind, clone, monkeypatch):
+    """sbatch passes on the variables of the job in which it is called: each file has its own GPUs
+    all the same, complete.sh requeues itself, and the page's command leaves all of them out."""
+    parent = Job("complete", options=["--array=7"], TRAIN="stand()")
+    parent.starts(1)
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", parent.number)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
+    monkeypatch.setenv("SLURM_GPUS_PER_NODE", "1")
+    child = Job("complete", TRAIN="if life == 0: save(); exit(3)")
+    [line] = re.findall(r"`(\(unset .* sbatch) \.\.\.\)`", PAGE)
+    clean = Job("dp", number=command("bash", "-c", f"{line} slurm/dp.sh)").split()[-1])
+    for job in [Job(name) for name in STARTS]:
+        check(job.ended(), nodes=NODES[job.name])
+    assert "SLURM_ARRAY_TASK_ID" not in clean.ended().starts()[0][2]
+    child.ended(restarts=1)
+    assert (parent.show("JobState"), parent.show("Restarts")) == ("RUNNING", "0")
 
 
 @on("plain")
-def test_environments(kind, clone, monkeypatch):
-    """Each file's other ways to an environment, here with stand-ins for conda and apptainer."""
-    monkeypatch.setenv("BASH_FUNC_module%%", '() { [ "$*" = "load conda" ]; }')
-    monkeypatch.setenv("PATH", f"{clone}/bin:{os.environ['PATH']}")
-    # An environment that is active at the login is activated again in its old place in PATH.
-    conda = 'conda() { case "$*" in deactivate) inactive=1 ;; "activate NAME") '
-    conda = f"echo '{conda}[ $inactive ] && PATH=\"{clone}/.venv/bin:$PATH\" ;; esac; }}'"
-    apptainer = f'PATH="{clone}/.venv/bin:$PATH"; shift 5; CONTAINER="$PPID" exec "$@"'
-    Path("bin").mkdir()
-    for name, line in ("conda", conda), ("apptainer", apptainer):
-        Path("bin", name).write_text(f"#!/bin/bash\n{line}\n")
-        Path("bin", name).chmod(0o755)
-    jobs = []
-    for name in STARTS:
-        text = Path(f"slurm/{name}.sh").read_text()
-        [venv] = re.findall("^source .venv/bin/activate .*\n", text, re.M)
-        [module] = re.findall(r"^# (module load .*)", text, re.M)
-        edit(name, venv, "", f"# {module}", module)
-        jobs.append((Job(name, "--lr", "a b"), False))
-        edit(name, module, f"# {module}")
-        if name == "complete":
-            [words] = re.findall(r'^container="" # EDIT: or (".*"),', text, re.M)
-            edit(name, 'container=""', f"container={words}")
-        else:
-            text = Path(f"slurm/{name}.sh").read_text()
-            program = r"^(srun --export=ALL |    )(python|torchrun|bash) (?=-)"
-            text = re.sub(program, rf"\1{IMAGE} \2 ", text, flags=re.M)
-            Path(f"slurm/{name}.sh").write_text(text)
-        jobs.append((Job(name, "--lr", "a b"), True))
-    for job, contained in jobs:
-        starts = job.ended().starts()
-        assert "--lr" in starts[0][0] and "a b" in starts[0][0], job.log()
-        assert all(("CONTAINER" in env) == contained for *_, env, _ in starts)
+def test_srun_instead_of_torchrun(kind, clone):
+    """The lines of docs/launching.md."""
+    text = (ROOT / "docs" / "launching.md").read_text()
+    [lines] = re.findall(r"^(export MASTER_ADDR.*\nsrun .*\n)", text, re.M)
+    head = "#!/bin/bash\n#SBATCH --ntasks-per-node=4 --cpus-per-task=4 --gres=gpu:4 -o %x-%j.out\n"
+    Path("slurm/srun.sh").write_text(f"{head}source .venv/bin/activate\n{lines}")
+    job = Job("srun", options=["--job-name=srun"]).ended()
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"
+    places = sorted([env[name] for name in names] for *_, env in job.starts())
+    assert places == [[str(i), str(i), "4", "node0"] for i in range(4)]
+
+
+# ---- Lives of complete.sh
 
 
 def warn(number):
@@ -431,99 +323,66 @@ def warn(number):
 
 @on("plain")
 def test_complete_is_requeued(kind, clone, monkeypatch):
-    """At its time limit, with the code and folder that it began with; a task of an array without
-    the others; and not without a new checkpoint."""
-    monkeypatch.setenv("STAND", "2")
+    """Warned or failed after a new checkpoint, with the code that it began with; of an array, the
+    task that is warned. Not if that is forbidden, or if it is cancelled."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    Path("complete/beside.py").write_text("")
-    hangs = Job("complete")
-    monkeypatch.setenv("PROGRESS", "2")
-    job = Job("complete", "--lr", "a b")
+    Path("complete/beside.py").write_text("first")
+    failing = Job("complete", TRAIN="if life == 0: save()\nexit(3)")
+    forbidden = Job("complete", options=["--no-requeue"], TRAIN="save(); exit(3)")
+    monkeypatch.setenv("TRAIN", "if life == 0: save(); stand()")
+    job, cancelled = Job("complete", "--lr", "a b"), Job("complete")
     array = Job("complete", options=["--array=1-3"])
-    written = [".", "-name", "starts-*", "-size", "+0"]
-    assert wait_until(lambda: command("find", *written).count("starts-") == 5, 60, 0.2)
-    tasks = {}  # of the array: job number, and Slurm's other name for it
-    for path in Path().glob("starts-*"):
-        env = json.loads(path.read_text())[2]
-        if task := env.get("SLURM_ARRAY_TASK_ID"):
-            tasks[env["SLURM_JOB_ID"]] = f"{array.number}_{task}"
-    code = Path(f"runs/complete-{job.number}/job-{job.number}/train.py")
-    before = code.read_text()
-    for name in "train.py", "beside.py":
-        Path("complete", name).write_text("other code")
-    for number in job.number, hangs.number, tasks[array.number]:  # the array's own number
-        warn(number)
-    first, second = job.starts(2)
-    assert first[0] == second[0] and second[2]["SLURM_RESTART_COUNT"] == "1"
-    assert code.read_text() == before
-    assert code.with_name("beside.py").read_text() == ""
+    for one in job, cancelled:
+        one.starts(1)
+    running = ["squeue", "-h", "-j", array.number, "-t", "RUNNING", "-o", "%A %K"]
+    assert wait_until(lambda: command(*running).count("\n") == 2, 60)
+    tasks = dict(line.split() for line in command(*running).splitlines())
+    array.starts(1)  # of the task that has the array's number
+    Path("complete/beside.py").write_text("second")
+    warn(job.number)
+    warn(f"{array.number}_{tasks[array.number]}")
+    command("scancel", cancelled.number)
+    first, second = job.ended(restarts=1).starts()
+    assert first[0] == second[0]
+    assert Path(f"runs/complete-{job.number}/job-{job.number}/beside.py").read_text() == "first"
     assert second[2]["PYTHONPATH"] == str(clone / "complete")  # not ":", the working folder
-    assert second[2]["TORCHINDUCTOR_CACHE_DIR"] == str(code.resolve().parent / "compiled")
-    array.starts(2)
-    for name in job.number, hangs.number, *tasks.values():
-        state = Job("complete", number=name)
-        restarts = str(int(name in (job.number, tasks[array.number])))
-        assert (state.show("JobState"), state.show("Restarts")) == ("RUNNING", restarts), name
-    command("scancel", job.number, hangs.number, array.number)
+    assert failing.ended("FAILED", 1).show("ExitCode") == "3:0"
+    assert "presently disabled" in forbidden.ended("FAILED").log()
+    assert len(cancelled.ended("CANCELLED").starts()) == 1
+    assert wait_until(lambda: len(starts(array.number)) == 2, 60, 0.2)
+    text = command("scontrol", "show", "job", array.number)
+    assert sorted(re.findall(r"Restarts=(\d)", text)) == ["0", "0", "1"]
 
 
-@on("plain")
-def test_simple_files_are_requeued(kind, clone, monkeypatch):
-    """By Slurm, and continue, in the same log; but neither half of the pair alone."""
-    monkeypatch.setenv("STAND", "1")
-    jobs = [Job(name) for name in STARTS if name not in ("complete", "node0", "node1")]
-    half = Job("node0")
-    nodes = {job: NODES[job.name] for job in [*jobs, half]}
-    for job in nodes:
-        job.starts(nodes[job])
-        subprocess.run(["scontrol", "requeue", job.number], check=job is not half)
+@on("plain", "newer")
+def test_complete_is_preempted(kind, clone, monkeypatch):
+    """Twice, which is more than max_batch_requeue, with and without a GraceTime, also where jobs
+    are cancelled after it; warned by USR1, or only by SIGTERM for its processes. Where they are
+    cancelled without a grace, the next task of an array continues."""
+    if kind == "newer":
+        assert command("sbatch", "--version").split()[1] >= "24.05"
+    train = "import os\nif life < 2 and os.environ.get('SLURM_ARRAY_TASK_ID') != '3': stand()"
+    monkeypatch.setenv("TRAIN", train)
+    monkeypatch.setenv("CONSTANTS", '{"LOOK_SECONDS": 0.5, "MOST_LIVES": 0}')
+    options = ["-p", "cancel", "--array=1-3%1"]
+    array = Job("complete", "--output", "runs/array", options=options)
+    names = ["requeue", "grace", "cancel_grace"]
+    jobs = [Job("complete", options=["-p", name]) for name in names]
+    edit("slurm/complete.sh", "#SBATCH --signal", "# no --signal")  # no preempt_send_user_signal
+    jobs += [Job("complete", options=["-p", name]) for name in names[1:]]
+    for life in 1, 2:
+        assert wait_until(lambda: len(starts()) == 6 * life, LIMIT, 0.2), command("squeue")
+        command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 -o /dev/null --wrap=true".split())
     for job in jobs:
-        starts = [start[0] for start in job.ended(restarts=1).starts()]
-        starts = [[re.sub(r"node\d:", "node:", word) for word in start] for start in starts]
-        first, second = starts[: nodes[job]], starts[nodes[job] :]
-        assert sorted(second) == sorted([*start, "--resume"] for start in first)
-        assert "DUE TO JOB REQUEUE" in job.log()
-    assert (half.show("JobState"), half.show("Restarts")) == ("RUNNING", "0")
-
-
-@on("plain", "threads", "newer")
-def test_complete_leaves_bad_nodes(kind, clone, monkeypatch):
-    """Nodes where torch cannot use the GPUs, hangs or computes wrong sums are excluded: each once,
-    a bad one alone, also later, and for all tasks of an array; but not for ever."""
-    options = ["-p", "all"]
-    monkeypatch.setenv("BAD", "node0")
-    monkeypatch.setenv("LATE", "4" if kind == "threads" else "0")  # where Slurm would not wait
-    jobs = {Job("complete", options=[*options, "--nodes=2"]): (1, "node0")}
-    with monkeypatch.context() as patch:
-        patch.setenv("ECC", "1")
-        jobs[Job("complete", options=[*options, "--exclude=node3"])] = 1, "node0 node3"
-    if kind != "threads":
-        settings(CHECK_SECONDS=3)
-        with monkeypatch.context() as patch:
-            patch.setenv("HANGS", "1")
-            jobs[Job("complete", options=options)] = 1, "node0"
-        settings(CHECK_SECONDS=600)
-        monkeypatch.setenv("BAD", "node0 node1")
-        with monkeypatch.context() as patch:
-            for name in "SICK", "STAND", "PROGRESS":
-                patch.setenv(name, "1")
-            later = Job("complete", options=[*options, "--exclude=node3"])
-        jobs[later] = 3, "node0 node1 node3"
-        chain = Job("complete", "--output", "runs/chain", options=[*options, "--array=1-3%1"])
-        settings(MOST_BAD_STARTS=1)
-        several = Job("complete", options=options)
-        later.starts(1)
-        warn(later.number)
-        several.ended("FAILED", 1)
-        assert wait_until(lambda: not command("squeue", "-h", "-j", chain.number), 120, 0.5)
-        logs = [path.read_text() for path in Path().glob("complete-*.out")]
-        logs = [text for text in logs if f"jobid={chain.number} ExcNodeList" in text]
-        assert 1 <= len(logs) <= 3 and "node0,node1" in "".join(logs).replace(
-            "node1,node0", "node0,node1"
-        )
-    for job, (restarts, excluded) in jobs.items():
-        nodes = job.ended(restarts=restarts).show("ExcNodeList")
-        assert sorted(command("scontrol", "show", "hostnames", nodes).split()) == excluded.split()
+        wait_until(job.over, LIMIT, 0.2)
+        state, restarts = job.show("JobState"), int(job.show("Restarts"))
+        # A job that has been preempted in its grace keeps a mark in 24.11: when it has finished, it
+        # is started once more, or called preempted.
+        later = [("COMPLETED", 3), ("PREEMPTED", 2)] if kind == "newer" else []
+        assert (state, restarts) in [("COMPLETED", 2), *later], job.log()
+        first, *others = job.starts()
+        assert len(others) == restarts and all(start[0] == first[0] for start in others)
+    assert wait_until(lambda: states(array) == {"PREEMPTED", "COMPLETED"}, 60, 0.5), states(array)
 
 
 def states(array):
@@ -531,199 +390,82 @@ def states(array):
     return set(re.findall(r"JobState=(\w*)", command("scontrol", "show", "job", array.number)))
 
 
+@on("plain", "threads", "newer")
+def test_complete_leaves_bad_nodes(kind, clone, monkeypatch):
+    """One where torch cannot use the GPUs, or hangs: the node alone, even where Slurm would end the
+    check of the others, and for all tasks of an array."""
+    late = "time.sleep(3)" if kind == "threads" else "pass"
+    monkeypatch.setenv("TORCH", f"if node == 'node0': gpus = 0\nelse: {late}")
+    options = ["-p", "all"]
+    jobs = {Job("complete", options=[*options, "--nodes=2"]): "node0"}
+    jobs[Job("complete", options=[*options, "--exclude=node3"])] = "node0,node3"
+    if kind != "threads":
+        array = Job("complete", "--output", "runs/array", options=[*options, "--array=1-2%1"])
+        monkeypatch.setenv("TORCH", "if node == 'node0': time.sleep(999)")
+        monkeypatch.setenv("CONSTANTS", '{"LOOK_SECONDS": 0.5, "CHECK_SECONDS": 3}')
+        jobs[Job("complete", options=options)] = "node0"
+        tasks = ["scontrol", "show", "job", array.number]
+        assert wait_until(lambda: command(*tasks).count("ExcNodeList=node0") == 2, 60)
+    for job, nodes in jobs.items():
+        assert job.ended(restarts=1).show("ExcNodeList") == nodes
+        assert "node0" not in {env["SLURMD_NODENAME"] for *_, env in job.starts()}
+
+
 @on("plain", "newer")
-def test_arrays_end(kind, clone, monkeypatch):
-    """After success, and after a failure without progress; where requeueing is refused, the next
-    task continues. Each task of a sweep ends alone."""
-    tasks = "--array=1-3%1"
-    good = Job("complete", "--output", "runs/good", options=[tasks])
-    sweep = Job("complete", options=["--array=1-3"])
-    with monkeypatch.context() as patch:
-        patch.setenv("FAILS", "0")
-        bad = Job("complete", "--output", "runs/bad", options=[tasks])
-        settings(REQUEUE_SECONDS=0)
-        scontrol = shutil.which("scontrol")
-        Path(".venv/bin/scontrol").write_text(
-            f'#!/bin/sh\n[ "$1" = requeue ] && exit 1\nexec {scontrol} "$@"\n'
-        )
-        Path(".venv/bin/scontrol").chmod(0o755)
-        patch.setenv("PROGRESS", "1")
-        refused = Job("complete", "--output", "runs/refused", options=[tasks])
-        alone = Job("complete")
-    assert "Submit it again, with --output runs/complete-" in alone.ended("FAILED").log()
-    jobs = {good: {"CANCELLED", "COMPLETED"}, bad: {"CANCELLED", "FAILED"}}
-    jobs |= {sweep: {"COMPLETED"}, refused: {"FAILED"}}
+def test_arrays(kind, clone):
+    """They end after success and after a failure without progress. Where requeueing is forbidden,
+    the next task continues. It waits for one that is still ending."""
+    tasks = ["--array=1-3%1"]
+    good = Job("complete", "--output", "runs/good", options=tasks)
+    bad = Job("complete", "--output", "runs/bad", options=tasks, TRAIN="exit(3)")
+    options, train = [*tasks, "--no-requeue"], "save(); exit(3)"
+    forbidden = Job("complete", "--output", "runs/forbidden", options=options, TRAIN=train)
+    train = """
+import os, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+while os.environ["SLURM_ARRAY_TASK_ID"] == "1":
+    open("ending", "w").close()
+    time.sleep(0.1)
+open("next", "w").close()
+"""
+    slow = Job("complete", "--output", "runs/slow", options=["--array=1-2%1"], TRAIN=train)
+    assert wait_until(Path("ending").exists, 60)
+    command("scancel", f"{slow.number}_1")
+    jobs = {good: {"CANCELLED", "COMPLETED"}, bad: {"CANCELLED", "FAILED"}, forbidden: {"FAILED"}}
+    jobs[slow] = {"CANCELLED", "COMPLETED"}
     for job, expected in jobs.items():
         assert wait_until(lambda: states(job) == expected, 60, 0.5), (job.number, states(job))
-    envs = [json.loads(path.read_text())[2] for path in Path().glob("starts-*")]
-    arrays = [env["SLURM_ARRAY_JOB_ID"] for env in envs if "SLURM_ARRAY_JOB_ID" in env]
-    counts = [arrays.count(job.number) for job in (good, bad, sweep, refused)]
-    assert counts == [1, 1, 3, 3]
-    assert len(list(Path("runs/refused").glob("job-*/train.py"))) == 1
+    arrays = [env["SLURM_ARRAY_JOB_ID"] for *_, env in starts()]
+    assert [arrays.count(job.number) for job in jobs] == [1, 1, 3, 2]
+    assert Path("ending").stat().st_mtime < Path("next").stat().st_mtime
 
 
 @on("plain")
-def test_lives_meet(kind, clone, monkeypatch):
-    """Slurm starts an array's next task while the one before is ending: it waits. A second job in
-    the folder of one that runs ends the first, which does not come back."""
-    monkeypatch.setenv("STAND", "9")
-    first = Job("complete", "--output", "runs/same")
-    first.starts(1)
-    monkeypatch.delenv("STAND")
-    second = Job("complete", "--output", "runs/same")
-    assert "A newer job, or life of this one" in first.ended("FAILED").log()
-    second.ended()
-    edit("complete", "exec python3", "trap : TERM\npython3")
-    with open("slurm/complete.sh", "a") as file:
-        file.write('sleep 3 # within KillWait\ntouch "ended-$SLURM_JOB_ID"\n')
-    monkeypatch.setenv("STAND", "1")
-    tasks = Job("complete", "--output", "runs/tasks", options=["--array=1-2%1"])
-    begun = set(Path().glob("starts-*"))
-
-    def new():
-        return set(Path().glob("starts-*")) - begun
-
-    assert wait_until(new, 60, 0.2)
-    [first] = new()
-    command("scancel", f"{tasks.number}_1")
-    assert wait_until(lambda: len(new()) == 2, 60, 0.2)
-    [second] = new() - {first}
-    ended = Path(first.name.replace("starts", "ended"))
-    assert ended.stat().st_mtime < second.stat().st_mtime
-    command("scancel", tasks.number)
+def test_the_newer_job_owns_the_folder(kind, clone):
+    """The older one, which Slurm may have lost, ends with all its processes."""
+    older = Job("complete", "--output", "runs/same", options=["--nodes=2"], TRAIN="stand()")
+    older.starts(2)
+    Job("complete", "--output", "runs/same").ended()
+    assert "A newer job, or life of this one" in older.ended("FAILED").log()
 
 
 @on("plain")
-def test_failed_lives(kind, clone, monkeypatch):
-    """Two failures in a row are followed by another life; the third ends the job. For the last
-    one, the nodes are changed."""
-    settings(MOST_FAILED=2)
-    monkeypatch.setenv("FAILS", "0")
-    monkeypatch.setenv("PROGRESS", "1")
-    job = Job("complete", options=["-p", "all"]).ended("FAILED", 3)
-    nodes = [env["SLURMD_NODENAME"] for *_, env, _ in job.starts(4)]
-    assert nodes[3] != nodes[2] and job.show("ExcNodeList") == nodes[2], job.log()
-
-
-@on("plain")
-def test_submitted_inside_a_job(kind, clone, monkeypatch):
-    """sbatch passes on the variables of the job in which it is called: each file has its own GPUs
-    all the same, complete.sh requeues itself, and the page's command leaves all of them out."""
-    monkeypatch.setenv("STAND", "9")
-    parent = Job("complete", options=["--array=7"])
-    monkeypatch.delenv("STAND")
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", parent.number)
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
-    for name in "FAILS", "PROGRESS":
-        monkeypatch.setenv(name, "0" if name == "FAILS" else "1")
-    child = Job("complete")
-    parent.starts(1)
-    assert child.ended("FAILED", 1).show("ExitCode") == "3:0"
-    assert (parent.show("JobState"), parent.show("Restarts")) == ("RUNNING", "0")
-    monkeypatch.delenv("FAILS")
-    monkeypatch.delenv("PROGRESS")
-    monkeypatch.setenv("SLURM_GPUS_PER_NODE", "1")
-    [line] = re.findall(r"`(\(unset .* sbatch) \.\.\.\)`", PAGE)
-    text = command("bash", "-c", f"{line} slurm/dp.sh)")
-    clean = Job("dp", number=text.split()[-1])
-    for job in [Job(name) for name in STARTS]:
-        check(job.ended(), nodes=NODES[job.name])
-    assert "SLURM_ARRAY_TASK_ID" not in clean.ended().starts()[0][2]
-
-
-@on("plain")
-def test_complete_fails(kind, clone, monkeypatch):
-    """It is requeued if there is a newer checkpoint than at its start, where its flags put it, and
-    not more often than the file says; else it ends with its status. If cancelled, it stays so."""
-    settings(MOST_LIVES=2)
-    monkeypatch.setenv("FAILS", "0")
-    jobs = {Job("complete"): 0}
-    monkeypatch.setenv("PROGRESS", "1")
-    outputs = ["--output=a", "--output", "runs/ours"], ["--output", "a", "--output=runs/my own"]
-    jobs |= {Job("complete", *flags): 1 for flags in outputs}
-    forbidden = Job("complete", options=["--no-requeue"])
-    jobs[forbidden] = 0
-    monkeypatch.setenv("PROGRESS", "9")
-    jobs[Job("complete")] = 2
-    monkeypatch.delenv("FAILS")
-    monkeypatch.setenv("STAND", "9")
-    cancelled = Job("complete")
-    cancelled.starts(1)
-    command("scancel", cancelled.number)
-    for job, restarts in jobs.items():
-        assert job.ended("FAILED", restarts).show("ExitCode") == "3:0"
-    for output in "runs/ours", "runs/my own":
-        assert len(list(Path(output).glob("job-*/train.py"))) == 1
-    assert forbidden.log().count("Requested operation is presently disabled") == 1
-    assert len(cancelled.ended("CANCELLED").starts()) == 1
-
-
-@on("plain")
-def test_slurmctld_does_not_answer(kind, clone, tmp_path, monkeypatch):
-    """The job asks again until it does."""
-    monkeypatch.setenv("STAND", "1")
-    monkeypatch.setenv("PROGRESS", "1")
-    job = Job("complete")
+def test_slurmctld_does_not_answer(kind, clone):
+    """The job asks again until it does. Here, it has a slurm.conf of its own, with a wrong port."""
+    good, own = Path(os.environ["SLURM_CONF"]).read_text(), Path("slurm.conf").resolve()
+    own.write_text(good)
+    with Path(".venv/bin/activate").open("a") as file:
+        file.write(f"export SLURM_CONF='{own}'\n")
+    job = Job("complete", TRAIN="if life == 0: save(); stand()")
     job.starts(1)
-    daemons, controller = RUNNING
-    os.kill(daemons[1].pid, signal.SIGTERM)
-    helpers.finish([daemons[1]])
-    mark = f"SLURM_JOB_ID={job.number}\0".encode()
-    [shell] = [
-        int(path.parent.name)
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if b"/requeue" in path.read_bytes() and mark in Path(path.parent, "environ").read_bytes()
-    ]
-    os.kill(shell, signal.SIGUSR1)
-    asked = wait_until(lambda: f" for job {job.number}" in job.log(), 120)  # scontrol's complaint
-    monkeypatch.delenv("TEST_FOLDER")  # or it would end with this test
-    daemons[1] = Cold(controller, Path(os.environ["SLURM_CONF"]).parent / "again.out")
-    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
-    assert wait_until(lambda: os.system("scontrol ping | grep -q UP") == 0, 60, 0.5)
-    assert asked, job.log()
-    job.starts(2)
+    own.write_text(re.sub("(SlurmctldPort|MessageTimeout)=.*", r"\1=1", good))
+    warn(job.number)
+    job.wait_for(f" for job {job.number}")  # scontrol's complaint
+    own.write_text(good)
     job.ended(restarts=1)
 
 
-def preempt():
-    command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 -o /dev/null --wrap=true".split())
-
-
-@on("plain", "newer")
-def test_complete_is_preempted(kind, clone, monkeypatch):
-    """Six times in a row, which is more than MaxBatchRequeue; with and without a GraceTime, also
-    where jobs are cancelled after it; by SIGTERM for its processes, or USR1 for itself. Cancelled
-    without a grace, it continues in a new job."""
-    if kind == "newer":
-        assert command("sbatch", "--version").split()[1] >= "24.05"
-    monkeypatch.setenv("STAND", "6")
-    settings(MOST_LIVES=0)
-    names = ["requeue", "grace", "cancel_grace"]
-    cancelled = Job("complete", options=["-p", "cancel"])
-    jobs = [Job("complete", options=["-p", name]) for name in names]
-    edit("complete", "#SBATCH --signal", "# no --signal")  # for send_user_signal
-    jobs += [Job("complete", options=["-p", name]) for name in names[1:]]
-    cancelled.starts(1)
-    for life in range(1, 7):
-        for job in jobs:
-            job.starts(life)
-        preempt()
-    for job in jobs:
-        wait_until(job.over, LIMIT, 0.2)
-        state, restarts = job.show("JobState"), int(job.show("Restarts"))
-        # A job that has been preempted in its grace keeps a mark in 24.11: when it has finished, it
-        # is started once more, or called preempted.
-        later = [("COMPLETED", 7), ("PREEMPTED", 6)] if kind == "newer" else []
-        assert (state, restarts) in [("COMPLETED", 6), *later], job.log()
-        first, *others = job.starts()
-        assert len(others) == restarts and all(start[0] == first[0] for start in others)
-    cancelled.ended("PREEMPTED")
-    output = f"runs/complete-{cancelled.number}"
-    monkeypatch.delenv("STAND")
-    again = Job("complete", "--output", output).ended()
-    assert again.starts()[0][0][-5:] == ["--output", output, "--resume", "--output", output]
-    assert Path(output, f"job-{again.number}", "train.py").exists()
-
+# ---- Commands of the page
 
 INSTEAD = {r"--array=1-\d+": "--array=1-3", "FLAGS": "--lr 1", "--nodes=4": "--nodes=4 -p all"}
 
@@ -733,32 +475,26 @@ def test_commands_of_the_page(kind, clone):
     """Each of Slurm's runs, and the jobs that it submits end well, an array's with their seeds."""
     blocks = re.findall(r"^ *```sh\n((?:.*\n)*?) *```$", PAGE, re.M)
     lines = [line.strip() for code in blocks for line in code.splitlines()]
-    lines.remove("python3 -m venv .venv && .venv/bin/pip install -r requirements.txt")
-    assert all(re.match("(for .* )?sbatch", line) for line in lines)
-    inline = re.findall(r"`((?:sbatch|sinfo|squeue|scontrol show) [^`]+)`", PAGE)
-    lines += inline
-    [flags] = re.findall('`(flags=".*")`', PAGE)
-    edit("complete", 'flags=""', flags)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STAND", "1")
-        running = Job("complete")
+    lines = [line for line in lines if re.match("(for .* )?sbatch", line)]
+    lines += re.findall(r"`((?:sbatch|sinfo|squeue|scontrol show) [^`]+)`", PAGE)
+    assert len(lines) > 10
+    edit("slurm/complete.sh", 'flags=""', 'flags="--seed $SLURM_ARRAY_TASK_ID"')
+    running = Job("complete", TRAIN="stand()")
     running.starts(1)
-    INSTEAD["12345"] = running.number
     jobs = []
     for line in lines:
-        for old, new in INSTEAD.items():
+        for old, new in {**INSTEAD, "12345": running.number}.items():
             line = re.sub(old, new, line)
         text = command("bash", "-c", line)
         jobs += [(line, number) for number in re.findall("Submitted batch job (.*)", text)]
     command("scancel", running.number)
     assert wait_until(lambda: not command("squeue", "-h"), 60, 0.2), command("squeue")
     for line, number in jobs:
-        text = command("scontrol", "show", "job", number)
-        states = set(re.findall(r"JobState=(\w*)", text))
-        assert states - {"CANCELLED"} == {"COMPLETED"}, line
-        assert "%1" in line or "CANCELLED" not in states, line  # a chain has ended
-    lines = [line for path in Path().glob("starts-*") for line in path.read_text().splitlines()]
-    words = [json.loads(line)[0] for line in lines]
+        expected = {"COMPLETED"}
+        if "%1 " in line:  # a chain has ended with its first task
+            expected = {"COMPLETED", "CANCELLED"}
+        assert states(Job("", number=number)) == expected, line
+    words = [start[0] for start in starts()]
     seeds = [start[start.index("--seed") + 1] for start in words if "--seed" in start]
     assert [seeds.count(seed) for seed in "123"] == [2, 1, 1]  # of a chain, and many runs
 
@@ -766,8 +502,7 @@ def test_commands_of_the_page(kind, clone):
 @on("plain", "newer")
 def test_repairs_of_the_page(kind, clone, monkeypatch):
     """A node that is lost, a mended script, a bad node, a job that is held."""
-    monkeypatch.setenv("STAND", "3")
-    job = Job("complete", options=["-p", "requeue"])
+    job = Job("complete", options=["-p", "requeue"], TRAIN="if life < 3: stand()")
     lost = job.starts(1)[0][2]["SLURMD_NODENAME"]
     command("scontrol", "update", f"node={lost}", "state=down", "reason=test")
     node = job.starts(2)[1][2]["SLURMD_NODENAME"]
@@ -795,178 +530,86 @@ def test_repairs_of_the_page(kind, clone, monkeypatch):
     job.ended(restarts=3)
 
 
-@on("plain")
-def test_srun_instead_of_torchrun(kind, clone):
-    """The lines of docs/launching.md."""
-    text = (ROOT / "docs" / "launching.md").read_text()
-    [lines] = re.findall(r"^(export MASTER_ADDR.*\nsrun .*\n)", text, re.M)
-    head = "#!/bin/bash\n#SBATCH --ntasks-per-node=4 --cpus-per-task=4 --gres=gpu:4 -o %x-%j.out\n"
-    Path("slurm/srun.sh").write_text(f"{head}source .venv/bin/activate\n{lines}")
-    starts = Job("srun", options=["--job-name=srun"]).ended().starts()
-    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"
-    places = sorted([env[name] for name in names] for *_, env, _ in starts)
-    assert places == [[str(i), str(i), "4", "node0"] for i in range(4)]
-
-
-@on("plain")
-def test_where(kind, clone):
-    """A rank that is elsewhere, of several tasks on each of two nodes, without torchrun."""
-    Path("stuck.py").write_text(
-        "import os, time\n"
-        "def other():\n"
-        "    time.sleep(999)\n"
-        "def backward():\n"
-        "    time.sleep(999)\n"
-        "print('here', flush=True)\n"
-        "other() if os.environ['SLURM_PROCID'] == '2' else backward()\n"
-    )
-    options = "--nodes=2 --ntasks-per-node=2 -o %x-%j.out --job-name=stuck".split()
-    line = "srun /usr/bin/python3 stuck.py"
-    number = command("sbatch", "--parsable", *options, f"--wrap={line}")
-    log = Path(f"stuck-{number}.out")
-    assert wait_until(lambda: log.exists() and log.read_text().count("here") == 4, 60)
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    words = ["bash", "slurm/where.sh", number]
-    done = subprocess.run(words, env=env, capture_output=True, text=True)
-    places = re.findall(
-        r"^SLURM_PROCID=(\d) (node\d) (?:(\w+) \(.*stuck.py:\d\)|no stack)", done.stdout, re.M
-    )
-    assert sorted(place[:2] for place in places) == [
-        ("0", "node0"),
-        ("1", "node0"),
-        ("2", "node1"),
-        ("3", "node1"),
-    ], done
-    if shutil.which("py-spy", path=env["PATH"]):
-        functions = {rank: function for rank, _, function in places}
-        assert functions == {"0": "backward", "1": "backward", "2": "other", "3": "backward"}
-    command("scancel", number)
+# ---- Training
 
 
 @pytest.fixture
 def real(clone):
-    """The clone without stand-ins: the scripts, and the Python that runs the tests."""
-    shutil.rmtree(".venv/bin")
-    Path(".venv/bin").mkdir()
-    Path(".venv/bin/activate").write_text(f'PATH="{Path(sys.executable).parent}:$PATH"\n')
+    """The clone with the scripts, and the Python that runs the tests."""
+    for name in "python", "torchrun":
+        Path(".venv/bin", name).unlink()
+    edit(".venv/bin/activate", ":$PATH", f":{Path(sys.executable).parent}:$PATH")
     for path in ROOT.glob("train_*.py"):
         shutil.copy(path, clone)
 
 
-def weights(name):
-    saved = torch.load(f"runs/{name}/model.pt", weights_only=True)
-    return saved.get("model", saved)  # complete/'s also has the names of the classes and more
-
-
-def on_cpus(name, *changes):
-    """Without the check of the GPUs, and with other changes."""
-    text = Path(f"slurm/{name}.sh").read_text()
-    for check in re.findall(r'^srun --export=ALL python -c "\$check" .*\n', text, re.M):
-        changes += check, ""
-    edit(name, *changes)
-
-
 @on("plain")
-def test_names_that_lead_nowhere(kind, real):
-    """Nodes train together by the page's line if the others do not know a node's own name."""
-    Path("meet.py").write_text(
-        "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "ones = torch.ones(1)\n"
-        "dist.all_reduce(ones)\n"
-        "print('sum', ones.item())\n"
-        "dist.destroy_process_group()\n"
-    )
-    [torchrun] = re.findall(r"`(bash -c 'torchrun --local-addr .*? bash)`", PAGE)
-    name = "ddp_torchrun_nodes"
-    on_cpus(name, "torchrun --nnodes", f"{torchrun} --nnodes", " gpu ", " 1 ")
-    edit(name, "script=train_ddp_torchrun.py", "script=meet.py")
-    edit(name, "$(hostname)", "$SLURMD_NODENAME")
-    rename = "srun bash -c 'hostname {}$SLURMD_NODENAME'\n"
-    edit(name, "srun --export", f"{rename.format('lost-')}srun --export")
-    edit(name, "COUNT:+--resume}\n", f"COUNT:+--resume}}\n{rename.format('')}")
-    job = Job(name).ended()
-    assert job.log().count("sum 2.0") == 2, job.log()
-
-
-@on("plain")
-def test_small_scripts_train(kind, real, data):
-    """Not on the CPU, unless that is asked for; then on two nodes, which are given whole, and the
-    pair. test_small.py starts all scripts."""
-    without_gpu = Job("single")
+def test_small_scripts_train_on_two_nodes(kind, real, data):
+    """Together, also the pair; and by the page's changes where a node's own name leads nowhere."""
     port = helpers.free_port()
+    [torchrun] = re.findall(r"`(bash -c 'torchrun --local-addr .*? bash)`", PAGE)
+    edit("slurm/ddp_torchrun_nodes.sh", "torchrun --nnodes", f"{torchrun} --nnodes", " gpu ", " 1 ")
+    for name in SEVERAL[:2]:
+        edit(f"slurm/{name}.sh", "$(hostname)", "$SLURMD_NODENAME")
     for name in "node0", "node1":
-        on_cpus(name, "23456", str(port))
-    for name in "single", "ddp_multigpu_proc":
-        on_cpus(name)
-    on_cpus(SEVERAL[0], "--nproc-per-node gpu", "--nproc-per-node 1")
-    on_cpus("ddp_torchrun", "--nproc-per-node gpu", "--nproc-per-node 2")
+        edit(f"slurm/{name}.sh", "23456", str(port))
     flags = ["--dataset", data / "pictures", "--batch-size", 16, "--workers", 0, "--epochs", 1]
-    options = ["-p", "whole"]
-    names = ["single", "ddp_multigpu_proc", "node1", "node0"]
-    jobs = [Job("ddp_torchrun", *flags, "--output", "runs/one_node", options=options)]
-    jobs.append(Job(SEVERAL[0], *flags, options=options))
-    for job in [*jobs, *(Job(name, *flags, options=options) for name in names)]:
-        assert job.ended().log().count("epoch 0:") == (job.name != "node1"), job.log()
-    for name in "ddp_torchrun", "one_node", "ddp_multigpu_proc", "pair":
-        torch.testing.assert_close(weights(name), weights("single"), rtol=0, atol=1e-5)
-    log = without_gpu.ended("FAILED").log()
-    assert "AssertionError: torch can use no GPU" in log and "rank 0" not in log, log
+    names = [*SEVERAL[:2], "node1", "node0"]
+    for name in names:  # to train on CPUs, the check goes
+        path = Path(f"slurm/{name}.sh")
+        path.write_text(re.sub(r'^srun .* -c "\$check" .*\n', "", path.read_text(), flags=re.M))
+    rename = ["srun", "--nodes=2", "bash", "-c"]
+    command(*rename, "hostname lost-$SLURMD_NODENAME")
+    try:
+        for job in [Job(name, *flags) for name in names]:
+            assert job.ended().log().count("epoch 0:") == (job.name != "node1"), job.log()
+    finally:
+        command(*rename, "hostname $SLURMD_NODENAME")
+    for name in "ddp_multigpu_proc", "pair":
+        torch.testing.assert_close(weights(name), weights("ddp_torchrun"), rtol=0, atol=1e-5)
 
 
 @on("plain")
-def test_complete_trains(kind, real, monkeypatch):
-    """Beyond a time limit on two nodes, to the weights of an undisturbed run; and beyond a failure
-    after a checkpoint, but not the same failure again. A loop of one's own does so, too."""
-    [line] = re.findall(r"^ *scaler\.scale\(\w+", Path("complete/train.py").read_text(), re.M)
-    indent, first = line[: line.index("s")], "'SLURM_RESTART_COUNT' not in os.environ"
-    stand = f"if step == 3 and 'STAND' in os.environ and {first}: __import__('time').sleep(9999)"
-    more = ["import argparse\n", "import beside, argparse, os\n", line]  # a module of the user's
+def test_complete_trains(kind, real):
+    """Beyond a time limit on two nodes, to the weights of an undisturbed run; a loop of one's own,
+    beyond a failure. where.sh shows the ranks, and neither torchrun nor requeue.py."""
     shutil.copytree("complete", "mine")
-    Path("mine/beside.py").touch()
-    altered(COMPLETE, *more, f"{indent}{stand}\n{line}").rename("mine/long.py")
-    altered(COMPLETE, *more, f"{indent}assert step < 3\n{line}").rename("mine/fails.py")
-    more = ["Discs(2_000", "Discs(64", "Discs(400", "Discs(16", line := "        model.train()\n"]
-    more += [f"        assert epoch < 1 or not ({first})\n{line}"]
-    altered("own_loop/after.py", *more).rename("mine/loop.py")
-
-    def submit(script, processes, *flags, options=()):
-        shutil.copy(ROOT / "slurm" / "complete.sh", "slurm")
-        edit("complete", "complete/train.py", f"mine/{script}.py")
-        edit("complete", "processes=gpu", f"processes={processes}")
-        settings(LOOK_SECONDS=0.5, MOST_FAILED=0)
-        if script != "long":  # it need not fail four times
-            [path] = re.findall(r"slurm/requeue.*?\.py", Path("slurm/complete.sh").read_text())
-            text = replaced(
-                Path(path).read_text(), '"--max-restarts", "3"', '"--max-restarts", "0"'
-            )
-            Path(path).write_text(text)
-        return Job("complete", *flags, options=options)
+    shutil.copy(ROOT / "own_loop" / "after.py", "mine")
+    first_life = '"SLURM_RESTART_COUNT" not in os.environ'
+    backward = "            scaler.scale("
+    stand = f"""\
+            if step == 3 and {first_life}:
+                time.sleep(9999)
+"""
+    edit("mine/train.py", "import argparse\n", "import argparse, os, time\n")
+    edit("mine/train.py", backward, stand + backward)
+    epoch = "        model.train()\n"
+    fail = f"""\
+        if epoch == 1 and {first_life}:
+            os.kill(os.getppid(), 9)  # torchrun
+            os._exit(1)
+"""
+    edit("mine/after.py", epoch, fail + epoch, "Discs(2_000", "Discs(64", "Discs(400", "Discs(16")
 
     flags = ["--dataset", "synthetic", "--batch-size", 1000, "--epochs", 1, "--log-every", 1]
     flags += ["--checkpoint-minutes", 0]
-    monkeypatch.setenv("STAND", "1")
-    long = submit("long", 1, *flags, options=["--nodes=2"])
-    monkeypatch.delenv("STAND")
+    edit("slurm/complete.sh", "processes=gpu", "processes=1", "complete/train.py", "mine/train.py")
+    long = Job("complete", *flags, options=["--nodes=2"])
+    edit("slurm/complete.sh", "mine/train.py", "mine/after.py")
+    loop = Job("complete", "--epochs", 2, "--workers", 0)
     long.wait_for("step 2/")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # py-spy
-    if shutil.which("py-spy"):
-
-        def places():  # of two ranks, among which are neither torchrun nor requeue.py
-            lines = command("bash", "slurm/where.sh", long.number).splitlines()
-            return [re.match(r"RANK=(\d) node(\d) train_epoch \(", line) for line in lines]
-
-        assert wait_until(lambda: all(places()), 60)
-        assert [place.groups() for place in places()] == [("0", "0"), ("1", "1")]
-    command("scontrol", "update", f"job={long.number}", "endtime=now+305")  # USR1 within 30 s
-    fails, quiet = submit("fails", 1, *flags), submit("long", 2, *flags)
-    loop = submit("loop", 2, "--epochs", 2, "--workers", 0)
+    lines = command("bash", "slurm/where.sh", long.number).splitlines()
+    ranks = [line[:12] for line in lines if "RANK=" in line]
+    assert ranks == ["RANK=0 node0", "RANK=1 node1"], lines
+    command("scontrol", "update", f"job={long.number}", "endtime=now+300")  # USR1 within 30 s
+    helpers.run("complete/train.py", *flags, "--output", "runs/quiet", processes=2)
     long.wait_for("DUE TO JOB REQUEUE")
     command("scontrol", "update", f"job={long.number}", "timelimit=60")  # of its next life
-    assert "0 epochs and 2 steps are done" in fails.ended("FAILED", 1).log()
-    quiet.ended()
     assert re.search("0 epochs and [12] steps are done", long.ended(restarts=1).log()), long.log()
-    names = [f"complete-{job.number}" for job in (long, quiet)]
-    torch.testing.assert_close(*map(weights, names), rtol=0, atol=0)
+    output = f"complete-{long.number}"
+    torch.testing.assert_close(weights(output), weights("quiet"), rtol=0, atol=0)
     assert re.findall(r"^epoch (\d)", loop.ended(restarts=1).log(), re.M) == ["0", "1"], loop.log()
-    assert Path(f"runs/complete-{loop.number}/best.pt").exists()
+
+
+def weights(name):
+    return helpers.weights(f"runs/{name}")
