@@ -19,7 +19,8 @@ is drawn: the losses are those without check.py. The script really trains, and w
 It does not see: a mean over a rank's own mask or negatives that is not one of torch's losses,
 scores that are not all-reduced, an early stop that has not happened yet, files written by C++ or
 by loader workers, random numbers of generators other than the global ones, and what comes after
---steps. Shards of FSDP are not compared.
+--steps. Shards of FSDP are not compared. Scripts that start their processes by Process(...), or one
+process per machine, cannot be watched, and are refused.
 """
 
 import argparse
@@ -88,6 +89,7 @@ PROBES = 32  # samples of each dataset that are compared over ranks
 SIGNS = np.random.default_rng(0).choice([-1.0, 1.0], (4, MANY))  # a generator of its own
 LIBRARIES = tuple(sysconfig.get_paths().values()) + (os.path.dirname(torch.__file__), "<frozen")
 HERE = os.path.abspath(__file__)
+LEAVE = os._exit  # that of os is watched
 NOT_OUTPUT = r"^/(dev|proc|sys)/|__pycache__|/\.cache/|\.lock$|torchinductor|triton|huggingface"
 
 
@@ -1040,9 +1042,6 @@ def check_gradients(ranks):
     elif fact["backwards"] > fact["forwards"]:
         why = f"{fact['backwards']} times backward() after {fact['forwards']} passes through ddp"
         remedy = "sum the losses", "#one-backward-for-each-forward-pass"
-    elif fact["forwards"] > fact["backwards"]:
-        why = f"{fact['forwards']} passes through ddp before {fact['backwards']} backward()"
-        remedy = "call ddp once, on all inputs", "#one-backward-for-each-forward-pass"
     elif without:
         why = f"DDP waits for {without[0]}, which had no gradient"
         remedy = "pass find_unused_parameters=True", "#model"
@@ -1644,6 +1643,24 @@ def run_spawned(args, port, world_size, function, rank, *words):
     run_watched(args, notes, world_size, lambda: function(rank, *words))
 
 
+def refuse(why):
+    """End this process in a line, before anything is trained."""
+    print(f"check.py: {why}", file=sys.stderr, flush=True)
+    LEAVE(2)
+
+
+def refuse_processes(may_start):
+    """Unless it may, the script starts no process by Process(...) that runs code of its own."""
+
+    @replace(multiprocessing.process.BaseProcess, "start")
+    def start(original, self):
+        target = getattr(self, "_target", None) or type(self).run
+        if own_file(getattr(getattr(target, "__code__", None), "co_filename", HERE)):
+            if not may_start():
+                refuse("processes of Process(...) cannot be watched, only those of mp.spawn")
+        original(self)
+
+
 def check_spawning_script(args):
     """Run a script that starts its processes itself. This one only has the store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -1656,17 +1673,13 @@ def check_spawning_script(args):
         return original(fn, *others, **options)
 
     def use_torchrun(*_):
+        if os.getpid() == own and dist.is_initialized():
+            refuse("a script with one process per machine cannot be watched")
         if os.getpid() == own:
-            parser.error("this script is no mp.spawn script: use torchrun, see --help")
-
-    @replace(multiprocessing.process.BaseProcess, "start")
-    def start(original, self):
-        target = getattr(self, "_target", None)
-        if own_file(getattr(getattr(target, "__code__", None), "co_filename", HERE)):
-            parser.error("check.py can watch processes of mp.spawn, not those of Process(...)")
-        original(self)
+            refuse("start it with torchrun, as this script starts no processes by mp.spawn")
 
     own, status = os.getpid(), None
+    refuse_processes(lambda: os.getpid() != own)
     register_optimizer_step_pre_hook(use_torchrun)  # not to train to the end before it is said
     try:
         run_script(args)
@@ -1701,8 +1714,16 @@ def main():
 
     @replace(torch.multiprocessing, "spawn")
     def spawn(original, *args, **kwargs):
-        raise SystemExit("this script starts its own processes: python check.py, not torchrun")
+        refuse("start it with python check.py, not torchrun, as this script calls mp.spawn")
 
+    @replace(dist, "init_process_group")
+    def init(original, *args, **kwargs):
+        original(*args, **kwargs)
+        if (size := dist.get_world_size()) < world_size:
+            why = "each trains alone, or is a machine of its own, which cannot be watched"
+            refuse(f"{world_size} processes, but process groups of {size}: {why}")
+
+    refuse_processes(dist.is_initialized)  # later ones are helpers, such as environments
     notes = Notes(dist.PrefixStore("check.py", store), rank)
     run_watched(args, notes, world_size, lambda: run_script(args))
 

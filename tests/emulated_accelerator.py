@@ -2,7 +2,8 @@
 
 A tensor "on" a card wraps a CPU tensor and computes for real. An operation that mixes devices or
 cards raises. Random numbers are those of the CPU. The file EMULATED_REPORT/PID says in order
-what a process did: what waited for a card, the seeds of random numbers, cards in use.
+what a process did: what waited for a card, the seeds of random numbers, cards in use, "updated"
+after each optimizer step. Loaders pin their batches, as for CUDA.
 What torch has in C++ for GPUs alone has a stand-in: the four copies of nn.DataParallel, and DDP,
 here the mean of each gradient over Gloo. Not emulated: streams, kernels, NCCL, memory, speed,
 torch.compile, --sync-bn, --amp.
@@ -10,7 +11,7 @@ torch.compile, --sync-bn, --amp.
 
 import os
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import comm
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -164,11 +166,6 @@ class DistributedDataParallel(nn.Module):
         return patch.object(self, "sync", False)
 
 
-class Stream:  # torch.distributed.checkpoint copies on one
-    def synchronize(self):
-        tell("waits: stream")
-
-
 def pin_memory(tensor, *_):
     tensor = tensor.clone()
     tensor.pinned = True
@@ -183,8 +180,6 @@ def install(cards):
     torch.emu.manual_seed_all = lambda seed: [tell(f"seeds card {i} with {seed}") for i in seen]
     torch.emu._is_in_bad_fork = lambda: False  # torch.manual_seed asks
     torch.emu.device_count = lambda: cards
-    stream = Stream()
-    torch.emu.current_stream, torch.emu.stream = lambda: stream, nullcontext
     torch.accelerator.set_device_index = chosen.set
     torch.accelerator.device_index = device_index
     torch.Tensor.pin_memory = pin_memory
@@ -194,7 +189,7 @@ def install(cards):
         setattr(comm, function.__name__, function)
     nn.parallel.DistributedDataParallel = DistributedDataParallel
 
-    tensor, save = torch.tensor, torch.save
+    tensor, save, loader = torch.tensor, torch.save, torch.utils.data.DataLoader
     init, all_reduce, broadcast = dist.init_process_group, dist.all_reduce, dist.broadcast
 
     def emulated_tensor(data, *, device=None, **options):
@@ -204,7 +199,12 @@ def install(cards):
         tell("waits: save")
         save(tree_map(real, content), file, **options)
 
+    def pinning_loader(*names, **options):
+        return loader(*names, **options | {"pin_memory": True})
+
     torch.tensor, torch.save = emulated_tensor, emulated_save
+    torch.utils.data.DataLoader = pinning_loader
+    register_optimizer_step_post_hook(lambda *_: tell("updated"))
     dist.init_process_group = lambda *names, device_id=None, **options: init(*names, **options)
     dist.Backend.default_device_backend_map["emu"] = "gloo"
     dist.all_reduce = lambda tensor: all_reduce(real(tensor))

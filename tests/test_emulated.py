@@ -15,27 +15,15 @@ from helpers import COMPLETE, close, run, some_fast, train
 
 pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
 FLAGS = ["--accumulate", 2, "--clip-norm", 1, "--lr", 0.02, "--log-every", 4, "--resume"]
-STEPS = """
-import loaders
-plain, plain_loader = build_optimizer, loaders.DataLoader
-def build_optimizer(*words):
-    optimizer, scheduler = plain(*words)
-    tell = __import__("emulated_accelerator").tell
-    optimizer.register_step_post_hook(lambda *_: tell("updated"))
-    return optimizer, scheduler
-def as_for_cuda(*words, **options):
-    return plain_loader(*words, **options | {"pin_memory": True})
-loaders.DataLoader = as_for_cuda
-"""
 
 
-def launch(monkeypatch, output, *flags, cards=2, more="", **options):
+def launch(monkeypatch, output, *flags, cards=2, **options):
     """Start the script on so many cards, and wait for its end."""
     report = Path(f"{output}-report").resolve()
     report.mkdir()
     monkeypatch.setenv("EMULATED_CARDS", str(cards))
     monkeypatch.setenv("EMULATED_REPORT", str(report))
-    run(COMPLETE, *flags, "--output", output, more=STEPS + more, **options)
+    run(COMPLETE, *flags, "--output", output, **options)
 
 
 def lines_of(function):
@@ -113,7 +101,7 @@ def test_copies_on_a_stream_of_their_own(monkeypatch):
     told, on_stream = [], []
 
     class Stream:
-        def __init__(self, name="copies"):
+        def __init__(self, name):
             self.name = name
 
         def wait_stream(self, other):
@@ -125,16 +113,14 @@ def test_copies_on_a_stream_of_their_own(monkeypatch):
         yield
         on_stream.pop()
 
-    main = Stream("main")
-    module = SimpleNamespace(stream=stream, current_stream=lambda: main)
-    monkeypatch.setattr(loaders, "side_stream", lambda device: Stream())
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-
     def batches():
         for i in range(3):
             told.append(f"fetch {i} on {on_stream}")
             yield i
 
+    module = SimpleNamespace(stream=stream, current_stream=lambda: Stream("main"))
+    monkeypatch.setattr(loaders, "side_stream", lambda device: Stream("copies"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     for i in loaders.fetch_ahead(batches(), torch.device("cuda", 0)):
         told.append(f"use {i}")
     ask, there = "copies waits for main", "main waits for copies"
