@@ -303,7 +303,7 @@ def test_weights_that_do_not_fit():
     """All but the last layer must; that one, if the new model is to have a new head. Others would
     stay random: as the positions of a transformer for larger images. Said with what to read."""
     old, new, grey = script.Net(3, 32, 10), script.Net(3, 32, 7), script.Net(1, 32, 7)
-    says = "best.pt: fc3.weight has another shape here (other classes?): see 'Weights of another"
+    says = "best.pt: fc3.weight has another shape here (other classes?): new_head="
     assert says in starting.load_fitting(new, old.state_dict(), "best.pt", new_head=False)
     assert not torch.equal(new.fc1.weight, old.fc1.weight)
     assert starting.load_fitting(new, old.state_dict(), "best.pt", new_head=True) == ""
