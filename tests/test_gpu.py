@@ -300,7 +300,7 @@ def test_nothing_waits_between_progress_lines(data, more, code):
 DISCS = test_own_loop.FEW.replace("107", "288")  # 24 steps an epoch
 
 
-def test_own_loop():
+def test_after():
     """after.py in float16: it learns, and no step waits for the GPU, but one in five, which update
     the average of the weights."""
     flags = ["--epochs", 2, "--batch-size", 12, "--lr", 0.03, "--workers", 0, "--output", "out"]
