@@ -471,7 +471,7 @@ def test_cifar10(monkeypatch, capsys):
     """With what torchvision has of it, and one of its models."""
 
     def cifar10(folder, train, transform, download):
-        found = datasets.FakeData(320 if train else 40, (3, 32, 32), 10, transform)
+        found = datasets.FakeData(120 if train else 20, (3, 32, 32), 10, transform)
         found.classes = list("abcdefghij")
         return found
 
@@ -479,7 +479,7 @@ def test_cifar10(monkeypatch, capsys):
     flags = ["--dataset", "cifar10", "--epochs", 1, "--model", "shufflenet_v2_x0_5"]
     helpers.here("single", *FLAGS, "out", *flags)
     text = capsys.readouterr().out
-    assert "320 training images, 40 test images\n" in text and 0 in epochs(text), text
+    assert "120 training images, 20 test images\n" in text and 0 in epochs(text), text
     assert weights("out")["fc.weight"].shape == (10, 1024)
 
 
