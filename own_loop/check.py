@@ -472,12 +472,24 @@ class Step(Note):
     losses: list
     scales: list
 
-    def size(self, rank, other, part):
+    def is_reordered(self, other):
+        """Whether another rank's optimizer has the same parameters, in another order."""
+        if self.names == other.names or set(self.names) != set(other.names):
+            return False
+        if len(set(self.names)) < len(self.names) or len(self.names) != len(other.names):
+            return False  # the name of one of two modules of a class
+        theirs = dict(zip(other.names, other.weights))
+        by_name = [difference(*pair) for pair in zip(self.weights, map(theirs.get, self.names))]
+        by_number = [difference(*pair) for pair in zip(self.weights, other.weights)]
+        return max(by_name) <= TOLERANCE < max(by_number)
+
+    def differences(self, rank, other, part):
         """For each parameter whose weights or gradient (`part`) differ from another rank's: its
         number, and a text."""
-        for number, pair in enumerate(
-            itertools.zip_longest(getattr(self, part), getattr(other, part))
-        ):
+        theirs = getattr(other, part)
+        if self.is_reordered(other):
+            theirs = list(map(dict(zip(other.names, theirs)).get, self.names))
+        for number, pair in enumerate(itertools.zip_longest(getattr(self, part), theirs)):
             if (size := difference(*pair)) > TOLERANCE:
                 name = [*self.names, "a further one"][min(number, len(self.names))]
                 text = f"{self.line}, step {self.number + 1}: {name} differs on rank {rank}, "
@@ -573,7 +585,7 @@ def first_differences(ranks, part):
         if found and steps[0].number != at:
             break
         for rank, other in enumerate(steps[1:], 1):
-            for number, text in steps[0].size(rank, other, part):
+            for number, text in steps[0].differences(rank, other, part):
                 found.append((steps, number, text))
                 at = steps[0].number
     return found
@@ -645,6 +657,14 @@ class Weights(Check):
 
     def compare(self, ranks):
         steps = ranks.common(Step)
+        for rank, other in enumerate(steps[0][1:] if steps else [], 1):
+            ours = steps[0][0]
+            if ours.is_reordered(other):
+                where = [a != b for a, b in zip(ours.names, other.names)].index(True)
+                text = f"{ours.line}: the optimizer has its parameters in another order, such as "
+                text += f"{ours.names[where]} on rank 0, {other.names[where]} on rank {rank}"
+                remedy = "give it a list in a fixed order, no set", "#what-must-be-equal"
+                return [wrong(text, remedy)]
         if differences := first_differences(ranks, "weights"):
             return self.explain(ranks, *differences[0])
         for passes in ranks.common(Forward):
@@ -662,9 +682,10 @@ class Weights(Check):
     def explain(self, ranks, steps, _, text):
         """What came before the first difference."""
         ours = steps[0]
-        if order := self.another_order(steps):
-            remedy = "give the optimizer a list in a fixed order, no set", "#what-must-be-equal"
-            return [wrong(f"{ours.line}, step {ours.number + 1}: {order}", remedy)]
+        for rank, other in enumerate(steps[1:], 1):
+            if only := sorted(set(ours.names) ^ set(other.names)):
+                text = f"{ours.line}: {only[0]} is in the optimizer of rank 0 or {rank} only"
+                return [wrong(text, ("give it the same parameters", "#what-must-be-equal"))]
         if ours.number == 0:
             return [wrong(f"{text} when it starts: not wrapped in DDP, or changed after it?")]
         earlier = first_differences(ranks, "gradients")
@@ -679,24 +700,6 @@ class Weights(Check):
             return [wrong(f"{text}, as the learning rate did before", see)]
         remedy = "load weights and optimizer on every rank, change them alike", "#checkpoints"
         return [wrong(f"{text}, though the gradients were equal", remedy)]
-
-    def another_order(self, steps):
-        """Whether the optimizers have the same parameters, which are equal, in another order; or
-        not the same ones."""
-        ours = dict(zip(steps[0].names, steps[0].weights))
-        for rank, step in enumerate(steps[1:], 1):
-            theirs = dict(zip(step.names, step.weights))
-            if ours.keys() != theirs.keys():
-                only = sorted(ours.keys() ^ theirs.keys())[0]
-                return f"{only} is in the optimizer of some ranks only"
-            by_name = [difference(ours[name], theirs[name]) for name in ours]
-            if step.names != steps[0].names and max(by_name) <= TOLERANCE:
-                where = [pair[0] != pair[1] for pair in zip(steps[0].names, step.names)].index(True)
-                pair = f"{steps[0].names[where]} on rank 0, {step.names[where]} on rank {rank}"
-                return (
-                    f"the optimizer has its parameters in another order: number {where} is {pair}"
-                )
-        return None
 
 
 class Gradients(Check):
@@ -726,8 +729,6 @@ class Gradients(Check):
         if step.closure:
             why = "its closure returns each rank's own loss, by which the optimizer decides?"
             remedy = "return the mean over ranks from the closure", "#an-optimizer-with-a-closure"
-        elif Weights().another_order(steps):
-            why, remedy = "the optimizers' parameters are not the same", ("see", "#model")
         elif not any(any(own[0].wrapped) for own in ranks.common(Step)):
             why, remedy = "nothing is wrapped in DDP", ("wrap the model", "#model")
         elif is_own:
@@ -1966,6 +1967,7 @@ class End(Note):
     lines: str
     stack: list
     busy: float
+    beat: int  # grows while the process lives
 
     def is_error(self):
         return bool(self.state) and self.state.startswith("Error")
@@ -1973,7 +1975,9 @@ class End(Note):
 
 ENDED = "the script has ended"
 DIED = "Error: died without a Python exception: killed (memory?), or a crash outside of Python"
-OF_OTHERS = "closed by peer|Connection (reset|refused)|Socket|NCCL|[Tt]imed? ?out"  # consequences
+# What another rank, or a collective that does not match, causes.
+OF_OTHERS = "closed by peer|Connection (reset|refused)|Socket|NCCL|[Tt]imed? ?out|preamble|expected"
+OF_OTHERS += " size|mismatch"
 
 
 class Steps(Check):
@@ -2039,14 +2043,14 @@ class Steps(Check):
     def ends(self, ranks, ends):
         states = [end.state for end in ends]
         failed = [rank for rank, end in enumerate(ends) if end.is_error()]
-        causes = [rank for rank in failed if not re.search(OF_OTHERS, states[rank])] or failed
+        causes = [rank for rank in failed if not re.search(OF_OTHERS, states[rank])]
         if set(states) == {ENDED} or not failed and any(end.signal for end in ends):
             return []
         if not failed and len(set(states)) == 1 and states[0]:
             return []
         remedy = "stop on all ranks or on none, with no dist. call on one alone", "#decisions"
         text = "the ranks do not end together:"
-        if failed:
+        if causes:
             which = f"rank {causes[0]}" if len(causes) == 1 else f"ranks {causes}"
             text = f"{which} failed:" if len(causes) < ranks.size else "all ranks failed:"
             remedy = "see its own message above; the others may only wait for it", "#decisions"
@@ -2315,6 +2319,10 @@ def report(ranks):
 # ---------------------------------------------------------------- the run
 
 
+def do_nothing(number, frame):
+    """A handler of SIGTERM: another thread reads it."""
+
+
 class Patience:
     """Whether no rank advances any more: none notes anything, or gets to other lines. One that is
     busy in one line is waited for longer."""
@@ -2323,19 +2331,28 @@ class Patience:
         self.wait, self.last = wait, [None, None]
         self.since = [time.monotonic()] * 2
         self.asked = None  # since when this rank is asked to end
+        self.beats = {}  # of each rank: the last, and since when
+
+    def is_alive(self, rank):
+        return time.monotonic() - self.beats[rank][1] < 2
 
     def is_over(self, ends, asked):
         if asked and self.asked is None:
             self.asked = time.monotonic()
-        every = [vars(end) for end in ends]
+        every = [{**vars(end), "beat": None} for end in ends]
         lines = [{**end, "busy": None} for end in every]
         for i, now in enumerate((every, lines)):
             if now != self.last[i]:
                 self.last[i], self.since[i] = now, time.monotonic()
+        for rank, end in enumerate(ends):
+            if end.beat != self.beats.get(rank, [None])[0]:
+                self.beats[rank] = end.beat, time.monotonic()
         failed = any(end.is_error() for end in ends)
         waits = [5, 30] if failed else [self.wait, 5 * self.wait]
         over = [time.monotonic() - since > wait for since, wait in zip(self.since, waits)]
-        over.append(self.asked and time.monotonic() - self.asked > 3)  # torchrun waits for 30 s
+        own_handler = asked == signal.SIGINT or signal.getsignal(signal.SIGTERM) is not do_nothing
+        limit = 10 if own_handler else 3  # the script may be saving; torchrun waits for 30
+        over.append(self.asked and time.monotonic() - self.asked > limit)
         return any(over) or all(end.state for end in ends)
 
 
@@ -2360,6 +2377,7 @@ def where_now(run, busy):
         lines=" < ".join(own_lines(frame)[:4]),
         stack=[(f.f_code.co_name, line) for f, line in traceback.walk_stack(frame)],
         busy=time.monotonic() if run.waits_for_workers else busy(),  # the workers are
+        beat=run.number("beat"),
     )
 
 
@@ -2377,15 +2395,16 @@ def observe(run):
             continue  # a rank still imports torch
         ends = [End(**pickle.loads(run.store.get(key))) for key in keys]
         is_over = patience.is_over(ends, run.signal)
-        alive = [rank for rank, end in enumerate(ends) if end.signal or end.state]
-        if is_over and run.rank == (alive[0] if run.signal and alive else 0):
-            for end in ends:
-                if run.signal and not end.signal and not end.state:
+        alive = [rank for rank in range(run.world_size) if patience.is_alive(rank)]
+        if is_over and run.rank == (alive[0] if run.signal else 0):
+            for rank, end in enumerate(ends):
+                if rank not in alive and not end.state:
                     end.state = DIED
             notes = [[*read(run.store, rank), end] for rank, end in enumerate(ends)]
             text, wrongs = report(Ranks(notes))
             print(text)
-            print(next_command(run.args))
+            if not run.args.spawned:
+                print(next_command(run.args))
             sys.stdout.flush()
             run.store.set("printed", repr(wrongs))
             time.sleep(1)  # the others read it
@@ -2393,11 +2412,11 @@ def observe(run):
 
 
 def next_command(args):
-    """That of compare.py, which starts its processes itself."""
+    """That of compare.py, which starts its processes itself, but not those of mp.spawn."""
     path = os.path.join(os.path.dirname(HERE), "compare.py")
     path = os.path.relpath(path, START) if os.path.exists(path) else "compare.py"
     words = ["python", path, *["-m"] * args.m, args.script, *args.flags]
-    return f"Next, on one process and on {args.nproc}, what no rule sees: {shlex.join(words)}"
+    return f"Run compare.py next (in the same folder): {shlex.join(words)}"
 
 
 def watch(run):
@@ -2424,13 +2443,10 @@ def watch(run):
 
 def answer_signals(run):
     """SIGTERM, which torchrun and mp.spawn send when another rank has died, and Ctrl-C end the run
-    with the report so far, also out of a collective: a thread reads them from a pipe. A script's
-    own handlers are its own."""
+    with the report so far, also out of a collective: a thread reads them from a pipe. If the script
+    has handlers of its own, they are called."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-
-    def asked(number, frame):
-        run.finish(f"ended by {signal.Signals(number).name}", 128 + number)
 
     def read_signals():
         while number := os.read(reading, 1):
@@ -2439,9 +2455,10 @@ def answer_signals(run):
 
     def forget():  # in a child, such as a loader worker
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGTERM) is do_nothing:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    signal.signal(signal.SIGTERM, asked)
+    signal.signal(signal.SIGTERM, do_nothing)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=lambda: quietly(forget))
     threading.Thread(target=read_signals, daemon=True).start()
@@ -2473,6 +2490,7 @@ def run_watched(run, script):
             print(end.code, file=sys.stderr)
         run.finish(f"Error SystemExit: {end.code}"[:300] if status else ENDED, status)
     except KeyboardInterrupt:
+        run.signal = signal.SIGINT
         run.finish("interrupted", 130)
     except BaseException as error:
         traceback.print_exc()
@@ -2563,6 +2581,8 @@ def starts_processes(path, seen):
 def start_by_torchrun(args):
     """Replace this process by torchrun."""
     print(f"check.py: torchrun --standalone --nproc-per-node {args.nproc} ...", flush=True)
+    if 0 < torch.cuda.device_count() < args.nproc:
+        print("check.py: fewer GPUs than processes: CUDA_VISIBLE_DEVICES= is for CPUs", flush=True)
     words = ["--standalone", "--nproc-per-node", str(args.nproc), HERE, *sys.argv[1:]]
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words])
 
@@ -2611,6 +2631,7 @@ def check_spawning_script(args):
 
 def main():
     args = parser.parse_args()
+    args.spawned = False
     if args.list:
         for each in CHECKS:
             words, title = each.remedy
@@ -2621,6 +2642,7 @@ def main():
     path = find_script(args)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         if starts_processes(path, set()):
+            args.spawned = True
             return check_spawning_script(args)
         return start_by_torchrun(args)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
