@@ -51,6 +51,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 import zlib
 from dataclasses import dataclass
 from datetime import timedelta
@@ -820,8 +821,7 @@ class Clipping(Check):
                 line, gradients = place(), [p.grad for p in parameters if p.grad is not None]
                 if any(hasattr(gradient, "placements") for gradient in gradients):
                     return original(parameters, *args, **kwargs)
-                found = [gradient.detach().float().norm() for gradient in gradients]
-                norms = torch.stack(found).tolist() if found else []
+                norms = [gradient.detach().float().norm().item() for gradient in gradients]
                 run.add(Clip(line, run.number("clip", line), norms, run.step.synced))
                 return original(parameters, *args, **kwargs)
 
@@ -924,8 +924,8 @@ class Modes(Check):
         if passes:
             only = sorted(set.symmetric_difference(set(values[0]), *values[1:]))
             which = [rank for rank, value in enumerate(values) if set(only) & set(value)]
-            text = f"{passes[0].line[0]}, pass {passes[0].number + 1}: {only[0] or 'the model'} is "
-            return [wrong(f"{text}in evaluation mode on ranks {which} only, here in training")]
+            module = f"{passes[0].line[0]}, pass {passes[0].number + 1}: ddp.module.{only[0]} "
+            return [wrong(f"{module}is in evaluation mode on ranks {which} only")]
         return [] if ranks.common(Forward) else None
 
 
@@ -967,15 +967,20 @@ class Hooks(Check):
     remedy = "change the gradients after backward()", "#gradients-without-the-wrapper"
 
     def watch(self, run):
-        def watched(hook, line, gradient_of):
+        def is_own(hook):
+            return own_file(getattr(getattr(hook, "__code__", None), "co_filename", "?"))
+
+        def watched(hook, parameter, gradient_of):
+            line = place()
             which = run.number("hook", line)
 
             @functools.wraps(hook)
             def call(given):
-                number = run.number("hooked", line, which)
-                if number >= 20 or id(gradient_of.parameter) not in run.wrapped:
+                number, gradient = run.number("hooked", line, which), gradient_of(given)
+                is_plain = gradient.layout == torch.strided and not hasattr(gradient, "placements")
+                if number >= 20 or id(parameter) not in run.wrapped or not is_plain:
                     return hook(given)
-                before = part_of(gradient_of(given), 64).copy()
+                before = part_of(gradient, 64).copy()
                 result = hook(given)
                 after = part_of(gradient_of(given) if result is None else result, 64)
                 with np.errstate(all="ignore"):
@@ -987,27 +992,15 @@ class Hooks(Check):
 
         @replace(torch.Tensor, "register_hook")
         def register(original, self, hook):
-            line = place()
-            if not isinstance(self, nn.Parameter) or line == (UNKNOWN,):
-                return original(self, hook)
-
-            def gradient_of(given):
-                return given
-
-            gradient_of.parameter = self
-            return original(self, watched(hook, line, gradient_of))
+            if isinstance(self, nn.Parameter) and is_own(hook):
+                hook = watched(hook, self, lambda gradient: gradient)
+            return original(self, hook)
 
         @replace(torch.Tensor, "register_post_accumulate_grad_hook")
         def register_post(original, self, hook):
-            line = place()
-            if line == (UNKNOWN,):
-                return original(self, hook)
-
-            def gradient_of(parameter):
-                return parameter if parameter.grad is None else parameter.grad
-
-            gradient_of.parameter = self
-            return original(self, watched(hook, line, gradient_of))
+            if is_own(hook):
+                hook = watched(hook, self, lambda p: p if p.grad is None else p.grad)
+            return original(self, hook)
 
     def compare(self, ranks):
         for calls in ranks.common(Hooked):
@@ -1242,18 +1235,20 @@ class Modules(Note):
 def note_modules(run):
     """Not at the end alone: what a function has made is gone by then. Batch norm's averages are
     each rank's own."""
-    others, found, plain = {}, {}, {}
+    others, found, plain, trained = {}, {}, {}, run.wrapped | run.trained
     for outer in outer_modules():
         kind = type(outer).__name__
         for name, parameter in outer.named_parameters():
-            if id(parameter) not in run.wrapped | run.trained:
+            if id(parameter) not in trained and not parameter.is_meta:
                 others.setdefault(f"{kind}.{name}", []).append(of(parameter, parameter))
         for name, buffer in outer.named_buffers():
-            if not re.search("running_|num_batches_tracked|n_averaged", name):
+            averages = re.search("running_|num_batches_tracked|n_averaged", name)
+            if not averages and not buffer.is_meta:
                 found.setdefault(f"{kind}.{name}", []).append(buffer)
         for path, module in outer.named_modules():
             for name, value in list(vars(module).items()):
-                if type(value) is torch.Tensor and not value.requires_grad and value.numel():
+                is_plain = type(value) is torch.Tensor and not value.requires_grad
+                if is_plain and value.numel() and not value.is_meta:
                     plain.setdefault(".".join(filter(None, (kind, path, name))), []).append(value)
     buffers, attributes = [
         {name: summary(tensors[0]) for name, tensors in named.items() if len(tensors) == 1}
@@ -1454,16 +1449,16 @@ class WatchedPass:
 
 @watcher
 def watch_loaders(run):
-    of_loaders = {}  # by id: the loader, its number, its Indices
+    known = weakref.WeakKeyDictionary()  # of each loader: its number, and its Indices
 
     @replace(DataLoader, "__iter__")
     def iterate(original, self):
         run.step.new_pass = True
         line, is_map = place(), not isinstance(self.dataset, IterableDataset)
         what = "sampler" if self.batch_sampler is None else "batch_sampler"
-        if id(self) not in of_loaders:
-            of_loaders[id(self)] = self, run.number("loader"), Indices(getattr(self, what), run)
-        _, number, indices = of_loaders[id(self)]
+        if self not in known:
+            known[self] = run.number("loader"), Indices(getattr(self, what), run)
+        number, indices = known[self]
         own = {"worker_init_fn": self.worker_init_fn, "collate_fn": self.collate_fn}
         stand_in = {}
         if self.num_workers and is_map:  # others may draw an order, which is the same on all ranks
@@ -1544,7 +1539,7 @@ class Elsewhere:
 
     class File:
         def __reduce__(self):
-            return runpy.run_path, (HERE, None, "check")
+            return runpy.run_path, (HERE, None, "elsewhere")
 
     def __init__(self, name):
         self.name = name
@@ -2511,18 +2506,20 @@ def run_script(args):
 
 
 def find_script(args):
-    """Its file; and let files beside it count as the script's own."""
+    """Its file; and let files beside it, or in its package, count as the script's own. Nothing is
+    imported yet."""
     path = os.path.join(START, args.script)
+    folder = os.path.dirname(path)
     if args.m:
         sys.path[0] = START
-        spec = find_spec(args.script)
-        path = spec.origin if spec and spec.origin else path
-        package = args.script.count(".") + (spec is not None and spec.name != args.script)
-        folder = os.path.dirname(path)
-        for _ in range(package):
-            folder = os.path.dirname(folder)
-    else:
-        folder = os.path.dirname(path)
+        first, *others = args.script.split(".")
+        spec = find_spec(first)
+        if spec and spec.submodule_search_locations:  # a package
+            folder = list(spec.submodule_search_locations)[0]
+            path = os.path.join(folder, *others)
+            path = os.path.join(path, "__main__.py") if os.path.isdir(path) else f"{path}.py"
+        elif spec and spec.origin:
+            path, folder = spec.origin, os.path.dirname(spec.origin)
     SCRIPT_FOLDER[0] = os.path.normpath(folder) + os.sep
     return path
 
@@ -2553,8 +2550,8 @@ def refuse_processes(may_start):
         original(self)
 
 
-def starts_processes(path, seen):
-    """Whether a script, or a file beside it that it imports, calls mp.spawn or Process."""
+def calls_spawn(path, seen):
+    """Whether a script, or a file beside it that it imports, calls mp.spawn."""
     if path in seen or not os.path.isfile(path):
         return False
     seen.add(path)
@@ -2563,18 +2560,17 @@ def starts_processes(path, seen):
             nodes = list(ast.walk(ast.parse(file.read())))
         except SyntaxError:
             return False  # Python will say it
-    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
-    names = {getattr(call, "attr", getattr(call, "id", "")) for call in calls}
-    if names & {"spawn", "start_processes", "Process"}:
+    calls = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
+    spawns = [call for call in calls if re.search(r"(^|\.)(spawn|start_processes)$", call)]
+    if any(not re.search("rng|rand|seed", call.lower()) for call in spawns):  # numpy's spawn, too
         return True
     imported = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     imported += [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
-    for name in imported:
-        for end in ".py", f"{os.sep}__init__.py":
-            below = os.path.join(SCRIPT_FOLDER[0], name.replace(".", os.sep) + end)
-            beside = os.path.join(os.path.dirname(path), name.replace(".", os.sep) + end)
-            if starts_processes(below, seen) or starts_processes(beside, seen):
-                return True
+    folders = {os.path.dirname(path), SCRIPT_FOLDER[0], os.path.dirname(SCRIPT_FOLDER[0][:-1])}
+    for name, folder in itertools.product(imported, folders):
+        module = os.path.join(folder, name.replace(".", os.sep))
+        if calls_spawn(f"{module}.py", seen) or calls_spawn(f"{module}/__init__.py", seen):
+            return True
     return False
 
 
@@ -2591,16 +2587,16 @@ def check_spawning_script(args):
     """Run a script that starts its processes itself. This one only has the store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    @replace(torch.multiprocessing, "spawn")
-    def spawn(original, fn, *others, **options):
-        nprocs = options.get("nprocs", (*others, 1, 1)[1])
-        in_process = Elsewhere("run_spawned")
-        fn = functools.partial(in_process, args, store.port, nprocs, fn)
-        return original(fn, *others, **options)
+    for name in "spawn", "start_processes":
+
+        @replace(torch.multiprocessing, name)
+        def spawn(original, fn, *others, **options):
+            nprocs = options.get("nprocs", (*others, 1, 1)[1])
+            in_process = Elsewhere("run_spawned")
+            fn = functools.partial(in_process, args, store.port, nprocs, fn)
+            return original(fn, *others, **options)
 
     def use_torchrun(*_):
-        if os.getpid() == own and dist.is_initialized():
-            refuse("a script with one process per machine cannot be watched")
         if os.getpid() == own:
             start = f"torchrun --standalone --nproc-per-node {args.nproc} {parser.prog} ..."
             refuse(f"start it with torchrun, as it has not called mp.spawn: {start}")
@@ -2641,7 +2637,7 @@ def main():
         parser.error("which script?")
     path = find_script(args)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        if starts_processes(path, set()):
+        if calls_spawn(path, set()):
             args.spawned = True
             return check_spawning_script(args)
         return start_by_torchrun(args)
@@ -2651,9 +2647,11 @@ def main():
     hour = timedelta(hours=1)
     store = dist.TCPStore(host, port, is_master=not agent and rank == 0, timeout=hour)
 
-    @replace(torch.multiprocessing, "spawn")
-    def spawn(original, *args, **kwargs):
-        refuse("start it with python check.py, not torchrun, as this script calls mp.spawn")
+    for name in "spawn", "start_processes":
+
+        @replace(torch.multiprocessing, name)
+        def spawn(original, *args, **kwargs):
+            refuse("start it with python check.py, not torchrun, as this script calls mp.spawn")
 
     @replace(dist, "init_process_group")
     def init(original, *args, **kwargs):
