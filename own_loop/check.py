@@ -778,7 +778,8 @@ class LearningRate(Check):
         @replace(ReduceLROnPlateau, "step")
         def plateau(original, self, metrics, *args, **kwargs):
             line = place()
-            run.add(Plateau(line, run.number("plateau", line), float(metrics)))
+            metric = float(metrics.detach() if torch.is_tensor(metrics) else metrics)
+            run.add(Plateau(line, run.number("plateau", line), metric))
             return original(self, metrics, *args, **kwargs)
 
     def compare(self, ranks):
