@@ -126,7 +126,7 @@ def own_file(name):
     path = os.path.normpath(os.path.join(START, name))
     if path == HERE or name.startswith("<") or is_library(path) or not os.path.exists(path):
         return None
-    return os.path.relpath(path, START)
+    return min(path, os.path.relpath(path, START), key=len)
 
 
 def own_lines(frame):
@@ -2309,8 +2309,10 @@ def report(ranks):
             title = PAGE + title if title.startswith("#") else title
             remedy = f"{'':23} -> {words}: {title}"
             found[verdict].append([f"{verdict:8} {each.name:14} {text}", remedy])
-    lines = [line for blocks in found.values() for block in blocks for line in block]
     steps, wrongs, looks = len(ranks.common(Step)), len(found["WRONG"]), len(found["look"])
+    if steps == 0:
+        del found["not seen"]  # all of them
+    lines = [line for blocks in found.values() for block in blocks for line in block]
     end = f"check.py: {steps} steps on {ranks.size} processes, {wrongs or 'nothing'} WRONG"
     end += f", {looks} to look at" if looks else ""
     if steps == 0:
@@ -2352,6 +2354,7 @@ class Patience:
             if end.beat != self.beats.get(rank, [None])[0]:
                 self.beats[rank] = end.beat, time.monotonic()
         failed = any(end.is_error() for end in ends)
+        failed |= not all(end.state or self.is_alive(rank) for rank, end in enumerate(ends))
         waits = [5, 30] if failed else [self.wait, 5 * self.wait]
         over = [time.monotonic() - since > wait for since, wait in zip(self.since, waits)]
         own_handler = asked == signal.SIGINT or signal.getsignal(signal.SIGTERM) is not do_nothing
@@ -2400,7 +2403,7 @@ def observe(run):
         ends = [End(**pickle.loads(run.store.get(key))) for key in keys]
         is_over = patience.is_over(ends, run.signal)
         alive = [rank for rank in range(run.world_size) if patience.is_alive(rank)]
-        if is_over and run.rank == (alive[0] if run.signal else 0):
+        if is_over and run.rank == alive[0]:
             for rank, end in enumerate(ends):
                 if rank not in alive and not end.state:
                     end.state = DIED
@@ -2634,6 +2637,22 @@ def check_spawning_script(args):
     sys.exit(1 if args.strict and wrongs != 0 else status)
 
 
+def keep_store(host, port):
+    """The store in a process of its own, which outlives rank 0 for a while, if that dies without a
+    report. (torchrun has such a store; a Mac cannot fork now.)"""
+    if os.fork() > 0:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent, end = os.getppid(), None
+    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    while not store.check(["check.py/printed"]) and (end is None or time.monotonic() < end):
+        if end is None and os.getppid() != parent:
+            end = time.monotonic() + 20
+        time.sleep(0.3)
+    time.sleep(2)  # the others read it
+    LEAVE(0)
+
+
 def main():
     args = parser.parse_args()
     args.spawned = False
@@ -2653,8 +2672,11 @@ def main():
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + (not agent)
-    hour = timedelta(hours=1)
-    store = dist.TCPStore(host, port, is_master=not agent and rank == 0, timeout=hour)
+    is_mine = not agent and rank == 0
+    if is_mine and sys.platform == "linux":
+        is_mine = False
+        keep_store(host, port)
+    store = dist.TCPStore(host, port, is_master=is_mine, timeout=timedelta(hours=1))
 
     for name in "spawn", "start_processes":
 
