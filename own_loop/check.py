@@ -51,6 +51,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 import weakref
 import zlib
 from dataclasses import dataclass
@@ -2640,8 +2641,10 @@ def check_spawning_script(args):
 def keep_store(host, port):
     """The store in a process of its own, which outlives rank 0 for a while, if that dies without a
     report. (torchrun has such a store; a Mac cannot fork now.)"""
-    if os.fork() > 0:
-        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy may have threads, which the child does not use
+        if os.fork() > 0:
+            return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent, end = os.getppid(), None
     store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
