@@ -2411,8 +2411,7 @@ def observe(run):
             notes = [[*read(run.store, rank), end] for rank, end in enumerate(ends)]
             text, wrongs = report(Ranks(notes))
             print(text)
-            if not run.args.spawned:
-                print(next_command(run.args))
+            print(next_command(run.args))
             sys.stdout.flush()
             run.store.set("printed", repr(wrongs))
             time.sleep(1)  # the others read it
@@ -2420,7 +2419,7 @@ def observe(run):
 
 
 def next_command(args):
-    """That of compare.py, which starts its processes itself, but not those of mp.spawn."""
+    """That of compare.py, which starts its processes itself."""
     path = os.path.join(os.path.dirname(HERE), "compare.py")
     path = os.path.relpath(path, START) if os.path.exists(path) else "compare.py"
     words = ["python", path, *["-m"] * args.m, args.script, *args.flags]
@@ -2658,7 +2657,6 @@ def keep_store(host, port):
 
 def main():
     args = parser.parse_args()
-    args.spawned = False
     if args.list:
         for each in CHECKS:
             words, title = each.remedy
@@ -2669,7 +2667,6 @@ def main():
     path = find_script(args)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         if calls_spawn(path, set()):
-            args.spawned = True
             return check_spawning_script(args)
         return start_by_torchrun(args)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
