@@ -299,6 +299,7 @@ class Run:
         self.taken = {}  # of each pass over a loader: the number of its last batch
         self.wrapped, self.trained = set(), set()  # ids of parameters that DDP and optimizers have
         self.waits_for_workers = self.compiles = False
+        self.rows = None  # samples of the last pass through ddp
         self.at_end = []  # functions to call before the report
         self.state = self.status = self.signal = None  # how the script ended, and its exit status
         handle, self.drawn_in_workers = tempfile.mkstemp(prefix="check-")  # loader workers append
@@ -901,6 +902,7 @@ def watch_wrappers(run):
             sent=sent,
         )
         outputs = original(self, *inputs, **kwargs)
+        run.rows = note.rows
         run.step.forwards += 1
         run.step.synced = self.require_backward_grad_sync
         run.step.unsynced += not run.step.synced
@@ -1249,8 +1251,9 @@ def note_modules(run):
                 found.setdefault(f"{kind}.{name}", []).append(buffer)
         for path, module in outer.named_modules():
             for name, value in list(vars(module).items()):
-                is_plain = type(value) is torch.Tensor and not value.requires_grad
-                if is_plain and value.numel() and not value.is_meta:
+                if type(value) is not torch.Tensor or value.requires_grad or value.is_meta:
+                    continue
+                if value.numel() and value.shape[:1] != (run.rows,):  # not of one batch only
                     plain.setdefault(".".join(filter(None, (kind, path, name))), []).append(value)
     buffers, attributes = [
         {name: summary(tensors[0]) for name, tensors in named.items() if len(tensors) == 1}
