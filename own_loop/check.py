@@ -54,7 +54,7 @@ import traceback
 import warnings
 import weakref
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
 
@@ -88,6 +88,7 @@ parser.add_argument("--steps", type=int, default=50, help="optimizer steps befor
 parser.add_argument("--short", type=int, help="end each pass over a DataLoader after these batches")
 parser.add_argument("--wait", type=float, default=60, help="seconds until a hang is reported")
 parser.add_argument("--nproc", type=int, default=2, help="processes, if started without torchrun")
+parser.add_argument("--spawn", action="store_true", help="the script calls mp.spawn, in a module")
 parser.add_argument("--strict", action="store_true", help="status 1 if something is WRONG")
 parser.add_argument("--list", action="store_true", help="print what is checked, and exit")
 parser.add_argument("-m", action="store_true", help="the script is a module, as in python -m")
@@ -277,15 +278,6 @@ class Note:
         return tuple(getattr(self, name) for name in self.by)
 
 
-class OfAStep:
-    """What has happened since the last optimizer.step()."""
-
-    def __init__(self):
-        self.forwards = self.backwards = self.unsynced = 0
-        self.synced, self.finds_unused, self.new_pass = True, False, False
-        self.losses, self.scales, self.reduced, self.means = [], [], set(), []
-
-
 class Run:
     """What this rank does, for the checks' `watch`: `add` a note."""
 
@@ -294,8 +286,9 @@ class Run:
         self.pid, self.main_thread = os.getpid(), threading.current_thread()
         self.new, self.sent, self.counts, self.progress = [], 0, {}, 0
         self.steps = 0  # of all optimizers
-        self.step = OfAStep()
-        self.random = None  # the generators' states after the last step
+        self.step = Step()  # the next one, as far as it is known
+        self.reduced, self.means = set(), []  # since the last step: all-reduced numbers, Mean notes
+        self.random = self.before_fetch = None  # the generators' states then, and after a step
         self.taken = {}  # of each pass over a loader: the number of its last batch
         self.wrapped, self.trained = set(), set()  # ids of parameters that DDP and optimizers have
         self.waits_for_workers = self.compiles = False
@@ -321,7 +314,7 @@ class Run:
 
     def add(self, note):
         with self.lock:
-            self.new.append((type(note).__name__, vars(note)))
+            self.new.append((type(note).__name__, dict(vars(note))))
             self.progress += 1
 
     def send(self):
@@ -453,27 +446,28 @@ class Step(Note):
     """The state at an optimizer.step(): lists have an entry for each parameter."""
 
     by = "optimizer", "number"
-    optimizer: int
-    number: int
-    line: str
-    names: list
-    wrapped: list
-    weights: list
-    gradients: list
-    settings: list
-    cards: set  # GPUs
-    group: int  # the process group's size
-    taken: dict  # of each pass over a loader: the number of its last batch
-    drawn: dict  # random numbers since the last step
-    closure: bool
-    new_pass: bool  # since the last step
-    forwards: int
-    backwards: int
-    synced: bool  # the last pass through ddp
-    unsynced: int
-    finds_unused: bool
-    losses: list
-    scales: list
+    optimizer: int = 0
+    number: int = 0
+    line: str = ""
+    names: list = ()
+    wrapped: list = ()
+    weights: list = ()
+    gradients: list = ()
+    settings: list = ()
+    cards: set = ()  # GPUs
+    group: int = None  # the process group's size
+    taken: dict = None  # of each pass over a loader: the number of its last batch
+    closure: bool = False
+    # Since the last step:
+    drawn: dict = None  # random numbers
+    new_pass: bool = False  # over a loader
+    forwards: int = 0
+    backwards: int = 0
+    synced: bool = True  # the last pass through ddp
+    unsynced: int = 0
+    finds_unused: bool = False
+    losses: list = field(default_factory=list)
+    scales: list = field(default_factory=list)
 
     def is_reordered(self, other):
         """Whether another rank's optimizer has the same parameters, in another order."""
@@ -528,41 +522,29 @@ def watch_steps(run):
         settings = [
             (k, v.item() if torch.is_tensor(v) else v) for k, v in settings if k != "params"
         ]
-        step, number = run.step, optimizer.check_number
-        run.add(
-            Step(
-                optimizer=number,
-                number=run.number("step", number),
-                line=place()[0],
-                names=[name_of(p, number) for number, p in enumerate(parameters)],
-                wrapped=[id(p) in run.wrapped for p in parameters],
-                weights=[of(p, p) for p in parameters],
-                gradients=[of(p, p.grad) for p in parameters],
-                settings=[(k, v) for k, v in settings if isinstance(v, (int, float, tuple))],
-                cards={card(p.device) for p in parameters if p.is_cuda},
-                group=dist.get_world_size() if dist.is_initialized() else None,
-                taken=dict(run.taken),
-                drawn=drawn_since(run.random) if run.random else {},
-                closure=callable((*args, None, None)[1]) or callable(kwargs.get("closure")),
-                new_pass=step.new_pass,
-                forwards=step.forwards,
-                backwards=step.backwards,
-                synced=step.synced,
-                unsynced=step.unsynced,
-                finds_unused=step.finds_unused,
-                losses=step.losses,
-                scales=step.scales,
-            )
-        )
-        for note in step.means:
-            note.reduced = float(note.count) in step.reduced
-            run.add(note)
+        step = run.step
+        step.optimizer = optimizer.check_number
+        step.number, step.line = run.number("step", step.optimizer), place()[0]
+        step.names = [name_of(p, number) for number, p in enumerate(parameters)]
+        step.wrapped = [id(p) in run.wrapped for p in parameters]
+        step.weights = [of(p, p) for p in parameters]
+        step.gradients = [of(p, p.grad) for p in parameters]
+        step.settings = [(k, v) for k, v in settings if isinstance(v, (int, float, tuple))]
+        step.cards = {card(p.device) for p in parameters if p.is_cuda}
+        step.group = dist.get_world_size() if dist.is_initialized() else None
+        step.taken = dict(run.taken)
+        step.closure = callable((*args, None, None)[1]) or callable(kwargs.get("closure"))
+        step.drawn = drawn_since(run.random) if run.random else {}
+        run.add(step)
+        for mean in run.means:
+            mean.reduced = float(mean.count) in run.reduced
+            run.add(mean)
 
     def after_step(optimizer, args, kwargs):
         depth[0] -= 1
         if depth[0] == 0:
             run.steps += 1
-            run.step = OfAStep()
+            run.step, run.reduced, run.means = Step(), set(), []
             if run.steps in (3, 12, 48):
                 note_modules(run)
             run.random = random_states()
@@ -971,40 +953,26 @@ class Hooks(Check):
     remedy = "change the gradients after backward()", "#gradients-without-the-wrapper"
 
     def watch(self, run):
-        def is_own(hook):
-            return own_file(getattr(getattr(hook, "__code__", None), "co_filename", "?"))
-
-        def watched(hook, parameter, gradient_of):
+        @replace(torch.Tensor, "register_hook")
+        def register(original, self, hook):
             line = place()
+            if not isinstance(self, nn.Parameter) or line[0] == UNKNOWN:
+                return original(self, hook)
             which = run.number("hook", line)
 
             @functools.wraps(hook)
-            def call(given):
-                number, gradient = run.number("hooked", line, which), gradient_of(given)
-                is_plain = gradient.layout == torch.strided and not hasattr(gradient, "placements")
-                if number >= 20 or id(parameter) not in run.wrapped or not is_plain:
-                    return hook(given)
+            def watched(gradient):
+                number = run.number("hooked", line, which)
+                if number >= 20 or id(self) not in run.wrapped or gradient.is_sparse:
+                    return hook(gradient)
                 before = part_of(gradient, 64).copy()
-                result = hook(given)
-                after = part_of(gradient_of(given) if result is None else result, 64)
+                result = hook(gradient)
+                after = part_of(gradient if result is None else result, 64)
                 with np.errstate(all="ignore"):
-                    ratios = (after / before).tolist()
-                run.add(Hooked(line, which, number, ratios))
+                    run.add(Hooked(line, which, number, (after / before).tolist()))
                 return result
 
-            return call
-
-        @replace(torch.Tensor, "register_hook")
-        def register(original, self, hook):
-            if isinstance(self, nn.Parameter) and is_own(hook):
-                hook = watched(hook, self, lambda gradient: gradient)
-            return original(self, hook)
-
-        @replace(torch.Tensor, "register_post_accumulate_grad_hook")
-        def register_post(original, self, hook):
-            if is_own(hook):
-                hook = watched(hook, self, lambda p: p if p.grad is None else p.grad)
-            return original(self, hook)
+            return original(self, watched)
 
     def compare(self, ranks):
         for calls in ranks.common(Hooked):
@@ -1051,7 +1019,7 @@ class Denominators(Check):
             losses = [loss for loss in leaves if loss.numel() == 1]
             run.step.losses += [round(float(loss.detach()), 9) for loss in losses]
             if not recomputes and leaves and leaves[0].grad_fn is not None:
-                line, found = place(), self.divisors(leaves[0].grad_fn, run.step.reduced)
+                line, found = place(), self.divisors(leaves[0].grad_fn, run.reduced)
                 run.add(Divisors(line, run.number("divisors", line), found))
             return original(tensors, *args, **kwargs)
 
@@ -1125,7 +1093,7 @@ class MeanLosses(Check):
                         valid = target[target != given["ignore_index"]]
                         partial = weight is not None or valid.numel() < target.numel()
                         count = valid.numel() if weight is None else weight[valid].sum().item()
-                    run.step.means.append(Mean(line, run.number("mean", line), count, partial))
+                    run.means.append(Mean(line, run.number("mean", line), count, partial))
                 return original(*args, **kwargs)
 
         for name in self.COUNTED + self.ELEMENTS:
@@ -1177,7 +1145,7 @@ class Collectives(Check):
         def small_values(tensor):
             """One may be the number of samples that a loss is a mean over."""
             if torch.is_tensor(tensor) and 0 < tensor.numel() <= 16 and not tensor.is_complex():
-                run.step.reduced.update(map(float, tensor.detach().flatten().tolist()))
+                run.reduced.update(map(float, tensor.detach().flatten().tolist()))
 
         def watch(name):
             signature = inspect.signature(getattr(dist, name))
@@ -1370,12 +1338,6 @@ class Workers(Note):
     drawn: dict
 
 
-class Given(list):
-    """The indices of a pass's batches, and the random numbers' states after the last."""
-
-    states = None
-
-
 class Indices:
     """Stands for a loader's sampler, or sampler of batches: keeps what it gives."""
 
@@ -1383,7 +1345,7 @@ class Indices:
         self.sampler, self.run = sampler, run
 
     def __iter__(self):
-        self.given = Given()
+        self.given = []
         return self.give(iter(self.sampler), self.given)
 
     def give(self, iterator, given):
@@ -1395,7 +1357,7 @@ class Indices:
                 return
             self.run.step.new_pass |= bool(drawn_since(before))  # an order: the same on all ranks
             given.append(indices)
-            given.states = random_states()
+            self.run.before_fetch = random_states()
             yield indices
 
     def __len__(self):
@@ -1443,7 +1405,7 @@ class WatchedPass:
         indices, drawn = None, {}
         if self.given:
             indices = original_indices(self.loader.dataset, self.given[self.batches])
-            drawn = {} if self.loader.num_workers else drawn_since(self.given.states)
+            drawn = {} if self.loader.num_workers else drawn_since(self.run.before_fetch)
         samples = contents_of(batch, indices)
         run.add(Batch(self.line, self.number, self.batches, samples, drawn))
         self.batches, self.steps = self.batches + 1, run.steps
@@ -2565,28 +2527,12 @@ def refuse_processes(may_start):
         original(self)
 
 
-def calls_spawn(path, seen):
-    """Whether a script, or a file beside it that it imports, calls mp.spawn."""
-    if path in seen or not os.path.isfile(path):
+def calls_spawn(path):
+    """Whether a script starts its processes by mp.spawn, not by torchrun."""
+    if not os.path.isfile(path):
         return False
-    seen.add(path)
-    with open(path, "rb") as file:
-        try:
-            nodes = list(ast.walk(ast.parse(file.read())))
-        except SyntaxError:
-            return False  # Python will say it
-    calls = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
-    spawns = [call for call in calls if re.search(r"(^|\.)(spawn|start_processes)$", call)]
-    if any(not re.search("rng|rand|seed", call.lower()) for call in spawns):  # numpy's spawn, too
-        return True
-    imported = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-    imported += [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
-    folders = {os.path.dirname(path), SCRIPT_FOLDER[0], os.path.dirname(SCRIPT_FOLDER[0][:-1])}
-    for name, folder in itertools.product(imported, folders):
-        module = os.path.join(folder, name.replace(".", os.sep))
-        if calls_spawn(f"{module}.py", seen) or calls_spawn(f"{module}/__init__.py", seen):
-            return True
-    return False
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return bool(re.search(r"\b(spawn|start_processes)\(", file.read()))
 
 
 def start_by_torchrun(args):
@@ -2669,7 +2615,7 @@ def main():
         parser.error("which script?")
     path = find_script(args)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        if calls_spawn(path, set()):
+        if args.spawn or calls_spawn(path):
             return check_spawning_script(args)
         return start_by_torchrun(args)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -2685,7 +2631,9 @@ def main():
 
         @replace(torch.multiprocessing, name)
         def spawn(original, *args, **kwargs):
-            refuse("start it with python check.py, not torchrun, as this script calls mp.spawn")
+            refuse(
+                "start it with python check.py --spawn, not torchrun: this script calls mp.spawn"
+            )
 
     @replace(dist, "init_process_group")
     def init(original, *args, **kwargs):
