@@ -51,7 +51,6 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
 import weakref
 import zlib
 from dataclasses import dataclass, field
@@ -2586,24 +2585,6 @@ def check_spawning_script(args):
     sys.exit(1 if args.strict and wrongs != 0 else status)
 
 
-def keep_store(host, port):
-    """The store in a process of its own, which outlives rank 0 for a while, if that dies without a
-    report. (torchrun has such a store; a Mac cannot fork now.)"""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numpy may have threads, which the child does not use
-        if os.fork() > 0:
-            return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent, end = os.getppid(), None
-    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
-    while not store.check(["check.py/printed"]) and (end is None or time.monotonic() < end):
-        if end is None and os.getppid() != parent:
-            end = time.monotonic() + 20
-        time.sleep(0.3)
-    time.sleep(2)  # the others read it
-    LEAVE(0)
-
-
 def main():
     args = parser.parse_args()
     if args.list:
@@ -2621,11 +2602,8 @@ def main():
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + (not agent)
-    is_mine = not agent and rank == 0
-    if is_mine and sys.platform == "linux":
-        is_mine = False
-        keep_store(host, port)
-    store = dist.TCPStore(host, port, is_master=is_mine, timeout=timedelta(hours=1))
+    hour = timedelta(hours=1)
+    store = dist.TCPStore(host, port, is_master=not agent and rank == 0, timeout=hour)
 
     for name in "spawn", "start_processes":
 
