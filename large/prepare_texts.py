@@ -286,7 +286,7 @@ def lock_folder(folder, seconds=0):
     """Keep other processes out of a folder for as long as the returned file is open: the system
     closes it when this process ends, in whatever way. Raises BlockingIOError if another process is
     in the folder, and stays there for so many seconds."""
-    end = time.monotonic() + seconds
+    end = None
     while True:
         lock = open(folder / "lock", "w")
         try:
@@ -294,12 +294,15 @@ def lock_folder(folder, seconds=0):
             return lock
         except BlockingIOError:
             lock.close()
-            if time.monotonic() >= end:
-                raise
-            time.sleep(1)
         except OSError:
             print(f"the disk of {folder} has no locks: let no other process write there")
             return lock
+        if end is None:
+            end = time.monotonic() + seconds
+            print(f"another process is in {folder}: waits {seconds} s for its end", flush=True)
+        if time.monotonic() >= end:
+            raise BlockingIOError
+        time.sleep(1)
 
 
 def main(args):
