@@ -283,25 +283,26 @@ class TokenFile:
 
 
 def lock_folder(folder, seconds=0):
-    """Keep other processes out of a folder for as long as the returned file is open: the system
-    closes it when this process ends, in whatever way. Raises BlockingIOError if another process is
-    in the folder, and stays there for so many seconds."""
-    end = None
+    """Keep other runs out of a folder for as long as the returned file is open: the system closes
+    it when this process ends, in whatever way. If another one is in it, and does not end within so
+    many seconds, this one ends."""
+    path, end = folder / "lock", None
     while True:
-        lock = open(folder / "lock", "w")
+        lock = open(path, "w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock
         except BlockingIOError:
             lock.close()
         except OSError:
-            print(f"the disk of {folder} has no locks: let no other process write there")
+            print(f"the disk of {folder} has no locks: start no second run there", flush=True)
             return lock
         if end is None:
             end = time.monotonic() + seconds
-            print(f"another process is in {folder}: waits {seconds} s for its end", flush=True)
+            print(f"{folder} is locked: waits up to {seconds} s", flush=True)
         if time.monotonic() >= end:
-            raise BlockingIOError
+            remedy = f"if its machine has died, delete {path}"
+            raise SystemExit(f"another run is still in {folder}; {remedy}")
         time.sleep(1)
 
 
@@ -312,25 +313,26 @@ def main(args):
     if not args.texts.exists():
         parser.error(f"there is no {args.texts}")
     description = describe_tokenizer(args.tokenizer)
-    tokenizer = build_tokenizer(description)
     print(f"tokenizer: {description['name']}", flush=True)  # bytes, if tiktoken is not installed
     args.output.mkdir(parents=True, exist_ok=True)
     texts = Texts(args.texts, args.field, args.output)
-    if identity(args.texts) == texts.output:
+    if texts.output in texts.known:
         parser.error("--output must not be the folder of the texts")
+    # In this order, or the pool's processes would have the lock, too.
     with multiprocessing.Pool(args.workers, start_worker, [description]) as pool:
-        try:  # now: before, the pool's processes would have the lock, too
-            lock = lock_folder(args.output)
-        except BlockingIOError:
-            parser.error(f"another process writes into {args.output}")
-        (args.output / "tokens.json").unlink(missing_ok=True)  # written last: then all is there
-        (args.output / "tokenizer.json").write_text(json.dumps(description))
-        train, val = TokenFile(args.output, "train"), TokenFile(args.output, "val")
-        documents, dtype = 0, None
-        for batch in make_batches(texts.pieces()):
-            for ids, begins in pool.imap(tokenize, batch, chunksize=8):
-                documents, dtype = documents + begins, ids.dtype
-                (val if documents % args.hold_out == 0 else train).write(ids)
+        with lock_folder(args.output):
+            write_tokens(args, texts, description, pool)
+
+
+def write_tokens(args, texts, description, pool):
+    (args.output / "tokens.json").unlink(missing_ok=True)  # written last: then all is there
+    (args.output / "tokenizer.json").write_text(json.dumps(description))
+    train, val = TokenFile(args.output, "train"), TokenFile(args.output, "val")
+    documents, dtype = 0, None
+    for batch in make_batches(texts.pieces()):
+        for ids, begins in pool.imap(tokenize, batch, chunksize=8):
+            documents, dtype = documents + begins, ids.dtype
+            (val if documents % args.hold_out == 0 else train).write(ids)
     for line in texts.left_out():
         print(line, flush=True)
     if documents == 0:
@@ -342,6 +344,7 @@ def main(args):
         if train.count < held_out_tokens + 2:
             parser.error(f"{args.texts} has only {train.count} tokens")
         train.move_end(held_out_tokens, dtype, val)
+    tokenizer = build_tokenizer(description)
     about = {
         "tokenizer": description["name"],
         "vocabulary": tokenizer.vocabulary,
@@ -352,7 +355,6 @@ def main(args):
     }
     (args.output / "tokens.json.tmp").write_text(json.dumps(about))
     os.replace(args.output / "tokens.json.tmp", args.output / "tokens.json")
-    lock.close()
     print(f"{args.output}: {documents:,} documents")
     print(f"{train.count:,} tokens for training, {val.count:,} for validation: {held_out}")
 

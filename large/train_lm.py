@@ -84,9 +84,11 @@ add("--layers", type=int, help="layers (blocks)")
 add("--width", type=int, help="features of a token")
 add("--heads", type=int, help="attention heads; a width of 128 for each is fast")
 add("--length", type=int, default=1024, help="tokens of a sequence")
-add = parser.add_argument_group("training").add_argument
-add("--steps", type=int, default=1000, help="of the whole run; may change on --resume")
-add("--epochs", type=float, help="how often to read all texts, instead of --steps")
+training = parser.add_argument_group("training")
+add = training.add_mutually_exclusive_group().add_argument  # these two may change on --resume
+add("--steps", type=int, default=1000, help="of the whole run")
+add("--epochs", type=float, help="instead of --steps: how often all texts are read")
+add = training.add_argument
 add("--batch-size", type=int, default=512, help="sequences per step, over all GPUs")
 add("--lr", type=float, help="highest learning rate; None: 6e-4 * (768 / width) ** 0.5")
 add("--warmup-steps", type=int, help="in which it rises; None: 100, or a tenth of few --steps")
@@ -766,11 +768,7 @@ def lock_output(args):
         for pattern in "step-*", "*.jsonl", "*.json", "*.pt":  # not a log that is there already
             for path in args.output.glob(pattern):
                 parser.error(f"{args.output} has {path.name}, but no run of this script: change it")
-    try:
-        lock = lock_folder(args.output, LOCK_SECONDS if args.resume else 0)
-    except BlockingIOError:
-        remedy = f"if its machine has died, delete {args.output / 'lock'}"
-        parser.error(f"another run is still in {args.output} ({remedy})")
+    lock = lock_folder(args.output, LOCK_SECONDS if args.resume else 0)
     if not latest_path.exists():
         return lock
     if not args.resume:
