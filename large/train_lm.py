@@ -588,10 +588,9 @@ class Checkpoints:
         self.writing = None  # the number of the step, and what the thread will return
 
     def steps_until_due(self, step_seconds):
-        """In how many steps to save; 0: now."""
-        if self.writing is not None:
-            return math.inf
-        return max(0, math.ceil((self.due - time.perf_counter()) / step_seconds))
+        """In how many steps to save; 0: now; but not before the last checkpoint is written."""
+        steps = max(0, math.ceil((self.due - time.perf_counter()) / step_seconds))
+        return math.inf if steps == 0 and self.writing is not None else steps
 
     def start(self, model, optimizer, step):
         """All ranks must call it."""
@@ -676,12 +675,11 @@ def save_model(args, model, config):
 def read_latest(args):
     """What latest.json says, if it is there: read by rank 0, as a network disk may show others an
     older one, and told to all."""
-    path, latest = args.output / "latest.json", None
+    path, latest = args.output / "latest.json", [None]
     if dist.get_rank() == 0 and path.exists():
-        latest = json.loads(path.read_text())
-    told = [latest]
-    dist.broadcast_object_list(told, 0)
-    return told[0]
+        latest = [json.loads(path.read_text())]
+    dist.broadcast_object_list(latest, 0)
+    return latest[0]
 
 
 def prepare_output(args, latest):
@@ -714,20 +712,21 @@ def set_defaults(args, world_size):
     if args.compile is None:  # but not for samples: each length would be compiled
         args.compile = args.device == "cuda" and args.sample is None
     if args.accumulate is None:
-        rank_batch = math.ceil(args.batch_size / world_size)
-        args.accumulate = math.ceil(rank_batch / max(1, micro_batch_tokens(args) // args.length))
+        micro_batch = max(1, micro_batch_tokens(args) // args.length)
+        wanted = math.ceil(math.ceil(args.batch_size / world_size) / micro_batch)
+        args.accumulate = max(1, min(wanted, args.batch_size // world_size))
 
 
 def micro_batch_tokens(args):
-    """At most so many in a micro-batch. More are faster, as each communicates all weights; but a
-    small model's activations are calculated to take less than half of a large GPU's memory. (In
-    bfloat16 and compiled, 40 bytes for each of a layer's features, and 4 for each score.)"""
+    """The most in a micro-batch. As each communicates all weights, large ones are faster: where
+    their activations take less than half of the GPU. (In bfloat16 and compiled, these are about 40
+    bytes for each feature of each layer, and 4 for each score of GPT-2's vocabulary.)"""
     if args.device == "cpu":
         return SMALL_MICRO_BATCH
     activations = LARGE_MICRO_BATCH * (40 * args.layers * args.width + 4 * 50_304)
     index = int(os.environ["LOCAL_RANK"]) if launched else 0
-    gpu = torch.get_device_module(args.device).get_device_properties(index)
-    return LARGE_MICRO_BATCH if activations < gpu.total_memory / 2 else SMALL_MICRO_BATCH
+    memory = torch.get_device_module(args.device).get_device_properties(index).total_memory
+    return LARGE_MICRO_BATCH if activations < memory / 2 else SMALL_MICRO_BATCH
 
 
 def uses_bfloat16(args):
@@ -767,7 +766,8 @@ def lock_output(args):
     if not (args.output / "lock").exists() and not latest_path.exists():
         for pattern in "step-*", "*.jsonl", "*.json", "*.pt":  # not a log that is there already
             for path in args.output.glob(pattern):
-                parser.error(f"{args.output} has {path.name}, but no run of this script: change it")
+                says = f"{args.output} has {path.name}, but no run of this script"
+                parser.error(f"{says}: change --output")
     lock = lock_folder(args.output, LOCK_SECONDS if args.resume else 0)
     if not latest_path.exists():
         return lock
