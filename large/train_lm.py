@@ -740,6 +740,8 @@ def check_flags(args, world_size):
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.clip_norm < 0:
         parser.error("--clip-norm must not be negative")
+    if args.epochs is not None and args.epochs <= 0:
+        parser.error("--epochs must be more than 0")
     if args.width % (2 * args.heads):
         parser.error("--width must be a multiple of two times --heads")
     if args.shard < 0 or args.shard and world_size % args.shard:

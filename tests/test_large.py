@@ -586,6 +586,7 @@ def test_when_it_saves():
 # ---- What is refused -----------------------------------------------------------------------------
 FLAGS = {  # and the number of ranks
     "--log-every must be at least 1": ("--log-every 0", 1),
+    "--epochs must be more than 0": ("--epochs 0", 1),
     "must be at least the number of processes, 3": ("--batch-size 2", 3),
     "must be at least --accumulate times": ("--batch-size 8 --accumulate 3", 3),
     "must be a multiple of --shard": ("--shard 3", 4),
