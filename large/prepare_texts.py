@@ -127,6 +127,7 @@ class Texts:
         self.path, self.field, self.output = path, field, identity(output)
         self.known = {identity(path)}  # files and folders that were read
         self.suffixes = Counter()  # of the files left out
+        self.other_json = []
         self.repeated = self.empty = self.not_utf8 = 0
         codecs.register_error("count", self.replace)
 
@@ -170,13 +171,24 @@ class Texts:
         self.empty += begins
 
     def read_lines(self, file, path):
+        """A .json file that begins with something else, such as settings, is left out."""
+        documents = 0
         for number, line in enumerate(file, 1):
-            if line.strip():
-                text = read_line(line, self.field, f"{path}, line {number}")
-                if text:
-                    yield text, True
-                else:
-                    self.empty += 1
+            if not line.strip():
+                continue
+            try:
+                text = read_line(line, self.field)
+            except ValueError as error:
+                is_text = text_suffix(path.name) == ".jsonl" or documents > 0 or path == self.path
+                if not is_text:
+                    self.other_json.append(path)
+                    return
+                raise SystemExit(f"{path}, line {number}: {error}") from error
+            documents += 1
+            if text:
+                yield text, True
+            else:
+                self.empty += 1
 
     def replace(self, error):
         """What stands for bytes that are not UTF-8: see codecs.register_error."""
@@ -189,6 +201,11 @@ class Texts:
         if self.suffixes:
             shown = ", ".join(f"{count} {name}" for name, count in self.suffixes.most_common(10))
             lines.append(f"{self.suffixes.total()} files left out by their suffix: {shown}")
+        if self.other_json:
+            says = (
+                f'.json files left out, whose first line is no {{"{self.field}": "..."}}: such as'
+            )
+            lines.append(f"{len(self.other_json)} {says} {self.other_json[0]}")
         if self.empty:
             lines.append(f"{self.empty} empty documents left out")
         if self.repeated:
@@ -217,13 +234,14 @@ def open_text(path):
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="count")
 
 
-def read_line(line, field, place):
+def read_line(line, field):
+    """The text of a document. Raises ValueError."""
     try:
         text = json.loads(line)[field]
-    except (ValueError, LookupError, TypeError) as error:  # which do not know the file
-        raise SystemExit(f'{place}: each line must be {{"{field}": "..."}}: {error!r}') from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f'each line must be {{"{field}": "..."}}: {error!r}') from error
     if not isinstance(text, str):
-        raise SystemExit(f"{place}: {field} is no text")
+        raise ValueError(f"{field} is no text")
     return text
 
 

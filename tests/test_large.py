@@ -192,6 +192,8 @@ def test_which_texts_are_read(capsys):
     Path("texts/A.TXT").write_text("one\r\n")
     Path("texts/b.json").write_text('{"text": "two"}\n\n{"text": ""}\n{"text": "three"}')
     Path("texts/c.Jsonl.GZ").write_bytes(gzip.compress(b'{"text": "four"}'))
+    Path("texts/list.json").write_text('[{"text": "x"},\n{"text": "y"}]')
+    Path("texts/null.JSON").write_text('{"text": null}\n{"text": "z"}')
     Path("texts/d.txt.gz").write_bytes(gzip.compress("\ufefff\u00fcnf".encode()))
     Path("texts/e.md").touch()
     Path("texts/f.txt").write_bytes("\ufffd: ".encode() + b"\xff\xfe!")
@@ -211,6 +213,10 @@ def test_which_texts_are_read(capsys):
         text = capsys.readouterr().out
         assert "texts/f.txt: 2 characters are not UTF-8" in text
         assert "5 files left out by their suffix: 2 .py, 2 without, 1 .gz" in text
+        assert (
+            '2 .json files left out, whose first line is no {"text": "..."}: such as texts/l'
+            in text
+        )
         assert "2 empty documents" in text and "2 files or folders read once" in text
 
 
@@ -222,8 +228,8 @@ REFUSED = {  # what a text in a.NAME has, and what is said; also next to a good 
     "no.txt.gz": (b"hi", "is no whole .gz file"),
     "cut.jsonl": (b'{"text": "good"}\n{"text": "cut', ", line 2: each line must be"),
     "LINES.JSONL": (b'{"text": "good"}\n\n{"other": "x"}', ", line 3: each line must be"),
-    "list.json": (b'[{"text": "x"},\n{"text": "y"}]', ", line 1: each line must be"),
-    "null.json": (b'{"text": null}', ", line 1: text is no text"),
+    "null.jsonl": (b'{"text": null}', ", line 1: text is no text"),
+    "cut.json": (b'{"text": "good"}\n{"text": "cut', ", line 2: each line must be"),
 }
 
 
@@ -267,6 +273,10 @@ def test_folders_of_texts_that_are_refused(capsys, monkeypatch):
     Path("texts/b.txt").symlink_to("nowhere")
     refused("texts/b.txt: No such file")
     Path("texts/b.txt").unlink()
+    Path("list.json").write_text("[]")
+    words[0] = "list.json"  # it is asked for: not left out
+    refused("list.json, line 1: each line must be")
+    words[0] = "texts"
     Path("texts/secret").mkdir()
     plain = os.scandir
 
