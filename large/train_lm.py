@@ -768,8 +768,8 @@ def lock_output(args):
     if not (args.output / "lock").exists() and not latest_path.exists():
         for pattern in "step-*", "*.jsonl", "*.json", "*.pt":  # not a log that is there already
             for path in args.output.glob(pattern):
-                says = f"{args.output} has {path.name}, but no run of this script"
-                parser.error(f"{says}: change --output")
+                message = f"{args.output} has {path.name}, but no run of this script"
+                parser.error(f"{message}: change --output")
     lock = lock_folder(args.output, LOCK_SECONDS if args.resume else 0)
     if not latest_path.exists():
         return lock
@@ -796,9 +796,9 @@ def join(args, rank, world_size):
         device = torch.device(args.device, local_rank)
         torch.accelerator.set_device_index(local_rank)  # or all processes would use GPU 0
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    says = f"rank {rank} waits at {address} for the others of WORLD_SIZE={world_size}; if there are"
-    says += " none, unset RANK"
-    waiting = threading.Timer(min(10, args.timeout / 2), print, [says], {"flush": True})
+    message = f"rank {rank} waits at {address} for the others of WORLD_SIZE={world_size}"
+    message += "; if there are none, unset RANK"
+    waiting = threading.Timer(min(10, args.timeout / 2), print, [message], {"flush": True})
     waiting.start()
     try:
         dist.init_process_group(
@@ -822,14 +822,14 @@ def end(message):
 
 def compare_ranks(args, texts, world_size):
     """On several machines there are several typed commands, copies of this file, and disks."""
-    own = {f"--{name}": value for name, value in vars(args).items()}
-    own |= {"--tokens": texts.about, "--output": None}  # the same, under whatever path
-    own |= {"torch": torch.__version__, "numpy": np.__version__}
-    own["this file"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    seen = [None] * world_size  # the list gets what each rank has
-    dist.all_gather_object(seen, own)
-    for rank, other in enumerate(seen):
-        for name, value in seen[0].items():
+    settings = {f"--{name}": value for name, value in vars(args).items()}
+    settings |= {"--tokens": texts.about, "--output": None}  # the same, under whatever path
+    settings |= {"torch": torch.__version__, "numpy": np.__version__}
+    settings["this file"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    of_ranks = [None] * world_size  # the list gets each rank's
+    dist.all_gather_object(of_ranks, settings)
+    for rank, other in enumerate(of_ranks):
+        for name, value in of_ranks[0].items():
             if other[name] != value:
                 flag = name.replace("_", "-")
                 end(f"ranks differ in {flag}: rank 0 has {value}, rank {rank} {other[name]}")
