@@ -139,7 +139,7 @@ class Texts:
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise SystemExit(f"{path} is no whole .gz file: {error}") from error
         except OSError as error:
-            raise SystemExit(f"{error.filename}: {error.strerror}") from error
+            raise SystemExit(f"{error.filename or path}: {error.strerror}") from error
 
     def files_below(self, folder):
         """Yields a folder's texts, then those of the folders in it: of a million there is no list.
