@@ -3,13 +3,14 @@
 # For those who look at their job's log every day; complete.sh needs them less. Your script must
 # continue from the checkpoint in --output, if any, and save one several times within the limit.
 ##SBATCH --account=NAME --partition=gpu # EDIT: delete one # if you need them; or --qos
-#SBATCH --gres=gpu:4                    # EDIT: GPUs; if sinfo -o %G shows none, delete this
+#SBATCH --gres=gpu:4                    # EDIT: GPUs; if sinfo -o %G has none, delete this
 #SBATCH --cpus-per-task=16 --mem=64G    # EDIT: CPUs and memory
 #SBATCH --time=04:00:00                 # EDIT: time limit of each life
 #SBATCH --signal=B:USR1@300             # 300 s before it, bash gets the signal USR1
 #SBATCH --job-name=chain --output=%x-%j.out --open-mode=append --requeue
 
-source .venv/bin/activate || exit # EDIT: your environment
+source .venv/bin/activate || exit # EDIT: your environment: this line, or the next
+# module load conda; eval "$(conda shell.bash hook)"; conda deactivate; conda activate NAME || exit
 script=complete/train.py  # EDIT
 checkpoint=checkpoint.pt  # EDIT: its name in --output
 lives=15                  # EDIT: at most so many starts: 15 x 4 h x 4 GPUs = 240 GPU hours

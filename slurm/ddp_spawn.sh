@@ -3,7 +3,7 @@
 # Results are in runs/JOBID. If Slurm requeues the job, it continues from its last checkpoint. After
 # its time limit, submit it again with --output runs/JOBID, of the old job.
 ##SBATCH --account=NAME --partition=gpu # EDIT: delete one # if you need them; or --qos
-#SBATCH --gres=gpu:4                    # EDIT: GPUs; if sinfo -o %G shows none, delete this
+#SBATCH --gres=gpu:4                    # EDIT: GPUs; if sinfo -o %G has none, delete this
 #SBATCH --cpus-per-task=16 --mem=64G    # EDIT: a CPU for each of the --workers, 4 per GPU
 #SBATCH --time=04:00:00                 # EDIT: time limit
 #SBATCH --job-name=ddp_spawn --output=%x-%j.out --open-mode=append

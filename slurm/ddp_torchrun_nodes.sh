@@ -4,7 +4,7 @@
 # its time limit, submit it again with --output runs/JOBID, of the old job.
 ##SBATCH --account=NAME --partition=gpu # EDIT: delete one # if you need them; or --qos
 #SBATCH --nodes=2 --ntasks-per-node=1   # EDIT: nodes. Each has a torchrun, with a process per GPU
-#SBATCH --gres=gpu:4                    # EDIT: GPUs per node; if sinfo -o %G shows none, delete this
+#SBATCH --gres=gpu:4                    # EDIT: GPUs per node; if sinfo -o %G has none, delete this
 #SBATCH --cpus-per-task=16 --mem=64G    # EDIT: per node; a CPU for each of the --workers, 4 per GPU
 #SBATCH --time=04:00:00                 # EDIT: time limit
 #SBATCH --job-name=ddp_torchrun_nodes --output=%x-%j.out --open-mode=append

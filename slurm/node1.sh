@@ -5,7 +5,7 @@
 # Submit both, with the same flags. They end at their time limit: submit both again to continue.
 ##SBATCH --account=NAME --partition=gpu # EDIT: delete one # if you need them; or --qos
 #SBATCH --nodelist=node1                # EDIT: this machine
-#SBATCH --gres=gpu:4                    # EDIT: GPUs; if sinfo -o %G shows none, delete this
+#SBATCH --gres=gpu:4                    # EDIT: GPUs; if sinfo -o %G has none, delete this
 #SBATCH --cpus-per-task=16 --mem=64G    # EDIT: a CPU for each of the --workers, 4 per GPU
 #SBATCH --time=04:00:00                 # EDIT: time limit
 #SBATCH --job-name=node1 --output=%x-%j.out --open-mode=append
