@@ -540,6 +540,14 @@ exec "$@"
 """
 
 
+SCONTROL = """
+if [ "$1" = requeue ]; then touch requeued; fi
+restarts=0
+if [ -e requeued ]; then restarts=99; fi
+if [ "$1" = --oneliner ]; then echo "JobState=RUNNING Restarts=$restarts EndTime=Unknown"; fi
+"""
+
+
 def command(name, text, folder="bin"):
     path = Path(folder, name)
     path.parent.mkdir(exist_ok=True)
@@ -572,12 +580,13 @@ def run(work, monkeypatch):
     stand_in.make_clone(ROOT, folder)
     monkeypatch.chdir(folder)
     command("srun", SRUN)
-    command("scontrol", f'[ "$1" != --oneliner ] || echo JobState=RUNNING Restarts=0 EndTime=Unknown')
+    command("scontrol", SCONTROL)
     monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
 
     def run(name, *flags, **environment):
         starts = Path("starts-100")
-        starts.unlink(missing_ok=True)
+        for path in starts, Path("requeued"):
+            path.unlink(missing_ok=True)
         words = ["bash", f"slurm/{name}.sh", *flags]
         environment = os.environ | ONE_NODE_OF_FOUR_GPUS | environment
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -735,6 +744,13 @@ Thread 2 (idle): "MainThread"
     main (/home/me/my train.py:20)
 """
 
+# Without an argument, where.sh asks for processes that are not this test's.
+PY_SPY = """
+pid=${*: -1}
+if grep -qx END "stack-$pid"; then kill -9 "$pid"; fi
+cat "stack-$pid"
+"""
+
 LOADS_TORCH = "import mmap, time; file = open('libtorch.so'); "
 LOADS_TORCH += "library = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ); "
 LOADS_TORCH += "print(1, flush=True); time.sleep(99)"
@@ -748,7 +764,7 @@ def processes(run):
     command("srun", f"export SLURM_JOB_ID={job} SLURMD_NODENAME=node0\n{SRUN}")
     command("squeue", f'echo "{job} 1"')
     command("sleep", "")
-    command("py-spy", 'cat "stack-${*: -1}"')
+    command("py-spy", PY_SPY)
     Path("libtorch.so").write_text("x")
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     started = {}
@@ -765,6 +781,7 @@ def processes(run):
     start("rank", nameless, RANK="2")
     start("library", STACK.replace("/home/me/", "/venv/lib/python3.11/site-packages/"), RANK="9")
     start("task", "")
+    start("ends meanwhile", "END")
     start("worker", STACK.replace("train_epoch", "_worker_loop"))
     start("requeue", STACK, "slurm/requeue.py", "script")
     start("torchrun", STACK, ".venv/bin/torchrun", "--nnodes")
@@ -781,7 +798,9 @@ def test_where(processes):
 
     def where(*flags):
         words = ["bash", "slurm/where.sh", *flags]
-        return subprocess.run(words, stdout=subprocess.PIPE, text=True).stdout
+        done = subprocess.run(words, capture_output=True, text=True)
+        assert not done.stderr
+        return done.stdout
 
     lines, advice = where(job).split("\n\n")
     rank, task, library = sorted(lines.splitlines(), key=lambda line: line.split()[0][-1])
