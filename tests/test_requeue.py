@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -206,6 +207,20 @@ def test_outside_of_a_job(slurm, capfd, monkeypatch):
     Path("complete/train.py").unlink()
     with pytest.raises(SystemExit, match="2"):
         slurm.run()
+
+
+@pytest.mark.parametrize("processes", ["1", "gpu"])
+def test_real_torch(monkeypatch, capsys, processes):
+    """That of this machine, which has no GPU."""
+    monkeypatch.setenv("SLURMD_NODENAME", "node0")
+    monkeypatch.setattr(sys, "argv", ["-c", processes])
+    works = (
+        nullcontext() if processes == "1" else pytest.raises(AssertionError, match="only 0 of 1")
+    )
+    with works:
+        exec(requeue.CHECK, {})
+    expected = "started node0\nworks node0\n" if processes == "1" else "started node0\n"
+    assert capsys.readouterr().out == expected
 
 
 def test_what_is_a_checkpoint(slurm):
@@ -601,9 +616,9 @@ def run(work, monkeypatch):
 
 @pytest.mark.parametrize("name", FILES)
 def test_each_file(run, name):
-    """It passes on flags and the exit status. On several nodes it has all CPUs of the job. Its folder
-    is its own, which its next start finds again, or the user's. With fewer GPUs than granted, or
-    without an environment, it does not train."""
+    """It passes on flags and the exit status. On several nodes it has all CPUs of the job. Its
+    folder is its own, which its next start finds again, or the user's. With fewer GPUs than
+    granted, or without an environment, it does not train."""
     mine = ["--lr", "a b", "--output", "runs/mine"]
     status, log, words, environment = run(name, *mine, TRAIN="exit(4)")
     assert status == 4 and {"--resume", *mine} <= {*words}, log
@@ -815,4 +830,5 @@ def test_where(processes):
     assert where(job, "--abort").count("aborted") == 4  # a worker cannot be told without a stack
     ended = [started.pop(name) for name in ("rank", "library", "task", "worker")]
     assert {process.wait(30) for process in ended} == {-signal.SIGABRT}
+    assert started.pop("ends meanwhile").wait(30) == -signal.SIGKILL
     assert {process.poll() for process in started.values()} == {None}
