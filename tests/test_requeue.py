@@ -214,13 +214,10 @@ def test_real_torch(monkeypatch, capsys, processes):
     """That of this machine, which has no GPU."""
     monkeypatch.setenv("SLURMD_NODENAME", "node0")
     monkeypatch.setattr(sys, "argv", ["-c", processes])
-    works = (
-        nullcontext() if processes == "1" else pytest.raises(AssertionError, match="only 0 of 1")
-    )
-    with works:
+    refused = pytest.raises(AssertionError, match="only 0 of 1 GPUs")
+    with nullcontext() if processes == "1" else refused:
         exec(requeue.CHECK, {})
-    expected = "started node0\nworks node0\n" if processes == "1" else "started node0\n"
-    assert capsys.readouterr().out == expected
+    assert ("works node0" in capsys.readouterr().out) == (processes == "1")
 
 
 def test_what_is_a_checkpoint(slurm):
