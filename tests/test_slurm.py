@@ -207,7 +207,7 @@ def starts(number="*"):
     return [json.loads(line) for line in "".join(files).splitlines()]
 
 
-def check(job, *flags, nodes=1, gres=True):
+def check(job, *flags, nodes=1, gres=True, whole=False):
     """It has started what it should, once per node, in this folder, with its environment."""
     all_starts = job.starts()
     names = {env["SLURMD_NODENAME"] for *_, env in all_starts}
@@ -222,7 +222,8 @@ def check(job, *flags, nodes=1, gres=True):
             assert env["SLURM_STEP_NUM_TASKS"] == str(nodes)
             assert env["SLURM_CPUS_ON_NODE"] == "16"  # the step's
         gpus = env.get("CUDA_VISIBLE_DEVICES", "").count(",") + 1
-        assert gpus == (1 if job.name == "single" else 4) or not gres
+        granted = 40 if whole and job.name not in SEVERAL else 1 if job.name == "single" else 4
+        assert gpus == granted or not gres
 
 
 # ---- What the files start
@@ -242,9 +243,10 @@ def test_each_file_starts_once_per_node(kind, clone):
 
 @on("plain")
 def test_whole_nodes_without_the_environment(kind, clone):
+    """The files for one node use all its GPUs."""
     jobs = [Job(name, options=["--partition=whole", "--export=NONE"]) for name in STARTS]
     for job in jobs:
-        check(job.ended(), nodes=NODES[job.name])
+        check(job.ended(), nodes=NODES[job.name], whole=True)
 
 
 @on("threads")
