@@ -179,6 +179,10 @@ class Job:
     def show(self, field):
         return re.search(rf"\b{field}=(\S*)", command("scontrol", "show", "job", self.number))[1]
 
+    def tasks(self):
+        """What Slurm knows of each."""
+        return command("scontrol", "show", "job", self.number)
+
     def log(self):
         return self.file.read_text() if self.file.exists() else ""
 
@@ -389,7 +393,7 @@ def test_complete_is_preempted(kind, clone, monkeypatch):
 
 def states(array):
     """Of an array's tasks."""
-    return set(re.findall(r"JobState=(\w*)", command("scontrol", "show", "job", array.number)))
+    return set(re.findall(r"JobState=(\w*)", array.tasks()))
 
 
 @on("plain", "threads", "newer")
@@ -403,11 +407,11 @@ def test_complete_leaves_bad_nodes(kind, clone, monkeypatch):
     jobs[Job("complete", options=[*options, "--exclude=node3"])] = "node0,node3"
     if kind != "threads":
         array = Job("complete", "--output", "runs/array", options=[*options, "--array=1-2%1"])
-        tasks = ["scontrol", "show", "job", array.number]
-        assert wait_until(lambda: command(*tasks).count("ExcNodeList=node0") == 2, 60)
+        assert wait_until(lambda: "ExcNodeList=node0" in array.tasks(), 60)
+        assert wait_until(lambda: states(array) <= {"COMPLETED", "CANCELLED"}, 60, 0.5)
     for job, nodes in jobs.items():
         assert job.ended(restarts=1).show("ExcNodeList") == nodes
-        assert "node0" not in {env["SLURMD_NODENAME"] for *_, env in job.starts()}
+    assert "node0" not in {env["SLURMD_NODENAME"] for *_, env in starts()}
 
 
 @on("plain", "newer")
@@ -427,21 +431,22 @@ def test_arrays(kind, clone):
 
 
 @on("plain")
-def test_at_most_so_many_lives(kind, clone, monkeypatch):
-    """A script that saves and fails, and, in chain.sh, one that ignores --resume."""
+def test_lives_and_chain(kind, clone):
+    """A script that saves and fails has so many lives. chain.sh continues after a time limit."""
     edit("slurm/complete.sh", "lives=15", "lives=3")
-    edit("slurm/chain.sh", "lives=15 ", "lives=2 ")
     fails = Job("complete", TRAIN="save(); exit(3)")
-    options = ["--time=1", "--signal=B:USR1@60"]  # which is at once
-    ignores = Job("chain", options=options, TRAIN="save(); time.sleep(5)")
+    options = ["--time=1", "--signal=B:USR1@60"]  # within 30 s
+    chain = Job("chain", "--lr", "a b", options=options, TRAIN="if life == 0: save(); stand()")
     assert len(fails.ended("FAILED", restarts=2).starts()) == 3
-    assert "last of its 3 lives" in fails.log() and "of 2 lives" in ignores.ended(restarts=1).log()
+    assert "last of its 3 lives" in fails.log()
+    first, second = chain.ended(restarts=1).starts()
+    assert first[0] == second[0] and "DUE TO JOB REQUEUE" in chain.log()
 
 
 FULL = """
 import os
 if life == 0:
-    os.mkdir("runs")
+    os.makedirs("runs", exist_ok=True)
     os.system("mount -t tmpfs -o nr_inodes=1 none runs")
     save()
     exit(3)
