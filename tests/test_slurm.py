@@ -632,7 +632,7 @@ def test_real_scripts_beyond_a_time_limit(kind, real):
     often = ["--checkpoint-minutes", 0]
     images = ["--dataset", "synthetic", "--batch-size", 1000, "--log-every", 1, *often]
     tokens = "--tokens tokens --layers 1 --width 64 --heads 2 --length 64 --batch-size 8".split()
-    tokens += ["--steps", 600, "--log-every", 10, "--eval-tokens", 1000, *often]
+    tokens += ["--steps", 300, "--log-every", 10, "--eval-tokens", 1000, *often]
     edit("slurm/complete.sh", "processes=gpu", "processes=1")
     good = Path("slurm/complete.sh").read_text()
 
