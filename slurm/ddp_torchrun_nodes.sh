@@ -25,6 +25,7 @@ srun "${options[@]}" python -c \
 # Each node runs this, with a number of its own. They meet on the first, at a port of the job's own.
 # shellcheck disable=SC2016
 start='torchrun --node-rank "$SLURM_NODEID" "$@"'
+# EDIT: train_ddp_torchrun.py, or another script, such as large/train_fsdp2.py
 srun "${options[@]}" bash -c "$start" bash --nnodes "$SLURM_NNODES" --nproc-per-node gpu \
     --master-addr "$(hostname)" --master-port $((10000 + SLURM_JOB_ID % 20000)) \
     train_ddp_torchrun.py --resume --output "runs/$SLURM_JOB_ID" "$@"
