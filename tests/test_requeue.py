@@ -315,6 +315,8 @@ def test_full_disks(slurm, monkeypatch, capfd):
     """That of the log changes nothing. On that of runs/, the requeues cannot be counted: Slurm's
     count of all lives takes their place, and there is time to make room."""
     slurm.train = slurm.save
+    Path("runs").mkdir()
+    Path("runs/100-lives.txt").write_text("1764314400.1")  # a line that was cut off
     with monkeypatch.context() as patch:
         patch.setattr(requeue.os, "write", refuse(errno.ENOSPC))
         assert slurm.run() == 3 and slurm.changes == [REQUEUE]
