@@ -35,8 +35,12 @@ begin_another_life() {
 trap begin_another_life USR1
 
 # torch would also train on fewer GPUs than Slurm has granted.
-granted=${SLURM_GPUS_ON_NODE:-1}
-python -c "import torch; assert torch.cuda.device_count() >= $granted, 'GPUs are missing'" || exit
+check='
+import os, torch
+gpus, granted = torch.cuda.device_count(), int(os.getenv("SLURM_GPUS_ON_NODE", "1"))
+assert gpus >= granted, f"torch can use only {gpus} of {granted} GPUs"
+'
+python -c "$check" || exit
 torchrun --standalone --nproc-per-node gpu "$script" "$@" --resume --output "$folder" &
 training=$!
 wait "$training"

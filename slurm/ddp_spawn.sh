@@ -12,7 +12,11 @@ source .venv/bin/activate || exit # EDIT: your environment: this line, or the ne
 # module load conda; eval "$(conda shell.bash hook)"; conda deactivate; conda activate NAME || exit
 
 # torch would also train on fewer GPUs than Slurm has granted, or on the CPU: to do so, delete this.
-granted=${SLURM_GPUS_ON_NODE:-1}
-python -c "import torch; assert torch.cuda.device_count() >= $granted, 'GPUs are missing'" || exit
+check='
+import os, torch
+gpus, granted = torch.cuda.device_count(), int(os.getenv("SLURM_GPUS_ON_NODE", "1"))
+assert gpus >= granted, f"torch can use only {gpus} of {granted} GPUs"
+'
+python -c "$check" || exit
 
 python train_ddp_spawn.py --resume --output "runs/$SLURM_JOB_ID" "$@"

@@ -18,9 +18,12 @@ options=(--export=ALL --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=
 unset SLURM_GPUS_PER_NODE SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK
 
 # torch would also train on fewer GPUs than Slurm has granted, or on the CPU: to do so, delete this.
-granted=${SLURM_GPUS_ON_NODE:-1}
-srun "${options[@]}" python -c \
-    "import torch; assert torch.cuda.device_count() >= $granted, 'GPUs are missing'" || exit
+check='
+import os, torch
+gpus, granted = torch.cuda.device_count(), int(os.getenv("SLURM_GPUS_ON_NODE", "1"))
+assert gpus >= granted, f"torch can use only {gpus} of {granted} GPUs"
+'
+srun "${options[@]}" python -c "$check" || exit
 
 # Each node runs this, with a number of its own. They meet on the first, at a port of the job's own.
 # shellcheck disable=SC2016

@@ -15,8 +15,12 @@ source .venv/bin/activate || exit # EDIT: your environment: this line, or the ne
 # module load conda; eval "$(conda shell.bash hook)"; conda deactivate; conda activate NAME || exit
 
 # torch would also train on fewer GPUs than Slurm has granted, or on the CPU: to do so, delete this.
-granted=${SLURM_GPUS_ON_NODE:-1}
-python -c "import torch; assert torch.cuda.device_count() >= $granted, 'GPUs are missing'" || exit
+check='
+import os, torch
+gpus, granted = torch.cuda.device_count(), int(os.getenv("SLURM_GPUS_ON_NODE", "1"))
+assert gpus >= granted, f"torch can use only {gpus} of {granted} GPUs"
+'
+python -c "$check" || exit
 
 # EDIT, as in node0.sh: machine 0 and a free port, and a folder on a disk that both machines share.
 # Without a port: --init-method file:///shared/NEW_FILE. --timeout: minutes to wait for the other
