@@ -229,7 +229,7 @@ def load_on_all_ranks(args, load_data):
 
 
 def part_of(test_set):
-    """"val" or "test": the part of the data that gives the scores."""
+    """The part of the data that gives the scores: val, or test."""
     return getattr(test_set, "part", "test")
 
 
