@@ -181,7 +181,7 @@ def saves(monkeypatch):
     found, plain = [], saving.Run.save
 
     def save(run):
-        found.append((run.epoch, run.step))
+        found.append((run.progress.epoch, run.progress.step))
         plain(run)
 
     monkeypatch.setattr(saving.Run, "save", save)
@@ -235,7 +235,9 @@ def test_saves_the_best_and_the_last(fashion, monkeypatch, saves, told):
     assert saves == [(0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
     saves.clear()
     told(1, 2)  # due once, in the middle of the last epoch, which is not the best
-    monkeypatch.setattr(saving.Run, "plan_save", lambda run, step: ((run.epoch, step) == (1, 1), 1))
+    monkeypatch.setattr(
+        saving.Run, "plan_save", lambda run, step: ((run.progress.epoch, step) == (1, 1), 1)
+    )
     train(*flags, "middle", "--epochs", 2)
     assert saves == [(1, 0), (1, 1), (2, 0)]
 

@@ -41,7 +41,11 @@ def test_wrong_flags(out, denied):
 
 def open_run(args):
     """Why a run with these flags cannot start in its --output, or ""."""
-    return saving.Run(args, script.MAY_CHANGE, script.lower_is_better).open()
+    try:
+        saving.find_run(args, script.MAY_CHANGE)
+    except saving.FileError as error:
+        return str(error)
+    return ""
 
 
 def test_resumed_with_other_flags(out, fashion, monkeypatch):
@@ -183,8 +187,9 @@ def test_another_state(out, fashion, monkeypatch):
     names: a part of `state` that was added or removed, a layer."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     args = parse(*fashion, "--resume", "--output", "out")
-    run = saving.Run(args, script.MAY_CHANGE, script.lower_is_better)
-    assert run.open() == ""
+    start = saving.find_run(args, script.MAY_CHANGE)
+    assert start.is_resumed and start.progress.epoch == 2
+    about = dict.fromkeys(["flags", "normalization", *start.identity])
     parts = dict.fromkeys(["model", "optimizer", "scheduler", "scaler"], torch.nn.Linear(1, 1))
     without = {name: part for name, part in parts.items() if name != "scaler"}
     for state, says in (
@@ -193,7 +198,7 @@ def test_another_state(out, fashion, monkeypatch):
         (parts, "model: "),
     ):
         with pytest.raises(SystemExit, match=f"out/checkpoint.pt and the script differ in {says}"):
-            run.restore(state, torch.device("cpu"))
+            saving.Files(args.output, state, about, start.version).restore(torch.device("cpu"))
 
 
 # ---- Processes -----------------------------------------------------------------------------------

@@ -183,9 +183,9 @@ def test_metrics_of_ones_own():
     model.load_state_dict(weights("out"))
     wanted = Segments.metrics(Segments.count(model(images), labels))
     first, last = csv.DictReader(Path("out/metrics.csv").read_text().splitlines())
-    assert first["macro_f1"] == ""
+    assert first["test_macro_f1"] == ""
     for name, value in wanted.items():
-        assert float(last[name]) == pytest.approx(value.item(), rel=1e-6) and value > 0.01
+        assert float(last[f"test_{name}"]) == pytest.approx(value.item(), rel=1e-6) and value > 0.01
 
 
 LINE = (
