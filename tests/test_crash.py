@@ -8,6 +8,7 @@ from pathlib import Path
 
 import checkpoint as saving
 import helpers
+import numpy as np
 import pytest
 import torch
 import train as script
@@ -191,7 +192,7 @@ def saves(monkeypatch):
 def test_saves_by_minutes(fashion, monkeypatch, saves):
     """Of a clock by which each step takes a second: a new run after ten steps, then every fifteen
     seconds, between progress lines that are further apart. A run that is resumed from there has the
-    losses and weights of one that was left alone."""
+    losses and weights of one that was left alone, also if `prepare` draws from numpy and Python."""
     clock = iter(range(10**6))
     seconds = [0]
     monkeypatch.setattr(saving.time, "perf_counter", lambda: seconds[0] + next(clock) / 10**9)
@@ -199,7 +200,9 @@ def test_saves_by_minutes(fashion, monkeypatch, saves):
 
     def prepare(args, batch, device, train=False):
         seconds[0] += train
-        return plain(args, batch, device, train)
+        images, labels = plain(args, batch, device, train)
+        noise = np.random.rand() + random.random() if train else 0
+        return images + noise / 10, labels
 
     monkeypatch.setattr(script, "prepare", prepare)
     flags = [*fashion, "--batch-size", 8, "--log-every", 1000, "--checkpoint-minutes", 0.25]
