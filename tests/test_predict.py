@@ -150,7 +150,7 @@ def test_true_classes(monkeypatch, capsys):
 
 
 def test_in_half_precision(data):
-    """A run with --amp is tested with it: the loss of its probabilities is that of its evaluation."""
+    """As its own evaluation was: the loss of the table's probabilities is that of metrics.csv."""
     flags = ["--dataset", data / "pictures", *FLAGS, "--model", "net", "--workers", 0, "--amp"]
     helpers.train(*flags, "--output", "half")
     start("half", data / "pictures/test", "--output", "half.csv")
