@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
-FEW = 8  # loader workers, of which each fetches two batches ahead
+TEST_WORKERS = 8  # loader workers for tests, at most
 
 
 # ---- Random numbers ------------------------------------------------------------------------------
@@ -110,15 +110,15 @@ def make_loader(args, name, dataset, sampler, collate, device):
     batch_size = args.batch_size // dist.get_world_size() // args.accumulate
     if type(dataset) is TensorDataset:
         return TensorLoader(dataset, sampler, batch_size, device)
-    # Both loaders fetch ahead during the evaluation. All their batches are in /dev/shm.
-    workers = args.workers if name == "train" else min(args.workers, FEW)
+    # Both loaders fetch ahead during the evaluation, and all their batches are in /dev/shm.
+    workers = args.workers if name == "train" else min(args.workers, TEST_WORKERS)
     return DataLoader(
         SeededDataset(dataset, name, args.seed),
         batch_size,
         sampler=sampler,
         collate_fn=collate,
         num_workers=workers,
-        prefetch_factor=None if workers == 0 else 2 if workers <= FEW else 1,  # for each worker
+        prefetch_factor=None if workers == 0 else 2 if workers <= 16 else 1,  # of each worker
         persistent_workers=workers > 0,  # keep them for the next epoch
         # Python 3.14 otherwise starts each worker by importing torch (370 MB and 4 s).
         multiprocessing_context="fork" if sys.platform == "linux" and workers > 0 else None,
