@@ -1,0 +1,544 @@
+"""The tables of articles on data-parallel training, measured on this machine, as Markdown.
+
+python benchmarks/articles.py                  # all: ten minutes on two cores
+python benchmarks/articles.py --quick          # fewer rows, one run each: two minutes
+python benchmarks/articles.py ways start       # these
+    ways      one process, DataParallel, DDP by spawn and by torchrun, one process per machine,
+              two machines
+    resnet18  the same with a larger model
+    inputs    images 8 and 24 times as large, in memory and from files
+    start     spawn, torchrun and fork: seconds until the first step
+    workers   loader workers and CPUs, for JPEG files
+
+It runs train_*.py unchanged: on one GPU, two, and all of them. Without a GPU, processes of the CPU
+take their place, with a thread each. A row has the command that it ran, to be typed in the folder
+of train_*.py; only --output, a new folder each time, is left out.
+
+On two machines, type the same on both but for --node-rank. A is the first one's name:
+python benchmarks/articles.py ways --hosts A B --node-rank 0
+python benchmarks/articles.py ways --hosts A B --node-rank 1
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import re
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from make_images import SIZES, make_folder
+from network import two_namespaces
+from runs import FAILED, GPUS, NO_TIME, ROOT, end_part, row, run_commands, seconds_left, table
+
+CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+SYNTHETIC = ["--dataset", "synthetic"]
+NO_WORKERS = [] if GPUS else ["--workers", 0]  # they would take the CPUs from the training
+ONE_THREAD = [] if GPUS else ["OMP_NUM_THREADS=1"]
+# By how much a loss, relatively, and an accuracy may differ. Batch norm amplifies rounding.
+ROUNDING = {"net": (0.005, 0.002), "resnet18": (0.03, 0.02)}
+COLUMNS = ["", "seconds an epoch", "images/s", "x the first", "loss", "accuracy"]
+COLUMNS += ["peak memory, MiB", "a batch", "command"]
+
+
+# ---- A row of a table ----------------------------------------------------------------------------
+@dataclass
+class Run:
+    """What one run of a job has shown."""
+
+    losses: list[float]  # of each epoch, as are the accuracies
+    accuracies: list[float]
+    seconds: float  # of the second epoch's training
+    speed: float  # its images per second
+    dropped: int  # images that an epoch leaves out, as they make no whole batch
+    memory: list[int]  # MiB at most, of each GPU, or of each process that trains
+
+
+@dataclass
+class Job:
+    """A row: what to run, and what its runs have shown."""
+
+    name: str
+    commands: list[list]  # one per machine. The first one is printed
+    processes: int = 1  # that train, on all machines together
+    gpus_each: int = 1  # over which DataParallel splits the share of each
+    is_launcher: bool = False  # the command starts the processes that train
+    prefixes: list[list] = field(default_factory=lambda: [[]])  # of each machine, not printed
+    runs: list[Run] = field(default_factory=list)
+
+    def flag(self, name, default):
+        words = self.commands[0]
+        return words[words.index(name) + 1] if name in words else default
+
+    def batch_size(self):
+        return int(self.flag("--batch-size", 64))
+
+    def split(self):
+        """How many images of a batch each GPU, or each process, gets."""
+        share = torch.arange(self.batch_size() // self.processes)
+        return [len(part) for part in share.chunk(self.gpus_each)] * self.processes
+
+    def command(self):
+        text = " ".join(map(str, self.commands[0])).replace(f"{ROOT}{os.sep}", "")
+        return f"`{text}`" + (", and with `--node-rank 1`" if len(self.commands) > 1 else "")
+
+
+def start(job, until=None):
+    """Run a job's commands to their end, or until one prints `until`. Returns what they printed,
+    None if one has failed or no time was left; after how many seconds; the peak memory of each
+    device."""
+    programs = {"python": [sys.executable]}
+    programs["torchrun"] = [sys.executable, "-m", "torch.distributed.run"]
+    with tempfile.TemporaryDirectory() as folder:
+        lines = []
+        for prefix, command in zip(job.prefixes, job.commands, strict=True):
+            words = [part for word in command for part in programs.get(word, [word])]
+            lines.append([*prefix, "env", *words, "--output", Path(folder, "out")])
+        with PeakMemory(job.is_launcher) as memory:
+            log, unbuffered = Path(folder, "log"), {"PYTHONUNBUFFERED": "1"}
+            done = run_commands(lines, log, until, seconds_left(), unbuffered, memory.look, ROOT)
+    if done.status == "failed":
+        print(f"{job.name}: {job.command()}\n{done.text}", file=sys.stderr, flush=True)
+        FAILED.append(f"{job.name}: {job.command()}")
+    elif done.status == "no time":
+        NO_TIME.append(f"{job.name}: {job.command()}")
+    return done.text if done.status == "done" else None, done.seconds, memory.peaks()
+
+
+def measure(job):
+    """Run a job once; what it has shown is added to job.runs. Returns whether it has ended well."""
+    text, _, memory = start(job)
+    if text is None:
+        return False
+    epochs = re.findall(r"^epoch \d+: loss (\S+) accuracy (\S+) (\d+) images/s$", text, re.M)
+    processes = {int(number) for number in re.findall(r"rank \d+ of (\d+)", text)} or {1}
+    if len(epochs) < 2 or processes != {job.processes}:
+        FAILED.append(f"{job.name}: {len(epochs)} epochs on {processes} processes")
+        return False
+    losses, accuracies, speeds = zip(*(map(float, numbers) for numbers in epochs))
+    images = int(re.search(r"^(\d+) training images", text, re.M)[1])
+    steps = images // job.processes // (job.batch_size() // job.processes)
+    trained = steps * job.batch_size()
+    seconds, dropped = trained / speeds[1], images - trained
+    job.runs.append(Run([*losses], [*accuracies], seconds, speeds[1], dropped, memory))
+    return True
+
+
+def spread(values, digits):
+    """The median; of several values also the smallest and the largest."""
+    text = f"{statistics.median(values):.{digits}f}"
+    if len(values) > 1:
+        text += f" ({min(values):.{digits}f}–{max(values):.{digits}f})"
+    return text
+
+
+def sum_text(parts):
+    """32 + 32; of many equal ones, 8 x 8."""
+    if len(parts) > 4 and len(set(parts)) == 1:
+        return f"{len(parts)} x {parts[0]}"
+    return " + ".join(map(str, parts)) or "-"
+
+
+def print_row(job, first):
+    last, speeds = job.runs[-1], [run.speed for run in job.runs]
+    times = statistics.median(speeds) / statistics.median(run.speed for run in first.runs)
+    row(
+        job.name,
+        spread([run.seconds for run in job.runs], 2),
+        spread(speeds, 0),
+        f"{times:.2f}",
+        f"{last.losses[-1]:.4f}",
+        f"{last.accuracies[-1]:.4f}",
+        sum_text(last.memory),
+        f"{sum_text(job.split())}, {last.dropped} dropped",
+        job.command(),
+    )
+
+
+def print_table(jobs, args, *notes):
+    """Run jobs, and print the row of each as soon as it is there."""
+    table(GPUS, *COLUMNS)
+    done = []
+    for job in jobs:
+        if all(measure(job) for _ in range(args.rounds)):  # one that fails is not repeated
+            done.append(job)
+            print_row(job, done[0])
+    runs = "One run" if args.rounds == 1 else f"{args.rounds} runs"
+    print(f"\n{runs} of each row. {compare(done)}", *notes, "", sep="\n", flush=True)
+
+
+def compare(jobs):
+    """A sentence on whether all rows of the same training have the same losses and accuracies in
+    each epoch. Those that have not are failures, too."""
+    firsts, largest, unequal = {}, [0.0, 0.0], []
+    for job in jobs:
+        first = firsts.setdefault(training(job), job).runs[0]
+        for run in job.runs:
+            found = differences(run, first)
+            largest = [max(pair) for pair in zip(largest, found)]
+            limits = ROUNDING[job.flag("--model", "net")]
+            if not all(number <= limit for number, limit in zip(found, limits)):  # as nan is not
+                unequal.append(f"{job.name}, {run.losses} and not {first.losses}")
+    if unequal:
+        FAILED.extend(f"losses differ: {text}" for text in unequal)
+        return f"**Losses or accuracies differ by more than rounding: {'; '.join(unequal)}.**"
+    kinds = "" if len(firsts) == 1 else f" within each of {len(firsts)} trainings"
+    loss, accuracy = largest
+    text = f"Losses and accuracies are equal up to rounding{kinds}: they differ by at most"
+    return f"{text} {loss:.1%} and {accuracy:.4f}."
+
+
+def training(job):
+    """What decides which losses a job has."""
+    model, batch = job.flag("--model", "net"), job.batch_size()
+    # Batch norm computes its statistics over each device's share of a batch.
+    shares = batch if model == "net" else tuple(job.split())
+    return model, shares, job.flag("--dataset", ""), job.flag("--image-size", 32)
+
+
+def differences(run, other):
+    """The largest between two runs' losses, relatively, and between their accuracies."""
+    pairs = zip(run.losses, other.losses, strict=True)
+    # The losses are printed with four digits, so a small one is not known exactly.
+    losses = [max(0, abs(a - b) - 0.0002) / abs(b) if a != b else 0 for a, b in pairs]
+    pairs = zip(run.accuracies, other.accuracies, strict=True)
+    return max(losses), max(abs(a - b) for a, b in pairs)
+
+
+# ---- Peak memory ---------------------------------------------------------------------------------
+class PeakMemory:
+    """Of each GPU, by nvidia-smi ten times a second: all of it that is in use, contexts and caches
+    too, less what was in use before. Of each process on a CPU, what Linux has recorded (VmHWM),
+    Python and torch included. Those that only start others, and loader workers, do not count."""
+
+    def __init__(self, is_launcher):
+        self.is_launcher, self.found, self.sampler = is_launcher, {}, None
+
+    def __enter__(self):
+        if GPUS and shutil.which("nvidia-smi"):
+            query = (
+                "nvidia-smi --query-gpu=index,memory.used --format=csv,noheader,nounits -lms 100"
+            )
+            options = {"stdout": tempfile.TemporaryFile("w+"), "stderr": subprocess.DEVNULL}
+            self.output = options["stdout"]
+            self.sampler = subprocess.Popen(query.split(), **options)
+        return self
+
+    def __exit__(self, *error):
+        if self.sampler:
+            self.sampler.terminate()
+            self.sampler.wait()
+
+    def look(self, pids):
+        for pid in [] if GPUS else [rank for pid in pids for rank in self.ranks(pid)]:
+            with contextlib.suppress(OSError, IndexError):  # it has just ended
+                status = Path(f"/proc/{pid}/status").read_text()
+                self.found[pid] = int(re.findall(r"VmHWM:\s*(\d+) kB", status)[0]) // 1024
+
+    def ranks(self, pid):
+        """The processes that train, of a machine's command."""
+        if not self.is_launcher:
+            return [pid]
+        with contextlib.suppress(OSError):
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            return [child for child in children if is_rank(child)]
+        return []
+
+    def peaks(self):
+        if not self.sampler:
+            return list(self.found.values())
+        self.output.seek(0)
+        lines = re.findall(r"^(\d+), (\d+)$", self.output.read(), re.M)
+        used = {index: [int(mib) for i, mib in lines if i == index] for index, _ in lines}
+        peaks = [max(values) - values[0] for values in used.values()]
+        return [peak for peak in peaks if peak > 50]  # the other GPUs are idle
+
+
+def is_rank(pid):
+    """A script, or one that it has spawned; not what only helps them, such as a resource tracker."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_text()
+        return "train_" in words or "spawn_main" in words
+    return False
+
+
+# ---- The ways to start a training ----------------------------------------------------------------
+def one_process(flags, name="one process", setting=ONE_THREAD):
+    return Job(name, [[*setting, "python", "train_single.py", *flags]])
+
+
+def data_parallel(n, flags):
+    words = [*visible(0, n), "python", "train_dp.py", *flags]
+    return Job(f"DataParallel, {n} GPUs", [words], gpus_each=n)
+
+
+def by_spawn(n, flags, script="train_ddp_spawn.py", name="spawn"):
+    words = [*ONE_THREAD, "python", script, "--nproc-per-node", n, *flags]
+    return Job(f"DDP by {name}, {n} processes", [words], n, is_launcher=True)
+
+
+def by_torchrun(n, flags):
+    words = [*ONE_THREAD, "torchrun", "--standalone", "--nproc-per-node", n]
+    words += ["train_ddp_torchrun.py", *flags]
+    return Job(f"DDP by torchrun, {n} processes", [words], n, is_launcher=True)
+
+
+def one_per_machine(n, flags):
+    words = ["python", "train_ddp_multigpu_proc.py", *flags]
+    return Job(f"one process per machine, {n} GPUs", [words], gpus_each=n)
+
+
+def visible(first, n):
+    """The setting that gives a process n of this machine's GPUs."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))
+    names = ",".join(names.split(",")[first : first + n])
+    return [f"CUDA_VISIBLE_DEVICES={names}"] if GPUS else []
+
+
+@dataclass
+class Machines:
+    """Two machines, or what takes their place."""
+
+    what: str  # is said below the table
+    address: str  # of the first
+    each: int  # GPUs, or processes
+    ranks: tuple = (0, 1)  # of those that are started here
+    prefixes: list = field(default_factory=lambda: [[], []])  # how a command gets there
+    settings: list = field(default_factory=lambda: [ONE_THREAD, ONE_THREAD])
+    port: int | None = None  # if the default one may be in use
+
+    def jobs(self, flags):
+        port = ["--master-port", self.port] if self.port else []
+        torchrun, python = [], []
+        for rank, setting in zip(self.ranks, self.settings):
+            words = [*setting, "torchrun", "--nnodes", 2, "--node-rank", rank, "--master-addr"]
+            words += [self.address, *port, "--nproc-per-node", self.each]
+            torchrun.append([*words, "train_ddp_torchrun.py", *flags])
+            words = [*setting, "python", "train_ddp_multigpu_proc.py", "--nnodes", 2]
+            words += ["--node-rank", rank, "--init-method"]
+            python.append([*words, f"tcp://{self.address}:{self.port or 23456}", *flags])
+        per_process = self.each if GPUS else 1
+        processes = 2 * self.each
+        yield Job("two machines, torchrun", torchrun, processes, 1, True, self.prefixes)
+        name = "two machines, one process per machine"
+        yield Job(name, python, 2, per_process, False, self.prefixes)
+
+
+@contextlib.contextmanager
+def two_machines(args):
+    """Machines, or None where there cannot be any."""
+    count = GPUS or args.processes
+    if args.hosts:
+        rank = args.node_rank
+        what = f"The two machines are {' and '.join(args.hosts)}."
+        yield Machines(what, args.hosts[0], count, (rank,), [[]], [ONE_THREAD])
+        return
+    if count < 2:
+        yield None
+        return
+    each = count // 2
+    settings = [[*ONE_THREAD, *visible(i * each, each)] for i in (0, 1)]
+    if can_make_namespaces():
+        what = (
+            "The two machines are network namespaces on this one, joined by a virtual cable: each "
+        )
+        what += "command was run by `ip netns exec` in one of them."
+        with two_namespaces() as names:
+            prefixes = []
+            for i, name in enumerate(names):
+                own = [f"GLOO_SOCKET_IFNAME=v{i}", f"NCCL_SOCKET_IFNAME=v{i}", f"NCCL_HOSTID={i}"]
+                prefixes.append(["ip", "netns", "exec", name, "env", *own])
+            yield Machines(what, "10.77.0.1", each, (0, 1), prefixes, settings)
+        return
+    what = "The two machines are both this one (as root, they would be network namespaces)."
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    yield Machines(what, "127.0.0.1", each, settings=settings, port=port)
+
+
+def can_make_namespaces():
+    if os.geteuid() or not shutil.which("ip"):
+        return False
+    return subprocess.run(["unshare", "--net", "true"], stderr=subprocess.DEVNULL).returncode == 0
+
+
+# ---- The tables ----------------------------------------------------------------------------------
+def counts(args):
+    """How many GPUs, or processes, to train on besides one."""
+    most = GPUS or args.processes
+    return sorted({n for n in (2, most) if 1 < n <= most})
+
+
+def batch_flags(args):
+    """--batch-size: 64, or the next number that all rows' processes divide."""
+    most = GPUS or args.processes
+    multiple = math.lcm(most, 2, 2 * (most if args.hosts else max(1, most // 2)))
+    batch = -(-64 // multiple) * multiple
+    return [] if batch == 64 else ["--batch-size", batch]
+
+
+def all_ways(args, flags):
+    """Print the table of a training that is started in all ways."""
+    flags = [*flags, *batch_flags(args), *NO_WORKERS, "--epochs", 2]
+    with two_machines(args) as machines:
+        across = list(machines.jobs(flags)) if machines else []
+        if args.hosts and args.node_rank == 1:
+            for job in across:  # as often as the first machine does
+                all(start(job)[0] is not None for _ in range(args.rounds))
+            return
+        jobs, notes, most = [one_process(flags)], [], GPUS or args.processes
+        if not GPUS and len(CPUS) > 1 and not args.quick:
+            threads = [f"OMP_NUM_THREADS={len(CPUS)}"]
+            jobs.append(one_process(flags, f"one process, {len(CPUS)} threads", threads))
+        if GPUS > 1:
+            jobs += [data_parallel(n, flags) for n in counts(args)]
+        if most > 1:
+            jobs.append(by_spawn(most, flags))
+            jobs += [by_torchrun(n, flags) for n in counts(args)]
+        if GPUS > 1:
+            jobs.append(one_per_machine(GPUS, flags))
+        jobs += across[:1] if args.quick else across
+        if machines:
+            notes.append(machines.what)
+        left_out = []
+        if GPUS < 2:
+            left_out.append("DataParallel and one process per machine with several GPUs")
+        if most < 2:
+            left_out += ["DDP", "two machines (on one GPU; there is --hosts)"]
+        if left_out:
+            notes.append(
+                f"Left out, as this machine has {GPUS or 'no'} GPU: {', '.join(left_out)}."
+            )
+        print_table(jobs, args, *notes)
+
+
+def ways(args):
+    print("## A small network, by each way to start it\n")
+    all_ways(args, ["--dataset", args.dataset])
+
+
+def resnet18(args):
+    print("## ResNet-18\n")
+    if GPUS:
+        data = args.dataset
+    else:
+        data = make_data(args, "small", (32, 32, 95, 7), 1024, different=1024)
+    all_ways(args, ["--dataset", data, "--model", "resnet18"])
+    print("As in all small scripts, images are not flipped, and SGD with momentum trains it, where")
+    print("articles have flips and Adam.", end=" ")
+    print(
+        "Batch norm computes its statistics over each device's share of a batch: with other shares,"
+    )
+    print("the loss is another one.\n")
+
+
+def inputs(args):
+    print("## Larger images, in memory and from JPEG files\n")
+    photos = make_data(args, "photos", SIZES["ImageNet"], 512, different=64)
+    sides = [32, 91, 157] if GPUS else [16, 45, 78]  # 1, 8 and 24 times as many pixels
+    jobs, shared = [], [*batch_flags(args), *NO_WORKERS, "--epochs", 2]
+    most = GPUS or args.processes
+    for data in "synthetic", photos:
+        for times, side in zip((1, 8, 24), sides):
+            if args.quick and (data == photos or times == 24):
+                continue
+            flags = ["--dataset", data, "--image-size", side, *shared]
+            own = [one_process(flags)] if data == "synthetic" or most < 2 else []
+            if GPUS > 1 and data == "synthetic":
+                own.append(data_parallel(most, flags))
+            if most > 1:
+                own.append(by_torchrun(most, flags))
+            where = "memory" if data == "synthetic" else "JPEG files"
+            for job in own:
+                job.name = f"x {times}, {where}: {job.name}"
+            jobs += own
+    print_table(jobs, args)
+
+
+def workers(args):
+    print("## Loader workers and CPUs, for JPEG files\n")
+    photos = make_data(args, "photos", SIZES["ImageNet"], 512, different=64)
+    flags = ["--dataset", photos, "--batch-size", 32, "--epochs", 2]
+    limits = sorted({n for n in (1, 2, len(CPUS)) if n <= len(CPUS)})
+    notes = []
+    if not shutil.which("taskset"):
+        limits, notes = limits[-1:], ["Left out: fewer CPUs, for which taskset is needed."]
+    if args.quick:
+        limits = limits[-1:]
+    jobs = []
+    for n in limits:
+        setting = ["taskset", "-c", ",".join(map(str, CPUS[:n]))] if n < len(CPUS) else []
+        for count in (0, 2) if args.quick else (0, 1, 2, 4, 8):
+            name = f"{count} workers, {n} CPU{'s' * (n > 1)}"
+            own = [*flags, "--workers", count]
+            jobs.append(one_process(own, name, [*ONE_THREAD, *setting]))
+    print_table(jobs, args, *notes)
+
+
+def starts(args):
+    print("## Seconds until the first step\n")
+    flags, n = [*SYNTHETIC, *NO_WORKERS], GPUS or args.processes
+    jobs, notes = [one_process(flags), by_spawn(n, flags), by_torchrun(n, flags)], []
+    if GPUS:
+        notes.append("Left out: fork, as a process that has used CUDA cannot be forked.")
+    else:
+        jobs.append(by_spawn(n, flags, "benchmarks/start_by_fork.py", "fork"))
+    rounds = 1 if args.quick else 3
+    table(GPUS, "", "seconds", "command")
+    for job in jobs:
+        seconds = [found[1] for found in (start(job, UNTIL) for _ in range(rounds)) if found[0]]
+        if seconds:
+            row(job.name, spread(seconds, 1), job.command())
+    print(f"\n{rounds} of each row; until `{UNTIL}` is printed.", *notes, "", sep="\n", flush=True)
+
+
+UNTIL = "starts with epoch 0"
+
+
+def make_data(args, name, size, count, different):
+    """The path of a folder of JPEG files, which is made if it is not there."""
+    folder = args.data_dir / name
+    if not folder.exists():
+        unfinished = args.data_dir / f"{name}-{os.getpid()}"
+        make_folder(unfinished, size, count, 64, different)
+        unfinished.rename(folder)
+    return folder
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = {"ways": ways, "resnet18": resnet18, "inputs": inputs, "start": starts}
+    parts["workers"] = workers
+    parser.add_argument("parts", nargs="*", help=f"{', '.join(parts)}; all")
+    parser.add_argument("--quick", action="store_true", help="fewer rows, one run of each")
+    parser.add_argument("--rounds", type=int, help="runs of each row")
+    parser.add_argument("--dataset", default="synthetic", help="or cifar10, for ways and resnet18")
+    parser.add_argument("--processes", type=int, default=2, help="without a GPU")
+    parser.add_argument("--hosts", nargs=2, metavar="HOST", help="two machines")
+    parser.add_argument("--node-rank", type=int, choices=(0, 1), help="of this one of --hosts")
+    data = ROOT / "data" / "articles"
+    parser.add_argument("--data-dir", type=Path, default=data, help="JPEG files are made here")
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(parts):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+    if bool(args.hosts) != (args.node_rank is not None):
+        parser.error("--hosts and --node-rank belong together")
+    args.rounds = args.rounds or (1 if args.quick else 2)
+    for name, part in parts.items():
+        if name in args.parts or not args.parts:
+            if not args.quick or name != "resnet18":
+                part(args)
+    end_part()
+
+
+if __name__ == "__main__":
+    main()
