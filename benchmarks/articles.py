@@ -36,7 +36,18 @@ from pathlib import Path
 import torch
 from make_images import SIZES, make_folder
 from network import two_namespaces
-from runs import FAILED, GPUS, NO_TIME, ROOT, end_part, row, run_commands, seconds_left, table
+from runs import (
+    FAILED,
+    GPUS,
+    NO_TIME,
+    ROOT,
+    end_on_sigterm,
+    end_part,
+    row,
+    run_commands,
+    seconds_left,
+    table,
+)
 
 CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 SYNTHETIC = ["--dataset", "synthetic"]
@@ -262,7 +273,7 @@ class PeakMemory:
 
 
 def is_rank(pid):
-    """A script, or one that it has spawned; not what only helps them, such as a resource tracker."""
+    """Whether it is a script or was spawned by one; a resource tracker, for example, is not."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_text()
         return "train_" in words or "spawn_main" in words
@@ -533,6 +544,7 @@ def main():
     if bool(args.hosts) != (args.node_rank is not None):
         parser.error("--hosts and --node-rank belong together")
     args.rounds = args.rounds or (1 if args.quick else 2)
+    end_on_sigterm()
     for name, part in parts.items():
         if name in args.parts or not args.parts:
             if not args.quick or name != "resnet18":

@@ -175,9 +175,9 @@ class Outcome:
 
 
 def run_commands(lines, log, until=None, limit=3600, environment=None, watch=None, folder=None):
-    """Start commands, and wait until all have ended, one has printed `until`, or `limit` seconds are
-    over. Then no process of theirs is left. If one fails, the others, which may wait for it, have
-    20 seconds. `watch` is called ten times a second with the process ids of the commands."""
+    """Start commands, and wait until all have ended, one has printed `until`, or `limit` seconds
+    are over. Then no process of theirs is left. If one fails, the others, which may wait for it,
+    have 20 seconds. `watch` is called ten times a second with the process ids of the commands."""
     mark, log = f"BENCHMARK_RUN={uuid.uuid4()}", Path(log)  # all that they start inherits it
     environment = {**os.environ, **(environment or {}), **dict([mark.split("=")])}
     started, end, watched = time.monotonic(), time.monotonic() + limit, 0
@@ -224,6 +224,11 @@ def kill_marked(mark):
                 if mark.encode() in path.read_bytes().split(b"\0"):
                     os.kill(int(path.parent.name), signal.SIGKILL)
                     killed = True
+
+
+def end_on_sigterm():
+    """Let `finally` clean up when `timeout` ends this program."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
 
 def seconds_left():
