@@ -55,7 +55,7 @@ limited() {
 # Ends all processes that have inherited this variable, those in other sessions too.
 end_marked() {
     local file pid
-    for file in $(grep -lzxF "$1" /proc/[0-9]*/environ 2> /dev/null); do
+    { grep -lzxF "$1" /proc/[0-9]*/environ 2> /dev/null || true; } | while read -r file; do
         pid=${file#/proc/}
         kill -KILL "${pid%/environ}" 2> /dev/null || true
     done
