@@ -50,7 +50,6 @@ from runs import (
 )
 
 CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-SYNTHETIC = ["--dataset", "synthetic"]
 NO_WORKERS = [] if GPUS else ["--workers", 0]  # they would take the CPUs from the training
 ONE_THREAD = [] if GPUS else ["OMP_NUM_THREADS=1"]
 # By how much a loss, relatively, and an accuracy may differ. Batch norm amplifies rounding.
@@ -181,8 +180,12 @@ def print_table(jobs, args, *notes):
         if all(measure(job) for _ in range(args.rounds)):  # one that fails is not repeated
             done.append(job)
             print_row(job, done[0])
-    runs = "One run" if args.rounds == 1 else f"{args.rounds} runs"
-    print(f"\n{runs} of each row. {compare(done)}", *notes, "", sep="\n", flush=True)
+    print(f"\n{number_of_runs(args.rounds)} of each row. {compare(done)}", *notes, sep="\n")
+    print(flush=True)
+
+
+def number_of_runs(rounds):
+    return "One run" if rounds == 1 else f"{rounds} runs"
 
 
 def compare(jobs):
@@ -354,7 +357,7 @@ def two_machines(args):
     if count < 2:
         yield None
         return
-    each = count // 2
+    each = count // 2  # of three GPUs, one is left out
     settings = [[*ONE_THREAD, *visible(i * each, each)] for i in (0, 1)]
     if can_make_namespaces():
         what = (
@@ -381,136 +384,136 @@ def can_make_namespaces():
 
 
 # ---- The tables ----------------------------------------------------------------------------------
-def counts(args):
-    """How many GPUs, or processes, to train on besides one."""
-    most = GPUS or args.processes
-    return sorted({n for n in (2, most) if 1 < n <= most})
+def all_devices(args):
+    """How many GPUs there are, or processes that take their place."""
+    return GPUS or args.processes
 
 
-def batch_flags(args):
-    """--batch-size: 64, or the next number that all rows' processes divide."""
-    most = GPUS or args.processes
-    multiple = math.lcm(most, 2, 2 * (most if args.hosts else max(1, most // 2)))
-    batch = -(-64 // multiple) * multiple
-    return [] if batch == 64 else ["--batch-size", batch]
+def common_flags(args):
+    """Of all rows: two epochs, and a batch of 64, or the next size that all of them can split."""
+    most = all_devices(args)
+    of_machines = 2 * most if args.hosts else max(1, most // 2) * 2
+    multiple = math.lcm(2, most, of_machines)
+    batch = math.ceil(64 / multiple) * multiple
+    return [*([] if batch == 64 else ["--batch-size", batch]), *NO_WORKERS, "--epochs", 2]
 
 
-def all_ways(args, flags):
-    """Print the table of a training that is started in all ways."""
-    flags = [*flags, *batch_flags(args), *NO_WORKERS, "--epochs", 2]
+def on_this_machine(args, flags):
+    """Jobs, and what is left out."""
+    most = all_devices(args)
+    counts = sorted({n for n in (2, most) if 1 < n <= most})
+    jobs, left_out = [one_process(flags)], []
+    if not GPUS and len(CPUS) > 1 and not args.quick:
+        threads = [f"OMP_NUM_THREADS={len(CPUS)}"]
+        jobs.append(one_process(flags, f"one process, {len(CPUS)} threads", threads))
+    if GPUS > 1:
+        jobs += [data_parallel(n, flags) for n in counts]
+    if most > 1:
+        jobs.append(by_spawn(most, flags))
+        jobs += [by_torchrun(n, flags) for n in counts]
+    else:
+        left_out.append("DDP")
+    if GPUS > 1:
+        jobs.append(one_per_machine(GPUS, flags))
+    else:
+        left_out.append("DataParallel, also in one process per machine")
+    return jobs, left_out
+
+
+def each_way(args, flags):
+    """Print the table of a training that is started in each way."""
+    flags = [*flags, *common_flags(args)]
     with two_machines(args) as machines:
         across = list(machines.jobs(flags)) if machines else []
-        if args.hosts and args.node_rank == 1:
-            for job in across:  # as often as the first machine does
+        if args.quick:
+            across = across[:1]
+        if args.node_rank == 1:  # of --hosts: it only takes its part, as often as the first one
+            for job in across:
                 all(start(job)[0] is not None for _ in range(args.rounds))
             return
-        jobs, notes, most = [one_process(flags)], [], GPUS or args.processes
-        if not GPUS and len(CPUS) > 1 and not args.quick:
-            threads = [f"OMP_NUM_THREADS={len(CPUS)}"]
-            jobs.append(one_process(flags, f"one process, {len(CPUS)} threads", threads))
-        if GPUS > 1:
-            jobs += [data_parallel(n, flags) for n in counts(args)]
-        if most > 1:
-            jobs.append(by_spawn(most, flags))
-            jobs += [by_torchrun(n, flags) for n in counts(args)]
-        if GPUS > 1:
-            jobs.append(one_per_machine(GPUS, flags))
-        jobs += across[:1] if args.quick else across
-        if machines:
-            notes.append(machines.what)
-        left_out = []
-        if GPUS < 2:
-            left_out.append("DataParallel and one process per machine with several GPUs")
-        if most < 2:
-            left_out += ["DDP", "two machines (on one GPU; there is --hosts)"]
+        jobs, left_out = on_this_machine(args, flags)
+        notes = [machines.what] if machines else []
+        if not machines:
+            left_out.append("two machines (use --hosts)")
         if left_out:
-            notes.append(
-                f"Left out, as this machine has {GPUS or 'no'} GPU: {', '.join(left_out)}."
-            )
-        print_table(jobs, args, *notes)
+            gpus = f"{GPUS} GPU" if GPUS else "no GPU"
+            notes.append(f"Left out, as this machine has {gpus}: {', '.join(left_out)}.")
+        print_table([*jobs, *across], args, *notes)
 
 
 def ways(args):
-    print("## A small network, by each way to start it\n")
-    all_ways(args, ["--dataset", args.dataset])
+    print("## A small network, started in each way\n")
+    each_way(args, ["--dataset", args.dataset])
 
 
 def resnet18(args):
-    print("## ResNet-18\n")
+    print("## ResNet-18, started in each way\n")
     if GPUS:
         data = args.dataset
-    else:
+    else:  # it takes a CPU long
         data = make_data(args, "small", (32, 32, 95, 7), 1024, different=1024)
-    all_ways(args, ["--dataset", data, "--model", "resnet18"])
-    print("As in all small scripts, images are not flipped, and SGD with momentum trains it, where")
-    print("articles have flips and Adam.", end=" ")
-    print(
-        "Batch norm computes its statistics over each device's share of a batch: with other shares,"
-    )
-    print("the loss is another one.\n")
+    each_way(args, ["--dataset", data, "--model", "resnet18"])
+    print("The small scripts train with SGD and do not flip images; articles have Adam and flips.")
+    print("With batch norm, the loss depends on the size of the shares, over which it computes its")
+    print("statistics.\n", flush=True)
 
 
 def inputs(args):
     print("## Larger images, in memory and from JPEG files\n")
     photos = make_data(args, "photos", SIZES["ImageNet"], 512, different=64)
-    sides = [32, 91, 157] if GPUS else [16, 45, 78]  # 1, 8 and 24 times as many pixels
-    jobs, shared = [], [*batch_flags(args), *NO_WORKERS, "--epochs", 2]
-    most = GPUS or args.processes
-    for data in "synthetic", photos:
-        for times, side in zip((1, 8, 24), sides):
-            if args.quick and (data == photos or times == 24):
+    sides = {1: 32, 8: 91, 24: 157} if GPUS else {1: 16, 8: 45, 24: 78}
+    most, jobs = all_devices(args), []
+    for where, data in ("memory", "synthetic"), ("JPEG files", photos):
+        for times, side in sides.items():
+            if args.quick and (where != "memory" or times == 24):
                 continue
-            flags = ["--dataset", data, "--image-size", side, *shared]
-            own = [one_process(flags)] if data == "synthetic" or most < 2 else []
-            if GPUS > 1 and data == "synthetic":
+            flags = ["--dataset", data, "--image-size", side, *common_flags(args)]
+            own = [one_process(flags)] if where == "memory" or most == 1 else []
+            if GPUS > 1 and where == "memory":
                 own.append(data_parallel(most, flags))
             if most > 1:
                 own.append(by_torchrun(most, flags))
-            where = "memory" if data == "synthetic" else "JPEG files"
             for job in own:
-                job.name = f"x {times}, {where}: {job.name}"
+                job.name = f"x {times}, {where}, {job.name}"
             jobs += own
-    print_table(jobs, args)
+    note = (
+        f"x 1 are images of {sides[1]} pixels, x 8 of {sides[8]}, x 24 of {sides[24]}. The files "
+    )
+    print_table(jobs, args, note + "have 500 x 375 pixels, whatever size they are scaled to.")
+
+
+def starts(args):
+    print("## Seconds until the first step\n")
+    n, flags = all_devices(args), ["--dataset", "synthetic", *common_flags(args)]
+    jobs, notes = [one_process(flags), by_spawn(n, flags), by_torchrun(n, flags)], []
+    if GPUS:
+        notes.append("Left out: fork, as a process that has used CUDA cannot be forked.")
+    else:
+        jobs.append(by_spawn(n, flags, "benchmarks/start_by_fork.py", "fork"))
+    rounds, until = 1 if args.quick else 3, "starts with epoch 0"
+    table(GPUS, "", "seconds", "command")
+    for job in jobs:
+        seconds = [found[1] for found in (start(job, until) for _ in range(rounds)) if found[0]]
+        if seconds:
+            row(job.name, spread(seconds, 1), job.command())
+    print(f"\n{number_of_runs(rounds)} of each row, until it printed `{until}`.", *notes, sep="\n")
+    print(flush=True)
 
 
 def workers(args):
     print("## Loader workers and CPUs, for JPEG files\n")
     photos = make_data(args, "photos", SIZES["ImageNet"], 512, different=64)
     flags = ["--dataset", photos, "--batch-size", 32, "--epochs", 2]
-    limits = sorted({n for n in (1, 2, len(CPUS)) if n <= len(CPUS)})
-    notes = []
+    limits, notes, jobs = sorted({n for n in (1, 2, len(CPUS)) if n <= len(CPUS)}), [], []
     if not shutil.which("taskset"):
-        limits, notes = limits[-1:], ["Left out: fewer CPUs, for which taskset is needed."]
-    if args.quick:
-        limits = limits[-1:]
-    jobs = []
-    for n in limits:
+        limits, notes = limits[-1:], ["Left out, as there is no `taskset`: fewer CPUs."]
+    for n in limits[-1:] if args.quick else limits:
         setting = ["taskset", "-c", ",".join(map(str, CPUS[:n]))] if n < len(CPUS) else []
         for count in (0, 2) if args.quick else (0, 1, 2, 4, 8):
             name = f"{count} workers, {n} CPU{'s' * (n > 1)}"
             own = [*flags, "--workers", count]
             jobs.append(one_process(own, name, [*ONE_THREAD, *setting]))
     print_table(jobs, args, *notes)
-
-
-def starts(args):
-    print("## Seconds until the first step\n")
-    flags, n = [*SYNTHETIC, *NO_WORKERS], GPUS or args.processes
-    jobs, notes = [one_process(flags), by_spawn(n, flags), by_torchrun(n, flags)], []
-    if GPUS:
-        notes.append("Left out: fork, as a process that has used CUDA cannot be forked.")
-    else:
-        jobs.append(by_spawn(n, flags, "benchmarks/start_by_fork.py", "fork"))
-    rounds = 1 if args.quick else 3
-    table(GPUS, "", "seconds", "command")
-    for job in jobs:
-        seconds = [found[1] for found in (start(job, UNTIL) for _ in range(rounds)) if found[0]]
-        if seconds:
-            row(job.name, spread(seconds, 1), job.command())
-    print(f"\n{rounds} of each row; until `{UNTIL}` is printed.", *notes, "", sep="\n", flush=True)
-
-
-UNTIL = "starts with epoch 0"
 
 
 def make_data(args, name, size, count, different):
@@ -523,32 +526,40 @@ def make_data(args, name, size, count, different):
     return folder
 
 
-def main():
+PARTS = {"ways": ways, "resnet18": resnet18, "inputs": inputs, "start": starts, "workers": workers}
+
+
+def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = {"ways": ways, "resnet18": resnet18, "inputs": inputs, "start": starts}
-    parts["workers"] = workers
-    parser.add_argument("parts", nargs="*", help=f"{', '.join(parts)}; all")
+    parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="fewer rows, one run of each")
     parser.add_argument("--rounds", type=int, help="runs of each row")
-    parser.add_argument("--dataset", default="synthetic", help="or cifar10, for ways and resnet18")
-    parser.add_argument("--processes", type=int, default=2, help="without a GPU")
+    parser.add_argument("--dataset", default="synthetic", help="of ways and resnet18: or cifar10")
+    parser.add_argument("--processes", type=int, default=2, help="where there is no GPU")
     parser.add_argument("--hosts", nargs=2, metavar="HOST", help="two machines")
     parser.add_argument("--node-rank", type=int, choices=(0, 1), help="of this one of --hosts")
     data = ROOT / "data" / "articles"
     parser.add_argument("--data-dir", type=Path, default=data, help="JPEG files are made here")
     args = parser.parse_args()
-    if unknown := set(args.parts) - set(parts):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+    if unknown := sorted(set(args.parts) - set(PARTS)):
+        parser.error(f"{', '.join(unknown)}: the parts are {', '.join(PARTS)}")
     if bool(args.hosts) != (args.node_rank is not None):
         parser.error("--hosts and --node-rank belong together")
+    if args.hosts and not set(args.parts) <= {"ways", "resnet18"}:
+        parser.error("--hosts is for the parts ways and resnet18")
     args.rounds = args.rounds or (1 if args.quick else 2)
+    # ResNet-18 takes half of the time.
+    args.parts = args.parts or [name for name in PARTS if not args.quick or name != "resnet18"]
+    return args
+
+
+def main():
+    args = parse_args()
     end_on_sigterm()
-    for name, part in parts.items():
-        if name in args.parts or not args.parts:
-            if not args.quick or name != "resnet18":
-                part(args)
+    for name in args.parts:
+        PARTS[name](args)
     end_part()
 
 
