@@ -439,12 +439,12 @@ def each_way(args, flags):
 
 
 def ways(args):
-    print("## A small network, started in each way\n")
+    print("### A small network, started in each way\n")
     each_way(args, ["--dataset", args.dataset])
 
 
 def resnet18(args):
-    print("## ResNet-18, started in each way\n")
+    print("### ResNet-18, started in each way\n")
     if GPUS:
         data = args.dataset
     else:  # it takes a CPU long
@@ -456,7 +456,7 @@ def resnet18(args):
 
 
 def inputs(args):
-    print("## Larger images, in memory and from JPEG files\n")
+    print("### Larger images, in memory and from JPEG files\n")
     photos = make_data(args, "photos", SIZES["ImageNet"], 512, different=64)
     sides = {1: 32, 8: 91, 24: 157} if GPUS else {1: 16, 8: 45, 24: 78}
     most, jobs = all_devices(args), []
@@ -480,7 +480,7 @@ def inputs(args):
 
 
 def starts(args):
-    print("## Seconds until the first step\n")
+    print("### Seconds until the first step\n")
     n, flags = all_devices(args), ["--dataset", "synthetic", *common_flags(args)]
     jobs, notes = [one_process(flags), by_spawn(n, flags), by_torchrun(n, flags)], []
     if GPUS:
@@ -498,7 +498,7 @@ def starts(args):
 
 
 def workers(args):
-    print("## Loader workers and CPUs, for JPEG files\n")
+    print("### Loader workers and CPUs, for JPEG files\n")
     photos = make_data(args, "photos", SIZES["ImageNet"], 512, different=64)
     flags = ["--dataset", photos, "--batch-size", 32, "--epochs", 2]
     limits, notes, jobs = sorted({n for n in (1, 2, len(CPUS)) if n <= len(CPUS)}), [], []
