@@ -54,7 +54,7 @@ NO_WORKERS = [] if GPUS else ["--workers", 0]  # they would take the CPUs from t
 ONE_THREAD = [] if GPUS else ["OMP_NUM_THREADS=1"]
 # By how much a loss, relatively, and an accuracy may differ. Batch norm amplifies rounding.
 ROUNDING = {"net": (0.005, 0.002), "resnet18": (0.03, 0.02)}
-COLUMNS = ["", "seconds an epoch", "images/s", "x the first", "loss", "accuracy"]
+COLUMNS = ["", "seconds an epoch", "images/s", "x one process", "loss", "accuracy"]
 COLUMNS += ["peak memory, MiB", "a batch", "command"]
 
 
@@ -89,6 +89,9 @@ class Job:
     def flag(self, name, default):
         words = self.commands[0]
         return words[words.index(name) + 1] if name in words else default
+
+    def images(self):
+        return self.flag("--dataset", ""), self.flag("--image-size", 32)
 
     def batch_size(self):
         return int(self.flag("--batch-size", 64))
@@ -160,6 +163,7 @@ def sum_text(parts):
 
 
 def print_row(job, first):
+    """`first` is the job of one process with the same images."""
     last, speeds = job.runs[-1], [run.speed for run in job.runs]
     times = statistics.median(speeds) / statistics.median(run.speed for run in first.runs)
     row(
@@ -178,11 +182,11 @@ def print_row(job, first):
 def print_table(jobs, args, *notes):
     """Run jobs, and print the row of each as soon as it is there."""
     table(GPUS, *COLUMNS)
-    done = []
+    done, firsts = [], {}
     for job in jobs:
         if all(measure(job) for _ in range(args.rounds)):  # one that fails is not repeated
             done.append(job)
-            print_row(job, done[0])
+            print_row(job, firsts.setdefault(job.images(), job))
     print(f"\n{number_of_runs(args.rounds)} of each row. {compare(done)}", *notes, sep="\n")
     print(flush=True)
 
@@ -220,7 +224,7 @@ def training(job):
     model, batch = job.flag("--model", "net"), job.batch_size()
     # Batch norm computes its statistics over each device's share of a batch.
     shares = batch if model == "net" else tuple(job.split())
-    return model, shares, job.flag("--dataset", ""), job.flag("--image-size", 32)
+    return model, shares, *job.images()
 
 
 # ---- Peak memory ---------------------------------------------------------------------------------
@@ -234,12 +238,10 @@ class PeakMemory:
 
     def __enter__(self):
         if GPUS and shutil.which("nvidia-smi"):
-            query = (
-                "nvidia-smi --query-gpu=index,memory.used --format=csv,noheader,nounits -lms 100"
-            )
-            options = {"stdout": tempfile.TemporaryFile("w+"), "stderr": subprocess.DEVNULL}
-            self.output = options["stdout"]
-            self.sampler = subprocess.Popen(query.split(), **options)
+            self.output = tempfile.TemporaryFile("w+")
+            words = "nvidia-smi --query-gpu=index,memory.used --format=csv,noheader,nounits"
+            words = [*words.split(), "-lms", "100"]
+            self.sampler = subprocess.Popen(words, stdout=self.output, stderr=subprocess.DEVNULL)
         return self
 
     def __exit__(self, *error):
@@ -465,7 +467,7 @@ def inputs(args):
             if args.quick and (where != "memory" or times == 24):
                 continue
             flags = ["--dataset", data, "--image-size", side, *common_flags(args)]
-            own = [one_process(flags)] if where == "memory" or most == 1 else []
+            own = [one_process(flags)]
             if GPUS > 1 and where == "memory":
                 own.append(data_parallel(most, flags))
             if most > 1:
@@ -510,7 +512,7 @@ def workers(args):
             name = f"{count} workers, {n} CPU{'s' * (n > 1)}"
             own = [*flags, "--workers", count]
             jobs.append(one_process(own, name, [*ONE_THREAD, *setting]))
-    print_table(jobs, args, *notes)
+    print_table(jobs, args, "The factor is that over the first row.", *notes)
 
 
 def make_data(args, name, size, count, different):
