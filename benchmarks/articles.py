@@ -310,70 +310,85 @@ def one_per_machine(n, flags):
 
 def visible(first, n):
     """The setting that gives a process n of this machine's GPUs."""
+    if not GPUS:
+        return []
     names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(GPUS)))
     names = ",".join(names.split(",")[first : first + n])
-    return [f"CUDA_VISIBLE_DEVICES={names}"] if GPUS else []
+    return [f"CUDA_VISIBLE_DEVICES={names}"]
+
+
+@dataclass
+class Machine:
+    """One of two machines, or what takes its place."""
+
+    rank: int
+    prefix: list = field(default_factory=list)  # how a command gets there; it is not printed
+    setting: list = field(default_factory=lambda: [*ONE_THREAD])  # it is
 
 
 @dataclass
 class Machines:
-    """Two machines, or what takes their place."""
+    """Two of them."""
 
-    what: str  # is said below the table
+    what: str  # they are, which is said below the table
     address: str  # of the first
-    each: int  # GPUs, or processes
-    ranks: tuple = (0, 1)  # of those that are started here
-    prefixes: list = field(default_factory=lambda: [[], []])  # how a command gets there
-    settings: list = field(default_factory=lambda: [ONE_THREAD, ONE_THREAD])
-    port: int | None = None  # if the default one may be in use
+    each: int  # how many GPUs, or processes, each of them has
+    started: list[Machine]  # those on which this program starts commands
+    port: int | None = None  # if the default ones may be in use
 
     def jobs(self, flags):
-        port = ["--master-port", self.port] if self.port else []
-        torchrun, python = [], []
-        for rank, setting in zip(self.ranks, self.settings):
-            words = [*setting, "torchrun", "--nnodes", 2, "--node-rank", rank, "--master-addr"]
-            words += [self.address, *port, "--nproc-per-node", self.each]
-            torchrun.append([*words, "train_ddp_torchrun.py", *flags])
-            words = [*setting, "python", "train_ddp_multigpu_proc.py", "--nnodes", 2]
-            words += ["--node-rank", rank, "--init-method"]
-            python.append([*words, f"tcp://{self.address}:{self.port or 23456}", *flags])
-        per_process = self.each if GPUS else 1
-        processes = 2 * self.each
-        yield Job("two machines, torchrun", torchrun, processes, 1, True, self.prefixes)
-        name = "two machines, one process per machine"
-        yield Job(name, python, 2, per_process, False, self.prefixes)
+        torchrun, alone = [], []
+        for machine in self.started:
+            words = [*machine.setting, "torchrun", "--nnodes", 2, "--node-rank", machine.rank]
+            words += ["--master-addr", self.address]
+            words += ["--master-port", self.port] if self.port else []
+            words += ["--nproc-per-node", self.each, "train_ddp_torchrun.py", *flags]
+            torchrun.append(words)
+            words = [*machine.setting, "python", "train_ddp_multigpu_proc.py", "--nnodes", 2]
+            words += ["--node-rank", machine.rank]
+            words += ["--init-method", f"tcp://{self.address}:{self.port or 23456}", *flags]
+            alone.append(words)
+        prefixes = [machine.prefix for machine in self.started]
+        name = "two machines, {}"
+        return [
+            Job(name.format("torchrun"), torchrun, 2 * self.each, 1, True, prefixes),
+            Job(
+                name.format("one process each"),
+                alone,
+                2,
+                max(1, GPUS and self.each),
+                False,
+                prefixes,
+            ),
+        ]
 
 
 @contextlib.contextmanager
 def two_machines(args):
     """Machines, or None where there cannot be any."""
-    count = GPUS or args.processes
+    count = all_devices(args)
+    each, local = count // 2, [visible(0, count // 2), visible(count // 2, count // 2)]
     if args.hosts:
-        rank = args.node_rank
-        what = f"The two machines are {' and '.join(args.hosts)}."
-        yield Machines(what, args.hosts[0], count, (rank,), [[]], [ONE_THREAD])
-        return
-    if count < 2:
+        what = f"The two machines are {' and '.join(args.hosts)}; memory is the first one's."
+        yield Machines(what, args.hosts[0], count, [Machine(args.node_rank)])
+    elif count < 2:
         yield None
-        return
-    each = count // 2  # of three GPUs, one is left out
-    settings = [[*ONE_THREAD, *visible(i * each, each)] for i in (0, 1)]
-    if can_make_namespaces():
-        what = (
-            "The two machines are network namespaces on this one, joined by a virtual cable: each "
-        )
-        what += "command was run by `ip netns exec` in one of them."
+    elif can_make_namespaces():
+        what = "The two machines are network namespaces on this one, joined by a virtual cable; "
+        what += "`ip netns exec` has run a command in each."
         with two_namespaces() as names:
-            prefixes = []
+            started = []
             for i, name in enumerate(names):
                 own = [f"GLOO_SOCKET_IFNAME=v{i}", f"NCCL_SOCKET_IFNAME=v{i}", f"NCCL_HOSTID={i}"]
-                prefixes.append(["ip", "netns", "exec", name, "env", *own])
-            yield Machines(what, "10.77.0.1", each, (0, 1), prefixes, settings)
-        return
-    what = "The two machines are both this one (as root, they would be network namespaces)."
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    yield Machines(what, "127.0.0.1", each, settings=settings, port=port)
+                prefix = ["ip", "netns", "exec", name, "env", *own]
+                started.append(Machine(i, prefix, [*ONE_THREAD, *local[i]]))
+            yield Machines(what, "10.77.0.1", each, started)
+    else:
+        what = "The two machines are both this one: root would have got network namespaces."
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        started = [Machine(i, [], [*ONE_THREAD, *local[i]]) for i in (0, 1)]
+        yield Machines(what, "127.0.0.1", each, started, port)
 
 
 def can_make_namespaces():
