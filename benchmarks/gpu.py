@@ -1,4 +1,5 @@
-"""The tables of gpu.sh: `python benchmarks/gpu.py PART`. On a CPU, two processes stand in for GPUs.
+"""The tables of gpu.sh: `python benchmarks/gpu.py PART`. On a CPU, two processes ($PROCESSES) stand
+in for GPUs.
 
 Each run has processes of its own. Its row is printed when it has ended, or when the time of the
 part ($PART_SECONDS) has, from what it had printed by then. A rate is that of training alone, the
@@ -32,7 +33,7 @@ from runs import (
 )
 
 TINY = bool(os.environ.get("TINY"))
-ALL = GPUS or 2
+ALL = GPUS or int(os.environ.get("PROCESSES", 2))
 COUNTS = [ALL] if TINY else sorted({n for n in (1, 2, 4, 8) if n < ALL} | {ALL}, reverse=True)
 CORES = len(os.sched_getaffinity(0))
 MEMORY = min((torch.cuda.get_device_properties(i).total_memory for i in range(GPUS)), default=0)
