@@ -30,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -229,34 +230,41 @@ def training(job):
 
 # ---- Peak memory ---------------------------------------------------------------------------------
 class PeakMemory:
-    """Of each GPU, by nvidia-smi ten times a second: all of it that is in use, contexts and caches
-    too, less what was in use before. Of each process on a CPU, what Linux has recorded (VmHWM),
-    Python and torch included. Those that only start others, and loader workers, do not count."""
+    """Of each GPU, by nvidia-smi twice a second: all that is in use, with contexts and what torch
+    keeps for later, less what was in use before. Of each process on a CPU, what Linux has recorded
+    (VmHWM), Python and torch included. Those that only start others, and loader workers, do not
+    count."""
 
     def __init__(self, is_launcher):
-        self.is_launcher, self.found, self.sampler = is_launcher, {}, None
+        self.is_launcher = is_launcher
+        self.before, self.found = {}, {}  # MiB: of GPUs; of GPUs or processes
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.watch_gpus)
 
     def __enter__(self):
         if GPUS and shutil.which("nvidia-smi"):
-            self.output = tempfile.TemporaryFile("w+")
-            words = "nvidia-smi --query-gpu=index,memory.used --format=csv,noheader,nounits"
-            words = [*words.split(), "-lms", "100"]
-            self.sampler = subprocess.Popen(words, stdout=self.output, stderr=subprocess.DEVNULL)
+            self.before = gpu_memory()
+            self.thread.start()
         return self
 
     def __exit__(self, *error):
-        if self.sampler:
-            self.sampler.terminate()
-            self.sampler.wait()
+        self.ended.set()
+        if self.thread.is_alive():
+            self.thread.join()
+
+    def watch_gpus(self):
+        while not self.ended.wait(0.5):
+            for gpu, used in gpu_memory().items():
+                self.found[gpu] = max(self.found.get(gpu, 0), used - self.before.get(gpu, 0))
 
     def look(self, pids):
+        """At the processes that train, of commands with these process ids."""
         for pid in [] if GPUS else [rank for pid in pids for rank in self.ranks(pid)]:
             with contextlib.suppress(OSError, IndexError):  # it has just ended
                 status = Path(f"/proc/{pid}/status").read_text()
                 self.found[pid] = int(re.findall(r"VmHWM:\s*(\d+) kB", status)[0]) // 1024
 
     def ranks(self, pid):
-        """The processes that train, of a machine's command."""
         if not self.is_launcher:
             return [pid]
         with contextlib.suppress(OSError):
@@ -265,13 +273,14 @@ class PeakMemory:
         return []
 
     def peaks(self):
-        if not self.sampler:
-            return list(self.found.values())
-        self.output.seek(0)
-        lines = re.findall(r"^(\d+), (\d+)$", self.output.read(), re.M)
-        used = {index: [int(mib) for i, mib in lines if i == index] for index, _ in lines}
-        peaks = [max(values) - values[0] for values in used.values()]
-        return [peak for peak in peaks if peak > 50]  # the other GPUs are idle
+        return [mib for mib in self.found.values() if mib > 50]  # the other GPUs are idle
+
+
+def gpu_memory():
+    """MiB in use on each GPU of this machine."""
+    words = "nvidia-smi --query-gpu=index,memory.used --format=csv,noheader,nounits".split()
+    text = subprocess.run(words, capture_output=True, text=True).stdout
+    return {int(gpu): int(used) for gpu, used in re.findall(r"^(\d+), (\d+)$", text, re.M)}
 
 
 def is_rank(pid):

@@ -14,6 +14,7 @@ import helpers
 import pytest
 import runs
 from helpers import command
+from make_images import make_folder
 from same_text import ROOT
 
 # The rows of each part with TINY=1.
@@ -188,6 +189,31 @@ def test_rows_for_any_number_of_gpus(monkeypatch, gpus):
     assert widest == (gpus or 2)
 
 
+NVIDIA_SMI = """#!/usr/bin/env bash
+used=1000
+if [[ -e trains ]]; then
+    used=3500
+fi
+printf '0, %s\\n1, %s\\n2, 7\\n' "$used" "$((used + 30))"
+"""
+
+
+def test_peak_memory_of_gpus(monkeypatch, work):
+    """What a run adds to each GPU that it uses."""
+    smi = work / "nvidia-smi"
+    smi.write_text(NVIDIA_SMI)
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(work), prepend=":")
+    monkeypatch.setattr(articles, "GPUS", 3)
+    print_epochs("train.py", *["loss 0.5000 accuracy 0.9000 100 images/s"] * 2)
+    mark = (
+        f"import pathlib, time\npathlib.Path({str(work / 'trains')!r}).touch()\ntime.sleep(1.2)\n"
+    )
+    Path("train.py").write_text(mark + Path("train.py").read_text())
+    job = row_of("train.py")
+    assert articles.measure(job) and job.runs[0].memory == [2500, 2500]
+
+
 @pytest.mark.slow
 def test_the_small_scripts_in_a_table(data, capsys, monkeypatch):
     """One process and two have the same losses, and both are measured: two epochs each, the memory
@@ -229,10 +255,12 @@ def test_a_rate_is_that_of_training_alone():
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", ROWS)
-def test_gpu_sh(data, part):
+def test_gpu_sh(work, part):
     """Each command runs, and its table has all its rows, and in each a figure."""
     three = {"PROCESSES": 3} if part == "images" else {}
-    text = gpu_sh(part, CIFAR10=data / "pictures", **three)
+    if part == "cifar10":
+        make_folder(work / "cifar10", (32, 32, 90, 7), 96, 8)
+    text = gpu_sh(part, CIFAR10=work / "cifar10", **three)
     head, rule, *rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) == ROWS[part] and "nan" not in text, text
     assert {line.count("|") for line in rows} == {head.count("|")}
