@@ -129,18 +129,25 @@ class Checkpoints(Checkpoints):
 
 
 def saving(folder):
-    """How long a checkpoint stops the training, and after which time it is written: the longest."""
+    """How long a checkpoint stops the training, and after which time it is written. The first one
+    also gets its memory on the host."""
     heads = "GPUs", "GB on the disk", "stops the training, s", "is written after, s"
     table(ALL, f"large/train_lm.py, `--size {SAVED}`", *heads)
     path = write_altered(ROOT / "large/train_lm.py", folder / "script", more=TIMED)
     for n in dict.fromkeys([ALL, 1]):
         text = run_lm(folder, path, n, SAVED, "--checkpoint-minutes", 0, "--no-compile")
-        cells = []
+        found = {}
         for name in "size", "blocked", "written":
-            found = re.findall(rf"^{name} (\S+)", text, re.M)
-            cells += [f"{max(map(float, found)):.2f}"] if found else []
-        if len(cells) == 3:
-            row("saved again and again", n, *cells)
+            found[name] = [float(x) for x in re.findall(rf"^{name} (\S+)", text, re.M)]
+        if found["size"]:
+            cells = [first_and_later(found[name]) for name in ("blocked", "written")]
+            row("saved again and again: first / later", n, f"{max(found['size']):.2f}", *cells)
+
+
+def first_and_later(seconds):
+    """The first one, and the median of the others."""
+    first, *later = seconds
+    return f"{first:.2f} / {statistics.median(later):.2f}" if later else f"{first:.2f}"
 
 
 if __name__ == "__main__":
