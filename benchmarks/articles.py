@@ -180,15 +180,15 @@ def print_row(job, first):
     )
 
 
-def print_table(jobs, args, *notes):
+def print_table(jobs, rounds, *notes):
     """Run jobs, and print the row of each as soon as it is there."""
     table(GPUS, *COLUMNS)
     done, firsts = [], {}
     for job in jobs:
-        if all(measure(job) for _ in range(args.rounds)):  # one that fails is not repeated
+        if all(measure(job) for _ in range(rounds)):  # one that fails is not repeated
             done.append(job)
             print_row(job, firsts.setdefault(job.images(), job))
-    print(f"\n{number_of_runs(args.rounds)} of each row. {compare(done)}", *notes, sep="\n")
+    print(f"\n{number_of_runs(rounds)} of each row. {compare(done)}", *notes, sep="\n")
     print(flush=True)
 
 
@@ -412,6 +412,11 @@ def all_devices(args):
     return GPUS or args.processes
 
 
+def repeats(args, usual):
+    """How often each row is run."""
+    return args.rounds or (1 if args.quick else usual)
+
+
 def common_flags(args):
     """Of all rows: two epochs, and a batch of 64, or the next size that all of them can split."""
     most = all_devices(args)
@@ -443,7 +448,7 @@ def on_this_machine(args, flags):
     return jobs, left_out
 
 
-def each_way(args, flags):
+def each_way(args, flags, rounds):
     """Print the table of a training that is started in each way."""
     flags = [*flags, *common_flags(args)]
     with two_machines(args) as machines:
@@ -452,7 +457,7 @@ def each_way(args, flags):
             across = across[:1]
         if args.node_rank == 1:  # of --hosts: it only takes its part, as often as the first one
             for job in across:
-                all(start(job)[0] is not None for _ in range(args.rounds))
+                all(start(job)[0] is not None for _ in range(rounds))
             return
         jobs, left_out = on_this_machine(args, flags)
         notes = [machines.what] if machines else []
@@ -461,12 +466,12 @@ def each_way(args, flags):
         if left_out:
             gpus = f"{GPUS} GPU" if GPUS else "no GPU"
             notes.append(f"Left out, as this machine has {gpus}: {', '.join(left_out)}.")
-        print_table([*jobs, *across], args, *notes)
+        print_table([*jobs, *across], rounds, *notes)
 
 
 def ways(args):
     print("### A small network, started in each way\n")
-    each_way(args, ["--dataset", args.dataset])
+    each_way(args, ["--dataset", args.dataset], repeats(args, 3))
 
 
 def resnet18(args):
@@ -474,8 +479,8 @@ def resnet18(args):
     if GPUS:
         data = args.dataset
     else:  # it takes a CPU long
-        data = make_data(args, "small", (32, 32, 95, 7), 1024, different=1024)
-    each_way(args, ["--dataset", data, "--model", "resnet18"])
+        data = make_data(args, "small", (32, 32, 95, 7), 512, different=512)
+    each_way(args, ["--dataset", data, "--model", "resnet18"], repeats(args, 1))
     print("The small scripts train with SGD and do not flip images; articles have Adam and flips.")
     print("With batch norm, the loss depends on the size of the shares, over which it computes its")
     print("statistics.\n", flush=True)
@@ -490,6 +495,8 @@ def inputs(args):
         for times, side in sides.items():
             if args.quick and (where != "memory" or times == 24):
                 continue
+            if where != "memory" and times == 8:
+                continue  # decoding takes longest, whatever size the images are scaled to
             flags = ["--dataset", data, "--image-size", side, *common_flags(args)]
             own = [one_process(flags)]
             if GPUS > 1 and where == "memory":
@@ -502,7 +509,9 @@ def inputs(args):
     note = (
         f"x 1 are images of {sides[1]} pixels, x 8 of {sides[8]}, x 24 of {sides[24]}. The files "
     )
-    print_table(jobs, args, note + "have 500 x 375 pixels, whatever size they are scaled to.")
+    print_table(
+        jobs, repeats(args, 1), note + "have 500 x 375 pixels, whatever size they are scaled to."
+    )
 
 
 def starts(args):
@@ -513,13 +522,13 @@ def starts(args):
         notes.append("Left out: fork, as a process that has used CUDA cannot be forked.")
     else:
         jobs.append(by_spawn(n, flags, "benchmarks/start_by_fork.py", "fork"))
-    rounds, until = 1 if args.quick else 3, "starts with epoch 0"
+    times, until = repeats(args, 3), "starts with epoch 0"
     table(GPUS, "", "seconds", "command")
     for job in jobs:
-        seconds = [found[1] for found in (start(job, until) for _ in range(rounds)) if found[0]]
+        seconds = [found[1] for found in (start(job, until) for _ in range(times)) if found[0]]
         if seconds:
             row(job.name, spread(seconds, 1), job.command())
-    print(f"\n{number_of_runs(rounds)} of each row, until it printed `{until}`.", *notes, sep="\n")
+    print(f"\n{number_of_runs(times)} of each row, until it printed `{until}`.", *notes, sep="\n")
     print(flush=True)
 
 
@@ -536,7 +545,7 @@ def workers(args):
             name = f"{count} workers, {n} CPU{'s' * (n > 1)}"
             own = [*flags, "--workers", count]
             jobs.append(one_process(own, name, [*ONE_THREAD, *setting]))
-    print_table(jobs, args, "The factor is that over the first row.", *notes)
+    print_table(jobs, repeats(args, 1), "The factor is that over the first row.", *notes)
 
 
 def make_data(args, name, size, count, different):
@@ -558,7 +567,7 @@ def parse_args():
     )
     parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="fewer rows, one run of each")
-    parser.add_argument("--rounds", type=int, help="runs of each row")
+    parser.add_argument("--rounds", type=int, help="runs of each row; default: 3 or 1, by part")
     parser.add_argument("--dataset", default="synthetic", help="of ways and resnet18: or cifar10")
     parser.add_argument("--processes", type=int, default=2, help="where there is no GPU")
     parser.add_argument("--hosts", nargs=2, metavar="HOST", help="two machines")
@@ -572,7 +581,6 @@ def parse_args():
         parser.error("--hosts and --node-rank belong together")
     if args.hosts and not set(args.parts) <= {"ways", "resnet18"}:
         parser.error("--hosts is for the parts ways and resnet18")
-    args.rounds = args.rounds or (1 if args.quick else 2)
     if not args.parts:
         args.parts = ["ways", "resnet18"] if args.hosts else list(PARTS)
         if args.quick:

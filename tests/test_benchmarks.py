@@ -121,7 +121,7 @@ def test_a_part_ends(part):
 
 # ---- articles.py ---------------------------------------------------------------------------------
 def arguments(**given):
-    defaults = {"quick": False, "rounds": 1, "processes": 2, "hosts": None, "node_rank": None}
+    defaults = {"quick": False, "rounds": None, "processes": 2, "hosts": None, "node_rank": None}
     return Namespace(**(defaults | given))
 
 
@@ -143,12 +143,12 @@ def test_unequal_losses_are_said(capsys):
     print_epochs("other.py", "loss 0.5100 accuracy 0.9000 100 images/s", first[1])
     print_epochs("score.py", first[0], "loss 0.0100 accuracy 0.9600 200 images/s")
     print_epochs("nan.py", first[0], "loss nan accuracy 0.9500 200 images/s")
-    articles.print_table([row_of("first.py"), row_of("close.py")], arguments())
+    articles.print_table([row_of("first.py"), row_of("close.py")], 1)
     text = capsys.readouterr().out
     assert "equal up to rounding" in text and runs.FAILED == []
     assert re.search(r"\| row \| 0.32 \| 400 \| 2.00 \| 0.0101 \| 0.9490 \| .* 64, 0 dropped", text)
     for script in "other.py", "score.py", "nan.py":
-        articles.print_table([row_of("first.py"), row_of(script, script)], arguments())
+        articles.print_table([row_of("first.py"), row_of(script, script)], 1)
         text = capsys.readouterr().out
         assert f"differ by more than rounding: {script}" in text and script in runs.FAILED.pop()
 
@@ -161,7 +161,7 @@ def test_batch_norm_sees_shares(capsys):
     for job in jobs:
         job.commands[0] += ["--model", "resnet18"]
     jobs[1].gpus_each = 2
-    articles.print_table(jobs, arguments())
+    articles.print_table(jobs, 1)
     assert "32 + 32, 0 dropped" in capsys.readouterr().out and not runs.FAILED
     jobs[1].gpus_each = 1
     assert "differ" in articles.compare(jobs)
@@ -220,7 +220,7 @@ def test_the_small_scripts_in_a_table(data, capsys, monkeypatch):
     of each process that trains."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     flags = ["--dataset", data / "pictures", "--workers", 0, "--epochs", 2]
-    articles.print_table([articles.one_process(flags), articles.by_spawn(2, flags)], arguments())
+    articles.print_table([articles.one_process(flags), articles.by_spawn(2, flags)], 1)
     text = capsys.readouterr().out
     assert "equal up to rounding" in text and not runs.FAILED, text
     one, two = [line.split(" | ") for line in text.splitlines() if "OMP_NUM_THREADS" in line]
