@@ -205,6 +205,7 @@ def run_commands(lines, log, until=None, limit=3600, environment=None, watch=Non
         statuses = [process.poll() for process in running]
         kill_marked(mark)
         for process in running:
+            process.kill()  # where there is no /proc
             process.wait()
     if found or not until and not any(statuses) and None not in statuses:
         status = "done"
