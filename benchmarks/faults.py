@@ -1,0 +1,377 @@
+"""Silent faults of data parallelism, put into right loops one at a time: what do the tools say?
+
+python benchmarks/faults.py            # all: check.py and compare.py on each; prints the table
+python benchmarks/faults.py --only gan # those whose loop or name contains "gan"
+
+Each fault is a change to one of loops/: a line or two, as somebody would write it by mistake. The
+tools see the changed copy. A tool has found a fault if it says WRONG or look, and has named it if
+such a line of the report has one of the changed lines, or the line that the fault says (`shows`).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Fault:
+    loop: str
+    name: str
+    old: str
+    new: str
+    cost: str  # what it does to the training
+    kind: str = "new"  # "new": invented before either tool was run on it; "ports"; "known"
+    shows: str = ""  # text of a line where it is as well seen as in the changed one
+
+
+NEW = [
+    Fault(
+        "segmentation",
+        "class weights from the labels of each rank's share",
+        "dist.all_reduce(counts)\n",
+        "",
+        "other weights of classes on each rank",
+        shows="class_weights = counts",
+    ),
+    Fault(
+        "segmentation",
+        "mean and deviation of each rank's own pixels",
+        "dist.all_reduce(sums)\ndist.all_reduce(counts)",
+        "dist.all_reduce(counts)",
+        "inputs are normalized differently on each rank",
+        shows="return (image - self.mean) / self.std, mask",
+    ),
+    Fault(
+        "segmentation",
+        "IoU of each rank's own images, averaged over ranks",
+        "    dist.all_reduce(confusion)\n    matrix = confusion.view(CLASSES, CLASSES)\n",
+        "    matrix = confusion.view(CLASSES, CLASSES)\n",
+        "another score; LR and best.pt by it",
+        shows="scheduler.step(iou)",
+    ),
+    Fault(
+        "segmentation",
+        "random_split seeded differently on each rank",
+        "manual_seed(7)",
+        "manual_seed(7 + rank)",
+        "images of the validation are trained on",
+    ),
+    Fault(
+        "language_model",
+        "LR times world_size, though the batch is as before",
+        "torch.optim.AdamW(groups, LR)",
+        "torch.optim.AdamW(groups, LR * world)",
+        "twice the LR",
+    ),
+    Fault(
+        "language_model",
+        "schedule counts steps by the rank's samples and the batch over all",
+        "math.ceil(len(train_set) // BATCH / ACCUMULATE)",
+        "math.ceil(len(sampler) // BATCH / ACCUMULATE)",
+        "the LR is 0 after half of the training",
+        shows="optimizer.step()",
+    ),
+    Fault(
+        "language_model",
+        "an epoch's last, short window is not synchronized",
+        "is_last = micro == len(window)",
+        "is_last = micro == ACCUMULATE",
+        "weights part in the last step of each epoch",
+    ),
+    Fault(
+        "language_model",
+        "the number of tokens is reduced after the division",
+        "        dist.all_reduce(tokens)\n        for micro",
+        "        for micro",
+        "each rank's mean over its own tokens",
+        shows="loss = loss * world / tokens",
+    ),
+    Fault(
+        "contrastive",
+        "targets without the rank's offset among the gathered keys",
+        "targets = rank * len(one) + torch.arange(len(one))",
+        "targets = torch.arange(len(one))",
+        "wrong positives on all ranks but 0",
+        shows="loss = info_nce(one",
+    ),
+    Fault(
+        "contrastive",
+        "the teacher follows on rank 0 alone",
+        "            for old, new in zip(teacher.parameters(), student.parameters()):\n"
+        "                old.lerp_(new, 0.1)",
+        "            for old, new in zip(teacher.parameters(), student.parameters()):\n"
+        "                if rank == 0:\n"
+        "                    old.lerp_(new, 0.1)",
+        "other ranks' teacher stays as it was",
+        shows="mine = F.normalize(teacher(second), dim=1)",
+    ),
+    Fault(
+        "contrastive",
+        "the queue gets the rank's own keys only",
+        "queue = torch.cat([keys, queue])[:QUEUE]",
+        "queue = torch.cat([mine, queue])[:QUEUE]",
+        "another queue on each rank, twice as old",
+        shows="loss = info_nce(one",
+    ),
+    Fault(
+        "gan",
+        "adaptive weight from each rank's own gradients",
+        "    dist.all_reduce(gradient)\n    return (gradient / world).norm()",
+        "    return gradient.norm()",
+        "each rank weights its losses differently",
+        shows="weight = gradient_norm",
+    ),
+    Fault(
+        "gan",
+        "lazy penalty by the rank's own number of images",
+        "images += len(real) * world",
+        "images += len(real)",
+        "the penalty is half as frequent",
+        shows="if images // PENALTY_EVERY > penalties:",
+    ),
+    Fault(
+        "detection",
+        "moving mean of the rank's own number of positives",
+        "        dist.all_reduce(positives)\n        usual = 0.9",
+        "        usual = 0.9",
+        "each rank divides by another number",
+        shows="loss = world * (focal + distance) / usual",
+    ),
+    Fault(
+        "detection",
+        "warm-up by the rank's own number of images",
+        "images_seen += len(images) * world",
+        "images_seen += len(images)",
+        "the warm-up is twice as long",
+        shows='group["lr"] = LR',
+    ),
+    Fault(
+        "policy",
+        "advantages normalized over the rank's own environments",
+        "        moments = mean_over_ranks(moments)\n",
+        "",
+        "another scale on each rank",
+        shows="advantages = (advantages - moments[0]) / deviation",
+    ),
+    Fault(
+        "policy",
+        "observations normalized by the rank's own",
+        "        dist.all_reduce(new)\n",
+        "",
+        "each rank's policy sees other numbers for one state",
+        shows="return (states - mean) / (variance + 1e-2).sqrt()",
+    ),
+    Fault(
+        "policy",
+        "adaptive coefficient by the rank's own divergence",
+        "spread = mean_over_ranks(divergence)",
+        "spread = divergence.detach()",
+        "another loss on each rank",
+        shows="coefficient *= 1.5",
+    ),
+    Fault(
+        "multitask",
+        "curriculum by the mean loss of the rank's own share",
+        "        average([usual])\n",
+        "",
+        "other samples are left out",
+        shows="easy = (per_sample",
+    ),
+    Fault(
+        "multitask",
+        "conflicting gradients are projected before they are averaged",
+        "        average([*first, *second, *gradients])\n"
+        "        together = [a + b for a, b in zip(project(first, second), project(second, first))]",
+        "        together = [a + b for a, b in zip(project(first, second), project(second, first))]\n"
+        "        average([*together, *gradients])",
+        "another direction of the step",
+        shows="return [a - torch.clamp(dot / size",
+    ),
+    Fault(
+        "multitask",
+        "the weights of the losses are not averaged",
+        "average([*first, *second, *gradients])",
+        "average([*first, *second, *gradients[:-1]])",
+        "each rank has its own weights of the tasks",
+        shows="optimizer.step()",
+    ),
+    Fault(
+        "multitask",
+        "accuracy: each rank's share counts alike, though one has a sample more",
+        "    dist.all_reduce(sums)\n    accuracy = sums[0] / sums[1]",
+        "    accuracy = sums[0] / sums[1]\n    average([accuracy])",
+        "another score",
+        shows='print(f"epoch {epoch}: accuracy',
+    ),
+]
+
+PORTS = [
+    Fault(
+        "language_model",
+        "loss divided by world_size, too",
+        "loss = loss * world / tokens",
+        "loss = loss / tokens",
+        "half the gradient: clipping and weight decay weigh more",
+        "ports",
+    ),
+    Fault(
+        "detection",
+        "hook clamps gradients before they are averaged",
+        "optimizer = torch.optim.SGD(",
+        "model.box.weight.register_hook(lambda g: g.clamp(-0.05, 0.05))\n"
+        "optimizer = torch.optim.SGD(",
+        "another gradient",
+        "ports",
+    ),
+    Fault(
+        "multitask",
+        "the hardest quarter of the rank's own share",
+        "(easy * per_sample).mean()",
+        "per_sample.topk(max(1, len(x) // 4)).values.mean()",
+        "other samples are trained on (batch 8: the hardest of 4, twice)",
+        "ports",
+    ),
+    Fault(
+        "language_model",
+        "twice the epochs, from the rank's number of batches",
+        "for epoch in range(EPOCHS):",
+        "for epoch in range(EPOCHS * len(train_set) // (len(sampler))):",
+        "twice as long a training",
+        "ports",
+    ),
+    Fault(
+        "segmentation",
+        "a mean by weights of the rank's own pixels: mask / mask.sum()",
+        "        dist.all_reduce(total)\n        loss_sum",
+        "        total = world * total\n        loss_sum",
+        "each rank's mean over its own pixels",
+        "ports",
+        "loss = world * loss_sum / total",
+    ),
+    Fault(
+        "detection",
+        "a sum that is not multiplied by world_size",
+        "loss = world * (focal + distance) / usual",
+        "loss = (focal + distance) / usual",
+        "half the gradient",
+        "ports",
+    ),
+    Fault(
+        "detection",
+        "all_reduce inside a branch on the rank's own boxes",
+        "        dist.all_reduce(positives)\n",
+        "        if positives:\n            dist.all_reduce(positives)\n",
+        "a hang, or a crash, at the first batch without boxes on one rank",
+        "ports",
+    ),
+    Fault(
+        "contrastive",
+        "the center of the keys is a plain attribute, of the rank's own keys",
+        "        all_one, all_two = gather(one), gather(two)\n",
+        "        center = 0.9 * globals().get('center', 0) + 0.1 * mine.mean(0)\n"
+        "        loss = info_nce(one, torch.cat([keys - center, queue]), targets)\n"
+        "        all_one, all_two = gather(one), gather(two)\n",
+        "another center on each rank",
+        "ports",
+    ),
+    Fault(
+        "gan",
+        "optimizer from an unsorted set of names",
+        "torch.optim.Adam(generator.parameters(), 2e-3",
+        "torch.optim.Adam([dict(generator.named_parameters())[n] for n in "
+        "{n for n, _ in generator.named_parameters()}], 2e-3",
+        "moments are saved in another order: a resume is wrong",
+        "ports",
+    ),
+]
+
+KNOWN = [
+    Fault(
+        "segmentation",
+        "no set_epoch",
+        "    sampler.set_epoch(epoch)\n",
+        "",
+        "the same order in each epoch",
+        "known",
+        "for images, masks in train_loader:",
+    ),
+    Fault(
+        "language_model",
+        "model called without DDP",
+        "logits = ddp(words[:, :-1])\n                targets",
+        "logits = model(words[:, :-1])\n                targets",
+        "gradients are not averaged",
+        "known",
+        "optimizer.step()",
+    ),
+    Fault(
+        "segmentation",
+        "the same random numbers on all ranks",
+        "torch.manual_seed(epoch * world + rank)",
+        "torch.manual_seed(epoch)",
+        "flips and dropout are alike for the first image of each rank",
+        "known",
+        "flip = torch.rand(len(images)) < 0.5",
+    ),
+    Fault(
+        "gan",
+        "no DistributedSampler: each rank trains on all samples",
+        "loader = DataLoader(dataset, BATCH // world, sampler=sampler, drop_last=True)",
+        "loader = DataLoader(dataset, BATCH // world, shuffle=True, drop_last=True)",
+        "N times the steps",
+        "known",
+        "for (real,) in loader:",
+    ),
+    Fault(
+        "gan",
+        "batch size per rank",
+        "BATCH // world",
+        "BATCH",
+        "half the steps",
+        "known",
+        "for (real,) in loader:",
+    ),
+    Fault(
+        "contrastive",
+        "keys are not gathered",
+        "keys = gather(mine)",
+        "keys = mine",
+        "half the negatives",
+        "known",
+        "loss = info_nce(one",
+    ),
+    Fault(
+        "multitask",
+        "the gradient is clipped before it is averaged",
+        "        average([*first, *second, *gradients])\n",
+        "        scale = torch.clamp(0.2 / nn.utils.get_total_norm(first), max=1)\n"
+        "        first = [scale * g for g in first]\n"
+        "        average([*first, *second, *gradients])\n",
+        "another gradient",
+        "known",
+    ),
+    Fault(
+        "segmentation",
+        "validation loss of the rank's own images decides on the LR",
+        "scheduler.step(iou)",
+        "scheduler.step(iou + 0.1 * float(torch.rand(())))",
+        "another LR on each rank",
+        "known",
+    ),
+    Fault(
+        "detection",
+        "a mean over the rank's own boxes",
+        "loss = world * (focal + distance) / usual",
+        "loss = (focal + distance) / there.sum().clamp(min=1)",
+        "each rank's mean over its own number",
+        "known",
+    ),
+    Fault(
+        "policy",
+        "all ranks' environments have the same noise",
+        "torch.manual_seed(1 + rank)",
+        "torch.manual_seed(1)",
+        "half of the environments are copies",
+        "known",
+        "states = torch.randn(mine, 4)",
+    ),
+]
+FAULTS = NEW + PORTS + KNOWN
