@@ -1,0 +1,2245 @@
+"""Runs your unchanged training script on one process and on two, and says where they part.
+
+python compare.py train.py --its --own flags
+python compare.py --steps 40 --short 10 train.py --output runs/{run} --its --own flags
+python compare.py -m package.train --its --own flags
+python compare.py train.py --nproc {n}                  # a script that starts its processes itself
+python compare.py --one "--batch-size 64" train.py --batch-size 32    # a batch size per process
+
+A right script does the same on N processes as on one, up to rounding: samples, losses, gradients,
+weights. To compare them, both runs draw the same random numbers here: noise for a share of the
+batch is that share of what one process draws, and a sample is augmented alike wherever it is
+loaded. Batch norm on one process takes each share's own statistics, as DDP does. Mixed precision,
+TF32, torch.compile and attention's dropout are off. After each step, the N processes get the
+weights that one process has: each step is a test of its own, and rounding cannot grow.
+
+In flags, {run} is "one" or "all", {n} the number of processes, {rank} this one's, {port} a free
+port. What the script creates is removed after each run (with --keep FOLDER, moved there), and what
+it overwrites is put back; what it reads again, such as downloaded data, stays.
+
+"WRONG" needs a change: gradients or weights differ. "look" may be intended: a sample's result
+depends on which others are in its batch (adaptive solvers, k-means, a Dice loss of the batch, a
+GAN's minibatch statistics), or a number that is printed is another one. Status 1 if something is
+WRONG, 2 if nothing could be compared.
+
+It does not see what is wrong in both runs, such as equal seeds in a dataset or no set_epoch: that
+is check.py's. Nor: generators of random numbers inside a dataset object, batches that are cut into
+pieces of a fixed size, several machines, processes started by Process(...).
+"""
+
+import argparse
+import atexit
+import contextlib
+import functools
+import gc
+import inspect
+import json
+import linecache
+import math
+import operator
+import os
+import pickle
+import random
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import traceback
+import zlib
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset, Subset, dataloader, get_worker_info
+from torch.utils.data._utils import fetch as fetchers
+
+parser = argparse.ArgumentParser(
+    usage="python compare.py [flags] script.py [script's flags]",
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+)
+parser.add_argument("--steps", type=int, default=20, help="optimizer steps to compare")
+parser.add_argument("--nproc", type=int, default=2, help="processes of the second run")
+parser.add_argument("--short", type=int, help="end each pass over a DataLoader after these batches")
+parser.add_argument("--one", default="", help="further flags of the script on one process")
+parser.add_argument("--tolerance", type=float, help="of gradients [3e-4, on GPUs 3e-3]")
+parser.add_argument("--seed", type=int, default=0, help="of all random numbers, in both runs")
+parser.add_argument("--wait", type=float, default=120, help="seconds without advance: it hangs")
+parser.add_argument("--keep", help="folder for the outputs of both runs")
+parser.add_argument("--port", type=int, help="of the process group; else a free one")
+parser.add_argument("-m", action="store_true", help="the script is a module, as in python -m")
+parser.add_argument("script", help="your script, followed by its flags")
+parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+HERE = os.path.abspath(__file__)
+STARTED_IN = os.getcwd()
+LIBRARIES = tuple(sysconfig.get_paths().values()) + (os.path.dirname(torch.__file__), "<frozen")
+LEAVE = os._exit
+BATCH_NORM = r"running_mean$|running_var$|num_batches_tracked$"  # averages: each rank's own
+MANY_VALUES = 50  # of a line and step that are noted
+MANY_COLUMNS = 4096
+
+
+# ---------------------------------------------------------------- what a process notes
+
+
+@dataclass
+class Value:
+    """What a line of the script has computed, in the order of the script."""
+
+    kind: str  # "value" of one operation, "inputs" and "outputs" of a model, "loss", "metric"
+    line: str
+    name: str  # of the operation or model
+    number: int  # the n-th of this line and name in the step
+    parts: list  # a summary of each tensor
+    index: int = 0  # of this value, in this process
+    made_from: list = field(default_factory=list)  # indices of values
+    numbers: list = field(default_factory=list)  # plain numbers among the arguments
+    fixed_divisor: bool = False  # a division by something that has no gradient
+    model: int | None = None  # index of the inputs of the model inside of which it is
+
+
+@dataclass
+class Pass:
+    """A DataLoader is iterated: (line, how often before), and how many batches it has."""
+
+    key: tuple
+    batches: int | None
+
+
+@dataclass
+class PassEnd:
+    key: tuple
+    batches: int
+
+
+@dataclass
+class Batch:
+    key: tuple  # of the pass
+    number: int
+    indices: list | None  # of its samples
+    rows: int | None
+
+
+@dataclass
+class Step:
+    """An optimizer's step: the learning rate and other numbers."""
+
+    key: tuple  # the optimizer's number, its step
+    line: str
+    settings: list
+    made: str  # the line that made the optimizer, and its scheduler
+
+
+@dataclass
+class Compared:
+    """Tensors of run N beside those of run one, at an optimizer's step."""
+
+    kind: str  # "weights" and "gradients" before it, "update", "buffers"
+    line: str
+    parts: dict  # {name: Difference as a tuple}
+    missing: list  # names that only one side has
+
+
+@dataclass
+class Draw:
+    """Random numbers for a rank's share. `state` is that of the generator that draws them."""
+
+    key: tuple
+    state: object
+    of: str
+
+
+@dataclass
+class OtherShape:
+    line: str
+    name: str
+    one: tuple
+    rank: tuple
+
+
+@dataclass
+class Printed:
+    line: str
+    text: str
+
+
+@dataclass
+class Said:
+    """Something for the user to know. `kind` is "note", "once" (a number drawn once for a batch)
+    or "order" (of the samples of a batch over the ranks)."""
+
+    kind: str
+    text: str
+
+
+@dataclass
+class File:
+    """A path that the script has created, read, or is about to overwrite (then with a copy)."""
+
+    kind: str
+    path: str
+    copy: str = ""
+
+
+@dataclass
+class End:
+    state: str
+
+
+# ---------------------------------------------------------------- in each process
+
+
+@functools.cache
+def own_file(name):
+    """The path of a file of the script's own code; None for libraries and this file."""
+    own = os.path.abspath(name) != HERE and not name.startswith(LIBRARIES) and os.path.exists(name)
+    return os.path.relpath(name, STARTED_IN) if own else None
+
+
+def own_lines(frame):
+    """`file:line` of the script's own code, innermost first."""
+    found = [(own_file(f.f_code.co_filename), line) for f, line in traceback.walk_stack(frame)]
+    return [f"{file}:{line}" for file, line in found if file] or ["?"]
+
+
+def place():
+    """The line of the script that we are called from, and those that called it."""
+    return tuple(own_lines(sys._getframe(1)))
+
+
+def replace(owner, name):
+    """A decorator: the function replaces owner.name, and gets the original as its first argument.
+    What torch.compile traces is left alone."""
+
+    def decorate(function):
+        original = getattr(owner, name)
+
+        def replacement(*args, **kwargs):
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, functools.wraps(original)(replacement))
+
+    return decorate
+
+
+def original(function):
+    """torch's own, below what is replaced."""
+    return inspect.unwrap(function)
+
+
+class Run:
+    """What this process knows, and the notes that it takes."""
+
+    def __init__(self, in_worker=False):
+        self.options = json.loads(os.environ["COMPARE"])
+        self.folder, self.world = self.options["folder"], self.options["nproc"]
+        self.name, self.rank = self.options["run"], int(os.environ.get("RANK", 0))
+        self.one = self.name == "one"
+        self.thread = threading.local()
+        self.steps, self.counts, self.pid = 0, {}, os.getpid()
+        self.lock = threading.RLock()
+        self.loader_rows = self.model_rows = None  # of this process's batch
+        self.order = None  # where the batch's samples are in one process's batch
+        self.model = None  # the outermost model that computes now
+        self.draws, self.given, self.batches, self.seeds = {}, {}, {}, {}
+        self.seed = {}  # that the script has set since the last step, of each library
+        self.asked = {}  # the last seed of this rank, and how many draws since
+        self.made = {}  # lines that made optimizers and schedulers
+        self.generator = torch.Generator()
+        if in_worker:
+            return
+        self.notes = open(f"{self.folder}/{self.name}.{self.rank}.notes", "wb")
+        if not self.one:
+            with open(f"{self.folder}/one.draws", "rb") as file:
+                self.draws, self.given, self.batches, self.seeds = pickle.load(file)
+
+    def note(self, note):
+        if os.getpid() == self.pid and not self.notes.closed:
+            with self.lock:
+                pickle.dump((self.steps, type(note).__name__, vars(note)), self.notes)
+                self.notes.flush()
+
+    def say(self, text, kind="note"):
+        if not self.number("said", text):
+            self.note(Said(kind, text))
+
+    def number(self, *key):
+        """0, 1, 2, ...: how often this key was asked for."""
+        self.counts[key] = self.counts.get(key, -1) + 1
+        return self.counts[key]
+
+    def hash(self, *key):
+        """A seed."""
+        return zlib.crc32(repr((self.options["seed"], *key)).encode())
+
+    def in_dataset(self):
+        """There, each sample has a seed of its own."""
+        return get_worker_info() is not None or getattr(self.thread, "in_dataset", False)
+
+    @contextlib.contextmanager
+    def quiet(self):
+        """What happens inside is not the script's."""
+        before, self.thread.quiet = getattr(self.thread, "quiet", False), True
+        try:
+            yield
+        finally:
+            self.thread.quiet = before
+
+    def end(self, state):
+        self.note(End(state))
+        if self.one:
+            with open(f"{self.folder}/one.draws", "wb") as file:
+                pickle.dump((self.draws, self.given, self.batches, self.seeds), file)
+        sys.stdout.flush()
+        if state != "--steps":
+            return
+        open(f"{self.folder}/{self.name}.{self.rank}.done", "w").close()
+        for _ in range(300):  # the others may still need this rank
+            others = range(1 if self.one else self.world)
+            if all(os.path.exists(f"{self.folder}/{self.name}.{r}.done") for r in others):
+                break
+            time.sleep(0.1)
+        LEAVE(0)
+
+    # ---- where a rank's samples are among those of one process
+
+    def positions(self, rank, share, one=None):
+        """Where a rank's `share` entries of a dimension are among those of one process."""
+        one = self.one if one is None else one
+
+        def rows(n):
+            return n // self.world if n and one and self.one else n
+
+        loader_rows, model_rows = rows(self.loader_rows), rows(self.model_rows)
+        batch = loader_rows or model_rows or share
+        if model_rows and share % batch and share % model_rows == 0:
+            batch = model_rows
+        times, rest = divmod(share, batch)
+        if rest or not times:
+            batch, times = share, 1
+        base = torch.arange(rank, batch * self.world, self.world)
+        if self.options["layout"] == "blocks":
+            base = torch.arange(batch) + rank * batch
+        if not one and self.order is not None and len(self.order) == batch:
+            base = torch.tensor(self.order)
+        if times == 1:
+            return base
+        if share == model_rows:  # several views, one after the other
+            return torch.cat([base + view * batch * self.world for view in range(times)])
+        return (base[:, None] * times + torch.arange(times)).reshape(-1)  # a sample's entries
+
+    def shared_dimension(self, whole, share):
+        """The dimension of which a rank has its share, if the others are equal; else None."""
+        if len(whole) != len(share):
+            return None
+        different = [d for d in range(len(share)) if whole[d] != share[d]]
+        if len(different) == 1 and whole[different[0]] == self.world * share[different[0]]:
+            return different[0]
+        return None
+
+
+# ---------------------------------------------------------------- random numbers: one process's
+
+
+def seeded(run, library, value):
+    """The script seeds a library. Draws are then those after this seed, whichever process makes
+    them; after a seed of each rank's own, those after one process's."""
+    run.asked[library] = [value, 0]
+    lines = place()
+    ways = [(run.steps, library, where) for where in (lines, lines[0])]
+    numbers = [run.number("seed", *way) for way in ways]
+    if run.one:
+        for way in ways:
+            run.seeds.setdefault(way, []).append(value)
+    else:
+        found = [(run.seeds[way], n) for way, n in zip(ways, numbers) if way in run.seeds]
+        if not found:  # one process does not seed here
+            return None
+        known, n = found[0]
+        value = value if value in known else known[min(n, len(known) - 1)]
+    run.seed[library] = value, run.number("seeds")
+    return value
+
+
+def pair(run, name, shape, library="torch"):
+    """Which draw of one process this is: its key, and its shape. It has the same lines, from the
+    innermost to the outermost, so that what one rank alone draws does not count; or else the same
+    innermost line, or any. Of these, it is the n-th since the last seed, or else in the step."""
+    seed, number = run.seed.get(library, (None, None))
+    if library in run.asked:
+        run.asked[library][1] += 1
+    lines = place()
+    ways = []
+    for where in ("any", lines[0], lines):
+        since = run.number("draw", run.steps, number, where, name)
+        in_step = run.number("draw", run.steps, where, name)
+        ways[:0] = (run.steps, "seed", seed, where, name, since), (run.steps, where, name, in_step)
+        if where == lines[0]:
+            key = (run.steps if seed is None else "seed", where, name, seed, since)
+    if run.one:
+        for way in ways:
+            run.draws.setdefault(way, (key, shape))
+        return key, shape
+    found = []
+    for first in (0, 2, 4):
+        if first == 4 and found:
+            break
+        near = [run.draws[way] for way in ways[first : first + 2] if way in run.draws]
+        found += near
+        for one, whole in sorted(near, key=lambda draw: draw[1] != shape):
+            if whole == shape or run.shared_dimension(whole, shape) is not None:
+                return one, whole
+    if found and library:
+        run.note(OtherShape(lines[0], name, found[0][1], shape))
+    return found[0][0] if found else key, shape
+
+
+def drawn(run, name, shape, draw):
+    """What one process would draw here, or the rank's part of it. `draw` gets a shape and a
+    generator."""
+    shape, library = tuple(shape), "numpy" if name.startswith("numpy") else "torch"
+    key, whole = pair(run, name, shape, library)
+    if math.prod(shape) == 1 and run.steps and key[1] != "?" and torch.is_grad_enabled():
+        if not name.startswith(("numpy", "random_")) and whole == shape:
+            run.say(f"{key[1]}: torch.{name}", "once")
+    run.generator.manual_seed(run.hash(key))
+    values = draw(whole, run.generator)
+    if whole != shape:
+        note_share(run, key, library)
+        d = run.shared_dimension(whole, shape)
+        values = values.index_select(d, run.positions(run.rank, shape[d]))
+    return values
+
+
+def note_share(run, key, library):
+    """A draw of a share in training: would each rank's be the same?"""
+    if library not in run.asked:
+        return
+    state = tuple(run.asked[library])
+    if library == "torch":
+        state += (torch.initial_seed(),)
+        state += (torch.cuda.initial_seed(),) if torch.cuda.is_initialized() else ()
+    run.note(Draw((run.steps, *key[1:]), state, "seed"))
+
+
+def drawn_by_hand(run, name, values, generator_state):
+    """Numbers of a generator of the script's own: left alone, unless a rank has drawn its share."""
+    key, shape = pair(run, f"{name} of a generator", tuple(values.shape), None)
+    if run.one and values.numel() < 1_000_000:
+        run.given[key] = values.detach().cpu().clone()
+    if shape == tuple(values.shape) or key not in run.given:
+        return values
+    d = run.shared_dimension(shape, tuple(values.shape))
+    run.note(Draw(key, generator_state, "generator"))
+    return run.given[key].index_select(d, run.positions(run.rank, values.shape[d]))
+
+
+def is_plain(tensor):
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
+
+
+def control_torch(run):
+    """Random functions of torch in this process."""
+    for module in (torch, torch.random):
+
+        @replace(module, "manual_seed")
+        def seed_torch(original, seed):
+            if not run.in_dataset():
+                seeded(run, "torch", int(seed))
+            return original(seed)
+
+    def watch(owner, name, values_of):
+        @replace(owner, name)
+        def draw(original, *args, **kwargs):
+            if run.in_dataset() or getattr(run.thread, "quiet", False):
+                return original(*args, **kwargs)
+            with run.quiet(), torch.no_grad():
+                generator = kwargs.get("generator")
+                state = zlib.crc32(generator.get_state().numpy()) if generator is not None else None
+                out = original(*args, **kwargs)
+                if not torch.is_tensor(out) or not is_plain(out):
+                    return out
+                if generator is not None:
+                    values = drawn_by_hand(run, name, out, state)
+                else:
+                    values = values_of(name, original, out, args, kwargs)
+                return out if values is out else out.copy_(values)
+
+    def uniform(name, original, out, args, kwargs):
+        f = inspect.unwrap(torch.randn if "randn" in name else torch.rand)
+        return drawn(run, name, out.shape, lambda s, g: f(s, generator=g, dtype=out.dtype))
+
+    def integers(name, original, out, args, kwargs):
+        numbers = [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
+        low = kwargs.get("low", numbers[0] if len(numbers) > 1 else 0)
+        high = kwargs.get("high", numbers[-1] if numbers else None)
+        f = inspect.unwrap(torch.randint)
+        return drawn(
+            run, "randint", out.shape, lambda s, g: f(low, high, s, generator=g, dtype=out.dtype)
+        )
+
+    def permutation(name, original, out, args, kwargs):
+        """If it may be one of the batch: within each share, as N processes do."""
+        n, f = len(out), inspect.unwrap(torch.randperm)
+        key, (total,) = pair(run, "randperm", (n,))
+        share, rest = divmod(total, run.world)
+
+        def inner(rank, n):
+            run.generator.manual_seed(run.hash(key, rank))
+            return f(n, generator=run.generator)
+
+        if total != n:
+            return inner(run.rank, n)
+        if rest or run.world > share:
+            return inner(0, n)
+        values = torch.empty(n, dtype=torch.long)
+        for rank in range(run.world):
+            at = run.positions(rank, share, one=True)
+            values[at] = at[inner(rank, share)]
+        return values
+
+    def normal(name, original, out, args, kwargs):
+        mean = kwargs.get("mean", args[0] if args else 0.0)
+        std = kwargs.get("std", args[1] if len(args) > 1 else 1.0)
+        f = inspect.unwrap(torch.randn)
+        noise = drawn(run, "normal", out.shape, lambda s, g: f(s, generator=g, dtype=out.dtype))
+        return noise.to(out.device) * std + mean
+
+    def coins(name, original, out, args, kwargs):
+        given = kwargs.get("input", args[0] if args else None)
+        p = kwargs.get("p", args[1] if len(args) > 1 else 0.5 if name == "bernoulli_" else given)
+        f = inspect.unwrap(torch.rand)
+        noise = drawn(run, name, out.shape, lambda s, g: f(s, generator=g))
+        return (noise.to(out.device) < p).to(out.dtype)
+
+    def categories(name, original, out, args, kwargs):
+        given = dict(zip(["input", "num_samples", "replacement"], args)) | kwargs
+        weights, count = given["input"].detach().double().cpu(), given["num_samples"]
+        if given.get("replacement"):
+            f = inspect.unwrap(torch.rand)
+            u = drawn(run, name, out.shape, lambda s, g: f(s, generator=g, dtype=torch.double))
+            sums = weights.cumsum(-1)
+            found = torch.searchsorted(sums, u * sums[..., -1:])
+            return found.clamp(max=weights.shape[-1] - 1)
+        f = inspect.unwrap(torch.Tensor.exponential_)
+        noise = drawn(
+            run,
+            name,
+            weights.shape,
+            lambda s, g: f(torch.empty(s, dtype=torch.double), generator=g),
+        )
+        return (weights / noise).topk(count, -1).indices
+
+    def in_place(name, original, out, args, kwargs):
+        def draw(shape, generator):
+            empty = torch.empty(shape, dtype=out.dtype)
+            return original(empty, *args[1:], **{**kwargs, "generator": generator})
+
+        return drawn(run, name, out.shape, draw)
+
+    functions = {"rand": uniform, "randn": uniform, "rand_like": uniform, "randn_like": uniform}
+    functions |= {"randint": integers, "randperm": permutation, "normal": normal}
+    functions |= {"bernoulli": coins, "multinomial": categories}
+    functions["randint_like"] = lambda name, original, out, args, kwargs: integers(
+        name, original, out, args[1:], kwargs
+    )
+    for name, values_of in functions.items():
+        watch(torch, name, values_of)
+    methods = {"bernoulli": coins, "multinomial": categories, "bernoulli_": coins}
+    for name in "normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_".split():
+        methods[name] = in_place
+    for name, values_of in methods.items():
+        watch(torch.Tensor, name, values_of)
+
+
+def control_dropout(run):
+    def drop(x, p, shape, name, inplace=False):
+        with run.quiet():
+            f = inspect.unwrap(torch.rand)
+            noise = drawn(run, name, shape, lambda s, g: f(s, generator=g))
+            mask = (noise >= p).to(x.device, x.dtype) / (1 - p if p < 1 else 1)
+            return x.mul_(mask) if inplace else x * mask
+
+    def watch(name, channels):
+        @replace(F, name)
+        def dropout(original, input, p=0.5, training=True, inplace=False):
+            if run.in_dataset() or not is_plain(input) or not training or p == 0:
+                return original(input, p, training, inplace)
+            shape = tuple(input.shape)
+            if channels:
+                shape = shape[:2] + (1,) * (input.dim() - 2)
+            return drop(input, p, shape, name, inplace)
+
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d"):
+        watch(name, channels=name != "dropout")
+
+    @replace(torch, "dropout")
+    def torch_dropout(original, input, p, train):
+        if run.in_dataset() or not train or p == 0:
+            return original(input, p, train)
+        return drop(input, p, tuple(input.shape), "dropout")
+
+    for name in ("alpha_dropout", "feature_alpha_dropout"):
+
+        @replace(F, name)
+        def no_dropout(original, input, *args, **kwargs):
+            run.say("alpha dropout is off")
+            return input
+
+    @replace(F, "scaled_dot_product_attention")
+    def attention(original, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
+        if dropout_p:
+            run.say("attention's dropout is off")
+        return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    def without_dropout(original, self, *args, **kwargs):
+        p, self.dropout = self.dropout, 0.0
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.dropout = p
+
+    for recurrent in (nn.RNN, nn.LSTM, nn.GRU):
+        replace(recurrent, "forward")(without_dropout)
+
+
+def control_python(run):
+    """Python's and numpy's global generators: alike on all ranks, after each rank's own seeds, too,
+    and from each of the script's lines on. numpy's arrays are shared like torch's."""
+
+    def watch_seeds(owner, library):
+        @replace(owner, "seed")
+        def seed(original, *args, **kwargs):
+            if run.in_dataset():
+                return original(*args, **kwargs)
+            value = seeded(run, library, repr((*args, *kwargs.values())))
+            if value is not None:
+                original(run.hash(library, value))
+
+    def watch_arrays(name, size_at):
+        @replace(np.random, name)
+        def draw(original, *args, **kwargs):
+            out = original(*args, **kwargs)
+            if run.in_dataset() or not isinstance(out, np.ndarray):
+                return out
+
+            def again(shape, generator):
+                state = np.random.get_state()
+                inspect.unwrap(np.random.seed)(generator.initial_seed() % 2**32)
+                words, more = list(args), dict(kwargs)
+                if size_at is None:
+                    words = list(shape)
+                elif len(words) > size_at:
+                    words[size_at] = shape
+                else:
+                    more["size"] = shape
+                values = torch.from_numpy(np.ascontiguousarray(original(*words, **more)))
+                np.random.set_state(state)
+                return values
+
+            with run.quiet():
+                return drawn(run, f"numpy {name}", out.shape, again).numpy()
+
+    def watch_numbers(owner, library, name):
+        """A number that is drawn once for a whole batch is equal on all ranks here. In truth, each
+        rank may draw its own, which is said."""
+
+        @replace(owner, name)
+        def draw(original, *args, **kwargs):
+            if not run.in_dataset():
+                where = run.steps, run.seed.get(library), place(), name
+                if run.number("python", *where) < 1000:  # it takes time
+                    key, _ = pair(run, f"{library}.{name}", (), library)
+                    inspect.unwrap(owner.seed)(run.hash(key))
+            out = original(*args, **kwargs)
+            outside = getattr(run.thread, "in_collate", False) or run.steps and not run.in_dataset()
+            if outside and np.size(out) == 1 and out is not None and torch.is_grad_enabled():
+                if (line := place()[0]) != "?":
+                    run.say(f"{line}: {owner.__name__}.{name}", "once")
+            return out
+
+    watch_seeds(random, "random")
+    watch_seeds(np.random, "numpy")
+    sizes = {"rand": None, "randn": None, "random": 0, "random_sample": 0, "standard_normal": 0}
+    for name, size_at in (sizes | {"uniform": 2, "normal": 2, "randint": 2}).items():
+        watch_arrays(name, size_at)
+    for name in "random choice choices uniform randint randrange gauss sample shuffle".split():
+        watch_numbers(random, "random", name)
+    for name in "random rand randn uniform randint choice beta normal permutation shuffle".split():
+        watch_numbers(np.random, "numpy", name)
+    watch_numbers(random, "random", "betavariate")
+
+
+# ---------------------------------------------------------------- samples
+
+
+def seed_all(seed, torch_too=True):
+    if torch_too:
+        torch.default_generator.manual_seed(seed)
+    inspect.unwrap(random.seed)(seed)
+    inspect.unwrap(np.random.seed)(seed)
+    if "imgaug" in sys.modules:
+        sys.modules["imgaug"].seed(seed)
+
+
+@contextlib.contextmanager
+def own_numbers(run):
+    """Random numbers of a dataset, which do not change the script's others."""
+    saved = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    run.thread.in_dataset = True
+    try:
+        yield
+    finally:
+        run.thread.in_dataset = run.thread.in_collate = False
+        torch.set_rng_state(saved[0])
+        random.setstate(saved[1])
+        np.random.set_state(saved[2])
+
+
+def base_index(dataset, index):
+    """A sample's index in the dataset itself, below all Subsets."""
+    try:
+        while isinstance(dataset, Subset):
+            dataset, index = dataset.dataset, dataset.indices[index]
+        return operator.index(index)
+    except TypeError:
+        return repr(index)
+
+
+def control_datasets(run):
+    """Each sample is drawn with a seed of its own; what makes the batch, with one of the batch."""
+
+    @replace(fetchers._MapDatasetFetcher, "fetch")
+    def fetch(original, self, indices):
+        number = self.__dict__.setdefault("compare_number", 0)
+        self.compare_number += 1
+        with own_numbers(run):
+            many = hasattr(self.dataset, "__getitems__") and not isinstance(self.dataset, Subset)
+            if not self.auto_collation or many:
+                seed_all(run.hash("batch", number))
+                return original(self, indices)
+            samples = []
+            for index in indices:
+                seed_all(run.hash("sample", base_index(self.dataset, index)))
+                samples.append(self.dataset[index])
+            seed_all(run.hash("batch", number))
+            run.thread.in_collate = True
+            return self.collate_fn(samples)
+
+    class Seeded:
+        """The k-th sample of a rank is the (k * world + rank)-th of one process."""
+
+        def __init__(self, iterator):
+            self.iterator, self.k = iterator, 0
+
+        def __next__(self):
+            seed_all(run.hash("item", self.k if run.one else self.k * run.world + run.rank))
+            self.k += 1
+            return next(self.iterator)
+
+    @replace(fetchers._IterableDatasetFetcher, "__init__")
+    def init(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.dataset_iter = Seeded(self.dataset_iter)
+
+    @replace(fetchers._IterableDatasetFetcher, "fetch")
+    def fetch_items(original, self, indices):
+        with own_numbers(run):
+            return original(self, indices)
+
+
+class Elsewhere:
+    """A function of this file, for a process that has not imported it: it is pickled by its path.
+    Loader workers may be started by forkserver, and mp.spawn's processes import the script alone.
+    """
+
+    class File:
+        def __reduce__(self):
+            return runpy.run_path, (HERE, None, "elsewhere")
+
+    def __init__(self, name):
+        self.name = name
+
+    def __call__(self, *args):
+        return globals()[self.name](*args)
+
+    def __reduce__(self):
+        return operator.getitem, (self.File(), self.name)
+
+
+def start_worker(theirs, worker):
+    """In each loader worker."""
+    if not hasattr(fetchers._MapDatasetFetcher.fetch, "__wrapped__"):  # not forked
+        control_datasets(Run(in_worker=True))
+    if theirs is not None:
+        theirs(worker)
+
+
+def length(sized):
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):  # some samplers do not know it
+        return None
+
+
+def watch_loaders(run):
+    """The samples of each batch, and the batches of each pass."""
+
+    @replace(dataloader._BaseDataLoaderIter, "_reset")
+    def reset(original, self, *args, **kwargs):
+        self.compare_indices = []
+        return original(self, *args, **kwargs)
+
+    @replace(dataloader._BaseDataLoaderIter, "_next_index")
+    def next_index(original, self):
+        indices = original(self)
+        self.__dict__.setdefault("compare_indices", []).append(indices)
+        return indices
+
+    @replace(DataLoader, "__iter__")
+    def iterate(original, self):
+        line, theirs = place(), self.worker_init_fn
+        if self.num_workers:
+            self.worker_init_fn = functools.partial(Elsewhere("start_worker"), theirs)
+        try:
+            iterator = original(self)
+        finally:
+            self.worker_init_fn = theirs
+        iterator.compare_pass = (line[:2], run.number("pass", line[:2]))
+        iterator.compare_batches = 0
+        is_map = not isinstance(self.dataset, IterableDataset)
+        run.note(Pass(iterator.compare_pass, length(self) if is_map else None))
+        return iterator
+
+    @replace(dataloader._BaseDataLoaderIter, "__next__")
+    def next_batch(original, self):
+        if not hasattr(self, "compare_pass"):
+            return original(self)
+        number, short = self.compare_batches, run.options["short"]
+        try:
+            if short and number >= short:
+                raise StopIteration
+            batch = original(self)
+        except StopIteration:
+            run.note(PassEnd(self.compare_pass, number))
+            raise
+        self.compare_batches += 1
+        indices = getattr(self, "compare_indices", None)
+        indices = indices[number] if indices and number < len(indices) else None
+        if isinstance(indices, (list, tuple)) and not isinstance(self._dataset, IterableDataset):
+            indices = [base_index(self._dataset, i) for i in indices]
+        else:
+            indices = None
+        tensors = [t for t in tree_leaves(batch) if torch.is_tensor(t) and t.dim()]
+        rows = len(indices) if indices else len(tensors[0]) if tensors else None
+        run.note(Batch(self.compare_pass, number, indices, rows))
+        if torch.is_grad_enabled() and threading.current_thread() is threading.main_thread():
+            run.loader_rows = rows
+            find_order(run, (*self.compare_pass, number), indices)
+        return batch
+
+
+def find_order(run, key, indices):
+    """Where this rank's samples are in the batch of one process."""
+    run.order = None
+    if run.one:
+        run.batches[key] = indices
+    elif indices and (whole := run.batches.get(key)):
+        at = {index: i for i, index in enumerate(whole)}
+        usual = run.positions(run.rank, len(indices), one=True).tolist()
+        order = [
+            i if i < len(whole) and whole[i] == index else at.get(index)
+            for i, index in zip(usual, indices)
+        ]
+        run.order = None if None in order else order
+        block = range(run.rank * len(order), (run.rank + 1) * len(order))
+        run.say("blocks" if order == list(block) else "turns", "order")
+
+
+# ---------------------------------------------------------------- values that the script computes
+
+
+SIGNS = np.cos(np.arange(MANY_COLUMNS) * 1.618 + 0.5)
+
+
+def summary(tensor):
+    """To compare a tensor over processes: its shape, and for each entry of its first three
+    dimensions a number by which it is told apart, its sum and its norm."""
+    if not torch.is_tensor(tensor) or isinstance(tensor, nn.Parameter):
+        return None
+    if tensor.layout != torch.strided or not is_plain(tensor) or not tensor.numel():
+        return None
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.dim() == 0:
+        return (), float(tensor)
+    dims = []
+    for d in range(min(3, tensor.dim())):
+        if tensor.shape[d] > MANY_COLUMNS and d:
+            dims.append(None)
+            continue
+        rows = tensor.movedim(d, 0).reshape(tensor.shape[d], -1)
+        rows = rows[:, :: rows.shape[1] // MANY_COLUMNS + 1].cpu().double().numpy()
+        rows = np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
+        dims.append((rows @ SIGNS[: rows.shape[1]], rows.sum(1), np.linalg.norm(rows, axis=1)))
+    return tuple(tensor.shape), dims
+
+
+def note_value(run, kind, line, name, tree, made_from=(), **more):
+    """Note it, and return its index."""
+    leaves = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)][:8]
+    with run.quiet():
+        parts = [summary(leaf) for leaf in leaves]
+    model = run.model
+    number = run.number("value", run.steps, kind, line, name)
+    index = run.number("values")
+    run.note(Value(kind, line, name, number, parts, index, list(made_from), model=model, **more))
+    for leaf in leaves:
+        if is_plain(leaf) and not isinstance(leaf, nn.Parameter):
+            leaf.compare_index = index
+    return index
+
+
+def indices_in(tree):
+    """Of the values that are among the arguments of a function."""
+    return [leaf.compare_index for leaf in tree_leaves(tree) if hasattr(leaf, "compare_index")]
+
+
+class Trace(TorchFunctionMode):
+    """Notes what each line of the script computes, where it calls torch directly. So the line is
+    found whose result is not that of one process."""
+
+    DIVISIONS = ("div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_")
+    SAME_VALUE = ("detach", "__get__", "to", "requires_grad_", "contiguous", "clone")
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        quiet = getattr(self.run.thread, "quiet", False) or self.run.in_dataset()
+        if not quiet and (torch.is_tensor(out) or isinstance(out, (tuple, list))):
+            with contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
+                self.see(getattr(function, "__name__", "?"), out, args, kwargs)
+        return out
+
+    def see(self, name, out, args, kwargs):
+        made_from = indices_in((args, kwargs))
+        if name in self.SAME_VALUE:
+            if made_from and is_plain(out) and not isinstance(out, nn.Parameter):
+                out.compare_index = made_from[0]
+            return
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+            if frame.f_code.co_filename.startswith(NOT_THE_SCRIPTS):
+                return
+            frame = frame.f_back
+        file = own_file(frame.f_code.co_filename) if frame is not None else None
+        leaves = [leaf for leaf in tree_leaves(out) if torch.is_tensor(leaf)]
+        if file is None or not leaves or isinstance(leaves[0], nn.Parameter):
+            return
+        line = f"{file}:{frame.f_lineno}"
+        if self.run.number("seen", self.run.steps, line, name) >= MANY_VALUES:
+            return
+        numbers = [float(x) for x in tree_leaves((args, kwargs)) if type(x) in (int, float)]
+        divisor = args[1] if len(args) > 1 else kwargs.get("other")
+        fixed = torch.is_tensor(divisor) and not divisor.requires_grad and name in self.DIVISIONS
+        more = {"numbers": numbers[:4], "fixed_divisor": fixed}
+        note_value(self.run, "value", line, name, out, made_from, **more)
+
+
+TORCH = os.path.dirname(torch.__file__)
+NOT_THE_SCRIPTS = tuple(os.path.join(TORCH, part) for part in ("optim", "utils/data", "nn/init"))
+
+
+def watch_models(run):
+    """What goes into and comes out of each outermost module in training; and the losses."""
+    original = nn.Module.__call__
+
+    def call(module, *args, **kwargs):
+        if torch.compiler.is_compiling() or run.model or run.in_dataset():
+            return original(module, *args, **kwargs)
+        if not (module.training and torch.is_grad_enabled()):
+            return original(module, *args, **kwargs)
+        keep_precise()
+        inner = module.module if isinstance(module, DistributedDataParallel) else module
+        if not any(True for _ in inner.parameters()):
+            return original(module, *args, **kwargs)
+        name, line = type(inner).__name__, place()[0]
+        tensors = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t) and t.dim()]
+        if tensors:
+            run.model_rows = len(tensors[0])
+        made_from = indices_in((args, kwargs))
+        index = note_value(run, "inputs", line, name, (args, kwargs), made_from)
+        run.model = index
+        try:
+            outputs = original(module, *args, **kwargs)
+        finally:
+            run.model = None
+        note_value(run, "outputs", line, name, outputs, [*indices_in(outputs), index])
+        return outputs
+
+    nn.Module.__call__ = call
+
+    @replace(torch.autograd, "backward")
+    def backward(original, tensors, *args, **kwargs):
+        leaves = [t for t in tree_leaves(tensors) if torch.is_tensor(t)]
+        with run.quiet(), torch.no_grad():
+            value = sum(t.double().sum() for t in leaves)
+        note_value(run, "loss", place()[0], "backward", value, indices_in(leaves))
+        return original(tensors, *args, **kwargs)
+
+    @replace(ReduceLROnPlateau, "step")
+    def plateau(original, self, metrics, *args, **kwargs):
+        with run.quiet():
+            value = torch.tensor(float(metrics), dtype=torch.double)
+        note_value(run, "metric", place()[0], "scheduler.step", value, indices_in(metrics))
+        return original(self, metrics, *args, **kwargs)
+
+    for name in ("all_reduce", "broadcast"):
+
+        @replace(torch.distributed, name)
+        def communicate(original, tensor, *args, _name=name, **kwargs):
+            out = original(tensor, *args, **kwargs)
+            if not kwargs.get("async_op") and is_plain(tensor) and place()[0] != "?":
+                note_value(run, "value", place()[0], _name, tensor, indices_in(tensor))
+            return out
+
+
+def control_batch_norm(run):
+    """On one process: each share's own statistics, and rank 0's averages, as N processes have."""
+
+    @replace(nn.SyncBatchNorm, "forward")
+    def forward(original, self, *args, **kwargs):
+        run.thread.sync = True
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            run.thread.sync = False
+
+    @replace(F, "batch_norm")
+    def batch_norm(original, input, mean, var, weight=None, bias=None, training=False, *more, **kw):
+        words = weight, bias, training
+        if getattr(run.thread, "sync", False) or not training:
+            return original(input, mean, var, *words, *more, **kw)
+        run.say("batch norm: on one process, each share has its own statistics, as in DDP")
+        rows, batch = len(input), run.loader_rows or run.model_rows
+        if not run.one or rows % run.world or rows == run.world or (batch and rows % batch):
+            return original(input, mean, var, *words, *more, **kw)
+        places, outputs = [], []
+        with run.quiet():
+            for rank in range(run.world):
+                places.append(run.positions(rank, rows // run.world).to(input.device))
+                averages = mean, var
+                if rank and mean is not None:
+                    averages = mean.clone(), var.clone()
+                outputs.append(original(input[places[-1]], *averages, *words, *more, **kw))
+            return torch.cat(outputs)[torch.cat(places).argsort()]
+
+
+def keep_precise():
+    """float32 throughout. Not seen on a GPU yet."""
+    if torch.cuda.is_available():
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def control_precision(run):
+    """Nothing is compiled, as its random numbers would be others, and mixed precision is off."""
+
+    @replace(torch, "compile")
+    def compile(original, model=None, *args, **kwargs):
+        run.say("torch.compile is off")
+        return model if model is not None else lambda function: function
+
+    @replace(nn.Module, "compile")
+    def compile_module(original, self, *args, **kwargs):
+        run.say("torch.compile is off")
+
+    @replace(torch.amp.autocast_mode.autocast, "__init__")
+    def autocast(original, self, device_type, *args, **kwargs):
+        original(self, device_type, *args, **kwargs)
+        if self._enabled:
+            run.say("autocast is off")
+        self._enabled = False
+
+    @replace(torch.amp.GradScaler, "__init__")
+    def scaler(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self._enabled = False
+
+    @replace(torch, "set_float32_matmul_precision")
+    def precision(original, *args):
+        pass
+
+
+# ---------------------------------------------------------------- optimizer steps
+
+
+def outer_modules():
+    """All modules that are not part of another one; not DDP, but what it wraps."""
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    modules = [module for module in modules if not isinstance(module, DistributedDataParallel)]
+    inner = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in inner]
+
+
+def whole(tensor):
+    """A tensor as it is on one process."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    return tensor.cpu().clone()
+
+
+def set_to(tensor, value):
+    with torch.no_grad():
+        if hasattr(tensor, "full_tensor"):
+            from torch.distributed.tensor import distribute_tensor
+
+            value = value.to(tensor.device)
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements)
+        tensor.copy_(value)
+
+
+class Trained:
+    """An optimizer's parameters, by name, and the buffers of their modules."""
+
+    def __init__(self, run, optimizer):
+        self.number, self.step = run.number("optimizer"), -1
+        self.names, self.owners = {}, []
+        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for module in outer_modules():
+            found = {id(p): name for name, p in module.named_parameters()}
+            if wanted & found.keys():
+                self.owners.append(module)
+                for key, name in found.items():
+                    self.names.setdefault(key, f"{type(module).__name__}.{name}")
+        self.owners.sort(key=lambda m: (type(m).__name__, len(list(m.parameters()))))
+
+    def parameters(self, optimizer):
+        found, number = {}, 0
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                name = self.names.get(id(p), f"parameter {number} (of no module)")
+                while name in found:
+                    name += "'"
+                found[name], number = p, number + 1
+        return found
+
+    def buffers(self):
+        return {
+            f"{type(m).__name__}.{name}": b
+            for m in self.owners
+            for name, b in m.named_buffers()
+            if b.is_floating_point()
+        }
+
+
+def settings_of(optimizer):
+    return [
+        (key, float(value))
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if isinstance(value, (int, float)) or torch.is_tensor(value) and value.numel() == 1
+    ]
+
+
+def moments(optimizer, parameters):
+    """{name of the parameter: {name: tensor}}"""
+    return {
+        name: {k: v for k, v in optimizer.state.get(p, {}).items() if torch.is_tensor(v)}
+        for name, p in parameters.items()
+    }
+
+
+def differ(one, other):
+    """(|difference|, |one|, |other|, how many times the first the second is, and of each a number
+    by which those of several ranks are compared)"""
+    if one is None or other is None or one.shape != other.shape:
+        sizes = [0.0 if t is None else float(t.double().norm()) for t in (one, other)]
+        return (max(sizes) if sizes[0] != sizes[1] else 0.0, *sizes, 0.0, *sizes)
+    one, other = one.double().reshape(-1), other.double().reshape(-1)
+    if not (torch.isfinite(one).all() and torch.isfinite(other).all()):
+        same = torch.equal(torch.isfinite(one), torch.isfinite(other))
+        return (0.0 if same else 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+    dot, size = float(one @ other), float(one.norm())
+    signs = torch.from_numpy(SIGNS[: len(one)])
+    marks = [float(t[:MANY_COLUMNS] @ signs) for t in (one, other)]
+    ratio = dot / max(size**2, 1e-300)
+    return float((one - other).norm()), size, float(other.norm()), ratio, *marks
+
+
+def watch_steps(run):
+    trained, nested, before = {}, [0], {}
+
+    def path(one):
+        return f"{run.folder}/step.{one.number}.{one.step}.pt"
+
+    @replace(Optimizer, "__init__")
+    def make(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        run.made[id(self)] = f"made at {place()[0]}"
+
+    @replace(LRScheduler, "__init__")
+    def schedule(original, self, optimizer, *args, **kwargs):
+        original(self, optimizer, *args, **kwargs)
+        run.made[id(optimizer)] = f"{run.made.get(id(optimizer), '')}, scheduled at {place()[0]}"
+
+    def before_step(optimizer, args, kwargs):
+        nested[0] += 1
+        if nested[0] > 1:
+            return
+        with run.quiet():
+            if optimizer not in trained:
+                trained[optimizer] = Trained(run, optimizer)
+            one, line = trained[optimizer], place()[0]
+            one.step += 1
+            parameters = one.parameters(optimizer)
+            gradients = {name: whole(p.grad) for name, p in parameters.items()}
+            weights = {name: whole(p) for name, p in parameters.items()}
+            before.update(weights=weights, gradients=gradients, line=line)
+            key, made = (one.number, one.step), run.made.get(id(optimizer), "")
+            run.note(Step(key, line, settings_of(optimizer), made))
+            if not run.one and os.path.exists(path(one)):
+                before["saved"] = compare_before(torch.load(path(one)), gradients, weights, line)
+
+    def compare_before(saved, gradients, weights, line):
+        if saved["weights"].keys() != weights.keys() and len(saved["weights"]) == len(weights):
+            for kind in ("weights", "gradients", "after", "moments"):  # a copy on rank 0 alone
+                saved[kind] = dict(zip(weights, saved[kind].values()))
+        for kind, mine in (("gradients", gradients), ("weights", weights)):
+            names = dict.fromkeys([*saved[kind], *mine])
+            found = {name: differ(saved[kind].get(name), mine.get(name)) for name in names}
+            run.note(Compared(kind, line, found, sorted(set(saved[kind]) ^ set(mine))))
+        return saved
+
+    def after_step(optimizer, args, kwargs):
+        nested[0] -= 1
+        if nested[0]:
+            return
+        with run.quiet():
+            one = trained[optimizer]
+            parameters, buffers = one.parameters(optimizer), one.buffers()
+            after = {name: whole(p) for name, p in parameters.items()}
+            now = {name: whole(b) for name, b in buffers.items()}
+            if run.one:
+                saved = {k: before[k] for k in ("weights", "gradients")}
+                saved |= {"after": after, "buffers": now}
+                saved["moments"] = {
+                    name: {k: whole(v) for k, v in state.items()}
+                    for name, state in moments(optimizer, parameters).items()
+                }
+                torch.save(saved, path(one))
+            elif "saved" in before:
+                saved = before.pop("saved")
+                compare_after(saved, after, now)
+                set_to_one(saved, optimizer, parameters, buffers)
+        run.steps += 1
+        run.seed.clear()
+        seed_all(run.hash("step", run.steps), torch_too=False)
+        if run.steps >= run.options["steps"]:
+            run.end("--steps")
+
+    def compare_after(saved, after, buffers):
+        known = [g.double() for g in saved["gradients"].values() if g is not None]
+        square = sum(float(g.square().sum()) for g in known)
+        noise = 1e-3 * math.sqrt(square / max(1, sum(g.numel() for g in known)))
+        found = {}
+        for name, value in saved["after"].items():
+            if name not in after or after[name].shape != value.shape:
+                continue
+            step = float((value - saved["weights"][name]).double().norm())
+            both = value, after[name]
+            if saved["gradients"][name] is not None:  # not where it is rounding: by Adam,
+                clear = saved["gradients"][name].abs() > noise  # it is as large a step
+                both = value[clear], after[name][clear]
+            found[name] = (*differ(*both)[:4], step)
+        run.note(Compared("update", before["line"], found, []))
+        found = {
+            name: differ(value, buffers[name])
+            for name, value in saved["buffers"].items()
+            if name in buffers and not (run.rank and re.search(BATCH_NORM, name))
+        }
+        run.note(Compared("buffers", before["line"], found, []))
+
+    def set_to_one(saved, optimizer, parameters, buffers):
+        """So that the next step is a test of its own."""
+        for name, value in saved["after"].items():
+            if name in parameters and parameters[name].shape == value.shape:
+                set_to(parameters[name], value)
+        for name, state in moments(optimizer, parameters).items():
+            for k, v in state.items():
+                value = saved["moments"].get(name, {}).get(k)
+                if value is not None and value.shape == v.shape:
+                    set_to(v, value)
+        for name, value in saved["buffers"].items():
+            if name in buffers and not re.search(BATCH_NORM, name):
+                if buffers[name].shape == value.shape:
+                    set_to(buffers[name], value)
+
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
+
+
+# ---------------------------------------------------------------- the script in this process
+
+
+class Files:
+    """Which paths the script creates, and which it reads: what it creates and does not read again
+    is its output, and the second run must not meet that of the first."""
+
+    def __init__(self, run):
+        self.run, self.known = run, set()
+        self.ignored = tuple(
+            os.path.realpath(path) for path in ("/dev", "/proc", "/sys", run.folder)
+        )
+        sys.addaudithook(self.hook)
+
+        @replace(torch, "save")
+        def save(original, obj, f, *args, **kwargs):  # it writes in C++
+            if isinstance(f, (str, os.PathLike)):
+                self.writes(f)
+            return original(obj, f, *args, **kwargs)
+
+    def hook(self, event, args):
+        if event == "open" and isinstance(args[0], (str, bytes)):
+            mode, flags = args[1] or "", args[2] or 0
+            if any(c in mode for c in "wax+") or flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                self.writes(args[0])
+            else:
+                self.reads(args[0])
+        elif event == "os.mkdir":
+            self.writes(args[0])
+        elif event == "os.rename":
+            self.writes(args[1])
+
+    def path(self, path):
+        """Where it is; None if nobody wants to know."""
+        if os.getpid() != self.run.pid or getattr(self.run.thread, "in_files", False):
+            return None
+        path = os.path.abspath(os.fsdecode(path))
+        return None if path.startswith(self.ignored) or "__pycache__" in path else path
+
+    def writes(self, path):
+        path = self.path(path)
+        if path is None or path in self.known:
+            return
+        self.known.add(path)
+        self.run.thread.in_files = True
+        try:
+            if os.path.isfile(path):
+                number = self.run.number("copy")
+                copy = f"{self.run.folder}/copy.{self.run.name}.{self.run.rank}.{number}"
+                shutil.copy2(path, copy)
+                self.run.note(File("overwritten", path, copy))
+            elif not os.path.exists(path):
+                while not os.path.exists(os.path.dirname(path)):
+                    path = os.path.dirname(path)
+                self.run.note(File("created", path))
+        finally:
+            self.run.thread.in_files = False
+
+    def reads(self, path):
+        path = self.path(path)
+        if path is None or ("read", path) in self.known or os.path.abspath(path) == path == HERE:
+            return
+        self.known.add(("read", path))
+        if not path.endswith(".py"):
+            self.run.note(File("read", path))
+
+
+class Tee:
+    """Text for the terminal whose lines are noted, too."""
+
+    def __init__(self, run, stream):
+        self.run, self.stream, self.text = run, stream, ""
+
+    def write(self, text):
+        if threading.current_thread() is threading.main_thread() and os.getpid() == self.run.pid:
+            *lines, self.text = (self.text + text).split("\n")
+            for line in lines:
+                self.run.note(Printed(place()[0], line.split("\r")[-1]))
+        return self.stream.write(text)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def watch_parent(run):
+    """End with compare.py. Meanwhile, say where the script is."""
+    parent, main = os.getppid(), threading.main_thread().ident
+    while True:
+        time.sleep(1)
+        if os.getppid() != parent:
+            LEAVE(1)
+        frame = sys._current_frames().get(main)
+        with open(f"{run.folder}/{run.name}.{run.rank}.where", "w") as file:
+            file.write(" < ".join(own_lines(frame)[:3]))
+
+
+def run_watched(run, script):
+    """Run it with the random numbers of one process, and note what it does."""
+    control_torch(run)
+    control_dropout(run)
+    control_python(run)
+    control_datasets(run)
+    control_batch_norm(run)
+    control_precision(run)
+    watch_loaders(run)
+    watch_models(run)
+    watch_steps(run)
+    Files(run)
+    threading.Thread(target=watch_parent, args=(run,), daemon=True).start()
+    if run.rank == 0:
+        sys.stdout, sys.stderr = Tee(run, sys.stdout), Tee(run, sys.stderr)
+    seed_all(0)
+    try:
+        with Trace(run):
+            script()
+    except SystemExit as end:
+        run.end(f"SystemExit {end.code}" if end.code else "its end")
+        raise
+    except BaseException as error:
+        run.end(f"{type(error).__name__}: {str(error)[:300]}")
+        raise
+    run.end("its end")
+
+
+def run_script(args):
+    sys.argv[:] = [args.script, *args.flags]
+    if args.m:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(args.script))
+        runpy.run_path(args.script, run_name="__main__")
+
+
+def run_spawned(function, rank, *words):
+    """In each of mp.spawn's processes."""
+    os.environ["RANK"] = str(rank)
+    run_watched(Run(), lambda: function(rank, *words))
+
+
+def run_spawning(args, nproc):
+    """A script that starts its processes by mp.spawn, which are watched instead of this one."""
+
+    @replace(torch.multiprocessing, "spawn")
+    def spawn(original, fn, *others, **options):
+        started = options.get("nprocs", (*others, 1, 1)[1])
+        if started != nproc:
+            print(
+                f"compare.py: the script starts {started} processes by mp.spawn, not {nproc}: "
+                "give it their number in a flag, as {n}",
+                flush=True,
+            )
+            LEAVE(2)
+        return original(functools.partial(Elsewhere("run_spawned"), fn), *others, **options)
+
+    run_script(args)
+
+
+def child():
+    options = json.loads(os.environ["COMPARE"])
+    args = argparse.Namespace(script=sys.argv[1], flags=sys.argv[2:], m=options["m"])
+    if options["spawns"]:
+        run_spawning(args, 1 if options["run"] == "one" else options["nproc"])
+    else:
+        run_watched(Run(), lambda: run_script(args))
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+class Notes:
+    """Of one process: {"step": [(steps before it, Step), ...], ...}, by the kind of note."""
+
+    def __init__(self, folder, run, rank):
+        self.of = {}
+        with contextlib.suppress(EOFError, pickle.UnpicklingError, FileNotFoundError):
+            with open(f"{folder}/{run}.{rank}.notes", "rb") as file:
+                while True:
+                    step, kind, fields = pickle.load(file)
+                    self.of.setdefault(kind, []).append((step, globals()[kind](**fields)))
+
+    def __getitem__(self, kind):
+        return self.of.get(kind.__name__, [])
+
+    def leave_out(self, steps):
+        for kind in ("Value", "Compared"):
+            self.of[kind] = [note for note in self.of.get(kind, []) if note[0] not in steps]
+
+    def end(self):
+        return self[End][-1][1].state if self[End] else "no end"
+
+
+@dataclass
+class Finding:
+    verdict: str  # "WRONG", "look"
+    what: str
+    step: int
+    text: str
+
+    def __str__(self):
+        return f"{self.verdict:6} {self.what:10} step {self.step + 1}: {self.text}"
+
+
+def relative(one, other):
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return float(math.isfinite(one) != math.isfinite(other))
+    return abs(one - other) / max(abs(one), abs(other), 1e-12)
+
+
+def source(line):
+    """`file:line`, and what stands there."""
+    file, _, number = line.rpartition(":")
+    if not number.isdigit():
+        return line
+    text = linecache.getline(os.path.join(STARTED_IN, file), int(number)).strip()
+    return f"{line}: {text[:90]}" if text else line
+
+
+def fit_numbers(one, others, tolerance):
+    def close(a):
+        return relative(one, a) <= tolerance or abs(one - a) < 1e-9
+
+    if all(close(other) for other in others):
+        return "same"
+    if close(sum(others) / len(others)):
+        return "mean"
+    if close(sum(others)):
+        return "sum"
+    return "extreme" if one in (max(others), min(others)) else None
+
+
+def fit(one, others, tolerance):
+    """How a tensor of run one is made up of those of the ranks: "same", their "mean", "sum", or
+    "rows"; None if it is none of these, "?" if it cannot be told."""
+    if one is None or None in others or any(bool(o[0]) != bool(one[0]) for o in others):
+        return "?"
+    if not one[0]:
+        return fit_numbers(one[1], [o[1] for o in others], tolerance)
+    if any(len(o[0]) != len(one[0]) for o in others):
+        return "?"
+    limit = tolerance * max(float(np.max(one[1][0][2], initial=0)), 1e-12)
+
+    def close(a, b):
+        return len(a) == len(b) and bool(np.all(np.abs(a - b) <= limit))
+
+    if all(o[0] == one[0] for o in others):
+        mine, theirs = one[1][0][0], [o[1][0][0] for o in others]
+        if all(close(mine, other) for other in theirs):
+            return "same"
+        if close(mine, sum(theirs) / len(theirs)):
+            return "mean"
+        if close(mine, sum(theirs)):
+            return "sum"
+        return "rows" if all(same_rows(one[1][0], [o[1][0]], limit) for o in others) else None
+    different = {d for o in others for d in range(len(one[0])) if o[0][d] != one[0][d]}
+    if len(different) > 1 or min(different) > 2:
+        return None if len(different) > 1 else "?"
+    d = min(different)
+    if one[1][d] is None or any(o[1][d] is None for o in others):
+        return "?"
+    return "rows" if same_rows(one[1][d], [o[1][d] for o in others], limit) else None
+
+
+def same_rows(one, others, limit):
+    """Whether the ranks' rows are those of one process, in any order: also of columns, and each
+    times the number of ranks, or divided by it."""
+    marks, sums, norms = [np.concatenate([o[i] for o in others]) for i in range(3)]
+    if len(marks) != len(one[0]):
+        return False
+    ranks = max(len(others), 1)
+    for factor in {1, ranks, 1 / ranks}:
+        size = max(factor, 1) * limit
+        if np.all(np.abs(np.sort(one[0]) - np.sort(marks * factor)) <= size):
+            return True
+        both = [(one[1], sums), (one[2], norms)]
+        width = math.sqrt(MANY_COLUMNS) if len(one[0]) else 1
+        if all(np.all(np.abs(np.sort(a) - np.sort(b * factor)) <= size * 2) for a, b in both):
+            return width > 0
+    return False
+
+
+def strangers(one, other, tolerance):
+    """How many rows of a rank one process does not have."""
+    if one is None or other is None or not one[0] or not other[0]:
+        return 0
+    mine, theirs = np.sort(one[1][0][0]), other[1][0][0]
+    limit = tolerance * max(float(np.max(one[1][0][2], initial=0)), 1e-12)
+    at = np.searchsorted(mine, theirs).clip(1, max(len(mine) - 1, 1))
+    near = np.minimum(np.abs(mine[at - 1] - theirs), np.abs(mine[at % len(mine)] - theirs))
+    return int(np.sum(near > limit))
+
+
+class Values:
+    """What the lines of the script have computed: on one process, and on the ranks."""
+
+    def __init__(self, one, ranks, tolerance):
+        self.tolerance, self.ranks = tolerance, len(ranks)
+        theirs = [
+            {(step, v.kind, v.line, v.name, v.number): v for step, v in notes[Value]}
+            for notes in ranks
+        ]
+        self.all, self.others, self.step_of = {}, {}, {}
+        for step, value in one[Value]:
+            key = step, value.kind, value.line, value.name, value.number
+            others = [notes.get(key) for notes in theirs]
+            if None not in others:
+                self.all[value.index], self.others[value.index] = value, others
+                self.step_of[value.index] = step
+        self.of_step = {}
+        for index, step in self.step_of.items():
+            self.of_step.setdefault(step, []).append(self.all[index])
+
+    @functools.lru_cache(None)  # noqa: B019
+    def differs(self, index):
+        value, others = self.all[index], self.others[index]
+        for number, part in enumerate(value.parts):
+            theirs = [o.parts[number] if number < len(o.parts) else None for o in others]
+            found = fit(part, theirs, self.tolerance)
+            if found is None or value.kind == "loss" and found not in ("same", "mean"):
+                return True
+            if value.kind == "metric" and found != "same":
+                return True
+        return False
+
+    def find(self, step, *kinds):
+        """Those of a step that differ, in the order of the script."""
+        values = [v for v in self.of_step.get(step, []) if v.kind in kinds]
+        return [v for v in values if self.differs(v.index)]
+
+    def origin(self, value):
+        """The first value that differs among those that this one is made from."""
+        while True:
+            wrong = [i for i in value.made_from if i in self.all and i < value.index]
+            wrong = [i for i in wrong if self.all[i].kind in ("value", "outputs")]
+            wrong = [i for i in wrong if self.differs(i)]
+            if not wrong:
+                return value
+            value = self.all[min(wrong)]
+
+    def coupled(self, step):
+        """A model's outputs of a step that differ, though its inputs do not: (the first value
+        inside that differs, the ranks whose model is another one); or None."""
+        for outputs in self.find(step, "outputs"):
+            inputs = [i for i in outputs.made_from if i in self.all]
+            inputs = [self.all[i] for i in inputs if self.all[i].kind == "inputs"]
+            if not inputs or any(self.differs(v.index) for v in inputs):
+                continue
+            if all(part is None or not part[0] for part in outputs.parts):
+                continue  # only numbers: a loss that the model computes
+            inside = [
+                v
+                for v in self.of_step[step]
+                if v.model == inputs[0].index and v.kind == "value" and self.differs(v.index)
+            ]
+            others = self.others[outputs.index]
+            unlike = [
+                max(strangers(a, b, self.tolerance) for a, b in zip(outputs.parts, other.parts))
+                for other in others
+            ]
+            alone = [rank for rank, n in enumerate(unlike) if n] if 0 in unlike else []
+            return (inside or [outputs])[0], alone
+        return None
+
+    def describe(self, value):
+        """The line, and what it computes on each side."""
+        others = self.others[value.index]
+        text = f"{source(value.line)}  [{value.name}]"
+        for number, part in enumerate(value.parts):
+            theirs = [o.parts[number] if number < len(o.parts) else None for o in others]
+            if value.kind != "loss" and fit(part, theirs, self.tolerance) is not None:
+                continue
+            if part is None or None in theirs:
+                continue
+            if not part[0]:
+                numbers = ", ".join(f"{t[1]:.6g}" for t in theirs if not t[0])
+                text += f": {part[1]:.7g} on one process, {numbers} on the ranks"
+            elif all(t[0] == part[0] for t in theirs):
+                text += f": other numbers of shape {part[0]} on the ranks"
+            else:
+                shapes = ", ".join(str(t[0]) for t in theirs)
+                text += f": shape {part[0]} on one process, {shapes} on the ranks: other numbers"
+            break
+        for mine, *theirs in zip(value.numbers, *[o.numbers for o in others]):
+            if any(relative(mine, n) > 1e-6 for n in theirs):
+                return (
+                    text
+                    + f"; a number in it is {mine:.6g} on one process, "
+                    + ", ".join(f"{n:.6g}" for n in theirs)
+                )
+        return text
+
+
+def meaning(ratio, world):
+    """What it usually is, if something is so many times as large as on one process."""
+    for factor, text in {
+        1 / world: "a factor world_size too much in a division? DDP divides already",
+        world: "a factor world_size too much: a sum over ranks where a mean is wanted?",
+        1 / world**2: "divided by world_size twice too often?",
+    }.items():
+        if abs(ratio - factor) < 0.01 * factor:
+            return f"; {ratio:.4g} times one process's: {text}"
+    return f"; {ratio:.4g} times one process's" if abs(ratio - 1) > 0.01 else ""
+
+
+def compare_samples(one, ranks):
+    """What the training loaders give: ([Finding], {step: text of a padded batch})."""
+    trains = {}
+    for step, batch in one[Batch]:
+        trains.setdefault(batch.key, set()).add(step)
+    trains = {key for key, steps in trains.items() if len(steps) > 1}
+    theirs = [{(b.key, b.number): b for _, b in notes[Batch]} for notes in ranks]
+    sizes = {note.key: note.batches for _, note in one[Pass]}
+    found, uneven = [], {}
+    for step, batch in one[Batch]:
+        others = [notes.get((batch.key, batch.number)) for notes in theirs]
+        if batch.key not in trains or None in others:
+            continue
+        line, number = batch.key[0][0], batch.number + 1
+        total = sum(other.rows or 0 for other in others)
+        if batch.rows and total != batch.rows:
+            text = f"batch {number} has {batch.rows} samples on one process, "
+            text += f"{[other.rows for other in others]} on the ranks"
+            if sizes.get(batch.key) == number and total - batch.rows < len(ranks):
+                uneven[step] = f"{line}: the last {text}: not compared"
+                continue
+            text += ": a batch size per process? Then give one process the whole batch by --one"
+            found.append(Finding("look", "samples", step, f"{source(line)}: {text}"))
+        elif batch.indices and all(other.indices for other in others):
+            union = [index for other in others for index in other.indices]
+            if sorted(map(repr, union)) != sorted(map(repr, batch.indices)):
+                only = len(set(map(repr, batch.indices)) - set(map(repr, union)))
+                twice = len(union) - len(set(map(repr, union)))
+                text = f"{source(line)}: batch {number} of pass {batch.key[1] + 1}: {only} of "
+                text += f"{batch.rows} samples of one process are on no rank, {twice} are there "
+                found.append(Finding("look", "samples", step, text + "twice"))
+    return found, uneven, trains
+
+
+def compare_lengths(one, ranks, trains):
+    for kind, words in ((Pass, "an epoch has"), (PassEnd, "a pass ended after")):
+        theirs = [{note.key: note.batches for _, note in notes[kind]} for notes in ranks]
+        for step, note in one[kind]:
+            others = [notes.get(note.key, note.batches) for notes in theirs]
+            if note.key in trains and None not in [note.batches, *others]:
+                if any(other != note.batches for other in others):
+                    text = f"{source(note.key[0][0])}: {words} {note.batches} batches on one "
+                    text += f"process, {others} on the ranks"
+                    yield Finding("WRONG", "epoch", step, text)
+
+
+class Tensors:
+    """The weights, gradients, updates and buffers that were compared."""
+
+    def __init__(self, ranks, tolerance):
+        self.findings, self.largest, self.ratios = [], {}, []
+        by_step = {}
+        for rank, notes in enumerate(ranks):
+            for number, (step, note) in enumerate(notes[Compared]):
+                by_step.setdefault((step, number, note.kind), []).append(note)
+                if note.missing:
+                    text = f"{note.line}: {note.missing[:3]} on one side alone"
+                    self.findings.append(Finding("WRONG", "parameters", step, text))
+                if note.parts:
+                    self.compare(rank, step, note, tolerance)
+        self.of_step = by_step
+
+    def compare(self, rank, step, note, tolerance):
+        parts, on = note.parts, f" on rank {rank}" if rank else ""
+        total = math.sqrt(sum(part[1] ** 2 for part in parts.values()))
+        if note.kind == "update":
+            size = math.sqrt(sum(part[0] ** 2 for part in parts.values()))
+            moved = math.sqrt(sum(part[4] ** 2 for part in parts.values()))
+            size, name, limit = size / max(moved, 1e-6 * total, 1e-30), "", 0.05
+            text = f"the step{on} is another one, by {size:.1e} of its length"
+        elif note.kind == "weights":
+            size = math.sqrt(sum(part[0] ** 2 for part in parts.values())) / max(total, 1e-30)
+            name, limit = "", tolerance
+            text = f"weights before the step{on} differ by {size:.1e} of their size"
+        else:
+            sizes = {}
+            for name, part in parts.items():
+                own = part[1] if note.kind == "buffers" else max(part[1], 1e-2 * total)
+                sizes[name] = part[0] / max(own, part[2] * 1e-3, 1e-30) if part[0] else 0.0
+            name = max(sizes, key=sizes.get)
+            size, limit = sizes[name], tolerance if note.kind == "gradients" else 1e-3
+            many = sum(s > limit for s in sizes.values())
+            text = f"{many} of {len(sizes)} {note.kind} differ{on}; most {name}, by {size:.1e} "
+            text += "of its size"
+            if note.kind == "gradients" and size > limit:
+                text += self.explain(parts, total)
+        self.largest[note.kind] = max(self.largest.get(note.kind, 0.0), size)
+        if size > limit:
+            word = "look" if note.kind == "buffers" and re.search(BATCH_NORM, name) else "WRONG"
+            text = f"{source(note.line)}: {text}"
+            self.findings.append(Finding(word, note.kind, step, text))
+
+    def explain(self, parts, total):
+        large = [part for part in parts.values() if part[1] > 1e-2 * total]
+        ratios = [part[3] for part in large]
+        self.ratios.append(sum(p[3] * p[1] ** 2 for p in large) / sum(p[1] ** 2 for p in large))
+        lengths = [part[2] / max(part[1], 1e-30) for part in large]
+        if max(ratios) - min(ratios) < 0.02 * abs(max(ratios)):
+            if max(lengths) < 1.02 * max(ratios):
+                return "; all are" + meaning(sum(ratios) / len(ratios), WORLD).lstrip(";")
+        return ""
+
+    def unlike(self, step):
+        """Whether the ranks' gradients of a step differ from each other: a text, or None."""
+        for (at, _, kind), notes in self.of_step.items():
+            if at != step or kind != "gradients" or len(notes) < 2:
+                continue
+            for name in notes[0].parts:
+                marks = [note.parts[name][5] for note in notes if name in note.parts]
+                size = max(note.parts[name][2] for note in notes if name in note.parts)
+                if max(marks) - min(marks) > 1e-3 * max(size, 1e-12):
+                    one, mean = notes[0].parts[name][4], sum(marks) / len(marks)
+                    text = "each rank has a gradient of its own"
+                    if abs(one - mean) < 1e-3 * size:
+                        text += ", and their mean is right: are they averaged in this step? "
+                        text += "(a model called without DDP, no_sync)"
+                    return f"{text}: {name}"
+        return None
+
+
+WORLD = 2  # how many ranks are compared; set by report()
+
+
+def compare_settings(one, ranks, values):
+    """Learning rates and such, on any rank."""
+    theirs = [{note.key: note for _, note in notes[Step]} for notes in ranks]
+    for step, note in one[Step]:
+        others = [notes.get(note.key, note) for notes in theirs]
+        for number, (name, mine) in enumerate(note.settings):
+            numbers = [other.settings[number][1] for other in others]
+            if any(relative(mine, other) > 1e-6 for other in numbers):
+                text = f"{name} is {mine:.6g} on one process, "
+                text += ", ".join(f"{n:.6g}" for n in numbers) + " on the ranks"
+                by_hand = lines_that_set(note.line, name)
+                if by_hand:
+                    text += f"; set at {by_hand}"
+                metrics = [v for at in range(step + 1) for v in values.find(at, "metric")]
+                if metrics and name == "lr":
+                    text += f"; decided by {values.describe(metrics[0])}"
+                ratio = numbers[0] / mine if mine else 0.0
+                text += meaning(ratio, WORLD) if ratio and step == 0 else ""
+                yield Finding(
+                    "WRONG", "settings", step, f"{source(note.line)}: {text}; {note.made}"
+                )
+
+
+def lines_that_set(line, name):
+    """Where the script itself assigns a setting, as in group["lr"] = ..."""
+    file = line.rpartition(":")[0]
+    lines = linecache.getlines(os.path.join(STARTED_IN, file))
+    pattern = re.compile(rf"""\[["']{re.escape(name)}["']\]\s*[-+*/]?=[^=]""")
+    return ", ".join(f"{file}:{n}" for n, text in enumerate(lines, 1) if pattern.search(text))
+
+
+def compare_draws(ranks):
+    """A share drawn by the same numbers on all ranks."""
+    for of, remedy in (
+        ("generator", "seed it differently on each rank"),
+        ("seed", "seed each rank differently, as in manual_seed(seed + rank)"),
+    ):
+        states = [{n.key: n.state for _, n in notes[Draw] if n.of == of} for notes in ranks]
+        for key, state in states[0].items():
+            if all(notes.get(key) == state for notes in states):
+                step = key[0] if isinstance(key[0], int) else 0
+                text = f"{source(key[1])}: {key[2]} draws the same numbers for each rank's share"
+                yield Finding("WRONG", "random", step, f"{text}: {remedy}")
+
+
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.I)
+NO_SCORE = re.compile(
+    r"(time|speed|eta|dt|secs?|seconds|elapsed|took|port|pid|rank|size|world|process|processes)"
+    r"[^a-zA-Z]*$|/$",
+    re.I,
+)
+UNIT = re.compile(
+    r"\s*(ms|s|secs?|seconds|min|h|MB|GB|GiB|MiB|processes|[a-zA-Z ]{0,20}/s)\b", re.I
+)
+
+
+def scores(text, losses):
+    """The numbers in a printed line, None for times and for a loss that backward() got."""
+    for m in NUMBER.finditer(text):
+        digits = len(m.group().partition(".")[2]) if "e" not in m.group().lower() else 0
+        number = float(m.group())
+        is_loss = digits > 1 and any(abs(number - x) <= 0.51 * 10**-digits for x in losses)
+        no_score = UNIT.match(text[m.end() :]) or NO_SCORE.search(text[: m.start()])
+        yield None if no_score or is_loss else number
+
+
+def compare_printed(one, ranks):
+    """Numbers that rank 0 prints."""
+    sides = []
+    for notes in (one, ranks[0]):
+        losses = [v.parts[0][1] for _, v in notes[Value] if v.kind == "loss" and v.parts[0]]
+        lines = {}
+        for step, note in notes[Printed]:
+            if step and not re.search(r"it/s|s/it|Warning", note.text):
+                skeleton = NUMBER.sub("#", note.text)
+                lines.setdefault(skeleton, []).append((step, note, losses))
+        sides.append(lines)
+    for skeleton, mine in sides[0].items():
+        for (step, a, losses), (other, b, their) in zip(mine, sides[1].get(skeleton, [])):
+            if not re.search(r"\d\.\d", a.text):
+                continue
+            if step != other:
+                text = f"after step {step} on one process, {other} on rank 0: {a.text.strip()[:70]}"
+                yield Finding("look", "printed", step, f"{source(a.line)}: {text}")
+                break
+            pairs = zip(scores(a.text, losses), scores(b.text, their))
+            if any(
+                None not in (x, y) and relative(x, y) > 2e-3 and abs(x - y) > 1e-6 for x, y in pairs
+            ):
+                text = (
+                    f"{a.text.strip()[:100]!r} on one process, {b.text.strip()[:100]!r} on rank 0"
+                )
+                text += ": of rank 0's share alone, or a mean of means over unequal shares?"
+                yield Finding("look", "printed", step, f"{source(a.line)}: {text}")
+                break
+
+
+# ---------------------------------------------------------------- the report
+
+
+def blame(values, tensors, step):
+    """What the difference of a step comes from: the findings, and whether it is intended."""
+    coupled = values.coupled(step)
+    if coupled:
+        value, alone = coupled
+        text = values.describe(value)
+        if alone:
+            text += f": the same inputs, but the model of rank {alone} computes something else"
+            return [Finding("WRONG", "outputs", step, text)], False
+        text += ": of the same inputs and weights. A sample's result depends on which others are "
+        text += "in its batch, or the model remembers earlier ones"
+        return [Finding("look", "outputs", step, text)], True
+    found = []
+    inputs = values.find(step, "inputs")
+    if inputs:
+        origin = values.origin(inputs[0])
+        found.append(Finding("WRONG", "inputs", step, values.describe(origin)))
+    losses = values.find(step, "loss")
+    if losses:
+        origin = values.origin(losses[0])
+        intended = False
+        if origin is not losses[0] and not inputs:
+            text = values.describe(origin)
+            divides = origin.name in Trace.DIVISIONS
+            if divides and origin.fixed_divisor:
+                text += ": a mean by a number of the rank's own share? all_reduce it first"
+            elif divides:
+                text += ": a ratio of sums over the rank's own share, as in a Dice loss of the "
+                text += "batch: intended?"
+                intended = True
+            elif origin.name in ("mean", "cross_entropy", "nll_loss"):
+                text += ": a mean over a number of elements that differs over ranks? Divide a sum "
+                text += "by the number on all ranks, times world_size"
+            else:
+                text += ": neither the same on all ranks, nor one process's by a mean or sum over "
+                text += "ranks, or row by row: decided by the rank's own share?"
+            found.append(Finding("look" if intended else "WRONG", "value", step, text))
+        elif not inputs:
+            part, theirs = losses[0].parts[0], values.others[losses[0].index]
+            mean = sum(o.parts[0][1] for o in theirs) / len(theirs)
+            text = values.describe(losses[0])
+            text += meaning(mean / part[1], WORLD) if abs(part[1]) > 1e-9 else ""
+            found.append(Finding("WRONG", "loss", step, text))
+        return found, intended
+    if not found:
+        after = [v.index for v in values.of_step.get(step, []) if v.kind == "loss"]
+        later = [v for v in values.find(step, "value") if not after or v.index > max(after)]
+        found = [Finding("WRONG", "value", step, values.describe(later[0]))] if later else []
+    if text := tensors.unlike(step):
+        found.append(Finding("WRONG", "averaging", step, text))
+    return found, False
+
+
+def first_of(findings, *kinds):
+    return sorted([f for f in findings if f.what in kinds], key=lambda f: f.step)
+
+
+def find_all(one, ranks, tolerance):
+    """All findings, in the order of the script."""
+    samples, uneven, trains = compare_samples(one, ranks)
+    for notes in [one, *ranks]:
+        notes.leave_out(uneven)
+    values, tensors = Values(one, ranks, tolerance), Tensors(ranks, tolerance)
+    kinds = ("gradients", "parameters", "weights", "update")
+    first = first_of(tensors.findings, *kinds)
+    found = [Finding("look", "samples", step, uneven[step]) for step in sorted(uneven)[:1]]
+    for finding in samples[:1]:
+        finding.verdict = "WRONG" if first else "look"
+        found.append(finding)
+    found += list(compare_lengths(one, ranks, trains))[:1]
+    intended = False
+    if first:
+        causes, intended = blame(values, tensors, first[0].step)
+        found += causes
+    median = sorted(tensors.ratios)[len(tensors.ratios) // 2] if tensors.ratios else 1.0
+    intended = intended and 0.7 < median < 1.4
+    for kind in ("parameters", "gradients", "weights", "update", "buffers"):
+        of_kind = first_of(tensors.findings, kind)
+        if of_kind:
+            of_kind[0].text += f" (in {len({f.step for f in of_kind})} steps)"
+            if intended:
+                of_kind[0].verdict = "look"
+            found.append(of_kind[0])
+    found += list(compare_settings(one, ranks, values))[:1]
+    found += list(compare_draws(ranks))[:1]
+    for step, note in [n for n in ranks[0][OtherShape] if n[0] not in uneven][:1]:
+        text = f"{source(note.line)}: {note.name} draws {note.one} on one process, {note.rank} on "
+        found.append(Finding("look", "random", step, text + "rank 0"))
+    once = set.intersection(*({n.text for _, n in r[Said] if n.kind == "once"} for r in ranks))
+    for text in sorted(once):
+        text += (
+            " is drawn once for a batch: equal on all ranks here, but with each rank's own seed?"
+        )
+        found.append(Finding("look", "random", 0, text))
+    found += list(compare_printed(one, ranks))[:4]
+    return found, tensors.largest
+
+
+def report(folder, nproc, tolerance):
+    """The text, and the exit status."""
+    global WORLD
+    WORLD = nproc
+    one, ranks = Notes(folder, "one", 0), [Notes(folder, "all", rank) for rank in range(nproc)]
+    lines = []
+    for _, note in [*one[Said], *ranks[0][Said]]:
+        if note.kind == "note" and f"note   {note.text}" not in lines:
+            lines.append(f"note   {note.text}")
+    counts = [len(notes[Step]) for notes in [one, *ranks]]
+    ends = [notes.end() for notes in [one, *ranks]]
+    steps = min(counts)
+    if not steps:
+        text = f"no optimizer step was compared. One process: {counts[0]} steps, then {ends[0]}; "
+        text += f"ranks: {counts[1:]} steps, then {ends[1:]}"
+        return "\n".join([*lines, f"WRONG  end        {text}"]), 1 if counts[0] else 2
+    found, largest = find_all(one, ranks, tolerance)
+    if len(set(counts)) > 1 or len(set(ends)) > 1:
+        text = f"{counts[0]} steps on one process, then {ends[0]}; {counts[1:]} on the ranks, then "
+        found.append(Finding("WRONG", "end", min(counts), text + f"{ends[1:]}"))
+    lines += map(str, found)
+    wrong = [finding for finding in found if finding.verdict == "WRONG"]
+    sizes = ", ".join(f"{kind} {size:.0e}" for kind, size in largest.items())
+    end = f"compare.py: {steps} steps on one process and on {nproc}: "
+    end += f"they part at step {min(f.step for f in wrong) + 1}" if wrong else "nothing WRONG"
+    lines.append(f"{end} (largest differences: {sizes})")
+    return "\n".join(lines), int(bool(wrong))
+
+
+# ---------------------------------------------------------------- both runs
+
+
+def launch(words, env, log):
+    """Start a process, with what it starts in a group of its own."""
+    with open(log, "wb") as file:
+        return subprocess.Popen(words, env=env, stdout=file, stderr=file, start_new_session=True)
+
+
+def stop(processes):
+    """End them, and what they have started."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def starts_itself(args):
+    """Whether the script starts its processes by mp.spawn."""
+    if args.m:
+        return False
+    with open(args.script, encoding="utf-8", errors="replace") as file:
+        return bool(re.search(r"\bspawn\(", file.read()))
+
+
+class BothRuns:
+    def __init__(self, args, folder, layout):
+        self.args, self.folder, self.layout = args, folder, layout
+        self.spawns = starts_itself(args)
+
+    def start(self, name):
+        """Run the script once, to its end or to --steps; and say what went wrong."""
+        args, nproc = self.args, 1 if name == "one" else self.args.nproc
+        options = {"folder": self.folder, "run": name, "layout": self.layout, "spawns": self.spawns}
+        options |= {key: getattr(args, key) for key in ("nproc", "steps", "short", "seed", "m")}
+        port, processes = args.port or free_port(), []
+        env = os.environ | {"COMPARE": json.dumps(options), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        env.setdefault("OMP_NUM_THREADS", "1")
+        if 0 < torch.cuda.device_count() < args.nproc:
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        started = 1 if self.spawns else nproc
+        try:
+            for rank in range(started):
+                own = {} if self.spawns else environment(rank, nproc, port)
+                processes.append(
+                    launch(
+                        [sys.executable, HERE, args.script, *self.flags(name, nproc, rank, port)],
+                        env | own,
+                        f"{self.folder}/{name}.{rank}.log",
+                    )
+                )
+            self.wait(name, nproc, processes)
+        finally:
+            stop(processes)
+
+    def flags(self, name, nproc, rank, port):
+        flags = self.args.flags + (shlex.split(self.args.one) if name == "one" else [])
+        values = {"{run}": name, "{n}": nproc, "{rank}": rank, "{port}": port}
+        for key, value in values.items():
+            flags = [flag.replace(key, str(value)) for flag in flags]
+        return flags
+
+    def wait(self, name, nproc, processes):
+        sizes, since = None, time.monotonic()
+        while any(process.poll() is None for process in processes):
+            time.sleep(0.2)
+            now = [
+                os.path.getsize(file)
+                for rank in range(nproc)
+                if os.path.exists(file := f"{self.folder}/{name}.{rank}.notes")
+            ]
+            if now != sizes:
+                sizes, since = now, time.monotonic()
+            failed = [r for r, process in enumerate(processes) if process.poll()]
+            if failed and time.monotonic() - since > 3:  # the others may wait for it
+                break
+            if time.monotonic() - since > self.args.wait:
+                print(f"compare.py: on {nproc}: no advance for {self.args.wait:.0f} s (--wait)")
+                for rank in range(nproc):
+                    self.show_place(name, rank)
+                return
+        failed = [r for r, process in enumerate(processes) if process.poll()]
+        if failed:
+            self.show_failure(name, nproc, failed)
+
+    def show_place(self, name, rank):
+        with contextlib.suppress(FileNotFoundError):
+            with open(f"{self.folder}/{name}.{rank}.where") as file:
+                print(f"  rank {rank} is at {file.read()}")
+
+    def show_failure(self, name, nproc, failed):
+        """The end of what the rank printed that failed first."""
+        ends = {rank: Notes(self.folder, name, rank).end() for rank in failed}
+        first = [rank for rank in failed if "Connection" not in ends[rank]] or failed
+        print(f"compare.py: on {nproc}: rank {first[0]} failed; the end of what it printed:")
+        with open(f"{self.folder}/{name}.{first[0]}.log", errors="replace") as log:
+            print(log.read()[-2500:])
+
+    def put_away(self, name):
+        """What a run has created, but does not read again, must not be met by the next one. What it
+        has overwritten is put back."""
+        ranks = range(1 if name == "one" else self.args.nproc)
+        files = [note for rank in ranks for _, note in Notes(self.folder, name, rank)[File]]
+        read = {file.path for file in files if file.kind == "read"}
+        for path in {file.path for file in files if file.kind == "created"}:
+            if not os.path.lexists(path) or any(is_below(other, path) for other in read):
+                continue
+            if self.args.keep:
+                kept = os.path.join(self.args.keep, name, os.path.relpath(path, STARTED_IN))
+                kept = kept if is_below(kept, self.args.keep) else f"{self.args.keep}/{name}"
+                os.makedirs(os.path.dirname(kept), exist_ok=True)
+                shutil.move(path, kept)
+            elif os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.remove(path)
+        for file in files:
+            if file.kind == "overwritten" and os.path.exists(file.copy):
+                shutil.move(file.copy, file.path)
+
+    def compare(self):
+        for name in ("one", "all"):
+            began = time.monotonic()
+            try:
+                self.start(name)
+            finally:
+                self.put_away(name)
+            print(f"compare.py: {name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+            if not os.path.exists(f"{self.folder}/one.draws"):
+                return "compare.py: the run on one process did not get to an optimizer step", 2
+        tolerance = self.args.tolerance or (3e-3 if torch.cuda.is_available() else 3e-4)
+        return report(self.folder, self.args.nproc, tolerance)
+
+
+def environment(rank, nproc, port):
+    """What torchrun would set."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank}
+    names |= {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "GROUP_WORLD_SIZE": 1}
+    names |= {"ROLE_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    names |= {"TORCHELASTIC_RUN_ID": "compare", "TORCHELASTIC_RESTART_COUNT": 0}
+    return {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_MAX_RESTARTS": "0"}
+
+
+def is_below(path, folder):
+    return path == folder or path.startswith(os.path.join(folder, ""))
+
+
+def main():
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    folder = tempfile.mkdtemp(prefix="compare-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if 0 < torch.cuda.device_count() < args.nproc:
+        print(f"note   {torch.cuda.device_count()} GPUs for {args.nproc} processes: on CPUs")
+    text, status = BothRuns(args, folder, "turns").compare()
+    orders = {note.text for _, note in Notes(folder, "all", 0)[Said] if note.kind == "order"}
+    if status and orders == {"blocks"}:  # rank r has the r-th block of a batch
+        shutil.rmtree(folder)
+        os.makedirs(folder)
+        text, status = BothRuns(args, folder, "blocks").compare()
+    print(text)
+    check = os.path.join(os.path.dirname(os.path.relpath(HERE, STARTED_IN)), "check.py")
+    print("What both runs have in common, check.py sees (no set_epoch, equal seeds, workers):")
+    print(
+        f"torchrun --standalone --nproc-per-node 2 {check} {shlex.join([args.script, *args.flags])}"
+    )
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    child() if "COMPARE" in os.environ else main()
