@@ -1,14 +1,34 @@
 """Silent faults of data parallelism, put into right loops one at a time: what do the tools say?
 
-python benchmarks/faults.py            # all: check.py and compare.py on each; prints the table
-python benchmarks/faults.py --only gan # those whose loop or name contains "gan"
+OMP_NUM_THREADS=1 python benchmarks/faults.py            # all; writes faults.csv, prints a summary
+OMP_NUM_THREADS=1 python benchmarks/faults.py gan right  # whose loop, kind or name has a word
 
-Each fault is a change to one of loops/: a line or two, as somebody would write it by mistake. The
-tools see the changed copy. A tool has found a fault if it says WRONG or look, and has named it if
-such a line of the report has one of the changed lines, or the line that the fault says (`shows`).
+Each fault is a change to one of loops/: a line or two, as somebody would write it by mistake. Both
+tools run the changed copy on two processes. A tool has found a fault if it says WRONG or look, and
+has named it if such a line of the report has one of the changed lines, or the line where the fault
+is seen as well (`shows`). The loops themselves, unchanged, are "right". Processes are forks of
+this one, which has imported torch: seconds are without that. On Linux.
 """
 
+import csv
+import os
+import re
+import runpy
+import signal
+import sys
+import tempfile
+import time
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch._dynamo  # what DDP and optimizers import otherwise in each fork
+import torch.distributed.nn
+import torch.utils.data
+from torch.optim import swa_utils  # noqa: F401
+
+LOOPS = Path(__file__).resolve().parent / "loops"
+TOOLS = LOOPS.parents[1] / "own_loop"
 
 
 @dataclass
@@ -21,6 +41,10 @@ class Fault:
     kind: str = "new"  # "new": invented before either tool was run on it; "ports"; "known"
     shows: str = ""  # text of a line where it is as well seen as in the changed one
 
+
+TOGETHER = (
+    "        together = [a + b for a, b in zip(project(first, second), project(second, first))]\n"
+)
 
 NEW = [
     Fault(
@@ -178,10 +202,8 @@ NEW = [
     Fault(
         "multitask",
         "conflicting gradients are projected before they are averaged",
-        "        average([*first, *second, *gradients])\n"
-        "        together = [a + b for a, b in zip(project(first, second), project(second, first))]",
-        "        together = [a + b for a, b in zip(project(first, second), project(second, first))]\n"
-        "        average([*together, *gradients])",
+        f"        average([*first, *second, *gradients])\n{TOGETHER}",
+        f"{TOGETHER}        average([*together, *gradients])\n",
         "another direction of the step",
         shows="return [a - torch.clamp(dot / size",
     ),
@@ -374,4 +396,155 @@ KNOWN = [
         "states = torch.randn(mine, 4)",
     ),
 ]
-FAULTS = NEW + PORTS + KNOWN
+LOOP_NAMES = sorted(path.stem for path in LOOPS.glob("*.py"))
+RIGHT = [Fault(loop, "right", "", "", "", "right") for loop in LOOP_NAMES]
+FAULTS = NEW + PORTS + KNOWN + RIGHT
+
+
+class Forked:
+    """A command of this Python, in a fork of this process; with what Popen offers."""
+
+    def __init__(self, words, env, log):
+        self.returncode = None
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.setsid()
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                for stream in (1, 2):
+                    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+                os.environ.clear()
+                os.environ.update(env)
+                sys.argv = words[1:]
+                runpy.run_path(words[1], run_name="__main__")
+                status = 0
+            except SystemExit as end:
+                status = end.code if isinstance(end.code, int) else int(end.code is not None)
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+
+    def poll(self):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self):
+        while self.poll() is None:
+            time.sleep(0.05)
+        return self.returncode
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def run_compare(script):
+    """Its report, as `python compare.py script` prints it."""
+    sys.path.insert(0, str(TOOLS))
+    import compare
+
+    compare.launch = Forked
+    args = compare.parser.parse_args(["--wait", "40", script])
+    with tempfile.TemporaryDirectory() as folder:
+        return compare.BothRuns(args, folder, "turns").compare()[0]
+
+
+def run_check(script):
+    """The report of check.py on two processes."""
+    import compare
+
+    with tempfile.TemporaryDirectory() as folder:
+        port, ranks = compare.free_port(), []
+        for rank in range(2):
+            env = os.environ | compare.environment(rank, 2, port)
+            words = [sys.executable, str(TOOLS / "check.py"), "--wait", "20", script]
+            ranks.append(Forked(words, env, f"{folder}/{rank}.log"))
+        end = time.monotonic() + 120
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
+            time.sleep(0.1)
+        compare.stop(ranks)
+        return "".join(Path(folder, f"{rank}.log").read_text() for rank in range(2))
+
+
+def changed_copy(fault, folder):
+    """The faulty script, and the lines that a report should name."""
+    text = (LOOPS / f"{fault.loop}.py").read_text()
+    assert not fault.old or text.count(fault.old) == 1, (fault.loop, fault.name)
+    path = Path(folder, f"{fault.loop}.py")
+    path.write_text(new := text.replace(fault.old, fault.new) if fault.old else text)
+    if not fault.old:
+        return path, set()
+    first = text[: text.index(fault.old)].count("\n") + 1
+    same = os.path.commonprefix([fault.old, fault.new]).count("\n")
+    lines = set(range(first + same, first + max(fault.new.rstrip().count("\n"), same) + 1))
+    shows = [n for n, line in enumerate(new.splitlines(), 1) if fault.shows and fault.shows in line]
+    return path, lines | set(shows)
+
+
+def verdict(report, script, lines):
+    """("WRONG", "look" or "", whether the line is named)."""
+    said = re.findall(r"^(WRONG|look)\b(.*(?:\n[ \t]+.*)*)", report, re.M)
+    words = [word for word, _ in said]
+    numbers = {int(n) for _, text in said for n in re.findall(rf"{script.name}:(\d+)", text)}
+    return "WRONG" if "WRONG" in words else "look" if words else "", bool(numbers & lines)
+
+
+def main():
+    words = sys.argv[1:]
+    faults = [f for f in FAULTS if all(w in f"{f.loop} {f.kind} {f.name}" for w in words)]
+    rows, reports = [], os.environ.get("REPORTS")
+    for fault in faults:
+        with tempfile.TemporaryDirectory() as folder:
+            script, lines = changed_copy(fault, folder)
+            os.chdir(folder)
+            row = {"loop": fault.loop, "kind": fault.kind, "fault": fault.name, "cost": fault.cost}
+            for tool, run in (("compare", run_compare), ("check", run_check)):
+                if tool not in os.environ.get("TOOLS", "compare check"):
+                    continue
+                began = time.monotonic()
+                report = run(script.name)
+                row[tool], named = verdict(report, script, lines)
+                row[f"{tool} names the line"] = "yes" if named else ""
+                row[f"{tool} seconds"] = f"{time.monotonic() - began:.0f}"
+                if reports:
+                    text = f"#### {fault.loop}: {fault.name}: {sorted(lines)}\n{report}\n"
+                    Path(reports, f"{tool}.txt").open("a").write(text)
+            os.chdir(LOOPS)
+            rows.append(row)
+            print(" | ".join(row.values()), flush=True)
+    if not words:
+        with open(LOOPS.parent / "faults.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    summarize(rows)
+
+
+def summarize(rows):
+    for kind in ("new", "ports", "known", "right"):
+        of_kind = [row for row in rows if row["kind"] == kind]
+        for tool in ("compare", "check"):
+            if of_kind and tool in of_kind[0]:
+                count = {
+                    word: sum(row[tool] == word for row in of_kind) for word in ("WRONG", "look")
+                }
+                named = sum(row[f"{tool} names the line"] == "yes" for row in of_kind)
+                text = f"{count['WRONG']} WRONG, {count['look']} look, the line of {named}"
+                print(f"{kind}: {len(of_kind)} loops; {tool}.py: {text}")
+        found = [row for row in of_kind if row.get("compare") or row.get("check")]
+        if of_kind:
+            print(f"{kind}: found by one of them: {len(found)} of {len(of_kind)}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
