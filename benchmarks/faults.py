@@ -11,6 +11,7 @@ this one, which has imported torch: seconds are without that. On Linux.
 """
 
 import csv
+import linecache
 import os
 import re
 import runpy
@@ -452,7 +453,8 @@ def run_compare(script):
     sys.path.insert(0, str(TOOLS))
     import compare
 
-    compare.launch = Forked
+    compare.launch, compare.START = Forked, os.getcwd()
+    linecache.clearcache()
     args = compare.parser.parse_args(["--wait", "40", script])
     with tempfile.TemporaryDirectory() as folder:
         return compare.BothRuns(args, folder, "turns").compare()[0]

@@ -28,6 +28,7 @@ pieces of a fixed size, several machines, processes started by Process(...).
 """
 
 import argparse
+import ast
 import atexit
 import contextlib
 import functools
@@ -55,6 +56,7 @@ import time
 import traceback
 import zlib
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -90,8 +92,11 @@ parser.add_argument("script", help="your script, followed by its flags")
 parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 HERE = os.path.abspath(__file__)
-STARTED_IN = os.getcwd()
-LIBRARIES = tuple(sysconfig.get_paths().values()) + (os.path.dirname(torch.__file__), "<frozen")
+START = os.getcwd()  # paths are relative to it, also after os.chdir
+UNKNOWN = "?"  # a place that is in no file of the script's own
+STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
+SCRIPT_FOLDER = [START + os.sep]  # main sets it: also an environment may be in it, or it in one
 LEAVE = os._exit
 BATCH_NORM = r"running_mean$|running_var$|num_batches_tracked$"  # averages: each rank's own
 MANY_VALUES = 50  # of a line and step that are noted
@@ -115,6 +120,7 @@ class Value:
     numbers: list = field(default_factory=list)  # plain numbers among the arguments
     fixed_divisor: bool = False  # a division by something that has no gradient
     model: int | None = None  # index of the inputs of the model inside of which it is
+    order: list | None = None  # where the rank's samples are in the batch of one process
 
 
 @dataclass
@@ -208,17 +214,28 @@ class End:
 # ---------------------------------------------------------------- in each process
 
 
+def is_library(path):
+    """Whether a file belongs to Python or to an installed package, not to the script."""
+    if path.startswith(SCRIPT_FOLDER[0]):
+        inside = os.sep + path.removeprefix(SCRIPT_FOLDER[0])
+        in_python = path.startswith(STANDARD) and not SCRIPT_FOLDER[0].startswith(STANDARD)
+        return in_python or any(name in inside for name in INSTALLED)
+    return path.startswith(STANDARD) or any(name in path for name in INSTALLED)
+
+
 @functools.cache
 def own_file(name):
     """The path of a file of the script's own code; None for libraries and this file."""
-    own = os.path.abspath(name) != HERE and not name.startswith(LIBRARIES) and os.path.exists(name)
-    return os.path.relpath(name, STARTED_IN) if own else None
+    path = os.path.normpath(os.path.join(START, name))
+    if path == HERE or name.startswith("<") or is_library(path) or not os.path.exists(path):
+        return None
+    return os.path.relpath(path, START)
 
 
 def own_lines(frame):
     """`file:line` of the script's own code, innermost first."""
     found = [(own_file(f.f_code.co_filename), line) for f, line in traceback.walk_stack(frame)]
-    return [f"{file}:{line}" for file, line in found if file] or ["?"]
+    return [f"{file}:{line}" for file, line in found if file] or [UNKNOWN]
 
 
 def place():
@@ -233,19 +250,15 @@ def replace(owner, name):
     def decorate(function):
         original = getattr(owner, name)
 
+        @functools.wraps(original)
         def replacement(*args, **kwargs):
             if torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             return function(original, *args, **kwargs)
 
-        setattr(owner, name, functools.wraps(original)(replacement))
+        setattr(owner, name, replacement)
 
     return decorate
-
-
-def original(function):
-    """torch's own, below what is replaced."""
-    return inspect.unwrap(function)
 
 
 class Run:
@@ -420,7 +433,7 @@ def drawn(run, name, shape, draw):
     generator."""
     shape, library = tuple(shape), "numpy" if name.startswith("numpy") else "torch"
     key, whole = pair(run, name, shape, library)
-    if math.prod(shape) == 1 and run.steps and key[1] != "?" and torch.is_grad_enabled():
+    if math.prod(shape) == 1 and run.steps and key[1] != UNKNOWN and torch.is_grad_enabled():
         if not name.startswith(("numpy", "random_")) and whole == shape:
             run.say(f"{key[1]}: torch.{name}", "once")
     run.generator.manual_seed(run.hash(key))
@@ -449,6 +462,7 @@ def drawn_by_hand(run, name, values, generator_state):
     if run.one and values.numel() < 1_000_000:
         run.given[key] = values.detach().cpu().clone()
     if shape == tuple(values.shape) or key not in run.given:
+        run.note(Draw(key, generator_state, "own generator"))
         return values
     d = run.shared_dimension(shape, tuple(values.shape))
     run.note(Draw(key, generator_state, "generator"))
@@ -675,7 +689,7 @@ def control_python(run):
             out = original(*args, **kwargs)
             outside = getattr(run.thread, "in_collate", False) or run.steps and not run.in_dataset()
             if outside and np.size(out) == 1 and out is not None and torch.is_grad_enabled():
-                if (line := place()[0]) != "?":
+                if (line := place()[0]) != UNKNOWN:
                     run.say(f"{line}: {owner.__name__}.{name}", "once")
             return out
 
@@ -854,9 +868,14 @@ def watch_loaders(run):
         tensors = [t for t in tree_leaves(batch) if torch.is_tensor(t) and t.dim()]
         rows = len(indices) if indices else len(tensors[0]) if tensors else None
         run.note(Batch(self.compare_pass, number, indices, rows))
-        if torch.is_grad_enabled() and threading.current_thread() is threading.main_thread():
+        in_main = threading.current_thread() is threading.main_thread()
+        if torch.is_grad_enabled() and in_main:
             run.loader_rows = rows
             find_order(run, (*self.compare_pass, number), indices)
+            get = getattr(type(self._dataset), "__getitem__", None)
+            code = getattr(get, "__code__", None)
+            made_by = f"{own_file(code.co_filename)}:{code.co_firstlineno}" if code else ""
+            note_value(run, "value", place()[0], f"a batch of the DataLoader {made_by}", batch)
         return batch
 
 
@@ -884,8 +903,8 @@ SIGNS = np.cos(np.arange(MANY_COLUMNS) * 1.618 + 0.5)
 
 
 def summary(tensor):
-    """To compare a tensor over processes: its shape, and for each entry of its first three
-    dimensions a number by which it is told apart, its sum and its norm."""
+    """To compare a tensor over processes: its shape; for each entry of its first three dimensions
+    a number by which it is told apart, its sum and its norm; and whether it has whole numbers."""
     if not torch.is_tensor(tensor) or isinstance(tensor, nn.Parameter):
         return None
     if tensor.layout != torch.strided or not is_plain(tensor) or not tensor.numel():
@@ -894,7 +913,7 @@ def summary(tensor):
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.dim() == 0:
-        return (), float(tensor)
+        return (), float(tensor), tensor.dtype == torch.bool
     dims = []
     for d in range(min(3, tensor.dim())):
         if tensor.shape[d] > MANY_COLUMNS and d:
@@ -904,7 +923,7 @@ def summary(tensor):
         rows = rows[:, :: rows.shape[1] // MANY_COLUMNS + 1].cpu().double().numpy()
         rows = np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
         dims.append((rows @ SIGNS[: rows.shape[1]], rows.sum(1), np.linalg.norm(rows, axis=1)))
-    return tuple(tensor.shape), dims
+    return tuple(tensor.shape), dims, not tensor.is_floating_point()
 
 
 def note_value(run, kind, line, name, tree, made_from=(), **more):
@@ -915,7 +934,8 @@ def note_value(run, kind, line, name, tree, made_from=(), **more):
     model = run.model
     number = run.number("value", run.steps, kind, line, name)
     index = run.number("values")
-    run.note(Value(kind, line, name, number, parts, index, list(made_from), model=model, **more))
+    more |= {"model": model, "order": run.order}
+    run.note(Value(kind, line, name, number, parts, index, list(made_from), **more))
     for leaf in leaves:
         if is_plain(leaf) and not isinstance(leaf, nn.Parameter):
             leaf.compare_index = index
@@ -944,7 +964,7 @@ class Trace(TorchFunctionMode):
         quiet = getattr(self.run.thread, "quiet", False) or self.run.in_dataset()
         if not quiet and (torch.is_tensor(out) or isinstance(out, (tuple, list))):
             with contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
-                self.see(getattr(function, "__name__", "?"), out, args, kwargs)
+                self.see(getattr(function, "__name__", UNKNOWN), out, args, kwargs)
         return out
 
     def see(self, name, out, args, kwargs):
@@ -958,7 +978,7 @@ class Trace(TorchFunctionMode):
             if frame.f_code.co_filename.startswith(NOT_THE_SCRIPTS):
                 return
             frame = frame.f_back
-        file = own_file(frame.f_code.co_filename) if frame is not None else None
+        file = None if frame is None or "empty" in name else own_file(frame.f_code.co_filename)
         leaves = [leaf for leaf in tree_leaves(out) if torch.is_tensor(leaf)]
         if file is None or not leaves or isinstance(leaves[0], nn.Parameter):
             return
@@ -990,6 +1010,8 @@ def watch_models(run):
         if not any(True for _ in inner.parameters()):
             return original(module, *args, **kwargs)
         name, line = type(inner).__name__, place()[0]
+        if not getattr(module, "require_backward_grad_sync", True):
+            name += " in no_sync()"
         tensors = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t) and t.dim()]
         if tensors:
             run.model_rows = len(tensors[0])
@@ -1025,7 +1047,7 @@ def watch_models(run):
         @replace(torch.distributed, name)
         def communicate(original, tensor, *args, _name=name, **kwargs):
             out = original(tensor, *args, **kwargs)
-            if not kwargs.get("async_op") and is_plain(tensor) and place()[0] != "?":
+            if not kwargs.get("async_op") and is_plain(tensor) and place()[0] != UNKNOWN:
                 note_value(run, "value", place()[0], _name, tensor, indices_in(tensor))
             return out
 
@@ -1409,6 +1431,7 @@ def watch_parent(run):
 
 def run_watched(run, script):
     """Run it with the random numbers of one process, and note what it does."""
+    find_script(argparse.Namespace(**run.options))
     control_torch(run)
     control_dropout(run)
     control_python(run)
@@ -1438,11 +1461,28 @@ def run_watched(run, script):
 def run_script(args):
     sys.argv[:] = [args.script, *args.flags]
     if args.m:
-        sys.path[0] = os.getcwd()
+        sys.path[0] = START
         runpy.run_module(args.script, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(args.script))
-        runpy.run_path(args.script, run_name="__main__")
+        sys.path[0] = SCRIPT_FOLDER[0].rstrip(os.sep)
+        runpy.run_path(os.path.join(START, args.script), run_name="__main__")
+
+
+def find_script(args):
+    """Its file; and let files beside it count as the script's own."""
+    path = os.path.join(START, args.script)
+    if args.m:
+        sys.path[0] = START
+        spec = find_spec(args.script)
+        path = spec.origin if spec and spec.origin else path
+        package = args.script.count(".") + (spec is not None and spec.name != args.script)
+        folder = os.path.dirname(path)
+        for _ in range(package):
+            folder = os.path.dirname(folder)
+    else:
+        folder = os.path.dirname(path)
+    SCRIPT_FOLDER[0] = os.path.normpath(folder) + os.sep
+    return path
 
 
 def run_spawned(function, rank, *words):
@@ -1471,7 +1511,8 @@ def run_spawning(args, nproc):
 
 def child():
     options = json.loads(os.environ["COMPARE"])
-    args = argparse.Namespace(script=sys.argv[1], flags=sys.argv[2:], m=options["m"])
+    args = argparse.Namespace(script=options["script"], flags=sys.argv[1:], m=options["m"])
+    find_script(args)
     if options["spawns"]:
         run_spawning(args, 1 if options["run"] == "one" else options["nproc"])
     else:
@@ -1525,7 +1566,7 @@ def source(line):
     file, _, number = line.rpartition(":")
     if not number.isdigit():
         return line
-    text = linecache.getline(os.path.join(STARTED_IN, file), int(number)).strip()
+    text = linecache.getline(os.path.join(START, file), int(number)).strip()
     return f"{line}: {text[:90]}" if text else line
 
 
@@ -1542,15 +1583,17 @@ def fit_numbers(one, others, tolerance):
     return "extreme" if one in (max(others), min(others)) else None
 
 
-def fit(one, others, tolerance):
+def fit(one, others, tolerance, orders=()):
     """How a tensor of run one is made up of those of the ranks: "same", their "mean", "sum", or
     "rows"; None if it is none of these, "?" if it cannot be told."""
     if one is None or None in others or any(bool(o[0]) != bool(one[0]) for o in others):
-        return "?"
+        return UNKNOWN
     if not one[0]:
+        if one[2]:  # True or False
+            return "same" if all(o[1] == one[1] for o in others) else None
         return fit_numbers(one[1], [o[1] for o in others], tolerance)
     if any(len(o[0]) != len(one[0]) for o in others):
-        return "?"
+        return UNKNOWN
     limit = tolerance * max(float(np.max(one[1][0][2], initial=0)), 1e-12)
 
     def close(a, b):
@@ -1567,11 +1610,17 @@ def fit(one, others, tolerance):
         return "rows" if all(same_rows(one[1][0], [o[1][0]], limit) for o in others) else None
     different = {d for o in others for d in range(len(one[0])) if o[0][d] != one[0][d]}
     if len(different) > 1 or min(different) > 2:
-        return None if len(different) > 1 else "?"
+        return None if len(different) > 1 else UNKNOWN
     d = min(different)
     if one[1][d] is None or any(o[1][d] is None for o in others):
-        return "?"
-    return "rows" if same_rows(one[1][d], [o[1][d] for o in others], limit) else None
+        return UNKNOWN
+    mine, theirs = one[1][d], [o[1][d] for o in others]
+    if one[2] and [len(order or ()) for order in orders] == [len(o[0]) for o in theirs]:
+        at = np.concatenate(orders)  # whole numbers repeat: they must be in their places
+        if sorted(at) == list(range(len(mine[0]))):
+            marks = np.concatenate([o[0] for o in theirs])
+            return "rows" if close(mine[0][at], marks) else None
+    return "rows" if same_rows(mine, theirs, limit) else None
 
 
 def same_rows(one, others, limit):
@@ -1586,9 +1635,8 @@ def same_rows(one, others, limit):
         if np.all(np.abs(np.sort(one[0]) - np.sort(marks * factor)) <= size):
             return True
         both = [(one[1], sums), (one[2], norms)]
-        width = math.sqrt(MANY_COLUMNS) if len(one[0]) else 1
-        if all(np.all(np.abs(np.sort(a) - np.sort(b * factor)) <= size * 2) for a, b in both):
-            return width > 0
+        if all(np.all(np.abs(np.sort(a) - np.sort(b * factor)) <= 2 * size) for a, b in both):
+            return True
     return False
 
 
@@ -1612,10 +1660,12 @@ class Values:
             {(step, v.kind, v.line, v.name, v.number): v for step, v in notes[Value]}
             for notes in ranks
         ]
-        self.all, self.others, self.step_of = {}, {}, {}
+        self.all, self.others, self.step_of, self.alone = {}, {}, {}, {}
         for step, value in one[Value]:
             key = step, value.kind, value.line, value.name, value.number
             others = [notes.get(key) for notes in theirs]
+            if None in others and value.kind == "value":
+                self.alone.setdefault(step, value.line)
             if None not in others:
                 self.all[value.index], self.others[value.index] = value, others
                 self.step_of[value.index] = step
@@ -1623,12 +1673,26 @@ class Values:
         for index, step in self.step_of.items():
             self.of_step.setdefault(step, []).append(self.all[index])
 
+        mine = {(step, v.line) for step, v in one[Value]}
+        for step, value in (note for notes in ranks for note in notes[Value]):
+            if (step, value.line) not in mine:
+                self.alone.setdefault(step, value.line)
+
+    def decision(self, step):
+        """The last comparison of a number up to a step whose result differs: a Value, or None."""
+        for at in range(step, -1, -1):
+            for value in reversed(self.of_step.get(at, [])):
+                part = value.parts[0] if value.kind == "value" and value.parts else None
+                if part is not None and not part[0] and part[2] and self.differs(value.index):
+                    return value
+        return None
+
     @functools.lru_cache(None)  # noqa: B019
     def differs(self, index):
         value, others = self.all[index], self.others[index]
         for number, part in enumerate(value.parts):
             theirs = [o.parts[number] if number < len(o.parts) else None for o in others]
-            found = fit(part, theirs, self.tolerance)
+            found = fit(part, theirs, self.tolerance, [o.order for o in others])
             if found is None or value.kind == "loss" and found not in ("same", "mean"):
                 return True
             if value.kind == "metric" and found != "same":
@@ -1649,6 +1713,18 @@ class Values:
             if not wrong:
                 return value
             value = self.all[min(wrong)]
+
+    def nearest(self, loss):
+        """Where a loss is the same, but not all that it is made from: the last such value."""
+        seen, wrong, todo = set(), [], [loss.index]
+        while todo:
+            index = todo.pop()
+            for i in self.all[index].made_from:
+                if i in self.all and i < index and i not in seen and self.all[i].kind == "value":
+                    seen.add(i)
+                    todo.append(i)
+                    wrong += [i] if self.differs(i) else []
+        return self.origin(self.all[max(wrong)]) if wrong else None
 
     def coupled(self, step):
         """A model's outputs of a step that differ, though its inputs do not: (the first value
@@ -1680,7 +1756,8 @@ class Values:
         text = f"{source(value.line)}  [{value.name}]"
         for number, part in enumerate(value.parts):
             theirs = [o.parts[number] if number < len(o.parts) else None for o in others]
-            if value.kind != "loss" and fit(part, theirs, self.tolerance) is not None:
+            orders = [o.order for o in others]
+            if value.kind != "loss" and fit(part, theirs, self.tolerance, orders) is not None:
                 continue
             if part is None or None in theirs:
                 continue
@@ -1814,24 +1891,23 @@ class Tensors:
         lengths = [part[2] / max(part[1], 1e-30) for part in large]
         if max(ratios) - min(ratios) < 0.02 * abs(max(ratios)):
             if max(lengths) < 1.02 * max(ratios):
-                return "; all are" + meaning(sum(ratios) / len(ratios), WORLD).lstrip(";")
+                return meaning(sum(ratios) / len(ratios), WORLD)
         return ""
 
     def unlike(self, step):
-        """Whether the ranks' gradients of a step differ from each other: a text, or None."""
+        """Whether the ranks' gradients of a step differ from each other: (text, whether their mean
+        is right), or None."""
         for (at, _, kind), notes in self.of_step.items():
             if at != step or kind != "gradients" or len(notes) < 2:
                 continue
-            for name in notes[0].parts:
+            for name, part in notes[0].parts.items():
                 marks = [note.parts[name][5] for note in notes if name in note.parts]
                 size = max(note.parts[name][2] for note in notes if name in note.parts)
                 if max(marks) - min(marks) > 1e-3 * max(size, 1e-12):
-                    one, mean = notes[0].parts[name][4], sum(marks) / len(marks)
-                    text = "each rank has a gradient of its own"
-                    if abs(one - mean) < 1e-3 * size:
-                        text += ", and their mean is right: are they averaged in this step? "
-                        text += "(a model called without DDP, no_sync)"
-                    return f"{text}: {name}"
+                    right = abs(part[4] - sum(marks) / len(marks)) < 1e-3 * size
+                    text = f"each rank has its own gradient of {name}"
+                    text += "; their mean is right" if right else ""
+                    return f"{text}: not averaged in this step?", right
         return None
 
 
@@ -1855,7 +1931,8 @@ def compare_settings(one, ranks, values):
                 if metrics and name == "lr":
                     text += f"; decided by {values.describe(metrics[0])}"
                 ratio = numbers[0] / mine if mine else 0.0
-                text += meaning(ratio, WORLD) if ratio and step == 0 else ""
+                if step == 0 and abs(ratio / WORLD - 1) < 0.01:
+                    text += f"; {WORLD} times: is the batch of all ranks that much larger, too?"
                 yield Finding(
                     "WRONG", "settings", step, f"{source(note.line)}: {text}; {note.made}"
                 )
@@ -1864,7 +1941,7 @@ def compare_settings(one, ranks, values):
 def lines_that_set(line, name):
     """Where the script itself assigns a setting, as in group["lr"] = ..."""
     file = line.rpartition(":")[0]
-    lines = linecache.getlines(os.path.join(STARTED_IN, file))
+    lines = linecache.getlines(os.path.join(START, file))
     pattern = re.compile(rf"""\[["']{re.escape(name)}["']\]\s*[-+*/]?=[^=]""")
     return ", ".join(f"{file}:{n}" for n, text in enumerate(lines, 1) if pattern.search(text))
 
@@ -1881,6 +1958,18 @@ def compare_draws(ranks):
                 step = key[0] if isinstance(key[0], int) else 0
                 text = f"{source(key[1])}: {key[2]} draws the same numbers for each rank's share"
                 yield Finding("WRONG", "random", step, f"{text}: {remedy}")
+
+
+def compare_generators(one, ranks):
+    """Where the ranks draw the same shape from a generator of the script's own, as for a split."""
+    sides = [
+        {n.key: n.state for _, n in notes[Draw] if n.of == "own generator"}
+        for notes in [one, *ranks]
+    ]
+    for key, state in sides[0].items():
+        if any(notes.get(key, state) != state for notes in sides):
+            text = f"{source(key[1])}: {key[2]}: other numbers on the ranks: another seed on each?"
+            yield Finding("WRONG", "random", 0, text)
 
 
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.I)
@@ -1939,7 +2028,7 @@ def compare_printed(one, ranks):
 
 
 def blame(values, tensors, step):
-    """What the difference of a step comes from: the findings, and whether it is intended."""
+    """What the difference of a step comes from: the findings, and whether it may be intended."""
     coupled = values.coupled(step)
     if coupled:
         value, alone = coupled
@@ -1950,45 +2039,78 @@ def blame(values, tensors, step):
         text += ": of the same inputs and weights. A sample's result depends on which others are "
         text += "in its batch, or the model remembers earlier ones"
         return [Finding("look", "outputs", step, text)], True
-    found = []
-    inputs = values.find(step, "inputs")
+    unlike, inputs = tensors.unlike(step), values.find(step, "inputs")
+    losses = [v for v in values.of_step.get(step, []) if v.kind == "loss"]
+    wrong = [v for v in losses if values.differs(v.index)]
+    found, intended = [], False
     if inputs:
-        origin = values.origin(inputs[0])
-        found.append(Finding("WRONG", "inputs", step, values.describe(origin)))
-    losses = values.find(step, "loss")
-    if losses:
-        origin = values.origin(losses[0])
-        intended = False
-        if origin is not losses[0] and not inputs:
-            text = values.describe(origin)
-            divides = origin.name in Trace.DIVISIONS
-            if divides and origin.fixed_divisor:
-                text += ": a mean by a number of the rank's own share? all_reduce it first"
-            elif divides:
-                text += ": a ratio of sums over the rank's own share, as in a Dice loss of the "
-                text += "batch: intended?"
-                intended = True
-            elif origin.name in ("mean", "cross_entropy", "nll_loss"):
-                text += ": a mean over a number of elements that differs over ranks? Divide a sum "
-                text += "by the number on all ranks, times world_size"
-            else:
-                text += ": neither the same on all ranks, nor one process's by a mean or sum over "
-                text += "ranks, or row by row: decided by the rank's own share?"
-            found.append(Finding("look" if intended else "WRONG", "value", step, text))
-        elif not inputs:
-            part, theirs = losses[0].parts[0], values.others[losses[0].index]
-            mean = sum(o.parts[0][1] for o in theirs) / len(theirs)
-            text = values.describe(losses[0])
-            text += meaning(mean / part[1], WORLD) if abs(part[1]) > 1e-9 else ""
-            found.append(Finding("WRONG", "loss", step, text))
-        return found, intended
-    if not found:
-        after = [v.index for v in values.of_step.get(step, []) if v.kind == "loss"]
-        later = [v for v in values.find(step, "value") if not after or v.index > max(after)]
-        found = [Finding("WRONG", "value", step, values.describe(later[0]))] if later else []
-    if text := tensors.unlike(step):
-        found.append(Finding("WRONG", "averaging", step, text))
-    return found, False
+        text = values.describe(values.origin(inputs[0]))
+        found.append(Finding("WRONG", "inputs", step, text))
+    elif unlike and unlike[1] and not wrong:
+        passes = [v for v in values.of_step.get(step, []) if v.kind == "outputs"]
+        last = f" The last pass: {source(passes[-1].line)}  [{passes[-1].name}]" if passes else ""
+        return [Finding("WRONG", "averaging", step, unlike[0] + last)], False
+    elif wrong:
+        finding, intended = explain_loss(values, wrong[0], step)
+        found.append(finding)
+    else:
+        near = [value for loss in losses if (value := values.nearest(loss))]
+        after = max([v.index for v in losses], default=-1)
+        later = [v for v in values.find(step, "value") if v.index > after]
+        for value in near[:1] or later[:1]:
+            text = values.describe(value) + ", but the loss is the same"
+            found.append(Finding("WRONG", "value", step, text))
+    if step in values.alone and not inputs:
+        line = values.alone[step]
+        text = f"{source(line)}: computed on one side alone{condition(line)}"
+        found.append(Finding("WRONG", "branch", step, text))
+    if unlike and not inputs:
+        found.append(Finding("WRONG", "averaging", step, unlike[0]))
+    decision = values.decision(step)
+    if decision and not inputs:
+        text = values.describe(decision) + ": a decision by the rank's own share?"
+        found.append(Finding("WRONG", "decision", values.step_of[decision.index], text))
+    return found, intended
+
+
+def explain_loss(values, loss, step):
+    """The finding for a loss that differs, and whether it may be intended."""
+    origin = values.origin(loss)
+    text = values.describe(origin)
+    if origin is loss:
+        one = loss.parts[0][1]
+        mean = sum(o.parts[0][1] for o in values.others[loss.index]) / values.ranks
+        text += meaning(mean / one, WORLD) if abs(one) > 1e-9 else ""
+        return Finding("WRONG", "loss", step, text), False
+    if origin.name in Trace.DIVISIONS and origin.fixed_divisor:
+        text += ": a mean by a number of the rank's own share? all_reduce that number first"
+    elif origin.name in Trace.DIVISIONS:
+        text += ": a ratio of sums over the rank's own share, as in a Dice loss of the batch: "
+        return Finding("look", "value", step, text + "intended?"), True
+    elif origin.name in ("mean", "cross_entropy", "nll_loss"):
+        text += ": a mean over a number of elements that differs over ranks? Divide a sum by the "
+        text += "number on all ranks, times world_size"
+    elif not origin.name.startswith("a batch"):
+        text += ": not the same on all ranks, nor is one process's their mean, sum or rows: "
+        text += "decided by the rank's own share?"
+    return Finding("WRONG", "value", step, text), False
+
+
+def condition(line):
+    """The innermost `if` or loop around a line, in words."""
+    file, _, number = line.rpartition(":")
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        with open(os.path.join(START, file), encoding="utf-8") as text:
+            tree = ast.parse(text.read())
+        around = [
+            node.lineno
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.If, ast.While, ast.For, ast.IfExp))
+            and node.lineno <= int(number) <= node.end_lineno
+        ]
+        if around:
+            return f", inside of {source(f'{file}:{max(around)}')}"
+    return ""
 
 
 def first_of(findings, *kinds):
@@ -2000,13 +2122,13 @@ def find_all(one, ranks, tolerance):
     samples, uneven, trains = compare_samples(one, ranks)
     for notes in [one, *ranks]:
         notes.leave_out(uneven)
-    values, tensors = Values(one, ranks, tolerance), Tensors(ranks, tolerance)
+    values, tensors = Values(one, ranks, tolerance / 10), Tensors(ranks, tolerance)
     kinds = ("gradients", "parameters", "weights", "update")
     first = first_of(tensors.findings, *kinds)
     found = [Finding("look", "samples", step, uneven[step]) for step in sorted(uneven)[:1]]
     for finding in samples[:1]:
         finding.verdict = "WRONG" if first else "look"
-        found.append(finding)
+        found += [finding, *list(compare_generators(one, ranks))[:1]]
     found += list(compare_lengths(one, ranks, trains))[:1]
     intended = False
     if first:
@@ -2020,7 +2142,8 @@ def find_all(one, ranks, tolerance):
             of_kind[0].text += f" (in {len({f.step for f in of_kind})} steps)"
             if intended:
                 of_kind[0].verdict = "look"
-            found.append(of_kind[0])
+            if kind != "update" or not first_of(tensors.findings, "gradients"):
+                found.append(of_kind[0])
     found += list(compare_settings(one, ranks, values))[:1]
     found += list(compare_draws(ranks))[:1]
     for step, note in [n for n in ranks[0][OtherShape] if n[0] not in uneven][:1]:
@@ -2106,7 +2229,7 @@ class BothRuns:
         """Run the script once, to its end or to --steps; and say what went wrong."""
         args, nproc = self.args, 1 if name == "one" else self.args.nproc
         options = {"folder": self.folder, "run": name, "layout": self.layout, "spawns": self.spawns}
-        options |= {key: getattr(args, key) for key in ("nproc", "steps", "short", "seed", "m")}
+        options |= {key: value for key, value in vars(args).items() if key != "flags"}
         port, processes = args.port or free_port(), []
         env = os.environ | {"COMPARE": json.dumps(options), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         env.setdefault("OMP_NUM_THREADS", "1")
@@ -2118,7 +2241,7 @@ class BothRuns:
                 own = {} if self.spawns else environment(rank, nproc, port)
                 processes.append(
                     launch(
-                        [sys.executable, HERE, args.script, *self.flags(name, nproc, rank, port)],
+                        [sys.executable, HERE, *self.flags(name, nproc, rank, port)],
                         env | own,
                         f"{self.folder}/{name}.{rank}.log",
                     )
@@ -2180,7 +2303,7 @@ class BothRuns:
             if not os.path.lexists(path) or any(is_below(other, path) for other in read):
                 continue
             if self.args.keep:
-                kept = os.path.join(self.args.keep, name, os.path.relpath(path, STARTED_IN))
+                kept = os.path.join(self.args.keep, name, os.path.relpath(path, START))
                 kept = kept if is_below(kept, self.args.keep) else f"{self.args.keep}/{name}"
                 os.makedirs(os.path.dirname(kept), exist_ok=True)
                 shutil.move(path, kept)
@@ -2233,7 +2356,7 @@ def main():
         os.makedirs(folder)
         text, status = BothRuns(args, folder, "blocks").compare()
     print(text)
-    check = os.path.join(os.path.dirname(os.path.relpath(HERE, STARTED_IN)), "check.py")
+    check = os.path.join(os.path.dirname(os.path.relpath(HERE, START)), "check.py")
     print("What both runs have in common, check.py sees (no set_epoch, equal seeds, workers):")
     print(
         f"torchrun --standalone --nproc-per-node 2 {check} {shlex.join([args.script, *args.flags])}"
