@@ -98,6 +98,7 @@ STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "plats
 INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 SCRIPT_FOLDER = [START + os.sep]  # main sets it: also an environment may be in it, or it in one
 LEAVE = os._exit
+SPAWNS = 75  # exit status of a script that would start processes itself
 BATCH_NORM = r"running_mean$|running_var$|num_batches_tracked$"  # averages: each rank's own
 MANY_VALUES = 50  # of a line and step that are noted
 MANY_COLUMNS = 4096
@@ -462,7 +463,8 @@ def drawn_by_hand(run, name, values, generator_state):
     if run.one and values.numel() < 1_000_000:
         run.given[key] = values.detach().cpu().clone()
     if shape == tuple(values.shape) or key not in run.given:
-        run.note(Draw(key, generator_state, "own generator"))
+        if name == "randperm":  # as of a split: the same on all ranks
+            run.note(Draw(key, generator_state, "own generator"))
         return values
     d = run.shared_dimension(shape, tuple(values.shape))
     run.note(Draw(key, generator_state, "generator"))
@@ -783,6 +785,9 @@ def control_datasets(run):
             return original(self, indices)
 
 
+STREAM = "a batch of an IterableDataset"
+
+
 class Elsewhere:
     """A function of this file, for a process that has not imported it: it is pickled by its path.
     Loader workers may be started by forkserver, and mp.spawn's processes import the script alone.
@@ -833,16 +838,19 @@ def watch_loaders(run):
 
     @replace(DataLoader, "__iter__")
     def iterate(original, self):
-        line, theirs = place(), self.worker_init_fn
-        if self.num_workers:
+        line, theirs, workers = place(), self.worker_init_fn, self.num_workers
+        is_map = not isinstance(self.dataset, IterableDataset)
+        if workers and not is_map:
+            run.say("IterableDatasets are read without workers")
+            self.num_workers = 0
+        elif workers:
             self.worker_init_fn = functools.partial(Elsewhere("start_worker"), theirs)
         try:
             iterator = original(self)
         finally:
-            self.worker_init_fn = theirs
+            self.worker_init_fn, self.num_workers = theirs, workers
         iterator.compare_pass = (line[:2], run.number("pass", line[:2]))
         iterator.compare_batches = 0
-        is_map = not isinstance(self.dataset, IterableDataset)
         run.note(Pass(iterator.compare_pass, length(self) if is_map else None))
         return iterator
 
@@ -872,11 +880,19 @@ def watch_loaders(run):
         if torch.is_grad_enabled() and in_main:
             run.loader_rows = rows
             find_order(run, (*self.compare_pass, number), indices)
-            get = getattr(type(self._dataset), "__getitem__", None)
-            code = getattr(get, "__code__", None)
-            made_by = f"{own_file(code.co_filename)}:{code.co_firstlineno}" if code else ""
-            note_value(run, "value", place()[0], f"a batch of the DataLoader {made_by}", batch)
+            name = f"a batch of the DataLoader{made_by(self._dataset)}"
+            name = STREAM if isinstance(self._dataset, IterableDataset) else name
+            note_value(run, "value", place()[0], name, batch)
         return batch
+
+
+def made_by(dataset):
+    """Where the script's own dataset makes a sample, in words."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+    file = own_file(code.co_filename) if code else None
+    return f", made by {file}:{code.co_firstlineno}" if file else ""
 
 
 def find_order(run, key, indices):
@@ -904,7 +920,7 @@ SIGNS = np.cos(np.arange(MANY_COLUMNS) * 1.618 + 0.5)
 
 def summary(tensor):
     """To compare a tensor over processes: its shape; for each entry of its first three dimensions
-    a number by which it is told apart, its sum and its norm; and whether it has whole numbers."""
+    a number by which it is told apart, its sum and its norm; and whether it is True or False."""
     if not torch.is_tensor(tensor) or isinstance(tensor, nn.Parameter):
         return None
     if tensor.layout != torch.strided or not is_plain(tensor) or not tensor.numel():
@@ -923,7 +939,7 @@ def summary(tensor):
         rows = rows[:, :: rows.shape[1] // MANY_COLUMNS + 1].cpu().double().numpy()
         rows = np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
         dims.append((rows @ SIGNS[: rows.shape[1]], rows.sum(1), np.linalg.norm(rows, axis=1)))
-    return tuple(tensor.shape), dims, not tensor.is_floating_point()
+    return tuple(tensor.shape), dims, tensor.dtype == torch.bool
 
 
 def note_value(run, kind, line, name, tree, made_from=(), **more):
@@ -952,6 +968,7 @@ class Trace(TorchFunctionMode):
     found whose result is not that of one process."""
 
     DIVISIONS = ("div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_")
+    SHOWN = ("__format__", "item", "__float__", "tolist")
     SAME_VALUE = ("detach", "__get__", "to", "requires_grad_", "contiguous", "clone")
 
     def __init__(self, run):
@@ -960,11 +977,18 @@ class Trace(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if function is torch.Tensor.backward:
+            with self:  # hooks are the script's, too
+                return backward(*args, **kwargs)
         out = function(*args, **kwargs)
-        quiet = getattr(self.run.thread, "quiet", False) or self.run.in_dataset()
-        if not quiet and (torch.is_tensor(out) or isinstance(out, (tuple, list))):
-            with contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
-                self.see(getattr(function, "__name__", UNKNOWN), out, args, kwargs)
+        name = getattr(function, "__name__", UNKNOWN)
+        if getattr(self.run.thread, "quiet", False) or self.run.in_dataset():
+            return out
+        with contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
+            if name in self.SHOWN and args[0].dim() == 0:
+                note_value(self.run, "shown", place()[0], name, args[0].clone(), indices_in(args))
+            elif torch.is_tensor(out) or isinstance(out, (tuple, list)):
+                self.see(name, out, args, kwargs)
         return out
 
     def see(self, name, out, args, kwargs):
@@ -992,8 +1016,15 @@ class Trace(TorchFunctionMode):
         note_value(self.run, "value", line, name, out, made_from, **more)
 
 
+def backward(tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+    """Tensor.backward, without asking modes first."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
 TORCH = os.path.dirname(torch.__file__)
-NOT_THE_SCRIPTS = tuple(os.path.join(TORCH, part) for part in ("optim", "utils/data", "nn/init"))
+NOT_THE_SCRIPTS = tuple(
+    os.path.join(TORCH, part) for part in ("optim", "utils/data", "nn/init", "nn/utils")
+)
 
 
 def watch_models(run):
@@ -1491,6 +1522,14 @@ def run_spawned(function, rank, *words):
     run_watched(Run(), lambda: function(rank, *words))
 
 
+def refuse_to_spawn():
+    """Then compare.py starts the script again, as one that starts its processes itself."""
+
+    @replace(torch.multiprocessing, "spawn")
+    def spawn(original, *args, **kwargs):
+        LEAVE(SPAWNS)
+
+
 def run_spawning(args, nproc):
     """A script that starts its processes by mp.spawn, which are watched instead of this one."""
 
@@ -1516,6 +1555,7 @@ def child():
     if options["spawns"]:
         run_spawning(args, 1 if options["run"] == "one" else options["nproc"])
     else:
+        refuse_to_spawn()
         run_watched(Run(), lambda: run_script(args))
 
 
@@ -1576,10 +1616,9 @@ def fit_numbers(one, others, tolerance):
 
     if all(close(other) for other in others):
         return "same"
-    if close(sum(others) / len(others)):
-        return "mean"
-    if close(sum(others)):
-        return "sum"
+    for factor in (1, len(others), 1 / len(others)):
+        if close(factor * sum(others) / len(others)):
+            return "mean" if factor == 1 else "sum"
     return "extreme" if one in (max(others), min(others)) else None
 
 
@@ -1603,10 +1642,9 @@ def fit(one, others, tolerance, orders=()):
         mine, theirs = one[1][0][0], [o[1][0][0] for o in others]
         if all(close(mine, other) for other in theirs):
             return "same"
-        if close(mine, sum(theirs) / len(theirs)):
-            return "mean"
-        if close(mine, sum(theirs)):
-            return "sum"
+        for factor in (1, len(theirs), 1 / len(theirs)):
+            if close(mine, factor * sum(theirs) / len(theirs)):
+                return "mean" if factor == 1 else "sum"
         return "rows" if all(same_rows(one[1][0], [o[1][0]], limit) for o in others) else None
     different = {d for o in others for d in range(len(one[0])) if o[0][d] != one[0][d]}
     if len(different) > 1 or min(different) > 2:
@@ -1616,7 +1654,7 @@ def fit(one, others, tolerance, orders=()):
         return UNKNOWN
     mine, theirs = one[1][d], [o[1][d] for o in others]
     if one[2] and [len(order or ()) for order in orders] == [len(o[0]) for o in theirs]:
-        at = np.concatenate(orders)  # whole numbers repeat: they must be in their places
+        at = np.concatenate(orders)  # they repeat, so each must be in its place
         if sorted(at) == list(range(len(mine[0]))):
             marks = np.concatenate([o[0] for o in theirs])
             return "rows" if close(mine[0][at], marks) else None
@@ -1664,8 +1702,6 @@ class Values:
         for step, value in one[Value]:
             key = step, value.kind, value.line, value.name, value.number
             others = [notes.get(key) for notes in theirs]
-            if None in others and value.kind == "value":
-                self.alone.setdefault(step, value.line)
             if None not in others:
                 self.all[value.index], self.others[value.index] = value, others
                 self.step_of[value.index] = step
@@ -1673,10 +1709,15 @@ class Values:
         for index, step in self.step_of.items():
             self.of_step.setdefault(step, []).append(self.all[index])
 
-        mine = {(step, v.line) for step, v in one[Value]}
-        for step, value in (note for notes in ranks for note in notes[Value]):
-            if (step, value.line) not in mine:
-                self.alone.setdefault(step, value.line)
+        lines = [
+            dict.fromkeys((step, v.line) for step, v in notes[Value]) for notes in [one, *ranks]
+        ]
+        for step, line in lines[0]:
+            if not any((step, line) in other for other in lines[1:]):
+                self.alone.setdefault(step, line)
+        for step, line in (key for other in lines[1:] for key in other):
+            if (step, line) not in lines[0]:
+                self.alone.setdefault(step, line)
 
     def decision(self, step):
         """The last comparison of a number up to a step whose result differs: a Value, or None."""
@@ -1749,6 +1790,20 @@ class Values:
             alone = [rank for rank, n in enumerate(unlike) if n] if 0 in unlike else []
             return (inside or [outputs])[0], alone
         return None
+
+    def explain_shown(self, finding):
+        """Where a printed number comes from that is another one on rank 0."""
+        printed = [float(m.group()) for m in NUMBER.finditer(finding.text)]
+        for value in self.of_step.get(finding.step, []):
+            if value.kind != "shown" or not value.parts or value.parts[0] is None:
+                continue
+            one, other = value.parts[0][1], self.others[value.index][0].parts[0][1]
+            if relative(one, other) > 1e-3 and any(relative(one, n) < 1e-2 for n in printed):
+                origin = self.origin(value)
+                if origin is not value:
+                    return f" From {self.describe(origin)}"
+                return f" From {source(value.line)}"
+        return ""
 
     def describe(self, value):
         """The line, and what it computes on each side."""
@@ -1838,6 +1893,18 @@ def compare_lengths(one, ranks, trains):
                     yield Finding("WRONG", "epoch", step, text)
 
 
+def compare_passes(one, ranks, trains):
+    """How often the training loaders are iterated, if one process got to its end."""
+    for line in {key[0] for key in trains}:
+        counts = [sum(p.key[0] == line for _, p in notes[Pass]) for notes in [one, *ranks]]
+        if one.end() == "its end" and any(count > counts[0] for count in counts[1:]):
+            text = (
+                f"{source(line[0])}: {counts[0]} passes on one process, {counts[1:]} and more on "
+            )
+            text += f"the ranks{condition(line[0])}"
+            yield Finding("WRONG", "epoch", max(step for step, _ in one[Step]), text)
+
+
 class Tensors:
     """The weights, gradients, updates and buffers that were compared."""
 
@@ -1895,8 +1962,7 @@ class Tensors:
         return ""
 
     def unlike(self, step):
-        """Whether the ranks' gradients of a step differ from each other: (text, whether their mean
-        is right), or None."""
+        """How the ranks' gradients of a step differ from each other; None if they do not."""
         for (at, _, kind), notes in self.of_step.items():
             if at != step or kind != "gradients" or len(notes) < 2:
                 continue
@@ -1907,7 +1973,7 @@ class Tensors:
                     right = abs(part[4] - sum(marks) / len(marks)) < 1e-3 * size
                     text = f"each rank has its own gradient of {name}"
                     text += "; their mean is right" if right else ""
-                    return f"{text}: not averaged in this step?", right
+                    return f"{text}: not averaged in this step?"
         return None
 
 
@@ -2043,31 +2109,35 @@ def blame(values, tensors, step):
     losses = [v for v in values.of_step.get(step, []) if v.kind == "loss"]
     wrong = [v for v in losses if values.differs(v.index)]
     found, intended = [], False
+    origin = values.origin((inputs + wrong)[0]) if inputs or wrong else None
+    if origin and origin.name == STREAM:
+        text = (
+            f"{source(origin.line)}: the ranks' streams have other samples in this step than one "
+        )
+        text += "process's, as shards of files have. What follows from that cannot be compared"
+        return [Finding("look", "samples", step, text)], True
     if inputs:
-        text = values.describe(values.origin(inputs[0]))
-        found.append(Finding("WRONG", "inputs", step, text))
-    elif unlike and unlike[1] and not wrong:
-        passes = [v for v in values.of_step.get(step, []) if v.kind == "outputs"]
-        last = f" The last pass: {source(passes[-1].line)}  [{passes[-1].name}]" if passes else ""
-        return [Finding("WRONG", "averaging", step, unlike[0] + last)], False
-    elif wrong:
+        return [Finding("WRONG", "inputs", step, values.describe(origin))], False
+    if wrong:
         finding, intended = explain_loss(values, wrong[0], step)
         found.append(finding)
-    else:
+    elif not unlike:
         near = [value for loss in losses if (value := values.nearest(loss))]
         after = max([v.index for v in losses], default=-1)
         later = [v for v in values.find(step, "value") if v.index > after]
         for value in near[:1] or later[:1]:
             text = values.describe(value) + ", but the loss is the same"
             found.append(Finding("WRONG", "value", step, text))
-    if step in values.alone and not inputs:
+    if step in values.alone and (not found or found[0].what == "loss"):
         line = values.alone[step]
         text = f"{source(line)}: computed on one side alone{condition(line)}"
         found.append(Finding("WRONG", "branch", step, text))
-    if unlike and not inputs:
-        found.append(Finding("WRONG", "averaging", step, unlike[0]))
+    if unlike:
+        passes = [v for v in values.of_step.get(step, []) if v.kind == "outputs"]
+        last = f" The last pass: {source(passes[-1].line)}  [{passes[-1].name}]" if passes else ""
+        found.append(Finding("WRONG", "averaging", step, unlike + last))
     decision = values.decision(step)
-    if decision and not inputs:
+    if decision:
         text = values.describe(decision) + ": a decision by the rank's own share?"
         found.append(Finding("WRONG", "decision", values.step_of[decision.index], text))
     return found, intended
@@ -2105,8 +2175,8 @@ def condition(line):
         around = [
             node.lineno
             for node in ast.walk(tree)
-            if isinstance(node, (ast.If, ast.While, ast.For, ast.IfExp))
-            and node.lineno <= int(number) <= node.end_lineno
+            if isinstance(node, (ast.If, ast.While, ast.For))
+            and node.lineno < int(number) <= node.end_lineno
         ]
         if around:
             return f", inside of {source(f'{file}:{max(around)}')}"
@@ -2129,7 +2199,8 @@ def find_all(one, ranks, tolerance):
     for finding in samples[:1]:
         finding.verdict = "WRONG" if first else "look"
         found += [finding, *list(compare_generators(one, ranks))[:1]]
-    found += list(compare_lengths(one, ranks, trains))[:1]
+    lengths = [*compare_lengths(one, ranks, trains), *compare_passes(one, ranks, trains)]
+    found += lengths[:1]
     intended = False
     if first:
         causes, intended = blame(values, tensors, first[0].step)
@@ -2155,7 +2226,9 @@ def find_all(one, ranks, tolerance):
             " is drawn once for a batch: equal on all ranks here, but with each rank's own seed?"
         )
         found.append(Finding("look", "random", 0, text))
-    found += list(compare_printed(one, ranks))[:4]
+    for finding in list(compare_printed(one, ranks))[:4]:
+        finding.text += values.explain_shown(finding)
+        found.append(finding)
     return found, tensors.largest
 
 
@@ -2212,18 +2285,10 @@ def free_port():
         return server.getsockname()[1]
 
 
-def starts_itself(args):
-    """Whether the script starts its processes by mp.spawn."""
-    if args.m:
-        return False
-    with open(args.script, encoding="utf-8", errors="replace") as file:
-        return bool(re.search(r"\bspawn\(", file.read()))
-
-
 class BothRuns:
     def __init__(self, args, folder, layout):
         self.args, self.folder, self.layout = args, folder, layout
-        self.spawns = starts_itself(args)
+        self.spawns = False  # the script starts its processes itself
 
     def start(self, name):
         """Run the script once, to its end or to --steps; and say what went wrong."""
@@ -2249,6 +2314,10 @@ class BothRuns:
             self.wait(name, nproc, processes)
         finally:
             stop(processes)
+        if processes[0].returncode == SPAWNS and not self.spawns:
+            self.spawns = True
+            self.put_away(name)
+            self.start(name)
 
     def flags(self, name, nproc, rank, port):
         flags = self.args.flags + (shlex.split(self.args.one) if name == "one" else [])
@@ -2276,7 +2345,7 @@ class BothRuns:
                 for rank in range(nproc):
                     self.show_place(name, rank)
                 return
-        failed = [r for r, process in enumerate(processes) if process.poll()]
+        failed = [r for r, process in enumerate(processes) if process.poll() not in (0, SPAWNS)]
         if failed:
             self.show_failure(name, nproc, failed)
 
