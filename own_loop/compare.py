@@ -1372,7 +1372,7 @@ class Files:
     is its output, and the second run must not meet that of the first."""
 
     def __init__(self, run):
-        self.run, self.known = run, set()
+        self.run, self.known, self.began = run, set(), time.time() - 1
         self.ignored = tuple(
             os.path.realpath(path) for path in ("/dev", "/proc", "/sys", run.folder)
         )
@@ -1423,12 +1423,14 @@ class Files:
             self.run.thread.in_files = False
 
     def reads(self, path):
+        """Before the first step, and if it is new: a download, not a checkpoint."""
         path = self.path(path)
-        if path is None or ("read", path) in self.known or os.path.abspath(path) == path == HERE:
+        if path is None or self.run.steps or ("read", path) in self.known:
             return
-        self.known.add(("read", path))
-        if not path.endswith(".py"):
-            self.run.note(File("read", path))
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_ctime >= self.began:
+                self.known.add(("read", path))
+                self.run.note(File("read", path))
 
 
 class Tee:
@@ -2206,7 +2208,8 @@ def find_all(one, ranks, tolerance):
         causes, intended = blame(values, tensors, first[0].step)
         found += causes
     median = sorted(tensors.ratios)[len(tensors.ratios) // 2] if tensors.ratios else 1.0
-    intended = intended and 0.7 < median < 1.4
+    if not any(finding.what == "samples" for finding in found):
+        intended = intended and 0.7 < median < 1.4  # a factor is not
     for kind in ("parameters", "gradients", "weights", "update", "buffers"):
         of_kind = first_of(tensors.findings, kind)
         if of_kind:
@@ -2411,6 +2414,17 @@ def is_below(path, folder):
     return path == folder or path.startswith(os.path.join(folder, ""))
 
 
+def compare(args, folder):
+    """The report, and the exit status."""
+    text, status = BothRuns(args, folder, "turns").compare()
+    orders = {note.text for _, note in Notes(folder, "all", 0)[Said] if note.kind == "order"}
+    if status and orders == {"blocks"}:  # rank r has the r-th block of a batch
+        shutil.rmtree(folder)
+        os.makedirs(folder)
+        text, status = BothRuns(args, folder, "blocks").compare()
+    return text, status
+
+
 def main():
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -2418,12 +2432,10 @@ def main():
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     if 0 < torch.cuda.device_count() < args.nproc:
         print(f"note   {torch.cuda.device_count()} GPUs for {args.nproc} processes: on CPUs")
-    text, status = BothRuns(args, folder, "turns").compare()
-    orders = {note.text for _, note in Notes(folder, "all", 0)[Said] if note.kind == "order"}
-    if status and orders == {"blocks"}:  # rank r has the r-th block of a batch
-        shutil.rmtree(folder)
-        os.makedirs(folder)
-        text, status = BothRuns(args, folder, "blocks").compare()
+    try:
+        text, status = compare(args, folder)
+    except KeyboardInterrupt:
+        sys.exit(130)
     print(text)
     check = os.path.join(os.path.dirname(os.path.relpath(HERE, START)), "check.py")
     print("What both runs have in common, check.py sees (no set_epoch, equal seeds, workers):")
