@@ -364,13 +364,19 @@ class Run:
         return (base[:, None] * times + torch.arange(times)).reshape(-1)  # a sample's entries
 
     def shared_dimension(self, whole, share):
-        """The dimension of which a rank has its share, if the others are equal; else None."""
-        if len(whole) != len(share):
+        """The dimension of which a rank has its share; None if there is none. The others may be
+        shorter than one process's, whose batch is padded to the longest sample of all."""
+        if len(whole) != len(share) or any(a < b for a, b in zip(whole, share)):
             return None
-        different = [d for d in range(len(share)) if whole[d] != share[d]]
-        if len(different) == 1 and whole[different[0]] == self.world * share[different[0]]:
-            return different[0]
-        return None
+        shared = [d for d in range(len(share)) if whole[d] == self.world * share[d]]
+        equal = sum(a == b for a, b in zip(whole, share))
+        return shared[0] if shared and (equal == len(share) - 1 or shared[0] == 0) else None
+
+    def share_of(self, values, share):
+        """This rank's part of one process's random numbers."""
+        d = self.shared_dimension(values.shape, share)
+        values = values.index_select(d, self.positions(self.rank, share[d]))
+        return values[tuple(slice(n) for n in share)]
 
 
 # ---------------------------------------------------------------- random numbers: one process's
@@ -441,8 +447,7 @@ def drawn(run, name, shape, draw):
     values = draw(whole, run.generator)
     if whole != shape:
         note_share(run, key, library)
-        d = run.shared_dimension(whole, shape)
-        values = values.index_select(d, run.positions(run.rank, shape[d]))
+        values = run.share_of(values, shape)
     return values
 
 
@@ -466,9 +471,8 @@ def drawn_by_hand(run, name, values, generator_state):
         if name == "randperm":  # as of a split: the same on all ranks
             run.note(Draw(key, generator_state, "own generator"))
         return values
-    d = run.shared_dimension(shape, tuple(values.shape))
     run.note(Draw(key, generator_state, "generator"))
-    return run.given[key].index_select(d, run.positions(run.rank, values.shape[d]))
+    return run.share_of(run.given[key], tuple(values.shape))
 
 
 def is_plain(tensor):
@@ -1626,15 +1630,15 @@ def fit_numbers(one, others, tolerance):
 
 def fit(one, others, tolerance, orders=()):
     """How a tensor of run one is made up of those of the ranks: "same", their "mean", "sum", or
-    "rows"; None if it is none of these, "?" if it cannot be told."""
+    "rows"; None if it is none of these, "unknown" if it cannot be told."""
     if one is None or None in others or any(bool(o[0]) != bool(one[0]) for o in others):
-        return UNKNOWN
+        return "unknown"
     if not one[0]:
         if one[2]:  # True or False
             return "same" if all(o[1] == one[1] for o in others) else None
         return fit_numbers(one[1], [o[1] for o in others], tolerance)
     if any(len(o[0]) != len(one[0]) for o in others):
-        return UNKNOWN
+        return "unknown"
     limit = tolerance * max(float(np.max(one[1][0][2], initial=0)), 1e-12)
 
     def close(a, b):
@@ -1649,11 +1653,12 @@ def fit(one, others, tolerance, orders=()):
                 return "mean" if factor == 1 else "sum"
         return "rows" if all(same_rows(one[1][0], [o[1][0]], limit) for o in others) else None
     different = {d for o in others for d in range(len(one[0])) if o[0][d] != one[0][d]}
-    if len(different) > 1 or min(different) > 2:
-        return None if len(different) > 1 else UNKNOWN
+    if len(different) > 1:  # padded to the longest sample of the rank's batch, or a [B, B] matrix
+        padded = all(max(o[0][d] for o in others) == one[0][d] for d in different - {0})
+        return "unknown" if padded else None
     d = min(different)
-    if one[1][d] is None or any(o[1][d] is None for o in others):
-        return UNKNOWN
+    if d > 2 or one[1][d] is None or any(o[1][d] is None for o in others):
+        return "unknown"
     mine, theirs = one[1][d], [o[1][d] for o in others]
     if one[2] and [len(order or ()) for order in orders] == [len(o[0]) for o in theirs]:
         at = np.concatenate(orders)  # they repeat, so each must be in its place
@@ -2440,7 +2445,7 @@ def main():
     check = os.path.join(os.path.dirname(os.path.relpath(HERE, START)), "check.py")
     print("What both runs have in common, check.py sees (no set_epoch, equal seeds, workers):")
     print(
-        f"torchrun --standalone --nproc-per-node 2 {check} {shlex.join([args.script, *args.flags])}"
+        f"torchrun --standalone --nproc-per-node 2 {check} {'-m ' * args.m}{shlex.join([args.script, *args.flags])}"
     )
     sys.exit(status)
 
