@@ -2443,10 +2443,9 @@ def main():
         sys.exit(130)
     print(text)
     check = os.path.join(os.path.dirname(os.path.relpath(HERE, START)), "check.py")
+    command = shlex.join([check, *["-m"] * args.m, args.script, *args.flags])
     print("What both runs have in common, check.py sees (no set_epoch, equal seeds, workers):")
-    print(
-        f"torchrun --standalone --nproc-per-node 2 {check} {'-m ' * args.m}{shlex.join([args.script, *args.flags])}"
-    )
+    print(f"torchrun --standalone --nproc-per-node 2 {command}")
     sys.exit(status)
 
 
