@@ -389,9 +389,159 @@ KNOWN = [
         "states = torch.randn(mine, 4)",
     ),
 ]
+FURTHER = [
+    Fault(
+        "semisupervised",
+        "threshold of pseudo-labels from the rank's own confidence",
+        "total, square = reduced(confidence.sum(), confidence.square().sum())\n"
+        "        threshold = total / BATCH",
+        "threshold = float(confidence.mean())",
+        "other samples get pseudo-labels",
+        "further",
+        "unknown = (y < 0)",
+    ),
+    Fault(
+        "semisupervised",
+        "prototypes from the rank's own features",
+        "            dist.all_reduce(sums)\n            model",
+        "            model",
+        "other prototypes on each rank",
+        "further",
+        "model.prototypes.lerp_",
+    ),
+    Fault(
+        "semisupervised",
+        "the backbone thaws by the rank's own number of samples",
+        "seen += len(x) * world",
+        "seen += len(x)",
+        "frozen twice as long",
+        "further",
+        "features, logits = ddp(x, seen > FROZEN)",
+    ),
+    Fault(
+        "semisupervised",
+        "early stopping by the rank's own validation loss",
+        "val_sum, count = reduced(sum(losses), len(val_loader.dataset))",
+        "val_sum, count = float(sum(losses)), len(val_loader.dataset)",
+        "ranks stop at different epochs, or best.pt is another one",
+        "further",
+        "print(f",
+    ),
+    Fault(
+        "semisupervised",
+        "difficulty from the rank's own losses, a plain number",
+        "            each.detach()[y >= 0].sum(), (y >= 0).sum(), unknown.sum()\n        )",
+        "            each.detach()[y >= 0].sum(), (y >= 0).sum(), unknown.sum()\n        )\n"
+        "        known_sum = float(each.detach()[y >= 0].sum()) * world",
+        "other weights of pseudo-labels on each rank",
+        "further",
+        "min(1.0, 1 / difficulty)",
+    ),
+    Fault(
+        "semisupervised",
+        "L2 penalty by hand, times world_size",
+        "        loss = world * supervised + 0.1 * near\n",
+        "        loss = world * supervised + 0.1 * near\n"
+        "        loss = loss + world * 1e-3 * sum(p.square().sum() for p in model.parameters())\n",
+        "twice the weight decay",
+        "further",
+        "loss.backward()",
+    ),
+    Fault(
+        "segmentation",
+        "one of the layers is called outside of DDP and its gradient is not averaged",
+        "logits = ddp(images)",
+        "logits = ddp(images) + 0 * model[0](images).sum() + 0.1 * model[4].bias.sum()",
+        "harmless: gradients still go through DDP's hooks",
+        "harmless",
+    ),
+    Fault(
+        "language_model",
+        "gradients of the embedding are scaled by the rank's own counts of words",
+        "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",
+        "        counts = window[-1].flatten().bincount(minlength=WORDS).clamp(min=1)\n"
+        "        model.words.weight.grad /= counts[:, None].sqrt()\n"
+        "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",
+        "weights part over ranks",
+        "further",
+    ),
+    Fault(
+        "language_model",
+        "label smoothing by the entropy of the rank's own batch",
+        "                loss = loss * world / tokens",
+        "                peaked = logits.detach().softmax(2).amax(2).mean()\n"
+        "                loss = loss * (1 - 0.5 * peaked) * world / tokens",
+        "another loss on each rank",
+        "further",
+    ),
+    Fault(
+        "contrastive",
+        "temperature by the rank's own similarities",
+        "targets = rank * len(one) + torch.arange(len(one))\n",
+        "targets = rank * len(one) + torch.arange(len(one))\n"
+        "        one = one / (one.detach() * mine).sum(1).mean().abs().clamp(min=0.1)\n",
+        "another loss on each rank",
+        "further",
+    ),
+    Fault(
+        "contrastive",
+        "gathered rows without this rank's gradient",
+        "    rows[rank] = mine\n",
+        "",
+        "half of the loss has no gradient",
+        "further",
+        "pairs = info_nce",
+    ),
+    Fault(
+        "gan",
+        "minibatch standard deviation of the rank's own share as a feature",
+        "adversarial = -critic(fake).mean()",
+        "adversarial = -critic(fake).mean() - 0.1 * fake.std(0).mean()",
+        "another loss: of the share",
+        "further",
+    ),
+    Fault(
+        "detection",
+        "samples are weighted by their share of the rank's boxes",
+        "distance = ((found - numbers).abs().sum(1) * there).sum()",
+        "share = there.sum((1, 2)) / there.sum().clamp(min=1)\n"
+        "        distance = ((found - numbers).abs().sum(1) * there).sum((1, 2))\n"
+        "        distance = (distance * share).sum()",
+        "another loss",
+        "further",
+    ),
+    Fault(
+        "policy",
+        "the entropy's weight decays by the rank's own number of states",
+        "        loss = coefficient * divergence",
+        "        weight = 0.5 / (1 + update * STEPS * len(states) / 10)\n"
+        "        loss = weight * (logs.exp() * logs).sum(2).mean() + coefficient * divergence",
+        "half as fast a decay",
+        "further",
+    ),
+    Fault(
+        "multitask",
+        "dynamic weights of tasks from the rank's own losses",
+        "        losses = [loss * (-w).exp() + w for loss, w in zip(losses, weights)]\n",
+        "        parts = torch.stack(losses).detach().softmax(0)\n"
+        "        losses = [part * loss * (-w).exp() + w\n"
+        "                  for part, loss, w in zip(parts, losses, weights)]\n",
+        "other weights on each rank",
+        "further",
+    ),
+    Fault(
+        "multitask",
+        "gradients are added up, not averaged",
+        "        tensor /= world\n",
+        "",
+        "twice the gradient (Adam hides it, but not from the projection)",
+        "further",
+    ),
+]
+
 LOOP_NAMES = sorted(path.stem for path in LOOPS.glob("*.py"))
 RIGHT = [Fault(loop, "right", "", "", "", "right") for loop in LOOP_NAMES]
-FAULTS = NEW + PORTS + KNOWN + RIGHT
+FAULTS = NEW + PORTS + KNOWN + FURTHER + RIGHT
 
 
 class Forked:
@@ -524,7 +674,7 @@ def main():
 
 
 def summarize(rows):
-    for kind in ("new", "ports", "known", "right"):
+    for kind in ("new", "ports", "known", "further", "harmless", "right"):
         of_kind = [row for row in rows if row["kind"] == kind]
         for tool in ("compare", "check"):
             if of_kind and tool in of_kind[0]:
