@@ -1239,6 +1239,10 @@ def moments(optimizer, parameters):
     }
 
 
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(t, other[k]) for k, t in one.items())
+
+
 def differ(one, other):
     """(|difference|, |one|, |other|, how many times the first the second is, and of each a number
     by which those of several ranks are compared)"""
@@ -1258,6 +1262,7 @@ def differ(one, other):
 
 def watch_steps(run):
     trained, nested, before = {}, [0], {}
+    last = {}  # the weights after the last step, by optimizer: usually those before the next one
 
     def path(one):
         return f"{run.folder}/step.{one.number}.{one.step}.pt"
@@ -1288,7 +1293,9 @@ def watch_steps(run):
             key, made = (one.number, one.step), run.made.get(id(optimizer), "")
             run.note(Step(key, line, settings_of(optimizer), made))
             if not run.one and os.path.exists(path(one)):
-                before["saved"] = compare_before(torch.load(path(one)), gradients, weights, line)
+                saved = torch.load(path(one))
+                saved["weights"] = saved["weights"] or last[one.number]
+                before["saved"] = compare_before(saved, gradients, weights, line)
 
     def compare_before(saved, gradients, weights, line):
         if saved["weights"].keys() != weights.keys() and len(saved["weights"]) == len(weights):
@@ -1310,15 +1317,18 @@ def watch_steps(run):
             after = {name: whole(p) for name, p in parameters.items()}
             now = {name: whole(b) for name, b in buffers.items()}
             if run.one:
-                saved = {k: before[k] for k in ("weights", "gradients")}
-                saved |= {"after": after, "buffers": now}
+                saved = {"gradients": before["gradients"], "after": after, "buffers": now}
+                changed = not equal(before["weights"], last.get(one.number, {}))
+                saved["weights"] = before["weights"] if changed else None
                 saved["moments"] = {
                     name: {k: whole(v) for k, v in state.items()}
                     for name, state in moments(optimizer, parameters).items()
                 }
                 torch.save(saved, path(one))
+                last[one.number] = after
             elif "saved" in before:
                 saved = before.pop("saved")
+                last[one.number] = saved["after"]
                 compare_after(saved, after, now)
                 set_to_one(saved, optimizer, parameters, buffers)
         run.steps += 1
@@ -1700,7 +1710,7 @@ class Values:
     """What the lines of the script have computed: on one process, and on the ranks."""
 
     def __init__(self, one, ranks, tolerance):
-        self.tolerance, self.ranks = tolerance, len(ranks)
+        self.tolerance, self.ranks, self.known = tolerance, len(ranks), {}
         theirs = [
             {(step, v.kind, v.line, v.name, v.number): v for step, v in notes[Value]}
             for notes in ranks
@@ -1735,8 +1745,13 @@ class Values:
                     return value
         return None
 
-    @functools.lru_cache(None)  # noqa: B019
     def differs(self, index):
+        """Whether it is not made up of what the ranks have."""
+        if index not in self.known:
+            self.known[index] = self.compare(index)
+        return self.known[index]
+
+    def compare(self, index):
         value, others = self.all[index], self.others[index]
         for number, part in enumerate(value.parts):
             theirs = [o.parts[number] if number < len(o.parts) else None for o in others]
