@@ -230,7 +230,7 @@ def own_file(name):
     path = os.path.normpath(os.path.join(START, name))
     if path == HERE or name.startswith("<") or is_library(path) or not os.path.exists(path):
         return None
-    return os.path.relpath(path, START)
+    return min(path, os.path.relpath(path, START), key=len)
 
 
 def own_lines(frame):
