@@ -1849,11 +1849,8 @@ class Values:
             break
         for mine, *theirs in zip(value.numbers, *[o.numbers for o in others]):
             if any(relative(mine, n) > 1e-6 for n in theirs):
-                return (
-                    text
-                    + f"; a number in it is {mine:.6g} on one process, "
-                    + ", ".join(f"{n:.6g}" for n in theirs)
-                )
+                numbers = ", ".join(f"{n:.6g}" for n in theirs)
+                return f"{text}; a number in it is {mine:.6g} on one process, {numbers}"
         return text
 
 
@@ -1920,10 +1917,8 @@ def compare_passes(one, ranks, trains):
     for line in {key[0] for key in trains}:
         counts = [sum(p.key[0] == line for _, p in notes[Pass]) for notes in [one, *ranks]]
         if one.end() == "its end" and any(count > counts[0] for count in counts[1:]):
-            text = (
-                f"{source(line[0])}: {counts[0]} passes on one process, {counts[1:]} and more on "
-            )
-            text += f"the ranks{condition(line[0])}"
+            text = f"{source(line[0])}: {counts[0]} passes on one process, {counts[1:]} and more "
+            text += f"on the ranks{condition(line[0])}"
             yield Finding("WRONG", "epoch", max(step for step, _ in one[Step]), text)
 
 
@@ -1975,6 +1970,8 @@ class Tensors:
 
     def explain(self, parts, total):
         large = [part for part in parts.values() if part[1] > 1e-2 * total]
+        if not large:
+            return ""
         ratios = [part[3] for part in large]
         self.ratios.append(sum(p[3] * p[1] ** 2 for p in large) / sum(p[1] ** 2 for p in large))
         lengths = [part[2] / max(part[1], 1e-30) for part in large]
@@ -2085,7 +2082,7 @@ def compare_printed(one, ranks):
     """Numbers that rank 0 prints."""
     sides = []
     for notes in (one, ranks[0]):
-        losses = [v.parts[0][1] for _, v in notes[Value] if v.kind == "loss" and v.parts[0]]
+        losses = [v.parts[0][1] for _, v in notes[Value] if v.kind == "loss" and v.parts]
         lines = {}
         for step, note in notes[Printed]:
             if step and not re.search(r"it/s|s/it|Warning", note.text):
