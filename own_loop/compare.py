@@ -1381,6 +1381,9 @@ def watch_steps(run):
 # ---------------------------------------------------------------- the script in this process
 
 
+CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tmp", ".safetensors")
+
+
 class Files:
     """Which paths the script creates, and which it reads: what it creates and does not read again
     is its output, and the second run must not meet that of the first."""
@@ -1437,12 +1440,13 @@ class Files:
             self.run.thread.in_files = False
 
     def reads(self, path):
-        """Before the first step, and if it is new: a download, not a checkpoint."""
+        """Before the first step, if it is new and large: a download, not a checkpoint."""
         path = self.path(path)
         if path is None or self.run.steps or ("read", path) in self.known:
             return
         with contextlib.suppress(OSError):
-            if os.stat(path).st_ctime >= self.began:
+            size, changed = os.stat(path).st_size, os.stat(path).st_ctime
+            if size > 50_000 and changed >= self.began and not path.endswith(CHECKPOINTS):
                 self.known.add(("read", path))
                 self.run.note(File("read", path))
 

@@ -166,8 +166,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("words, old, new, shown", some_fast(FAULTS, *FAULTS[:2]))
-def test_fault(words, old, new, shown):
+@pytest.mark.parametrize("fault", some_fast(FAULTS, *FAULTS[:2]))
+def test_fault(fault):
+    words, old, new, shown = fault
     loop = altered((old, new))
     text = compare(loop, "--steps", "5")
     found = [line for line in text.splitlines() if re.match("WRONG|look", line)]
