@@ -28,7 +28,6 @@ pieces of a fixed size, several machines, processes started by Process(...).
 """
 
 import argparse
-import ast
 import atexit
 import contextlib
 import functools
@@ -63,7 +62,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -86,7 +85,6 @@ parser.add_argument("--tolerance", type=float, help="of gradients [3e-4, on GPUs
 parser.add_argument("--seed", type=int, default=0, help="of all random numbers, in both runs")
 parser.add_argument("--wait", type=float, default=120, help="seconds without advance: it hangs")
 parser.add_argument("--keep", help="folder for the outputs of both runs")
-parser.add_argument("--port", type=int, help="of the process group; else a free one")
 parser.add_argument("-m", action="store_true", help="the script is a module, as in python -m")
 parser.add_argument("script", help="your script, followed by its flags")
 parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -111,7 +109,7 @@ MANY_COLUMNS = 4096
 class Value:
     """What a line of the script has computed, in the order of the script."""
 
-    kind: str  # "value" of one operation, "inputs" and "outputs" of a model, "loss", "metric"
+    kind: str  # "value" of one operation, "inputs" and "outputs" of a model, "loss"
     line: str
     name: str  # of the operation or model
     number: int  # the n-th of this line and name in the step
@@ -121,7 +119,6 @@ class Value:
     numbers: list = field(default_factory=list)  # plain numbers among the arguments
     fixed_divisor: bool = False  # a division by something that has no gradient
     model: int | None = None  # index of the inputs of the model inside of which it is
-    order: list | None = None  # where the rank's samples are in the batch of one process
 
 
 @dataclass
@@ -172,15 +169,6 @@ class Draw:
 
     key: tuple
     state: object
-    of: str
-
-
-@dataclass
-class OtherShape:
-    line: str
-    name: str
-    one: tuple
-    rank: tuple
 
 
 @dataclass
@@ -311,10 +299,13 @@ class Run:
         """There, each sample has a seed of its own."""
         return get_worker_info() is not None or getattr(self.thread, "in_dataset", False)
 
+    def is_quiet(self):
+        return getattr(self.thread, "quiet", False)
+
     @contextlib.contextmanager
     def quiet(self):
         """What happens inside is not the script's."""
-        before, self.thread.quiet = getattr(self.thread, "quiet", False), True
+        before, self.thread.quiet = self.is_quiet(), True
         try:
             yield
         finally:
@@ -430,8 +421,6 @@ def pair(run, name, shape, library="torch"):
         for one, whole in sorted(near, key=lambda draw: draw[1] != shape):
             if whole == shape or run.shared_dimension(whole, shape) is not None:
                 return one, whole
-    if found and library:
-        run.note(OtherShape(lines[0], name, found[0][1], shape))
     return found[0][0] if found else key, shape
 
 
@@ -459,7 +448,7 @@ def note_share(run, key, library):
     if library == "torch":
         state += (torch.initial_seed(),)
         state += (torch.cuda.initial_seed(),) if torch.cuda.is_initialized() else ()
-    run.note(Draw((run.steps, *key[1:]), state, "seed"))
+    run.note(Draw((run.steps, *key[1:]), state))
 
 
 def drawn_by_hand(run, name, values, generator_state):
@@ -468,10 +457,8 @@ def drawn_by_hand(run, name, values, generator_state):
     if run.one and values.numel() < 1_000_000:
         run.given[key] = values.detach().cpu().clone()
     if shape == tuple(values.shape) or key not in run.given:
-        if name == "randperm":  # as of a split: the same on all ranks
-            run.note(Draw(key, generator_state, "own generator"))
         return values
-    run.note(Draw(key, generator_state, "generator"))
+    run.note(Draw(key, generator_state))
     return run.share_of(run.given[key], tuple(values.shape))
 
 
@@ -480,7 +467,7 @@ def is_plain(tensor):
 
 
 def control_torch(run):
-    """Random functions of torch in this process."""
+    """Random functions of torch get the numbers of one process."""
     for module in (torch, torch.random):
 
         @replace(module, "manual_seed")
@@ -489,45 +476,55 @@ def control_torch(run):
                 seeded(run, "torch", int(seed))
             return original(seed)
 
-    def watch(owner, name, values_of):
-        @replace(owner, name)
-        def draw(original, *args, **kwargs):
-            if run.in_dataset() or getattr(run.thread, "quiet", False):
-                return original(*args, **kwargs)
-            with run.quiet(), torch.no_grad():
-                generator = kwargs.get("generator")
-                state = zlib.crc32(generator.get_state().numpy()) if generator is not None else None
-                out = original(*args, **kwargs)
-                if not torch.is_tensor(out) or not is_plain(out):
-                    return out
-                if generator is not None:
-                    values = drawn_by_hand(run, name, out, state)
-                else:
-                    values = values_of(name, original, out, args, kwargs)
-                return out if values is out else out.copy_(values)
+    def noise(name, shape, method, *words, dtype=torch.float, **more):
+        """Numbers by a method that fills a tensor, such as normal_."""
+        fill = inspect.unwrap(getattr(torch.Tensor, method))
+        more.pop("generator", None)
+        return drawn(
+            run,
+            name,
+            shape,
+            lambda s, g: fill(torch.empty(s, dtype=dtype), *words, **more, generator=g),
+        )
 
-    def uniform(name, original, out, args, kwargs):
-        f = inspect.unwrap(torch.randn if "randn" in name else torch.rand)
-        return drawn(run, name, out.shape, lambda s, g: f(s, generator=g, dtype=out.dtype))
+    def uniform(name, out, args, kwargs):
+        return noise(name, out.shape, "normal_" if "randn" in name else "uniform_", dtype=out.dtype)
 
-    def integers(name, original, out, args, kwargs):
+    def integers(name, out, args, kwargs):
         numbers = [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
         low = kwargs.get("low", numbers[0] if len(numbers) > 1 else 0)
         high = kwargs.get("high", numbers[-1] if numbers else None)
-        f = inspect.unwrap(torch.randint)
-        return drawn(
-            run, "randint", out.shape, lambda s, g: f(low, high, s, generator=g, dtype=out.dtype)
-        )
+        return noise(name, out.shape, "random_", low, high, dtype=out.dtype)
 
-    def permutation(name, original, out, args, kwargs):
+    def normal(name, out, args, kwargs):
+        mean = kwargs.get("mean", args[0] if args else 0.0)
+        std = kwargs.get("std", args[1] if len(args) > 1 else 1.0)
+        return noise(name, out.shape, "normal_").to(out.device) * std + mean
+
+    def coins(name, out, args, kwargs):
+        given = kwargs.get("input", args[0] if args else None)
+        p = kwargs.get("p", args[1] if len(args) > 1 else 0.5 if name == "bernoulli_" else given)
+        return (noise(name, out.shape, "uniform_").to(out.device) < p).to(out.dtype)
+
+    def categories(name, out, args, kwargs):
+        given = dict(zip(["input", "num_samples", "replacement"], args)) | kwargs
+        weights = given["input"].detach().double().cpu()
+        if given.get("replacement"):
+            sums = weights.cumsum(-1)
+            level = noise(name, out.shape, "uniform_", dtype=torch.double) * sums[..., -1:]
+            return torch.searchsorted(sums, level).clamp(max=weights.shape[-1] - 1)
+        times = noise(name, weights.shape, "exponential_", dtype=torch.double)
+        return (weights / times).topk(given["num_samples"], -1).indices
+
+    def permutation(name, out, args, kwargs):
         """If it may be one of the batch: within each share, as N processes do."""
-        n, f = len(out), inspect.unwrap(torch.randperm)
-        key, (total,) = pair(run, "randperm", (n,))
+        n, shuffle = len(out), inspect.unwrap(torch.randperm)
+        key, (total,) = pair(run, name, (n,))
         share, rest = divmod(total, run.world)
 
         def inner(rank, n):
             run.generator.manual_seed(run.hash(key, rank))
-            return f(n, generator=run.generator)
+            return shuffle(n, generator=run.generator)
 
         if total != n:
             return inner(run.rank, n)
@@ -539,93 +536,53 @@ def control_torch(run):
             values[at] = at[inner(rank, share)]
         return values
 
-    def normal(name, original, out, args, kwargs):
-        mean = kwargs.get("mean", args[0] if args else 0.0)
-        std = kwargs.get("std", args[1] if len(args) > 1 else 1.0)
-        f = inspect.unwrap(torch.randn)
-        noise = drawn(run, "normal", out.shape, lambda s, g: f(s, generator=g, dtype=out.dtype))
-        return noise.to(out.device) * std + mean
+    def in_place(name, out, args, kwargs):
+        return noise(name, out.shape, name, *args[1:], dtype=out.dtype, **kwargs)
 
-    def coins(name, original, out, args, kwargs):
-        given = kwargs.get("input", args[0] if args else None)
-        p = kwargs.get("p", args[1] if len(args) > 1 else 0.5 if name == "bernoulli_" else given)
-        f = inspect.unwrap(torch.rand)
-        noise = drawn(run, name, out.shape, lambda s, g: f(s, generator=g))
-        return (noise.to(out.device) < p).to(out.dtype)
-
-    def categories(name, original, out, args, kwargs):
-        given = dict(zip(["input", "num_samples", "replacement"], args)) | kwargs
-        weights, count = given["input"].detach().double().cpu(), given["num_samples"]
-        if given.get("replacement"):
-            f = inspect.unwrap(torch.rand)
-            u = drawn(run, name, out.shape, lambda s, g: f(s, generator=g, dtype=torch.double))
-            sums = weights.cumsum(-1)
-            found = torch.searchsorted(sums, u * sums[..., -1:])
-            return found.clamp(max=weights.shape[-1] - 1)
-        f = inspect.unwrap(torch.Tensor.exponential_)
-        noise = drawn(
-            run,
-            name,
-            weights.shape,
-            lambda s, g: f(torch.empty(s, dtype=torch.double), generator=g),
-        )
-        return (weights / noise).topk(count, -1).indices
-
-    def in_place(name, original, out, args, kwargs):
-        def draw(shape, generator):
-            empty = torch.empty(shape, dtype=out.dtype)
-            return original(empty, *args[1:], **{**kwargs, "generator": generator})
-
-        return drawn(run, name, out.shape, draw)
+    def watch(owner, name, values_of):
+        @replace(owner, name)
+        def draw(original, *args, **kwargs):
+            if run.in_dataset() or run.is_quiet():
+                return original(*args, **kwargs)
+            with run.quiet(), torch.no_grad():
+                generator = kwargs.get("generator")
+                state = zlib.crc32(generator.get_state().numpy()) if generator is not None else None
+                out = original(*args, **kwargs)
+                if not torch.is_tensor(out) or not is_plain(out):
+                    return out
+                if generator is None:
+                    return out.copy_(values_of(name, out, args, kwargs))
+                values = drawn_by_hand(run, name, out, state)
+                return out if values is out else out.copy_(values)
 
     functions = {"rand": uniform, "randn": uniform, "rand_like": uniform, "randn_like": uniform}
-    functions |= {"randint": integers, "randperm": permutation, "normal": normal}
-    functions |= {"bernoulli": coins, "multinomial": categories}
-    functions["randint_like"] = lambda name, original, out, args, kwargs: integers(
-        name, original, out, args[1:], kwargs
-    )
-    for name, values_of in functions.items():
-        watch(torch, name, values_of)
+    functions |= {"randint": integers, "randint_like": integers, "randperm": permutation}
+    functions |= {"normal": normal, "bernoulli": coins, "multinomial": categories}
     methods = {"bernoulli": coins, "multinomial": categories, "bernoulli_": coins}
     for name in "normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_".split():
         methods[name] = in_place
-    for name, values_of in methods.items():
-        watch(torch.Tensor, name, values_of)
+    for owner, table in ((torch, functions), (torch.Tensor, methods)):
+        for name, values_of in table.items():
+            watch(owner, name, values_of)
 
 
 def control_dropout(run):
-    def drop(x, p, shape, name, inplace=False):
-        with run.quiet():
-            f = inspect.unwrap(torch.rand)
-            noise = drawn(run, name, shape, lambda s, g: f(s, generator=g))
-            mask = (noise >= p).to(x.device, x.dtype) / (1 - p if p < 1 else 1)
-            return x.mul_(mask) if inplace else x * mask
-
-    def watch(name, channels):
+    def watch(name):
         @replace(F, name)
         def dropout(original, input, p=0.5, training=True, inplace=False):
             if run.in_dataset() or not is_plain(input) or not training or p == 0:
                 return original(input, p, training, inplace)
             shape = tuple(input.shape)
-            if channels:
+            if name != "dropout":  # whole channels
                 shape = shape[:2] + (1,) * (input.dim() - 2)
-            return drop(input, p, shape, name, inplace)
+            with run.quiet():
+                rand = inspect.unwrap(torch.rand)
+                noise = drawn(run, name, shape, lambda s, g: rand(s, generator=g))
+                mask = (noise >= p).to(input.device, input.dtype) / (1 - p if p < 1 else 1)
+                return input.mul_(mask) if inplace else input * mask
 
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d"):
-        watch(name, channels=name != "dropout")
-
-    @replace(torch, "dropout")
-    def torch_dropout(original, input, p, train):
-        if run.in_dataset() or not train or p == 0:
-            return original(input, p, train)
-        return drop(input, p, tuple(input.shape), "dropout")
-
-    for name in ("alpha_dropout", "feature_alpha_dropout"):
-
-        @replace(F, name)
-        def no_dropout(original, input, *args, **kwargs):
-            run.say("alpha dropout is off")
-            return input
+        watch(name)
 
     @replace(F, "scaled_dot_product_attention")
     def attention(original, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
@@ -634,6 +591,8 @@ def control_dropout(run):
         return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     def without_dropout(original, self, *args, **kwargs):
+        if self.dropout:
+            run.say("dropout between recurrent layers is off")
         p, self.dropout = self.dropout, 0.0
         try:
             return original(self, *args, **kwargs)
@@ -924,7 +883,7 @@ SIGNS = np.cos(np.arange(MANY_COLUMNS) * 1.618 + 0.5)
 
 def summary(tensor):
     """To compare a tensor over processes: its shape; for each entry of its first three dimensions
-    a number by which it is told apart, its sum and its norm; and whether it is True or False."""
+    a number by which it is told apart, its sum and its norm."""
     if not torch.is_tensor(tensor) or isinstance(tensor, nn.Parameter):
         return None
     if tensor.layout != torch.strided or not is_plain(tensor) or not tensor.numel():
@@ -933,7 +892,7 @@ def summary(tensor):
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.dim() == 0:
-        return (), float(tensor), tensor.dtype == torch.bool
+        return (), float(tensor)
     dims = []
     for d in range(min(3, tensor.dim())):
         if tensor.shape[d] > MANY_COLUMNS and d:
@@ -943,7 +902,7 @@ def summary(tensor):
         rows = rows[:, :: rows.shape[1] // MANY_COLUMNS + 1].cpu().double().numpy()
         rows = np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
         dims.append((rows @ SIGNS[: rows.shape[1]], rows.sum(1), np.linalg.norm(rows, axis=1)))
-    return tuple(tensor.shape), dims, tensor.dtype == torch.bool
+    return tuple(tensor.shape), dims
 
 
 def note_value(run, kind, line, name, tree, made_from=(), **more):
@@ -954,8 +913,7 @@ def note_value(run, kind, line, name, tree, made_from=(), **more):
     model = run.model
     number = run.number("value", run.steps, kind, line, name)
     index = run.number("values")
-    more |= {"model": model, "order": run.order}
-    run.note(Value(kind, line, name, number, parts, index, list(made_from), **more))
+    run.note(Value(kind, line, name, number, parts, index, list(made_from), model=model, **more))
     for leaf in leaves:
         if is_plain(leaf) and not isinstance(leaf, nn.Parameter):
             leaf.compare_index = index
@@ -972,7 +930,6 @@ class Trace(TorchFunctionMode):
     found whose result is not that of one process."""
 
     DIVISIONS = ("div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_")
-    SHOWN = ("__format__", "item", "__float__", "tolist")
     SAME_VALUE = ("detach", "__get__", "to", "requires_grad_", "contiguous", "clone")
 
     def __init__(self, run):
@@ -986,12 +943,10 @@ class Trace(TorchFunctionMode):
                 return backward(*args, **kwargs)
         out = function(*args, **kwargs)
         name = getattr(function, "__name__", UNKNOWN)
-        if getattr(self.run.thread, "quiet", False) or self.run.in_dataset():
+        if self.run.is_quiet() or self.run.in_dataset():
             return out
         with contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
-            if name in self.SHOWN and args[0].dim() == 0:
-                note_value(self.run, "shown", place()[0], name, args[0].clone(), indices_in(args))
-            elif torch.is_tensor(out) or isinstance(out, (tuple, list)):
+            if torch.is_tensor(out) or isinstance(out, (tuple, list)):
                 self.see(name, out, args, kwargs)
         return out
 
@@ -1069,13 +1024,6 @@ def watch_models(run):
             value = sum(t.double().sum() for t in leaves)
         note_value(run, "loss", place()[0], "backward", value, indices_in(leaves))
         return original(tensors, *args, **kwargs)
-
-    @replace(ReduceLROnPlateau, "step")
-    def plateau(original, self, metrics, *args, **kwargs):
-        with run.quiet():
-            value = torch.tensor(float(metrics), dtype=torch.double)
-        note_value(run, "metric", place()[0], "scheduler.step", value, indices_in(metrics))
-        return original(self, metrics, *args, **kwargs)
 
     for name in ("all_reduce", "broadcast"):
 
@@ -1239,10 +1187,6 @@ def moments(optimizer, parameters):
     }
 
 
-def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(t, other[k]) for k, t in one.items())
-
-
 def differ(one, other):
     """(|difference|, |one|, |other|, how many times the first the second is, and of each a number
     by which those of several ranks are compared)"""
@@ -1262,7 +1206,6 @@ def differ(one, other):
 
 def watch_steps(run):
     trained, nested, before = {}, [0], {}
-    last = {}  # the weights after the last step, by optimizer: usually those before the next one
 
     def path(one):
         return f"{run.folder}/step.{one.number}.{one.step}.pt"
@@ -1293,9 +1236,7 @@ def watch_steps(run):
             key, made = (one.number, one.step), run.made.get(id(optimizer), "")
             run.note(Step(key, line, settings_of(optimizer), made))
             if not run.one and os.path.exists(path(one)):
-                saved = torch.load(path(one))
-                saved["weights"] = saved["weights"] or last[one.number]
-                before["saved"] = compare_before(saved, gradients, weights, line)
+                before["saved"] = compare_before(torch.load(path(one)), gradients, weights, line)
 
     def compare_before(saved, gradients, weights, line):
         if saved["weights"].keys() != weights.keys() and len(saved["weights"]) == len(weights):
@@ -1317,18 +1258,15 @@ def watch_steps(run):
             after = {name: whole(p) for name, p in parameters.items()}
             now = {name: whole(b) for name, b in buffers.items()}
             if run.one:
-                saved = {"gradients": before["gradients"], "after": after, "buffers": now}
-                changed = not equal(before["weights"], last.get(one.number, {}))
-                saved["weights"] = before["weights"] if changed else None
+                saved = {k: before[k] for k in ("weights", "gradients")}
+                saved |= {"after": after, "buffers": now}
                 saved["moments"] = {
                     name: {k: whole(v) for k, v in state.items()}
                     for name, state in moments(optimizer, parameters).items()
                 }
                 torch.save(saved, path(one))
-                last[one.number] = after
             elif "saved" in before:
                 saved = before.pop("saved")
-                last[one.number] = saved["after"]
                 compare_after(saved, after, now)
                 set_to_one(saved, optimizer, parameters, buffers)
         run.steps += 1
@@ -1642,14 +1580,12 @@ def fit_numbers(one, others, tolerance):
     return "extreme" if one in (max(others), min(others)) else None
 
 
-def fit(one, others, tolerance, orders=()):
+def fit(one, others, tolerance):
     """How a tensor of run one is made up of those of the ranks: "same", their "mean", "sum", or
     "rows"; None if it is none of these, "unknown" if it cannot be told."""
     if one is None or None in others or any(bool(o[0]) != bool(one[0]) for o in others):
         return "unknown"
     if not one[0]:
-        if one[2]:  # True or False
-            return "same" if all(o[1] == one[1] for o in others) else None
         return fit_numbers(one[1], [o[1] for o in others], tolerance)
     if any(len(o[0]) != len(one[0]) for o in others):
         return "unknown"
@@ -1673,13 +1609,7 @@ def fit(one, others, tolerance, orders=()):
     d = min(different)
     if d > 2 or one[1][d] is None or any(o[1][d] is None for o in others):
         return "unknown"
-    mine, theirs = one[1][d], [o[1][d] for o in others]
-    if one[2] and [len(order or ()) for order in orders] == [len(o[0]) for o in theirs]:
-        at = np.concatenate(orders)  # they repeat, so each must be in its place
-        if sorted(at) == list(range(len(mine[0]))):
-            marks = np.concatenate([o[0] for o in theirs])
-            return "rows" if close(mine[0][at], marks) else None
-    return "rows" if same_rows(mine, theirs, limit) else None
+    return "rows" if same_rows(one[1][d], [o[1][d] for o in others], limit) else None
 
 
 def same_rows(one, others, limit):
@@ -1697,17 +1627,6 @@ def same_rows(one, others, limit):
         if all(np.all(np.abs(np.sort(a) - np.sort(b * factor)) <= 2 * size) for a, b in both):
             return True
     return False
-
-
-def strangers(one, other, tolerance):
-    """How many rows of a rank one process does not have."""
-    if one is None or other is None or not one[0] or not other[0]:
-        return 0
-    mine, theirs = np.sort(one[1][0][0]), other[1][0][0]
-    limit = tolerance * max(float(np.max(one[1][0][2], initial=0)), 1e-12)
-    at = np.searchsorted(mine, theirs).clip(1, max(len(mine) - 1, 1))
-    near = np.minimum(np.abs(mine[at - 1] - theirs), np.abs(mine[at % len(mine)] - theirs))
-    return int(np.sum(near > limit))
 
 
 class Values:
@@ -1740,15 +1659,6 @@ class Values:
             if (step, line) not in lines[0]:
                 self.alone.setdefault(step, line)
 
-    def decision(self, step):
-        """The last comparison of a number up to a step whose result differs: a Value, or None."""
-        for at in range(step, -1, -1):
-            for value in reversed(self.of_step.get(at, [])):
-                part = value.parts[0] if value.kind == "value" and value.parts else None
-                if part is not None and not part[0] and part[2] and self.differs(value.index):
-                    return value
-        return None
-
     def differs(self, index):
         """Whether it is not made up of what the ranks have."""
         if index not in self.known:
@@ -1759,10 +1669,8 @@ class Values:
         value, others = self.all[index], self.others[index]
         for number, part in enumerate(value.parts):
             theirs = [o.parts[number] if number < len(o.parts) else None for o in others]
-            found = fit(part, theirs, self.tolerance, [o.order for o in others])
+            found = fit(part, theirs, self.tolerance)
             if found is None or value.kind == "loss" and found not in ("same", "mean"):
-                return True
-            if value.kind == "metric" and found != "same":
                 return True
         return False
 
@@ -1794,8 +1702,8 @@ class Values:
         return self.origin(self.all[max(wrong)]) if wrong else None
 
     def coupled(self, step):
-        """A model's outputs of a step that differ, though its inputs do not: (the first value
-        inside that differs, the ranks whose model is another one); or None."""
+        """The first value inside of a model that differs, where its outputs of a step do, but its
+        inputs do not; or None."""
         for outputs in self.find(step, "outputs"):
             inputs = [i for i in outputs.made_from if i in self.all]
             inputs = [self.all[i] for i in inputs if self.all[i].kind == "inputs"]
@@ -1808,28 +1716,8 @@ class Values:
                 for v in self.of_step[step]
                 if v.model == inputs[0].index and v.kind == "value" and self.differs(v.index)
             ]
-            others = self.others[outputs.index]
-            unlike = [
-                max(strangers(a, b, self.tolerance) for a, b in zip(outputs.parts, other.parts))
-                for other in others
-            ]
-            alone = [rank for rank, n in enumerate(unlike) if n] if 0 in unlike else []
-            return (inside or [outputs])[0], alone
+            return (inside or [outputs])[0]
         return None
-
-    def explain_shown(self, finding):
-        """Where a printed number comes from that is another one on rank 0."""
-        printed = [float(m.group()) for m in NUMBER.finditer(finding.text)]
-        for value in self.of_step.get(finding.step, []):
-            if value.kind != "shown" or not value.parts or value.parts[0] is None:
-                continue
-            one, other = value.parts[0][1], self.others[value.index][0].parts[0][1]
-            if relative(one, other) > 1e-3 and any(relative(one, n) < 1e-2 for n in printed):
-                origin = self.origin(value)
-                if origin is not value:
-                    return f" From {self.describe(origin)}"
-                return f" From {source(value.line)}"
-        return ""
 
     def describe(self, value):
         """The line, and what it computes on each side."""
@@ -1837,8 +1725,7 @@ class Values:
         text = f"{source(value.line)}  [{value.name}]"
         for number, part in enumerate(value.parts):
             theirs = [o.parts[number] if number < len(o.parts) else None for o in others]
-            orders = [o.order for o in others]
-            if value.kind != "loss" and fit(part, theirs, self.tolerance, orders) is not None:
+            if value.kind != "loss" and fit(part, theirs, self.tolerance) is not None:
                 continue
             if part is None or None in theirs:
                 continue
@@ -1921,16 +1808,6 @@ def compare_lengths(one, ranks, trains):
                     yield Finding(verdict, "epoch", step, text)
 
 
-def compare_passes(one, ranks, trains):
-    """How often the training loaders are iterated, if one process got to its end."""
-    for line in {key[0] for key in trains}:
-        counts = [sum(p.key[0] == line for _, p in notes[Pass]) for notes in [one, *ranks]]
-        if one.end() == "its end" and any(count > counts[0] for count in counts[1:]):
-            text = f"{source(line[0])}: {counts[0]} passes on one process, {counts[1:]} and more "
-            text += f"on the ranks{condition(line[0])}"
-            yield Finding("WRONG", "epoch", max(step for step, _ in one[Step]), text)
-
-
 class Tensors:
     """The weights, gradients, updates and buffers that were compared."""
 
@@ -2008,7 +1885,7 @@ class Tensors:
 WORLD = 2  # how many ranks are compared; set by report()
 
 
-def compare_settings(one, ranks, values):
+def compare_settings(one, ranks):
     """Learning rates and such, on any rank."""
     theirs = [{note.key: note for _, note in notes[Step]} for notes in ranks]
     for step, note in one[Step]:
@@ -2021,9 +1898,6 @@ def compare_settings(one, ranks, values):
                 by_hand = lines_that_set(note.line, name)
                 if by_hand:
                     text += f"; set at {by_hand}"
-                metrics = [v for at in range(step + 1) for v in values.find(at, "metric")]
-                if metrics and name == "lr":
-                    text += f"; decided by {values.describe(metrics[0])}"
                 ratio = numbers[0] / mine if mine else 0.0
                 if step == 0 and abs(ratio / WORLD - 1) < 0.01:
                     text += f"; {WORLD} times: is the batch of all ranks that much larger, too?"
@@ -2041,29 +1915,14 @@ def lines_that_set(line, name):
 
 
 def compare_draws(ranks):
-    """A share drawn by the same numbers on all ranks."""
-    for of, remedy in (
-        ("generator", "seed it differently on each rank"),
-        ("seed", "seed each rank differently, as in manual_seed(seed + rank)"),
-    ):
-        states = [{n.key: n.state for _, n in notes[Draw] if n.of == of} for notes in ranks]
-        for key, state in states[0].items():
-            if all(notes.get(key) == state for notes in states):
-                step = key[0] if isinstance(key[0], int) else 0
-                text = f"{source(key[1])}: {key[2]} draws the same numbers for each rank's share"
-                yield Finding("WRONG", "random", step, f"{text}: {remedy}")
-
-
-def compare_generators(one, ranks):
-    """Where the ranks draw the same shape from a generator of the script's own, as for a split."""
-    sides = [
-        {n.key: n.state for _, n in notes[Draw] if n.of == "own generator"}
-        for notes in [one, *ranks]
-    ]
-    for key, state in sides[0].items():
-        if any(notes.get(key, state) != state for notes in sides):
-            text = f"{source(key[1])}: {key[2]}: other numbers on the ranks: another seed on each?"
-            yield Finding("WRONG", "random", 0, text)
+    """A share that is drawn by the same numbers on all ranks."""
+    states = [{note.key: note.state for _, note in notes[Draw]} for notes in ranks]
+    for key, state in states[0].items():
+        if all(notes.get(key) == state for notes in states):
+            step = key[0] if isinstance(key[0], int) else 0
+            text = f"{source(key[1])}: {key[2]} draws the same numbers for each rank's share: seed "
+            text += "each rank differently, as in manual_seed(seed + rank)"
+            yield Finding("WRONG", "random", step, text)
 
 
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.I)
@@ -2121,17 +1980,15 @@ def compare_printed(one, ranks):
 # ---------------------------------------------------------------- the report
 
 
+COUPLED = ": of the same inputs and weights. A sample's result depends on which others are in its "
+COUPLED += "batch, or the model remembers earlier ones"
+
+
 def blame(values, tensors, step):
     """What the difference of a step comes from: the findings, and whether it may be intended."""
     coupled = values.coupled(step)
     if coupled:
-        value, alone = coupled
-        text = values.describe(value)
-        if alone:
-            text += f": the same inputs, but the model of rank {alone} computes something else"
-            return [Finding("WRONG", "outputs", step, text)], False
-        text += ": of the same inputs and weights. A sample's result depends on which others are "
-        text += "in its batch, or the model remembers earlier ones"
+        text = values.describe(coupled) + COUPLED
         return [Finding("look", "outputs", step, text)], True
     unlike, inputs = tensors.unlike(step), values.find(step, "inputs")
     losses = [v for v in values.of_step.get(step, []) if v.kind == "loss"]
@@ -2158,16 +2015,12 @@ def blame(values, tensors, step):
             found.append(Finding("WRONG", "value", step, text))
     if step in values.alone and (not found or found[0].what == "loss"):
         line = values.alone[step]
-        text = f"{source(line)}: computed on one side alone{condition(line)}"
+        text = f"{source(line)}: computed on one side alone"
         found.append(Finding("WRONG", "branch", step, text))
     if unlike:
         passes = [v for v in values.of_step.get(step, []) if v.kind == "outputs"]
         last = f" The last pass: {source(passes[-1].line)}  [{passes[-1].name}]" if passes else ""
         found.append(Finding("WRONG", "averaging", step, unlike + last))
-    decision = values.decision(step)
-    if decision:
-        text = values.describe(decision) + ": a decision by the rank's own share?"
-        found.append(Finding("WRONG", "decision", values.step_of[decision.index], text))
     return found, intended
 
 
@@ -2194,23 +2047,6 @@ def explain_loss(values, loss, step):
     return Finding("WRONG", "value", step, text), False
 
 
-def condition(line):
-    """The innermost `if` or loop around a line, in words."""
-    file, _, number = line.rpartition(":")
-    with contextlib.suppress(OSError, SyntaxError, ValueError):
-        with open(os.path.join(START, file), encoding="utf-8") as text:
-            tree = ast.parse(text.read())
-        around = [
-            node.lineno
-            for node in ast.walk(tree)
-            if isinstance(node, (ast.If, ast.While, ast.For))
-            and node.lineno < int(number) <= node.end_lineno
-        ]
-        if around:
-            return f", inside of {source(f'{file}:{max(around)}')}"
-    return ""
-
-
 def first_of(findings, *kinds):
     return sorted([f for f in findings if f.what in kinds], key=lambda f: f.step)
 
@@ -2218,7 +2054,7 @@ def first_of(findings, *kinds):
 def find_all(one, ranks, tolerance):
     """All findings, in the order of the script."""
     samples, uneven, trains = compare_samples(one, ranks)
-    lengths = [*compare_lengths(one, ranks, trains), *compare_passes(one, ranks, trains)]
+    lengths = list(compare_lengths(one, ranks, trains))
     if lengths and lengths[0].verdict == "look":  # from then on, steps have other batches
         last = max(step for notes in [one, *ranks] for step, _ in notes[Step])
         lengths[0].text += "; later steps are not compared"
@@ -2235,7 +2071,7 @@ def find_all(one, ranks, tolerance):
     found = [Finding("look", "samples", step, uneven[step]) for step in sorted(uneven)[:1]]
     for finding in samples[:1]:
         finding.verdict = "WRONG" if first else "look"
-        found += [finding, *list(compare_generators(one, ranks))[:1]]
+        found.append(finding)
     found += lengths[:1]
     intended = False
     if first:
@@ -2252,20 +2088,15 @@ def find_all(one, ranks, tolerance):
                 of_kind[0].verdict = "look"
             if kind != "update" or not first_of(tensors.findings, "gradients"):
                 found.append(of_kind[0])
-    found += list(compare_settings(one, ranks, values))[:1]
+    found += list(compare_settings(one, ranks))[:1]
     found += list(compare_draws(ranks))[:1]
-    for step, note in [n for n in ranks[0][OtherShape] if n[0] not in uneven][:1]:
-        text = f"{source(note.line)}: {note.name} draws {note.one} on one process, {note.rank} on "
-        found.append(Finding("look", "random", step, text + "rank 0"))
     once = set.intersection(*({n.text for _, n in r[Said] if n.kind == "once"} for r in ranks))
     for text in sorted(once):
         text += (
             " is drawn once for a batch: equal on all ranks here, but with each rank's own seed?"
         )
         found.append(Finding("look", "random", 0, text))
-    for finding in list(compare_printed(one, ranks))[:4]:
-        finding.text += values.explain_shown(finding)
-        found.append(finding)
+    found += list(compare_printed(one, ranks))[:4]
     return found, tensors.largest
 
 
@@ -2335,7 +2166,7 @@ class BothRuns:
         args, nproc = self.args, 1 if name == "one" else self.args.nproc
         options = {"folder": self.folder, "run": name, "layout": self.layout, "spawns": self.spawns}
         options |= {key: value for key, value in vars(args).items() if key != "flags"}
-        port, processes = args.port or free_port(), []
+        port, processes = free_port(), []
         env = os.environ | {"COMPARE": json.dumps(options), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         env.setdefault("OMP_NUM_THREADS", "1")
         if 0 < torch.cuda.device_count() < args.nproc:
