@@ -1721,28 +1721,33 @@ class Values:
 
     def describe(self, value):
         """The line, and what it computes on each side."""
-        others = self.others[value.index]
-        text = f"{source(value.line)}  [{value.name}]"
+        others, line = self.others[value.index], value.line
+        if value.kind == "loss":  # the line that has made it
+            makers = [i for i in value.made_from if i in self.all]
+            line = self.all[max(makers)].line if makers else line
+        text = f"{source(line)}  [{value.name}]"
         for number, part in enumerate(value.parts):
             theirs = [o.parts[number] if number < len(o.parts) else None for o in others]
-            if value.kind != "loss" and fit(part, theirs, self.tolerance) is not None:
+            known = part is not None and None not in theirs
+            if not known or value.kind != "loss" and fit(part, theirs, self.tolerance) is not None:
                 continue
-            if part is None or None in theirs:
-                continue
-            if not part[0]:
-                numbers = ", ".join(f"{t[1]:.6g}" for t in theirs if not t[0])
-                text += f": {part[1]:.7g} on one process, {numbers} on the ranks"
-            elif all(t[0] == part[0] for t in theirs):
-                text += f": other numbers of shape {part[0]} on the ranks"
-            else:
+            if part[0]:
                 shapes = ", ".join(str(t[0]) for t in theirs)
-                text += f": shape {part[0]} on one process, {shapes} on the ranks: other numbers"
+                text += f": shape {part[0]} on one process, {shapes} on the ranks, other numbers"
+            else:
+                numbers = [t[1] for t in theirs if not t[0]]
+                text += f": {part[1]:.7g} on one process, {listed(numbers)} on the ranks"
+                if value.kind == "loss" and abs(part[1]) > 1e-9:
+                    text += meaning(sum(numbers) / len(numbers) / part[1], self.ranks)
             break
         for mine, *theirs in zip(value.numbers, *[o.numbers for o in others]):
             if any(relative(mine, n) > 1e-6 for n in theirs):
-                numbers = ", ".join(f"{n:.6g}" for n in theirs)
-                return f"{text}; a number in it is {mine:.6g} on one process, {numbers}"
+                return f"{text}; a number in it is {mine:.6g} on one process, {listed(theirs)}"
         return text
+
+
+def listed(numbers):
+    return ", ".join(f"{number:.6g}" for number in numbers)
 
 
 def meaning(ratio, world):
@@ -1894,7 +1899,7 @@ def compare_settings(one, ranks):
             numbers = [other.settings[number][1] for other in others]
             if any(relative(mine, other) > 1e-6 for other in numbers):
                 text = f"{name} is {mine:.6g} on one process, "
-                text += ", ".join(f"{n:.6g}" for n in numbers) + " on the ranks"
+                text += listed(numbers) + " on the ranks"
                 by_hand = lines_that_set(note.line, name)
                 if by_hand:
                     text += f"; set at {by_hand}"
@@ -1980,71 +1985,63 @@ def compare_printed(one, ranks):
 # ---------------------------------------------------------------- the report
 
 
-COUPLED = ": of the same inputs and weights. A sample's result depends on which others are in its "
-COUPLED += "batch, or the model remembers earlier ones"
+ADVICE = {
+    "coupled": "of the same inputs and weights: a sample's result depends on which others are in "
+    "its batch, or the model remembers earlier ones. Intended?",
+    "stream": "the ranks' streams have other samples in this step than one process's, as shards of "
+    "files have. What follows from that cannot be compared",
+    "count": "a mean by a number of the rank's own share? all_reduce that number first",
+    "ratio": "a ratio of sums over the rank's own share, as in a Dice loss of the batch. Intended?",
+    "mean": "a mean over a number of elements that differs over ranks? Divide a sum by the number "
+    "on all ranks, times world_size",
+    "other": "not the same on all ranks, nor is one process's their mean, sum or rows: decided by "
+    "the rank's own share?",
+    "same loss": "but the loss is the same",
+    "branch": "computed on one side alone: a decision by numbers of the rank's own share?",
+}
+
+
+def advice_on(value):
+    """The key of ADVICE for the first value that differs."""
+    if value.name == STREAM:
+        return "stream"
+    if value.name in Trace.DIVISIONS:
+        return "count" if value.fixed_divisor else "ratio"
+    return "mean" if value.name in ("mean", "cross_entropy", "nll_loss") else "other"
 
 
 def blame(values, tensors, step):
     """What the difference of a step comes from: the findings, and whether it may be intended."""
-    coupled = values.coupled(step)
-    if coupled:
-        text = values.describe(coupled) + COUPLED
-        return [Finding("look", "outputs", step, text)], True
-    unlike, inputs = tensors.unlike(step), values.find(step, "inputs")
+
+    def finding(what, value, advice):
+        verdict = "look" if advice in ("coupled", "stream", "ratio") else "WRONG"
+        return Finding(verdict, what, step, f"{values.describe(value)}: {ADVICE[advice]}")
+
+    if value := values.coupled(step):
+        return [finding("outputs", value, "coupled")], True
+    inputs = values.find(step, "inputs")
     losses = [v for v in values.of_step.get(step, []) if v.kind == "loss"]
     wrong = [v for v in losses if values.differs(v.index)]
-    found, intended = [], False
-    origin = values.origin((inputs + wrong)[0]) if inputs or wrong else None
-    if origin and origin.name == STREAM:
-        text = (
-            f"{source(origin.line)}: the ranks' streams have other samples in this step than one "
-        )
-        text += "process's, as shards of files have. What follows from that cannot be compared"
-        return [Finding("look", "samples", step, text)], True
-    if inputs:
-        return [Finding("WRONG", "inputs", step, values.describe(origin))], False
-    if wrong:
-        finding, intended = explain_loss(values, wrong[0], step)
-        found.append(finding)
-    elif not unlike:
+    unlike = tensors.unlike(step)
+    if inputs or wrong:
+        origin = values.origin((inputs + wrong)[0])
+        if origin.kind == "loss":
+            found = [Finding("WRONG", "loss", step, values.describe(origin))]
+        else:
+            found = [finding("inputs" if inputs else "value", origin, advice_on(origin))]
+    else:
         near = [value for loss in losses if (value := values.nearest(loss))]
         after = max([v.index for v in losses], default=-1)
         later = [v for v in values.find(step, "value") if v.index > after]
-        for value in near[:1] or later[:1]:
-            text = values.describe(value) + ", but the loss is the same"
-            found.append(Finding("WRONG", "value", step, text))
+        found = [finding("value", value, "same loss") for value in (near + later)[:1] if not unlike]
     if step in values.alone and (not found or found[0].what == "loss"):
-        line = values.alone[step]
-        text = f"{source(line)}: computed on one side alone"
+        text = f"{source(values.alone[step])}: {ADVICE['branch']}"
         found.append(Finding("WRONG", "branch", step, text))
-    if unlike:
+    if unlike and not inputs:
         passes = [v for v in values.of_step.get(step, []) if v.kind == "outputs"]
         last = f" The last pass: {source(passes[-1].line)}  [{passes[-1].name}]" if passes else ""
         found.append(Finding("WRONG", "averaging", step, unlike + last))
-    return found, intended
-
-
-def explain_loss(values, loss, step):
-    """The finding for a loss that differs, and whether it may be intended."""
-    origin = values.origin(loss)
-    text = values.describe(origin)
-    if origin is loss:
-        one = loss.parts[0][1]
-        mean = sum(o.parts[0][1] for o in values.others[loss.index]) / values.ranks
-        text += meaning(mean / one, WORLD) if abs(one) > 1e-9 else ""
-        return Finding("WRONG", "loss", step, text), False
-    if origin.name in Trace.DIVISIONS and origin.fixed_divisor:
-        text += ": a mean by a number of the rank's own share? all_reduce that number first"
-    elif origin.name in Trace.DIVISIONS:
-        text += ": a ratio of sums over the rank's own share, as in a Dice loss of the batch: "
-        return Finding("look", "value", step, text + "intended?"), True
-    elif origin.name in ("mean", "cross_entropy", "nll_loss"):
-        text += ": a mean over a number of elements that differs over ranks? Divide a sum by the "
-        text += "number on all ranks, times world_size"
-    elif not origin.name.startswith("a batch"):
-        text += ": not the same on all ranks, nor is one process's their mean, sum or rows: "
-        text += "decided by the rank's own share?"
-    return Finding("WRONG", "value", step, text), False
+    return found, bool(found) and found[0].verdict == "look"
 
 
 def first_of(findings, *kinds):
