@@ -938,9 +938,6 @@ class Trace(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is torch.Tensor.backward:
-            with self:  # hooks are the script's, too
-                return backward(*args, **kwargs)
         out = function(*args, **kwargs)
         name = getattr(function, "__name__", UNKNOWN)
         if self.run.is_quiet() or self.run.in_dataset():
@@ -973,11 +970,6 @@ class Trace(TorchFunctionMode):
         fixed = torch.is_tensor(divisor) and not divisor.requires_grad and name in self.DIVISIONS
         more = {"numbers": numbers[:4], "fixed_divisor": fixed}
         note_value(self.run, "value", line, name, out, made_from, **more)
-
-
-def backward(tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None):
-    """Tensor.backward, without asking modes first."""
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 TORCH = os.path.dirname(torch.__file__)
@@ -1024,6 +1016,16 @@ def watch_models(run):
             value = sum(t.double().sum() for t in leaves)
         note_value(run, "loss", place()[0], "backward", value, indices_in(leaves))
         return original(tensors, *args, **kwargs)
+
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+
+        @replace(torch.Tensor, name)
+        def register(original, self, hook):
+            def traced(*args):
+                with Trace(run):  # which is off in a backward pass
+                    return hook(*args)
+
+            return original(self, traced)
 
     for name in ("all_reduce", "broadcast"):
 
