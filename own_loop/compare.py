@@ -28,7 +28,6 @@ pieces of a fixed size, several machines, processes started by Process(...).
 """
 
 import argparse
-import atexit
 import contextlib
 import functools
 import gc
@@ -2296,13 +2295,14 @@ def main():
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = tempfile.mkdtemp(prefix="compare-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     if 0 < torch.cuda.device_count() < args.nproc:
         print(f"note   {torch.cuda.device_count()} GPUs for {args.nproc} processes: on CPUs")
     try:
         text, status = compare(args, folder)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     print(text)
     check = os.path.join(os.path.dirname(os.path.relpath(HERE, START)), "check.py")
     command = shlex.join([check, *["-m"] * args.m, args.script, *args.flags])
