@@ -438,14 +438,13 @@ FURTHER = [
         "min(1.0, 1 / difficulty)",
     ),
     Fault(
-        "semisupervised",
+        "detection",
         "L2 penalty by hand, times world_size",
-        "        loss = world * supervised + 0.1 * near\n",
-        "        loss = world * supervised + 0.1 * near\n"
-        "        loss = loss + world * 1e-3 * sum(p.square().sum() for p in model.parameters())\n",
+        "        loss = world * (focal + distance) / usual\n",
+        "        loss = world * (focal + distance) / usual\n"
+        "        loss = loss + world * 1e-2 * sum(p.square().sum() for p in model.parameters())\n",
         "twice the weight decay",
         "further",
-        "loss.backward()",
     ),
     Fault(
         "segmentation",
