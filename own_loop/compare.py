@@ -101,7 +101,157 @@ MANY_VALUES = 50  # of a line and step that are noted
 MANY_COLUMNS = 4096
 
 
-# ---------------------------------------------------------------- what a process notes
+# ---------------------------------------------------------------- what is started: the script on one process, then on N
+
+
+def launch(words, env, log):
+    """Start a process, with what it starts in a group of its own."""
+    with open(log, "wb") as file:
+        return subprocess.Popen(words, env=env, stdout=file, stderr=file, start_new_session=True)
+
+
+def stop(processes):
+    """End them, and what they have started."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class BothRuns:
+    def __init__(self, args, folder, layout):
+        self.args, self.folder, self.layout = args, folder, layout
+        self.spawns = False  # the script starts its processes itself
+
+    def start(self, name):
+        """Run the script once, to its end or to --steps; and say what went wrong."""
+        args, nproc = self.args, 1 if name == "one" else self.args.nproc
+        options = {"folder": self.folder, "run": name, "layout": self.layout, "spawns": self.spawns}
+        options |= {key: value for key, value in vars(args).items() if key != "flags"}
+        port, processes = free_port(), []
+        env = os.environ | {"COMPARE": json.dumps(options), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        env.setdefault("OMP_NUM_THREADS", "1")
+        if 0 < torch.cuda.device_count() < args.nproc:
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        started = 1 if self.spawns else nproc
+        try:
+            for rank in range(started):
+                own = {} if self.spawns else environment(rank, nproc, port)
+                processes.append(
+                    launch(
+                        [sys.executable, HERE, *self.flags(name, nproc, rank, port)],
+                        env | own,
+                        f"{self.folder}/{name}.{rank}.log",
+                    )
+                )
+            self.wait(name, nproc, processes)
+        finally:
+            stop(processes)
+        if processes[0].returncode == SPAWNS and not self.spawns:
+            self.spawns = True
+            self.put_away(name)
+            self.start(name)
+
+    def flags(self, name, nproc, rank, port):
+        flags = self.args.flags + (shlex.split(self.args.one) if name == "one" else [])
+        values = {"{run}": name, "{n}": nproc, "{rank}": rank, "{port}": port}
+        for key, value in values.items():
+            flags = [flag.replace(key, str(value)) for flag in flags]
+        return flags
+
+    def wait(self, name, nproc, processes):
+        sizes, since = None, time.monotonic()
+        while any(process.poll() is None for process in processes):
+            time.sleep(0.2)
+            now = [
+                os.path.getsize(file)
+                for rank in range(nproc)
+                if os.path.exists(file := f"{self.folder}/{name}.{rank}.notes")
+            ]
+            if now != sizes:
+                sizes, since = now, time.monotonic()
+            failed = [r for r, process in enumerate(processes) if process.poll()]
+            if failed and time.monotonic() - since > 3:  # the others may wait for it
+                break
+            if time.monotonic() - since > self.args.wait:
+                print(f"compare.py: on {nproc}: no advance for {self.args.wait:.0f} s (--wait)")
+                for rank in range(nproc):
+                    self.show_place(name, rank)
+                return
+        failed = [r for r, process in enumerate(processes) if process.poll() not in (0, SPAWNS)]
+        if failed:
+            self.show_failure(name, nproc, failed)
+
+    def show_place(self, name, rank):
+        with contextlib.suppress(FileNotFoundError):
+            with open(f"{self.folder}/{name}.{rank}.where") as file:
+                print(f"  rank {rank} is at {file.read()}")
+
+    def show_failure(self, name, nproc, failed):
+        """The end of what the rank printed that failed first."""
+        ends = {rank: Notes(self.folder, name, rank).end() for rank in failed}
+        first = [rank for rank in failed if "Connection" not in ends[rank]] or failed
+        print(f"compare.py: on {nproc}: rank {first[0]} failed; the end of what it printed:")
+        with open(f"{self.folder}/{name}.{first[0]}.log", errors="replace") as log:
+            print(log.read()[-2500:])
+
+    def put_away(self, name):
+        """What a run has created, but does not read again, must not be met by the next one. What it
+        has overwritten is put back."""
+        ranks = range(1 if name == "one" else self.args.nproc)
+        files = [note for rank in ranks for _, note in Notes(self.folder, name, rank)[File]]
+        read = {file.path for file in files if file.kind == "read"}
+        for path in {file.path for file in files if file.kind == "created"}:
+            if not os.path.lexists(path) or any(is_below(other, path) for other in read):
+                continue
+            if self.args.keep:
+                kept = os.path.join(self.args.keep, name, os.path.relpath(path, START))
+                kept = kept if is_below(kept, self.args.keep) else f"{self.args.keep}/{name}"
+                os.makedirs(os.path.dirname(kept), exist_ok=True)
+                shutil.move(path, kept)
+            elif os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.remove(path)
+        for file in files:
+            if file.kind == "overwritten" and os.path.exists(file.copy):
+                shutil.move(file.copy, file.path)
+
+    def compare(self):
+        for name in ("one", "all"):
+            began = time.monotonic()
+            try:
+                self.start(name)
+            finally:
+                self.put_away(name)
+            print(f"compare.py: {name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+            if not os.path.exists(f"{self.folder}/one.draws"):
+                return "compare.py: the run on one process did not get to an optimizer step", 2
+        tolerance = self.args.tolerance or (3e-3 if torch.cuda.is_available() else 3e-4)
+        return report(self.folder, self.args.nproc, tolerance)
+
+
+def environment(rank, nproc, port):
+    """What torchrun would set."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank}
+    names |= {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "GROUP_WORLD_SIZE": 1}
+    names |= {"ROLE_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    names |= {"TORCHELASTIC_RUN_ID": "compare", "TORCHELASTIC_RESTART_COUNT": 0}
+    return {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_MAX_RESTARTS": "0"}
+
+
+def is_below(path, folder):
+    return path == folder or path.startswith(os.path.join(folder, ""))
+
+
+# ---------------------------------------------------------------- what is recorded: the notes of a process
 
 
 @dataclass
@@ -199,7 +349,7 @@ class End:
     state: str
 
 
-# ---------------------------------------------------------------- in each process
+# ---------------------------------------------------------------- in each process: lines, replaced functions, where a rank's samples are
 
 
 def is_library(path):
@@ -369,7 +519,7 @@ class Run:
         return values[tuple(slice(n) for n in share)]
 
 
-# ---------------------------------------------------------------- random numbers: one process's
+# ---------------------------------------------------------------- how draws are paired: random numbers are those of one process
 
 
 def seeded(run, library, value):
@@ -669,7 +819,7 @@ def control_python(run):
     watch_numbers(random, "random", "betavariate")
 
 
-# ---------------------------------------------------------------- samples
+# ---------------------------------------------------------------- samples: the same in both runs, augmented alike
 
 
 def seed_all(seed, torch_too=True):
@@ -874,7 +1024,7 @@ def find_order(run, key, indices):
         run.say("blocks" if order == list(block) else "turns", "order")
 
 
-# ---------------------------------------------------------------- values that the script computes
+# ---------------------------------------------------------------- values: what the lines of the script compute
 
 
 SIGNS = np.cos(np.arange(MANY_COLUMNS) * 1.618 + 0.5)
@@ -1104,7 +1254,7 @@ def control_precision(run):
         pass
 
 
-# ---------------------------------------------------------------- optimizer steps
+# ---------------------------------------------------------------- steps: gradients and weights, beside those of one process
 
 
 def outer_modules():
@@ -1317,7 +1467,7 @@ def watch_steps(run):
     register_optimizer_step_post_hook(after_step)
 
 
-# ---------------------------------------------------------------- the script in this process
+# ---------------------------------------------------------------- the script in this process: its files, its lines of text, its end
 
 
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tmp", ".safetensors")
@@ -1518,7 +1668,7 @@ def child():
         run_watched(Run(), lambda: run_script(args))
 
 
-# ---------------------------------------------------------------- the comparison
+# ---------------------------------------------------------------- what is compared: the notes of both runs
 
 
 class Notes:
@@ -1861,9 +2011,11 @@ class Tensors:
             self.findings.append(Finding(word, note.kind, step, text))
 
     def explain(self, parts, total):
+        for side, size, other in (("one process", 1, 2), ("the ranks", 2, 1)):
+            names = [name for name, part in parts.items() if part[size] == 0 < part[other]]
+            if names:
+                return f"; {len(names)} are zero on {side}: {names[0]}"
         large = [part for part in parts.values() if part[1] > 1e-2 * total]
-        if not large:
-            return ""
         ratios = [part[3] for part in large]
         self.ratios.append(sum(p[3] * p[1] ** 2 for p in large) / sum(p[1] ** 2 for p in large))
         lengths = [part[2] / max(part[1], 1e-30) for part in large]
@@ -1983,7 +2135,7 @@ def compare_printed(one, ranks):
                 break
 
 
-# ---------------------------------------------------------------- the report
+# ---------------------------------------------------------------- what is said: where it comes from, and what it usually means
 
 
 ADVICE = {
@@ -2034,7 +2186,7 @@ def blame(values, tensors, step):
         near = [value for loss in losses if (value := values.nearest(loss))]
         after = max([v.index for v in losses], default=-1)
         later = [v for v in values.find(step, "value") if v.index > after]
-        found = [finding("value", value, "same loss") for value in (near + later)[:1] if not unlike]
+        found = [finding("value", value, "same loss") for value in (near + later)[:1]]
     if step in values.alone and (not found or found[0].what == "loss"):
         text = f"{source(values.alone[step])}: {ADVICE['branch']}"
         found.append(Finding("WRONG", "branch", step, text))
@@ -2128,156 +2280,6 @@ def report(folder, nproc, tolerance):
     end += f"they part at step {min(f.step for f in wrong) + 1}" if wrong else "nothing WRONG"
     lines.append(f"{end} (largest differences: {sizes})")
     return "\n".join(lines), int(bool(wrong))
-
-
-# ---------------------------------------------------------------- both runs
-
-
-def launch(words, env, log):
-    """Start a process, with what it starts in a group of its own."""
-    with open(log, "wb") as file:
-        return subprocess.Popen(words, env=env, stdout=file, stderr=file, start_new_session=True)
-
-
-def stop(processes):
-    """End them, and what they have started."""
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
-            os.killpg(process.pid, signal.SIGKILL)
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-class BothRuns:
-    def __init__(self, args, folder, layout):
-        self.args, self.folder, self.layout = args, folder, layout
-        self.spawns = False  # the script starts its processes itself
-
-    def start(self, name):
-        """Run the script once, to its end or to --steps; and say what went wrong."""
-        args, nproc = self.args, 1 if name == "one" else self.args.nproc
-        options = {"folder": self.folder, "run": name, "layout": self.layout, "spawns": self.spawns}
-        options |= {key: value for key, value in vars(args).items() if key != "flags"}
-        port, processes = free_port(), []
-        env = os.environ | {"COMPARE": json.dumps(options), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-        env.setdefault("OMP_NUM_THREADS", "1")
-        if 0 < torch.cuda.device_count() < args.nproc:
-            env["CUDA_VISIBLE_DEVICES"] = ""
-        started = 1 if self.spawns else nproc
-        try:
-            for rank in range(started):
-                own = {} if self.spawns else environment(rank, nproc, port)
-                processes.append(
-                    launch(
-                        [sys.executable, HERE, *self.flags(name, nproc, rank, port)],
-                        env | own,
-                        f"{self.folder}/{name}.{rank}.log",
-                    )
-                )
-            self.wait(name, nproc, processes)
-        finally:
-            stop(processes)
-        if processes[0].returncode == SPAWNS and not self.spawns:
-            self.spawns = True
-            self.put_away(name)
-            self.start(name)
-
-    def flags(self, name, nproc, rank, port):
-        flags = self.args.flags + (shlex.split(self.args.one) if name == "one" else [])
-        values = {"{run}": name, "{n}": nproc, "{rank}": rank, "{port}": port}
-        for key, value in values.items():
-            flags = [flag.replace(key, str(value)) for flag in flags]
-        return flags
-
-    def wait(self, name, nproc, processes):
-        sizes, since = None, time.monotonic()
-        while any(process.poll() is None for process in processes):
-            time.sleep(0.2)
-            now = [
-                os.path.getsize(file)
-                for rank in range(nproc)
-                if os.path.exists(file := f"{self.folder}/{name}.{rank}.notes")
-            ]
-            if now != sizes:
-                sizes, since = now, time.monotonic()
-            failed = [r for r, process in enumerate(processes) if process.poll()]
-            if failed and time.monotonic() - since > 3:  # the others may wait for it
-                break
-            if time.monotonic() - since > self.args.wait:
-                print(f"compare.py: on {nproc}: no advance for {self.args.wait:.0f} s (--wait)")
-                for rank in range(nproc):
-                    self.show_place(name, rank)
-                return
-        failed = [r for r, process in enumerate(processes) if process.poll() not in (0, SPAWNS)]
-        if failed:
-            self.show_failure(name, nproc, failed)
-
-    def show_place(self, name, rank):
-        with contextlib.suppress(FileNotFoundError):
-            with open(f"{self.folder}/{name}.{rank}.where") as file:
-                print(f"  rank {rank} is at {file.read()}")
-
-    def show_failure(self, name, nproc, failed):
-        """The end of what the rank printed that failed first."""
-        ends = {rank: Notes(self.folder, name, rank).end() for rank in failed}
-        first = [rank for rank in failed if "Connection" not in ends[rank]] or failed
-        print(f"compare.py: on {nproc}: rank {first[0]} failed; the end of what it printed:")
-        with open(f"{self.folder}/{name}.{first[0]}.log", errors="replace") as log:
-            print(log.read()[-2500:])
-
-    def put_away(self, name):
-        """What a run has created, but does not read again, must not be met by the next one. What it
-        has overwritten is put back."""
-        ranks = range(1 if name == "one" else self.args.nproc)
-        files = [note for rank in ranks for _, note in Notes(self.folder, name, rank)[File]]
-        read = {file.path for file in files if file.kind == "read"}
-        for path in {file.path for file in files if file.kind == "created"}:
-            if not os.path.lexists(path) or any(is_below(other, path) for other in read):
-                continue
-            if self.args.keep:
-                kept = os.path.join(self.args.keep, name, os.path.relpath(path, START))
-                kept = kept if is_below(kept, self.args.keep) else f"{self.args.keep}/{name}"
-                os.makedirs(os.path.dirname(kept), exist_ok=True)
-                shutil.move(path, kept)
-            elif os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                os.remove(path)
-        for file in files:
-            if file.kind == "overwritten" and os.path.exists(file.copy):
-                shutil.move(file.copy, file.path)
-
-    def compare(self):
-        for name in ("one", "all"):
-            began = time.monotonic()
-            try:
-                self.start(name)
-            finally:
-                self.put_away(name)
-            print(f"compare.py: {name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-            if not os.path.exists(f"{self.folder}/one.draws"):
-                return "compare.py: the run on one process did not get to an optimizer step", 2
-        tolerance = self.args.tolerance or (3e-3 if torch.cuda.is_available() else 3e-4)
-        return report(self.folder, self.args.nproc, tolerance)
-
-
-def environment(rank, nproc, port):
-    """What torchrun would set."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank}
-    names |= {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "GROUP_WORLD_SIZE": 1}
-    names |= {"ROLE_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    names |= {"TORCHELASTIC_RUN_ID": "compare", "TORCHELASTIC_RESTART_COUNT": 0}
-    return {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_MAX_RESTARTS": "0"}
-
-
-def is_below(path, folder):
-    return path == folder or path.startswith(os.path.join(folder, ""))
 
 
 def compare(args, folder):
