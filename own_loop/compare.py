@@ -101,7 +101,7 @@ MANY_VALUES = 50  # of a line and step that are noted
 MANY_COLUMNS = 4096
 
 
-# ---------------------------------------------------------------- what is started: the script on one process, then on N
+# ---- what is started: the script on one process, then on N
 
 
 def launch(words, env, log):
@@ -251,7 +251,7 @@ def is_below(path, folder):
     return path == folder or path.startswith(os.path.join(folder, ""))
 
 
-# ---------------------------------------------------------------- what is recorded: the notes of a process
+# ---- what is recorded: the notes of a process
 
 
 @dataclass
@@ -349,7 +349,7 @@ class End:
     state: str
 
 
-# ---------------------------------------------------------------- in each process: lines, replaced functions, where a rank's samples are
+# ---- in each process: lines, replaced functions, where a rank's samples are
 
 
 def is_library(path):
@@ -519,7 +519,7 @@ class Run:
         return values[tuple(slice(n) for n in share)]
 
 
-# ---------------------------------------------------------------- how draws are paired: random numbers are those of one process
+# ---- how draws are paired: random numbers are those of one process
 
 
 def seeded(run, library, value):
@@ -819,7 +819,7 @@ def control_python(run):
     watch_numbers(random, "random", "betavariate")
 
 
-# ---------------------------------------------------------------- samples: the same in both runs, augmented alike
+# ---- samples: the same in both runs, augmented alike
 
 
 def seed_all(seed, torch_too=True):
@@ -1024,7 +1024,7 @@ def find_order(run, key, indices):
         run.say("blocks" if order == list(block) else "turns", "order")
 
 
-# ---------------------------------------------------------------- values: what the lines of the script compute
+# ---- values: what the lines of the script compute
 
 
 SIGNS = np.cos(np.arange(MANY_COLUMNS) * 1.618 + 0.5)
@@ -1254,7 +1254,7 @@ def control_precision(run):
         pass
 
 
-# ---------------------------------------------------------------- steps: gradients and weights, beside those of one process
+# ---- steps: gradients and weights, beside those of one process
 
 
 def outer_modules():
@@ -1467,7 +1467,7 @@ def watch_steps(run):
     register_optimizer_step_post_hook(after_step)
 
 
-# ---------------------------------------------------------------- the script in this process: its files, its lines of text, its end
+# ---- the script in this process: its files, its lines of text, its end
 
 
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tmp", ".safetensors")
@@ -1668,7 +1668,7 @@ def child():
         run_watched(Run(), lambda: run_script(args))
 
 
-# ---------------------------------------------------------------- what is compared: the notes of both runs
+# ---- what is compared: the notes of both runs
 
 
 class Notes:
@@ -2135,7 +2135,7 @@ def compare_printed(one, ranks):
                 break
 
 
-# ---------------------------------------------------------------- what is said: where it comes from, and what it usually means
+# ---- what is said: where it comes from, and what it usually means
 
 
 ADVICE = {
