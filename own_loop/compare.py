@@ -22,9 +22,10 @@ depends on which others are in its batch (adaptive solvers, k-means, a Dice loss
 GAN's minibatch statistics), or a number that is printed is another one. Status 1 if something is
 WRONG, 2 if nothing could be compared.
 
-It does not see what is wrong in both runs, such as equal seeds in a dataset or no set_epoch: that
-is check.py's. Nor: generators of random numbers inside a dataset object, batches that are cut into
-pieces of a fixed size, several machines, processes started by Process(...).
+It does not see what is wrong in both runs, nor random numbers that should be another's, as they are
+given here: equal seeds of ranks or workers, a number drawn once for a batch by each rank, no
+set_epoch. These are check.py's. Nor: generators of random numbers inside a dataset object, batches
+that are cut into pieces of a fixed size, several machines, processes started by Process(...).
 """
 
 import argparse
@@ -313,14 +314,6 @@ class Compared:
 
 
 @dataclass
-class Draw:
-    """Random numbers for a rank's share. `state` is that of the generator that draws them."""
-
-    key: tuple
-    state: object
-
-
-@dataclass
 class Printed:
     line: str
     text: str
@@ -328,8 +321,7 @@ class Printed:
 
 @dataclass
 class Said:
-    """Something for the user to know. `kind` is "note", "once" (a number drawn once for a batch)
-    or "order" (of the samples of a batch over the ranks)."""
+    """Something for the user to know ("note"), or the "order" of a batch's samples over ranks."""
 
     kind: str
     text: str
@@ -415,7 +407,6 @@ class Run:
         self.model = None  # the outermost model that computes now
         self.draws, self.given, self.batches, self.seeds = {}, {}, {}, {}
         self.seed = {}  # that the script has set since the last step, of each library
-        self.asked = {}  # the last seed of this rank, and how many draws since
         self.made = {}  # lines that made optimizers and schedulers
         self.generator = torch.Generator()
         if in_worker:
@@ -525,7 +516,6 @@ class Run:
 def seeded(run, library, value):
     """The script seeds a library. Draws are then those after this seed, whichever process makes
     them; after a seed of each rank's own, those after one process's."""
-    run.asked[library] = [value, 0]
     lines = place()
     ways = [(run.steps, library, where) for where in (lines, lines[0])]
     numbers = [run.number("seed", *way) for way in ways]
@@ -547,8 +537,6 @@ def pair(run, name, shape, library="torch"):
     innermost to the outermost, so that what one rank alone draws does not count; or else the same
     innermost line, or any. Of these, it is the n-th since the last seed, or else in the step."""
     seed, number = run.seed.get(library, (None, None))
-    if library in run.asked:
-        run.asked[library][1] += 1
     lines = place()
     ways = []
     for where in ("any", lines[0], lines):
@@ -578,36 +566,20 @@ def drawn(run, name, shape, draw):
     generator."""
     shape, library = tuple(shape), "numpy" if name.startswith("numpy") else "torch"
     key, whole = pair(run, name, shape, library)
-    if math.prod(shape) == 1 and run.steps and key[1] != UNKNOWN and torch.is_grad_enabled():
-        if not name.startswith(("numpy", "random_")) and whole == shape:
-            run.say(f"{key[1]}: torch.{name}", "once")
     run.generator.manual_seed(run.hash(key))
     values = draw(whole, run.generator)
     if whole != shape:
-        note_share(run, key, library)
         values = run.share_of(values, shape)
     return values
 
 
-def note_share(run, key, library):
-    """A draw of a share in training: would each rank's be the same?"""
-    if library not in run.asked:
-        return
-    state = tuple(run.asked[library])
-    if library == "torch":
-        state += (torch.initial_seed(),)
-        state += (torch.cuda.initial_seed(),) if torch.cuda.is_initialized() else ()
-    run.note(Draw((run.steps, *key[1:]), state))
-
-
-def drawn_by_hand(run, name, values, generator_state):
+def drawn_by_hand(run, name, values):
     """Numbers of a generator of the script's own: left alone, unless a rank has drawn its share."""
     key, shape = pair(run, f"{name} of a generator", tuple(values.shape), None)
     if run.one and values.numel() < 1_000_000:
         run.given[key] = values.detach().cpu().clone()
     if shape == tuple(values.shape) or key not in run.given:
         return values
-    run.note(Draw(key, generator_state))
     return run.share_of(run.given[key], tuple(values.shape))
 
 
@@ -694,14 +666,12 @@ def control_torch(run):
             if run.in_dataset() or run.is_quiet():
                 return original(*args, **kwargs)
             with run.quiet(), torch.no_grad():
-                generator = kwargs.get("generator")
-                state = zlib.crc32(generator.get_state().numpy()) if generator is not None else None
                 out = original(*args, **kwargs)
                 if not torch.is_tensor(out) or not is_plain(out):
                     return out
-                if generator is None:
+                if kwargs.get("generator") is None:
                     return out.copy_(values_of(name, out, args, kwargs))
-                values = drawn_by_hand(run, name, out, state)
+                values = drawn_by_hand(run, name, out)
                 return out if values is out else out.copy_(values)
 
     functions = {"rand": uniform, "randn": uniform, "rand_like": uniform, "randn_like": uniform}
@@ -790,8 +760,7 @@ def control_python(run):
                 return drawn(run, f"numpy {name}", out.shape, again).numpy()
 
     def watch_numbers(owner, library, name):
-        """A number that is drawn once for a whole batch is equal on all ranks here. In truth, each
-        rank may draw its own, which is said."""
+        """Also where one number is drawn for a whole batch, it is the same on all ranks."""
 
         @replace(owner, name)
         def draw(original, *args, **kwargs):
@@ -800,12 +769,7 @@ def control_python(run):
                 if run.number("python", *where) < 1000:  # it takes time
                     key, _ = pair(run, f"{library}.{name}", (), library)
                     inspect.unwrap(owner.seed)(run.hash(key))
-            out = original(*args, **kwargs)
-            outside = getattr(run.thread, "in_collate", False) or run.steps and not run.in_dataset()
-            if outside and np.size(out) == 1 and out is not None and torch.is_grad_enabled():
-                if (line := place()[0]) != UNKNOWN:
-                    run.say(f"{line}: {owner.__name__}.{name}", "once")
-            return out
+            return original(*args, **kwargs)
 
     watch_seeds(random, "random")
     watch_seeds(np.random, "numpy")
@@ -839,7 +803,7 @@ def own_numbers(run):
     try:
         yield
     finally:
-        run.thread.in_dataset = run.thread.in_collate = False
+        run.thread.in_dataset = False
         torch.set_rng_state(saved[0])
         random.setstate(saved[1])
         np.random.set_state(saved[2])
@@ -872,7 +836,6 @@ def control_datasets(run):
                 seed_all(run.hash("sample", base_index(self.dataset, index)))
                 samples.append(self.dataset[index])
             seed_all(run.hash("batch", number))
-            run.thread.in_collate = True
             return self.collate_fn(samples)
 
     class Seeded:
@@ -2072,17 +2035,6 @@ def lines_that_set(line, name):
     return ", ".join(f"{file}:{n}" for n, text in enumerate(lines, 1) if pattern.search(text))
 
 
-def compare_draws(ranks):
-    """A share that is drawn by the same numbers on all ranks."""
-    states = [{note.key: note.state for _, note in notes[Draw]} for notes in ranks]
-    for key, state in states[0].items():
-        if all(notes.get(key) == state for notes in states):
-            step = key[0] if isinstance(key[0], int) else 0
-            text = f"{source(key[1])}: {key[2]} draws the same numbers for each rank's share: seed "
-            text += "each rank differently, as in manual_seed(seed + rank)"
-            yield Finding("WRONG", "random", step, text)
-
-
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.I)
 NO_SCORE = re.compile(
     r"(time|speed|eta|dt|secs?|seconds|elapsed|took|port|pid|rank|size|world|process|processes)"
@@ -2239,13 +2191,6 @@ def find_all(one, ranks, tolerance):
             if kind != "update" or not first_of(tensors.findings, "gradients"):
                 found.append(of_kind[0])
     found += list(compare_settings(one, ranks))[:1]
-    found += list(compare_draws(ranks))[:1]
-    once = set.intersection(*({n.text for _, n in r[Said] if n.kind == "once"} for r in ranks))
-    for text in sorted(once):
-        text += (
-            " is drawn once for a batch: equal on all ranks here, but with each rank's own seed?"
-        )
-        found.append(Finding("look", "random", 0, text))
     found += list(compare_printed(one, ranks))[:4]
     return found, tensors.largest
 
