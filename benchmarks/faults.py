@@ -1,6 +1,6 @@
 """Silent faults of data parallelism, put into right loops one at a time: what do the tools say?
 
-OMP_NUM_THREADS=1 python benchmarks/faults.py            # all; writes faults.csv, prints a summary
+OMP_NUM_THREADS=1 python benchmarks/faults.py            # all; rows of faults.csv, and a summary
 OMP_NUM_THREADS=1 python benchmarks/faults.py gan right  # whose loop, kind or name has a word
 
 Each fault is a change to one of loops/: a line or two, as somebody would write it by mistake. Both
@@ -641,8 +641,28 @@ def verdict(report, script, lines):
     return "WRONG" if "WRONG" in words else "look" if words else "", bool(numbers & lines)
 
 
+FIELDS = ["loop", "kind", "fault", "cost"]
+FIELDS += [f"{tool}{what}" for tool in ("compare", "check") for what in ("", " line", " seconds")]
+
+
+def save(rows):
+    """faults.csv, in the order above; rows of other faults and columns of other tools stay."""
+    path = LOOPS.parent / "faults.csv"
+    old = list(csv.DictReader(path.open())) if path.exists() else []
+    table = {(row["loop"], row["fault"]): row for row in old}
+    for row in rows:
+        key = row["loop"], row["fault"]
+        table[key] = table.get(key, {}) | row
+    known = [(fault.loop, fault.name) for fault in FAULTS]
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table[key] for key in known if key in table)
+    return [table[key] for key in known if key in table]
+
+
 def main():
-    words = sys.argv[1:]
+    words, tools = sys.argv[1:], os.environ.get("TOOLS", "compare check")
     faults = [f for f in FAULTS if all(w in f"{f.loop} {f.kind} {f.name}" for w in words)]
     rows, reports = [], os.environ.get("REPORTS")
     for fault in faults:
@@ -651,12 +671,12 @@ def main():
             os.chdir(folder)
             row = {"loop": fault.loop, "kind": fault.kind, "fault": fault.name, "cost": fault.cost}
             for tool, run in (("compare", run_compare), ("check", run_check)):
-                if tool not in os.environ.get("TOOLS", "compare check"):
+                if tool not in tools:
                     continue
                 began = time.monotonic()
                 report = run(script.name)
                 row[tool], named = verdict(report, script, lines)
-                row[f"{tool} names the line"] = "yes" if named else ""
+                row[f"{tool} line"] = "named" if named else ""
                 row[f"{tool} seconds"] = f"{time.monotonic() - began:.0f}"
                 if reports:
                     text = f"#### {fault.loop}: {fault.name}: {sorted(lines)}\n{report}\n"
@@ -664,28 +684,21 @@ def main():
             os.chdir(LOOPS)
             rows.append(row)
             print(" | ".join(row.values()), flush=True)
-    if not words:
-        with open(LOOPS.parent / "faults.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-    summarize(rows)
+            table = save(rows)
+    summarize(table)
 
 
 def summarize(rows):
-    for kind in ("new", "ports", "known", "further", "harmless", "right"):
+    print("| | faults | compare.py: WRONG, look | line | check.py: WRONG, look | line | by one |")
+    for kind in dict.fromkeys(fault.kind for fault in FAULTS):
         of_kind = [row for row in rows if row["kind"] == kind]
+        cells = [kind, len(of_kind)]
         for tool in ("compare", "check"):
-            if of_kind and tool in of_kind[0]:
-                count = {
-                    word: sum(row[tool] == word for row in of_kind) for word in ("WRONG", "look")
-                }
-                named = sum(row[f"{tool} names the line"] == "yes" for row in of_kind)
-                text = f"{count['WRONG']} WRONG, {count['look']} look, the line of {named}"
-                print(f"{kind}: {len(of_kind)} loops; {tool}.py: {text}")
-        found = [row for row in of_kind if row.get("compare") or row.get("check")]
-        if of_kind:
-            print(f"{kind}: found by one of them: {len(found)} of {len(of_kind)}")
+            found = [row.get(tool, "") for row in of_kind]
+            cells.append(f"{found.count('WRONG')}, {found.count('look')}")
+            cells.append(sum(row.get(f"{tool} line") == "named" for row in of_kind))
+        cells.append(sum(bool(row.get("compare") or row.get("check")) for row in of_kind))
+        print("| " + " | ".join(map(str, cells)) + " |")
 
 
 if __name__ == "__main__":
