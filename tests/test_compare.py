@@ -203,8 +203,8 @@ def test_crash_and_hang():
 @pytest.mark.parametrize(
     "flags, script",
     [
-        ["", "loop.py uneven blocks"],
-        ["--steps 4", "loop.py spawn"],
+        ["", "loop.py blocks mixup"],
+        ["", "loop.py uneven spawn"],
         ["--nproc 3", "loop.py stream forkserver broadcast"],
         ["-m", "loop lbfgs"],
     ],
