@@ -591,7 +591,6 @@ class Forked:
 
 def run_compare(script):
     """Its report, as `python compare.py script` prints it."""
-    sys.path.insert(0, str(TOOLS))
     import compare
 
     compare.launch, compare.START = Forked, os.getcwd()
@@ -702,5 +701,6 @@ def summarize(rows):
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(TOOLS))
     torch.set_num_threads(1)
     main()
