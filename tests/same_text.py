@@ -1,6 +1,6 @@
 """The small scripts share what they can to the letter, and so do before.py and after.py, check.py
-and compare.py: functions and flags of one name have one text. `main` may differ, and so may the score
-of a sharded model. Scripts with DDP train in the same lines, wherever these stand.
+and compare.py: functions and flags of one name have one text. `main` may differ, and so may the
+score of a sharded model. Scripts with DDP train in the same lines, wherever these stand.
 
 python tests/same_text.py                          # says where they differ; status 1 if anywhere
 python tests/same_text.py --fix train_single.py    # copies that script's text into its siblings
