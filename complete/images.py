@@ -31,8 +31,9 @@ class FolderError(Exception):
 
 def load_folder(folder, side, final=False):
     """Training and test set of a folder of images, or of one that pack_images.py wrote. Images are
-    squares of `side` pixels, packed ones of those that they were packed with. Where there are val/
-    and test/, the test set is val/, and with `final` test/. Raises FolderError."""
+    squares of `side` pixels, packed ones of those that they were packed with. The test set is val/
+    or test/, as its `part` says; where there are both, val/, and with `final` test/. Raises
+    FolderError."""
     if not folder.is_dir():
         raise FolderError(f"--dataset {folder} is neither a known name nor a folder")
     if (folder / "train.bin").exists():
@@ -40,17 +41,18 @@ def load_folder(folder, side, final=False):
     else:
         classes, parts, notes = find_images(folder)
         sets = {part: Images(*samples, classes, side) for part, samples in parts.items()}
-    if "val" in sets:
+    if {"val", "test"} <= sets.keys():
         notes.append(f"{folder}: best.pt is chosen on val/; --evaluate gives the scores on test/")
     if os.environ.get("RANK", "0") == "0":  # rank 0 alone prints
         for note in notes:
             print(note, flush=True)
-    test = "val" if "val" in sets and not final else "test"
-    return sets["train"], sets[test]
+    part = "test" if "val" not in sets or final and "test" in sets else "val"
+    sets[part].part = part  # by which the scores are named
+    return sets["train"], sets[part]
 
 
 def load_packed(folder, side):
-    """The data sets "train", "test", and "val" where there are both, and lines to print."""
+    """The data sets "train", and "val" or "test" or both, and lines to print."""
     if not (folder / "classes.json").exists():
         raise FolderError(f"--dataset {folder} is not complete: run pack_images.py again")
     classes = json.loads((folder / "classes.json").read_text())
@@ -71,8 +73,8 @@ def side_before_crop(image_size):
 
 # ---- Finding images ------------------------------------------------------------------------------
 def find_images(folder):
-    """Returns the names of the classes, paths and labels for each part ("train", "test", and "val"
-    where there are both), and lines to print. Raises FolderError."""
+    """Returns the names of the classes, paths and labels for each part ("train", and "val" or
+    "test" or both), and lines to print. Raises FolderError."""
     counts = Counter()
     places, notes = find_parts(folder)
     found = {part: images_by_class(place, counts) for part, place in places.items()}
@@ -92,8 +94,6 @@ def find_images(folder):
         found["test"] = {name: paths[::10] for name, paths in found["train"].items()}
         for paths in found["train"].values():
             del paths[::10]
-    if "test" not in found:
-        found["test"] = found.pop("val")
     empty = [name for name in classes if not all(by_class[name] for by_class in found.values())]
     if empty:
         says = f"{folder}: no images to train or to test on in {quoted(empty)}"
@@ -123,6 +123,16 @@ def find_parts(folder):
         source = folder / "train" if (folder / "train").is_dir() else folder
         raise FolderError(f"{source} has no folders: it needs one for each class")
     return {"train": folder}, []
+
+
+def is_part(folder):
+    """Whether a folder is a part of a data set, such as train/, and not a class of that name."""
+    if folder.name not in itertools.chain(*PARTS.values()):
+        return False
+    try:
+        return find_parts(folder.parent)[0]["train"] != folder.parent
+    except FolderError:  # there is no train/
+        return bool(folders_in(folder))
 
 
 def check_classes(folder, places, found, notes):

@@ -4,19 +4,22 @@ python complete/predict.py runs/mine new_photos                              # p
 python complete/predict.py runs/mine my_images/test --output predictions.csv
 
 The columns of the table: path; class; true, the class in whose folder the image lies, or nothing
-if none of its folders has the name of a class; and the probability of each class.
+if none of its folders has the name of a class; and the probability of each class. A run with --amp
+is tested with it, as in its own evaluation.
 
 In a program of your own (PYTHONPATH=complete python my_program.py):
 
     from predict import load
-    model, classes, transform = load("runs/mine")
+    model, classes, transform = load("runs/mine")  # in float32
     with torch.no_grad():
         probabilities = model(transform("photo.jpg")[None]).softmax(1)[0]
 """
 
 import argparse
 import csv
+import functools
 import os
+import secrets
 import sys
 from collections import Counter
 from pathlib import Path
@@ -24,8 +27,16 @@ from pathlib import Path
 import numpy as np
 import torch
 import train  # for build_model and prepare, which may be yours
-from checkpoint import DamagedFile, read_weights
-from images import image_files, load_image, quoted, square, suffixes_in_words, upright_rgb
+from checkpoint import FileError, read_weights
+from images import (
+    image_files,
+    is_part,
+    load_image,
+    quoted,
+    square,
+    suffixes_in_words,
+    upright_rgb,
+)
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
@@ -52,28 +63,28 @@ def load(path):
 
 
 class TrainedRun:
-    """What predictions need of a run. Raises DamagedFile."""
+    """What predictions need of a run. Raises FileError."""
 
     def __init__(self, path):
         file = Path(path)
         if file.is_dir():
             file = file / "best.pt"
         saved = read_weights(file)
-        if "image" not in saved:
-            raise DamagedFile(f"{file} is not a best.pt or model.pt of train.py")
-        self.image_shape = saved["image"]  # None unless load_data returns uint8 images
+        if saved.identity is None or saved.flags is None:
+            raise FileError(f"{file} is not a best.pt or model.pt of train.py")
+        self.image_shape = saved.identity["image"]  # None unless load_data returns uint8 images
         if self.image_shape is None or self.image_shape[1] != self.image_shape[2]:
             says = f"{file} was not trained on square uint8 images"
-            raise DamagedFile(f"{says}: predict with a Dataset as in your load_data")
-        self.classes = saved["classes"]
+            raise FileError(f"{says}: predict with a Dataset as in your load_data")
+        self.classes = saved.identity["classes"]
         if not isinstance(self.classes, list):  # a number: the data had no names
             self.classes = [str(label) for label in range(self.classes)]
         self.args = train.parser.parse_args([])
-        vars(self.args).update(saved["flags"])
-        self.args.normalization = saved["normalization"]
+        vars(self.args).update(saved.flags)
+        self.args.normalization = saved.normalization
         inputs = self.prepare(torch.zeros(1, *self.image_shape, dtype=torch.uint8))
         self.model = train.build_model(self.args, inputs, len(self.classes))
-        self.model.load_state_dict(saved["model"])
+        self.model.load_state_dict(saved.weights)
         self.model.eval()
 
     def prepare(self, pixels, device=torch.device("cpu")):
@@ -94,30 +105,49 @@ def decode(image, shape):
 
 # ---- The images ----------------------------------------------------------------------------------
 def find_photos(places, classes):
-    """The paths of images, given as files and folders, and their true classes, "" if unknown."""
-    paths, true_classes, counts = [], [], Counter()
+    """The paths of images, given as files and folders, and their true classes, "" if unknown. An
+    image that is given twice, also by a folder that contains another one, is there once."""
+    photos, counts, given = {}, Counter(), 0
+    real = functools.cache(os.path.realpath)
     for place in places:
-        found = image_files(place, counts) if place.is_dir() else [str(place)]
-        paths += found
-        true_classes += [true_class(path, place, classes) for path in found]
+        for path in image_files(place, counts) if place.is_dir() else [str(place)]:
+            given += 1
+            # By the real folder, but the file's own name, as in a folder of links to images.
+            key = real(os.path.dirname(path)), os.path.basename(path)
+            if key not in photos:
+                photos[key] = path, true_class(path, place, classes)
+    if given > len(photos):
+        print(f"{given - len(photos)} images are given twice, and counted once", flush=True)
     counts.pop("links", None)
     if counts:
         print(suffixes_in_words(counts), flush=True)
-    others = {os.path.dirname(path) for path, name in zip(paths, true_classes) if not name}
-    if others and any(true_classes):
+    others = {os.path.dirname(path) for path, name in photos.values() if not name}
+    if others and any(name for _, name in photos.values()):
         first = quoted(sorted(others)[:5])
         print(
             f"no class of the run has the name of these {len(others)} folders: {first}", flush=True
         )
-    return paths, true_classes
+    return [path for path, _ in photos.values()], [name for _, name in photos.values()]
 
 
 def true_class(path, place, classes):
-    """The first folder, from `place` down to the image, that has the name of a class. Where
-    `place` is an image, this is its folder."""
-    start = place.absolute() if place.is_dir() else place.absolute().parent
-    below = Path(path).absolute().parent.relative_to(start).parts
-    return next((name for name in [*below, start.name] if name in classes), "")
+    """The first folder, from `place` down to the image, that has the name of a class, and in
+    training would be one: train/ may be a part of the data, and no class. Where `place` is an
+    image, this is its folder."""
+    below = Path(path).parent.relative_to(place).parts if place.is_dir() else ()
+    start = absolute(place if place.is_dir() else place.parent)
+    for folder in [*(start.joinpath(*below[:i]) for i in range(1, len(below) + 1)), start]:
+        if folder.name in classes and not takes_as_part(folder):
+            return folder.name
+    return ""
+
+
+def absolute(folder):
+    """With its own name, which may be that of a link, unless it is given as `..`."""
+    return folder.resolve() if ".." in folder.parts else folder.absolute()
+
+
+takes_as_part = functools.cache(is_part)
 
 
 class Photos(Dataset):
@@ -143,7 +173,7 @@ def classify(args, run, paths, true_classes, counts):
     """Yields path, class, true class and probabilities of each image. One that cannot be decoded is
     named and left out. `counts` gets how many were done, broken, known and right."""
     device = torch.device(run.args.device)  # a GPU, if there is one
-    model = run.model.to(device)
+    model, precision = run.model.to(device), train.autocast(run.args, device)
     loader = DataLoader(
         Photos(paths, run.image_shape),
         args.batch_size,
@@ -154,8 +184,10 @@ def classify(args, run, paths, true_classes, counts):
     )
     places = zip(paths, true_classes)
     for pixels, errors in loader:
-        outputs = model(run.prepare(pixels, device))
-        probabilities = outputs.double().softmax(1).tolist()
+        inputs = run.prepare(pixels, device)
+        with precision:
+            outputs = model(inputs)
+        probabilities = outputs.cpu().double().softmax(1).tolist()  # not every GPU has float64
         for error, row, (path, true) in zip(errors, probabilities, places):
             counts["done"] += 1
             if counts["done"] % 1000 == 0:
@@ -178,13 +210,15 @@ def print_classes(rows, classes):
 
 
 def write_table(rows, classes, output):
-    """The file has another name until it is complete."""
-    unfinished = Path(f"{output}.tmp")
+    """The file has another name until it is complete, and each predict.py one of its own."""
+    unfinished = Path(f"{output}.{secrets.token_hex(4)}")
     with open(unfinished, "w", newline="", errors="surrogateescape", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["path", "class", "true", *classes])
         for path, predicted, true, probabilities in rows:
             writer.writerow([path, predicted, true, *(f"{p:.6g}" for p in probabilities)])
+    if output.exists():
+        raise SystemExit(f"{output} was written by another process: this table is {unfinished}")
     os.rename(unfinished, output)
 
 
@@ -192,20 +226,23 @@ def main(args):
     sys.stdout.reconfigure(errors="backslashreplace")  # for names of files in another encoding
     if args.output and args.output.exists():
         parser.error(f"--output {args.output} exists: remove it, or choose another name")
+    output = args.output and args.output.resolve()  # what a link points to
+    if output and not output.parent.is_dir():
+        parser.error(f"--output {args.output}: there is no folder {output.parent}")
     for place in args.images:
         if not place.exists():
             parser.error(f"{place} does not exist")
     try:
         run = TrainedRun(args.run)
-    except DamagedFile as error:
+    except FileError as error:
         parser.error(error)
     paths, true_classes = find_photos(args.images, run.classes)
     if not paths:
         parser.error(f"no images in {', '.join(map(str, args.images))}")
     counts = Counter()
     rows = classify(args, run, paths, true_classes, counts)
-    if args.output:
-        write_table(rows, run.classes, args.output)
+    if output:
+        write_table(rows, run.classes, output)
     else:
         print_classes(rows, run.classes)
     says = f"{len(paths) - counts['broken']} images"

@@ -2,13 +2,15 @@
 load the data, and the weights that the run starts from.
 
 torchrun starts a process for each GPU. Each is called a rank, after its number. All ranks call the
-functions of this file together, as they communicate.
+functions of this file together, as most of them communicate: all that end in `on_all_ranks`, and
+join, in_turns, compare_ranks, find_start and load_weights.
 """
 
 import hashlib
 import os
 import socket
 import sys
+import threading
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
@@ -17,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from checkpoint import DamagedFile, check_file, read_weights
+from checkpoint import FileError, Start, check_file, find_run, read_weights
 from images import FolderError
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from torchvision import models
@@ -25,6 +27,7 @@ from torchvision.datasets import DatasetFolder
 
 # Flags that two machines may give differently.
 MAY_DIFFER = ["data_dir", "output", "workers", "timeout"]
+PATIENCE = 10  # seconds after which a process says for whom it waits
 
 
 # ---- The processes join --------------------------------------------------------------------------
@@ -55,7 +58,7 @@ def cores():
 
 def join(args):
     """Join the other processes, and print who is where. Returns this process's device."""
-    refuse(check_launch(args))
+    refuse_on_all_ranks(check_launch(args))
     rank = from_environment("RANK", 0)  # number of this process: 0, 1, ... over all machines
     local_rank = from_environment("LOCAL_RANK", 0)  # 0, 1, ... on this machine
     device = torch.device("cpu")
@@ -63,14 +66,19 @@ def join(args):
         device = torch.device(args.device, local_rank)  # each process uses its own GPU
         torch.accelerator.set_device_index(local_rank)  # or all would use GPU 0
     # All processes wait here until the last has joined. Then they can communicate.
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device),  # NCCL between NVIDIA GPUs, Gloo between CPUs
-        store=None if launched() else dist.HashStore(),  # no other process to find
-        rank=rank,
-        world_size=from_environment("WORLD_SIZE", 1),
-        timeout=timedelta(seconds=args.timeout),
-        device_id=None if device.type == "cpu" else device,  # the GPU for NCCL to use
-    )
+    waits = threading.Timer(PATIENCE, print, [waiting_line(args)], {"flush": True})
+    waits.start()
+    try:
+        dist.init_process_group(
+            dist.get_default_backend_for_device(device),  # NCCL between GPUs, Gloo between CPUs
+            store=None if launched() else dist.HashStore(),  # no other process to find
+            rank=rank,
+            world_size=from_environment("WORLD_SIZE", 1),
+            timeout=timedelta(seconds=args.timeout),
+            device_id=None if device.type == "cpu" else device,  # the GPU for NCCL to use
+        )
+    finally:
+        waits.cancel()
     name = f"{device}, {torch.cuda.get_device_name()}" if device.type == "cuda" else device
     reports = gather(f"rank {rank}: host {socket.gethostname()}, device {name}")
     if rank == 0:
@@ -81,11 +89,25 @@ def join(args):
     return device
 
 
+def waiting_line(args):
+    """For whom this process waits, and what to do if nobody else was started."""
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    rank, world_size = from_environment("RANK", 0), from_environment("WORLD_SIZE", 1)
+    others = f"ranks 1 to {world_size - 1} to join" if world_size > 2 else "rank 1 to join"
+    line = f"rank {rank} of {world_size} waits for {'rank 0' if rank else others} at {place}"
+    if not dist.is_torchelastic_launched():
+        line += ": for a run of one process, unset RANK, which is set in this shell"
+    return f"{line} (--timeout: {args.timeout} s)"
+
+
 def check_launch(args):
     """Why this process cannot join others, or ""."""
     names = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if launched() and not all(os.environ.get(name) for name in names):
         return f"RANK is set, but not all of {', '.join(names)}: start torchrun, or unset RANK"
+    rank, world_size = from_environment("RANK", 0), from_environment("WORLD_SIZE", 1)
+    if rank >= world_size:
+        return f"RANK is {rank}, and WORLD_SIZE {world_size}: start torchrun, or unset RANK"
     launchers = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # srun, mpirun
     tasks = max(int(os.environ.get(name) or 1) for name in launchers)
     if not launched() and tasks > 1:  # each would be rank 0, in one folder
@@ -107,7 +129,7 @@ def gather(value):
     return values
 
 
-def refuse(problem):
+def refuse_on_all_ranks(problem):
     """End all ranks if one of them has a problem, which is printed once; "" is none. A process that
     has not joined the others yet ends alone."""
     problems = gather(problem) if dist.is_initialized() else [problem]
@@ -120,6 +142,18 @@ def refuse(problem):
         dist.barrier()  # until it is printed: torchrun ends all ranks as soon as one has ended
         dist.destroy_process_group()
     raise SystemExit(2)
+
+
+def call_on_all_ranks(function, *args):
+    """What `function` returns, on each rank. All ranks end if it raises a FileError or FolderError
+    on one of them."""
+    value, problem = None, ""
+    try:
+        value = function(*args)
+    except (FileError, FolderError) as error:
+        problem = str(error)
+    refuse_on_all_ranks(problem)
+    return value
 
 
 def in_turns(load, *args, **options):
@@ -151,22 +185,22 @@ def compare_ranks(args, float16):
     different things: `float16` or not."""
     flags = {flag(name): str(x) for name, x in vars(args).items() if name not in MAY_DIFFER}
     flags["--dataset"] = Path(args.dataset).name  # its folder may be elsewhere
-    compare(flags, "start all machines with the same flags")
+    compare_on_all_ranks(flags, "start all machines with the same flags")
     sources = Path(__file__).parent.glob("*.py")
     files = {path.name: hash_of([path.read_bytes()]) for path in sources}
-    compare(files, "copy the same files to all machines")
+    compare_on_all_ranks(files, "copy the same files to all machines")
     half = "float16" if float16 else "bfloat16"
-    compare({"--amp": half}, "use GPUs of one kind, or leave out --amp")
+    compare_on_all_ranks({"--amp": half}, "use GPUs of one kind, or leave out --amp")
 
 
-def compare(own, remedy):
-    """Refuse what differs between the ranks. `own` has this rank's values and their names."""
-    first, *others = gather(own)
+def compare_on_all_ranks(values, remedy):
+    """Refuse what differs between the ranks. `values`: this rank's, by their names."""
+    first, *others = gather(values)
     for rank, other in enumerate(others, start=1):
         for name in sorted({*first, *other}):
             a, b = first.get(name), other.get(name)
             if a != b:
-                refuse(f"{name} is {a} on rank 0 and {b} on rank {rank}: {remedy}")
+                refuse_on_all_ranks(f"{name} is {a} on rank 0 and {b} on rank {rank}: {remedy}")
 
 
 def flag(name):
@@ -177,24 +211,26 @@ def flag(name):
 def load_on_all_ranks(args, load_data):
     """What load_data returns, and the identity of the data. Refuses a rank that finds no data, too
     few, or others than rank 0."""
-    try:
-        train_set, test_set, classes = load_data(args)
-        problem = ""
-        if len(train_set) < args.batch_size:
-            problem = f"--batch-size: the training set has only {len(train_set)} samples"
-        elif len(test_set) < dist.get_world_size():
-            count = dist.get_world_size()
-            problem = f"only {len(test_set)} test samples, for {count} processes"
-    except FolderError as error:
-        problem = str(error)
-    refuse(problem)
+    train_set, test_set, classes = call_on_all_ranks(load_data, args)
+    problem, world_size = "", dist.get_world_size()
+    if len(train_set) < args.batch_size:
+        problem = f"--batch-size: the training set has only {len(train_set)} samples"
+    elif len(test_set) < world_size:
+        problem = f"only {len(test_set)} {part_of(test_set)} samples, for {world_size} processes"
+    refuse_on_all_ranks(problem)
     identity = identify(train_set, test_set, classes)
     if len({*gather(hash_of([repr(identity).encode()]))}) > 1:
         rank_0, *others = gather(identity)
         for rank, other in enumerate(others, start=1):
-            if differ := difference(rank_0, other, " on rank 0", f" on rank {rank}"):
-                refuse(f"the ranks have different data: {differ}")
+            differ = difference(rank_0, other, " on rank 0", f" on rank {rank}")
+            if differ:
+                refuse_on_all_ranks(f"the ranks have different data: {differ}")
     return train_set, test_set, classes, identity
+
+
+def part_of(test_set):
+    """The part of the data that gives the scores: val, or test."""
+    return getattr(test_set, "part", "test")
 
 
 def identify(train_set, test_set, classes):
@@ -203,7 +239,7 @@ def identify(train_set, test_set, classes):
     another folder."""
     names = getattr(train_set, "classes", None)
     names = [str(name) for name in names] if isinstance(names, (list, tuple)) else classes
-    parts = {"train": fingerprint(train_set), "test": fingerprint(test_set)}
+    parts = {"train": fingerprint(train_set), part_of(test_set): fingerprint(test_set)}
     return {"classes": names, "data": parts, "image": image_shape(test_set[0])}
 
 
@@ -216,8 +252,9 @@ def image_shape(sample):
 
 def describe(identity):
     """In words: how many samples and classes, with the names of the first and the last."""
-    train, test = (identity["data"][part]["samples"] for part in ("train", "test"))
-    samples, classes = f"{train} training samples, {test} test samples", identity["classes"]
+    (_, train), (part, test) = identity["data"].items()
+    samples = f"{train['samples']} training samples, {test['samples']} {part} samples"
+    classes = identity["classes"]
     if isinstance(classes, int):  # classes without names, or the one output of a regression
         return f"{samples}, {f'{classes} classes' if classes > 1 else '1 output'}"
     names = [ascii(name) for name in classes]
@@ -281,91 +318,94 @@ def difference(old, new, then=" then", now=" now"):
         more = [name for name in after if name not in before]
         change = f"{ascii(gone)}{then}, {ascii(more)}{now}"
         return f"other classes: {change if gone or more else 'another order'}"
-    for part, name in ("train", "training"), ("test", "test"):
+    for part in {**old["data"], **new["data"]}:
+        if part not in old["data"] or part not in new["data"]:
+            return f"{' and '.join(old['data'])}/{then}, {' and '.join(new['data'])}/{now}"
         a, b = old["data"][part], new["data"][part]
+        name = "training" if part == "train" else part
         if a["samples"] != b["samples"]:
             return f"{a['samples']} {name} samples{then}, not {b['samples']}{now}"
         if a["hash"] != b["hash"]:
             hashes = f"{a['hash']}{then}, {b['hash']}{now}"
             return f"other {name} samples, by their paths or labels: {hashes}"
-    a, b = old.get("image"), new.get("image")
+    a, b = old["image"], new["image"]
     if a != b:  # packed again, with another --side
         return f"images of the shape {a}{then}, not {b}{now}"
     return ""
 
 
-def check_data(args, run, first, identity):
+def check_data_on_all_ranks(args, start, identity):
     """Refuse to continue a run with other data, or to print scores that could not be believed; and
-    print what the data are. `first` is what `find_start` has returned."""
+    print what the data are. `start` is what `find_start` has returned."""
+    problem = ""
     if args.evaluate:
-        refuse(check_scores(first, args, identity))
-    elif run.resumed:
-        differ = difference(run.resumed, identity)
-        refuse(differ and f"{run.path} was started with {differ}: use the same data")
+        problem = check_scores(start, args, identity)
+    elif start.is_resumed:
+        differ = difference(start.identity, identity)
+        if differ:
+            problem = f"{start.file} was started with {differ}: use the same data"
+    refuse_on_all_ranks(problem)
     if dist.get_rank() == 0:
         samples = f"{args.batch_size // dist.get_world_size()} samples per step on each rank"
         print(f"{describe(identity)}; {samples}", flush=True)
 
 
 def check_scores(trained, args, identity):
-    """Why the scores of weights on these data could not be believed, or "". `trained` says what the
-    weights were trained with."""
-    if "data" not in trained:  # a plain state_dict
+    """Why the scores of weights on these data could not be believed, or "". `trained`: a Start with
+    the weights."""
+    file, flags, then = trained.file, trained.flags, trained.identity
+    if then is None or flags is None:  # a plain state_dict
         return ""
-    file, flags = trained["file"], trained["flags"]
     for name in ("model", "image_size"):
         if name in flags and flags[name] != getattr(args, name):
             return f"{file} was trained with {flag(name)} {flags[name]}: test it with that"
-    if trained["classes"] != identity["classes"]:
-        return f"{file} was trained with {difference(trained, identity)}"
+    if then["classes"] != identity["classes"]:
+        return f"{file} was trained with {difference(then, identity)}"
     same_folder = flags["dataset"] == Path(args.dataset).name
-    data = {**identity["data"], "train": trained["data"]["train"]}  # its test set may be another
+    data = {**identity["data"], "train": then["data"]["train"]}  # what is tested may be another
     if same_folder and (differ := difference({**identity, "data": data}, identity)):
         return f"{file} was trained with {differ}: what is tested may be part of it"
     return ""
 
 
 # ---- What the run starts from --------------------------------------------------------------------
-def find_start(args, run):
+def find_start(args, may_change):
     """What the run continues from, or the first weights of a new one, or those that --evaluate
-    tests: a dictionary with what belongs to them, such as "normalization", and on rank 0 with
-    "model", the weights of --init or --pretrained, which DDP copies to the other ranks; {} if they
-    are random."""
+    tests: a Start, which has the weights themselves on rank 0 alone."""
+    version = None
     if not args.evaluate:
-        refuse(run.open())
-        found = f"epoch {run.epoch}, step {run.step}" if run.resumed else "none"
-        share = "put --output on a disk that all machines share"
-        compare({"the checkpoint in --output": found}, share)
-        if run.resumed:
-            return run.resumed
-    first, problem = {}, ""
-    if dist.get_rank() == 0:
-        try:
-            first = read_first(args)
-        except DamagedFile as error:
-            problem = str(error)
-    refuse(problem)
-    parts = ("file", "flags", "normalization", "classes", "data", "image")
-    about = [{name: first[name] for name in parts if name in first}]
-    dist.broadcast_object_list(about, 0)
-    weights = {"model": first["model"]} if first else {}
-    return about[0] | weights
+        start = call_on_all_ranks(find_run, args, may_change)
+        at = f"epoch {start.progress.epoch}, step {start.progress.step}"
+        found = {"the checkpoint in --output": at if start.is_resumed else "none"}
+        compare_on_all_ranks(found, "put --output on a disk that all machines share")
+        if start.is_resumed:
+            return start
+        version = start.version
+    start = call_on_all_ranks(read_first, args)
+    weights, start.weights = start.weights, None
+    shared = [start]
+    dist.broadcast_object_list(shared, 0)  # but for the weights
+    start = shared[0]
+    start.weights, start.version = weights, version
+    return start
 
 
 def read_first(args):
-    """The weights of --evaluate, --init or --pretrained, with what belongs to them. "file" is where
-    they come from, in words. Raises DamagedFile."""
+    """On rank 0 a Start with the weights of --evaluate, --init or --pretrained, if any. Raises
+    FileError."""
+    if dist.get_rank() > 0:
+        return Start()
     if args.evaluate or args.init:
-        file = args.init or args.output / "best.pt"
-        first = read_weights(file) | {"file": str(file)}
-        if "normalization" not in first:
-            print(f"{file} has no normalization: pixels become (pixel - 115) / 58", flush=True)
-        return first
-    return read_pretrained(args.model) | {"file": "--pretrained"} if args.pretrained else {}
+        start = read_weights(args.init or args.output / "best.pt")
+        if start.normalization is None:
+            says = f"{start.file} has no normalization: pixels become (pixel - 115) / 58"
+            print(says, flush=True)
+        return start
+    return read_pretrained(args.model) if args.pretrained else Start()
 
 
 def read_pretrained(name):
-    """torchvision's weights of a model, and their normalization. Raises DamagedFile."""
+    """A Start with torchvision's weights of a model. Raises FileError."""
     weights = models.get_model_weights(name).DEFAULT
     file = Path(torch.hub.get_dir(), "checkpoints", weights.url.rpartition("/")[2])
     try:
@@ -373,18 +413,20 @@ def read_pretrained(name):
             check_file(file)
         model = models.get_model(name, weights=weights)
     except Exception as error:
-        raise DamagedFile(f"{file} is damaged (delete it), or no download: {error}") from error
+        raise FileError(f"{file} is damaged (delete it), or no download: {error}") from error
     preset = weights.transforms()
     normalization = [[255 * x for x in values] for values in (preset.mean, preset.std)]
-    return {"model": model.state_dict(), "normalization": normalization}
+    return Start("--pretrained", model.state_dict(), normalization=normalization)
 
 
-def load_weights(model, first, new_head):
-    """Load the first weights into rank 0's model, and forget them. With `new_head` the last layer
-    may have another shape, and stays random then. Refuses weights that do not fit."""
-    refuse(
-        load_fitting(model, first.pop("model"), first["file"], new_head) if "model" in first else ""
-    )
+def load_weights(model, start, new_head):
+    """Load the first weights, if any, into rank 0's model, and forget them. With `new_head` the
+    last layer may have another shape, and stays random then. Refuses weights that do not fit."""
+    problem = ""
+    if start.weights is not None:
+        problem = load_fitting(model, start.weights, start.file, new_head)
+        start.weights = None
+    refuse_on_all_ranks(problem)
 
 
 def load_fitting(model, weights, file, new_head):

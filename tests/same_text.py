@@ -1,6 +1,6 @@
 """The small scripts, and own_loop/'s before.py and after.py, share what they can to the letter:
 functions and flags of one name have one text. `main` may differ, and so may the score of a sharded
-model. The loops of those that use DDP have one text from `if rank == 0:` on, but for autocast.
+model. Those that use DDP train in the same lines, wherever these stand.
 
 python tests/same_text.py                          # says where they differ; status 1 if anywhere
 python tests/same_text.py --fix train_single.py    # copies that script's text into its siblings
@@ -64,11 +64,27 @@ def compare(paths, source=None):
     return differ
 
 
+def shared_loops(paths=GROUPS[0]):
+    """The scripts whose training, from the data on, differs from that of train_ddp_torchrun.py in
+    more than their wrapper, --amp, and what may differ between machines."""
+    texts = {}
+    for path in paths[2:5]:
+        text = path.read_text()
+        text = text[text.index("    if rank == 0:\n        load_data") :]
+        lines = text[: text.index("    dist.destroy_process_group()")].splitlines()
+        own = "autocast", "parallel", "cross_entropy", "DistributedDataParallel(", "SyncBatchNorm"
+        own += "count_correct", "differ -="
+        texts[path.name] = [line for line in lines if not any(word in line for word in own)]
+    wanted = next(iter(texts.values()))
+    return [name for name, lines in texts.items() if lines != wanted]
+
+
 if __name__ == "__main__":
     fix = Path(sys.argv[2]).resolve() if sys.argv[1:2] == ["--fix"] else None
     differ = []
     for paths in GROUPS:
         if fix is None or fix in paths:
             differ += compare(paths, fix)
+    differ += [f"the training: {name}" for name in shared_loops()]
     print("\n".join(differ) or "all the same")
     sys.exit(bool(differ) and fix is None)

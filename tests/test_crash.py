@@ -8,6 +8,7 @@ from pathlib import Path
 
 import checkpoint as saving
 import helpers
+import numpy as np
 import pytest
 import torch
 import train as script
@@ -181,7 +182,7 @@ def saves(monkeypatch):
     found, plain = [], saving.Run.save
 
     def save(run):
-        found.append((run.epoch, run.step))
+        found.append((run.progress.epoch, run.progress.step))
         plain(run)
 
     monkeypatch.setattr(saving.Run, "save", save)
@@ -191,7 +192,7 @@ def saves(monkeypatch):
 def test_saves_by_minutes(fashion, monkeypatch, saves):
     """Of a clock by which each step takes a second: a new run after ten steps, then every fifteen
     seconds, between progress lines that are further apart. A run that is resumed from there has the
-    losses and weights of one that was left alone."""
+    losses and weights of one that was left alone, also if `prepare` draws from numpy and Python."""
     clock = iter(range(10**6))
     seconds = [0]
     monkeypatch.setattr(saving.time, "perf_counter", lambda: seconds[0] + next(clock) / 10**9)
@@ -199,7 +200,9 @@ def test_saves_by_minutes(fashion, monkeypatch, saves):
 
     def prepare(args, batch, device, train=False):
         seconds[0] += train
-        return plain(args, batch, device, train)
+        images, labels = plain(args, batch, device, train)
+        noise = np.random.rand() + random.random() if train else 0
+        return images + noise / 10, labels
 
     monkeypatch.setattr(script, "prepare", prepare)
     flags = [*fashion, "--batch-size", 8, "--log-every", 1000, "--checkpoint-minutes", 0.25]
@@ -235,7 +238,9 @@ def test_saves_the_best_and_the_last(fashion, monkeypatch, saves, told):
     assert saves == [(0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
     saves.clear()
     told(1, 2)  # due once, in the middle of the last epoch, which is not the best
-    monkeypatch.setattr(saving.Run, "plan_save", lambda run, step: ((run.epoch, step) == (1, 1), 1))
+    monkeypatch.setattr(
+        saving.Run, "plan_save", lambda run, step: ((run.progress.epoch, step) == (1, 1), 1)
+    )
     train(*flags, "middle", "--epochs", 2)
     assert saves == [(1, 0), (1, 1), (2, 0)]
 

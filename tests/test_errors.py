@@ -13,15 +13,20 @@ import torch.distributed as dist
 import train as script
 from helpers import (
     COMPLETE,
+    Warm,
+    altered,
     checkpoint,
     files,
     finish,
+    free_port,
     kill_all,
     parse,
     place,
+    places,
     start,
     together,
     train,
+    wait_for,
     wait_until,
 )
 
@@ -41,7 +46,11 @@ def test_wrong_flags(out, denied):
 
 def open_run(args):
     """Why a run with these flags cannot start in its --output, or ""."""
-    return saving.Run(args, script.MAY_CHANGE, script.lower_is_better).open()
+    try:
+        saving.find_run(args, script.MAY_CHANGE)
+    except saving.FileError as error:
+        return str(error)
+    return ""
 
 
 def test_resumed_with_other_flags(out, fashion, monkeypatch):
@@ -142,6 +151,27 @@ def test_what_stays(out, fashion, monkeypatch):
     assert files("out") == ["checkpoint.pt", "notes.txt"]
 
 
+@pytest.mark.parametrize(
+    "images, labels",
+    [
+        (torch.zeros(640, 1, 28, 28), torch.zeros(640).long()),
+        (torch.zeros(640, 1, 28, 28).byte(), torch.zeros(640, 28, 28).long()),
+    ],
+    ids=["floats", "masks"],
+)
+def test_what_augment_cannot(monkeypatch, capsys, images, labels):
+    """Floats would stay as they are, and a mask would not be that of the crop any more."""
+    both = torch.utils.data.TensorDataset(images, labels)
+    monkeypatch.setattr(script, "load_data", lambda args: (both, both, 10))
+    with pytest.raises(SystemExit, match="2"):
+        train("--augment", "--image-size", 28, "--output", "new")
+    said = capsys.readouterr().err
+    assert (
+        "--augment crops uint8 images, but not their labels: " in said and "and leave out" in said
+    )
+    assert str(images.dtype) in said and said.count("error: ") == 1 and not Path("new").exists()
+
+
 # ---- What fails in training ----------------------------------------------------------------------
 FAULT = """
 add("--fault")
@@ -183,8 +213,9 @@ def test_another_state(out, fashion, monkeypatch):
     names: a part of `state` that was added or removed, a layer."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     args = parse(*fashion, "--resume", "--output", "out")
-    run = saving.Run(args, script.MAY_CHANGE, script.lower_is_better)
-    assert run.open() == ""
+    start = saving.find_run(args, script.MAY_CHANGE)
+    assert start.is_resumed and start.progress.epoch == 2
+    about = dict.fromkeys(["flags", "normalization", *start.identity])
     parts = dict.fromkeys(["model", "optimizer", "scheduler", "scaler"], torch.nn.Linear(1, 1))
     without = {name: part for name, part in parts.items() if name != "scaler"}
     for state, says in (
@@ -193,7 +224,7 @@ def test_another_state(out, fashion, monkeypatch):
         (parts, "model: "),
     ):
         with pytest.raises(SystemExit, match=f"out/checkpoint.pt and the script differ in {says}"):
-            run.restore(state, torch.device("cpu"))
+            saving.Files(args.output, state, about, start.version).restore(torch.device("cpu"))
 
 
 # ---- Processes -----------------------------------------------------------------------------------
@@ -201,6 +232,7 @@ def test_places(out, denied, fashion):
     """What torchrun's and srun's processes refuse. One variable alone is not believed."""
     restarts = dict.fromkeys(["RANK", "LOCAL_RANK"], "0") | {"TORCHELASTIC_MAX_RESTARTS": "1"}
     restarts |= dict.fromkeys(["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"], "1")
+    beyond = restarts | {"RANK": "2", "WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "0"}
     left_over = {"LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": ""}
     needs = "--max-restarts needs --resume, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     for environment, says, flags in (
@@ -208,6 +240,7 @@ def test_places(out, denied, fashion):
         (restarts, needs, "--output new --resume"),
         ({"SLURM_STEP_NUM_TASKS": "8"}, "8 processes without ranks", "--resume"),  # srun -n 8
         ({"RANK": "1", "LOCAL_RANK": "1"}, "RANK is set, but not all of", "--resume"),
+        (beyond, "RANK is 2, and WORLD_SIZE 2: start torchrun, or unset RANK", "--resume"),
         (left_over, "out has a run", "--seed 5"),
     ):
         with mock.patch.dict(os.environ, environment):
@@ -215,6 +248,20 @@ def test_places(out, denied, fashion):
     with mock.patch.dict(os.environ, left_over):
         train(*fashion, "--batch-size", 320, "--epochs", 1, "--output", "new")
     assert place("new") == (1, 0)
+
+
+def test_says_for_whom_it_waits():
+    """As with variables of another job that were left in a shell."""
+    impatient = "import start\nstart.PATIENCE = 0.1\n"
+    for rank, says in enumerate(
+        ["rank 0 of 3 waits for ranks 1 to 2", "rank 1 of 3 waits for rank 0"]
+    ):
+        flags = ["--dataset", "synthetic", "--timeout", 60]
+        path, log = altered(COMPLETE, more=impatient), f"{rank}.log"
+        job = Warm(path, [[free_port(), flags]], log, places(3)[rank])
+        wait_for(says, job)
+        assert "for a run of one process, unset RANK" in job.log.read_text()
+        kill_all([job])
 
 
 def test_more_processes_than_gpus(monkeypatch):

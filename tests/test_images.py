@@ -253,6 +253,9 @@ def test_parts(capsys, change):
         Image.new("L", (8, 8)).save(f"pictures/{part}/{name}/0.png")
     subprocess.run(change, shell=True, check=True, cwd="pictures")
     pack("pictures", "packed", "--side", 8)
+    last = "test" if PARTS[change][1] == "test" else "val"
+    assert load("pictures", "--evaluate")[1].part == load("packed", "--evaluate")[1].part == last
+    assert load("pictures")[1].part == ("test" if PARTS[change][0] == "test" else "val")
     assert (" is not used, as " in capsys.readouterr().out) == ("mkdir" in change)
     for flags, test in zip(([], ["--evaluate"]), PARTS[change]):
         for folder, start in ("pictures", "pictures/"), ("packed", ""):
@@ -358,6 +361,73 @@ def test_killed_while_packing(monkeypatch):
         pack(folder, "packed", "--side", 10)
     for path in Path("whole").iterdir():
         assert Path("packed", path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["empty", "link", "link to nothing", "."])
+def test_where_to_pack(monkeypatch, kind):
+    """A folder that is there, as where a disk is mounted, and stays the same one; or to be made."""
+    folder, target = write_folder("pictures", side=20).resolve(), Path("packed")
+    real = Path("there/real")
+    if kind != "link to nothing":
+        real.mkdir(parents=True)
+    target.symlink_to(real)
+    if kind in ("empty", "."):
+        target = real
+        Path(real, ".packing.left").mkdir()  # by a kill
+        Path(real, "lost+found").mkdir()
+    if kind == ".":
+        monkeypatch.chdir(real)
+        target = real = Path()
+    before = real.stat().st_ino if real.exists() else None
+    pack(folder, target, "--side", 20)
+    assert before in (None, real.stat().st_ino)
+    names = sorted(path.name for path in target.glob("[!.l]*"))
+    assert names == ["classes.json", "test.bin", "test.npy", "train.bin", "train.npy"]
+    assert len(load(target)[0]) == 16
+    assert kind != "link to nothing" or Path("packed").is_symlink()
+
+
+def test_what_cannot_be_packed(monkeypatch, capsys):
+    """Said before anything is decoded, or what was decoded stays."""
+    folder = write_folder("pictures", side=20)
+    Path("file").touch()
+    Path("full").mkdir()
+    Path("full/mine.txt").touch()
+    Path("loop").symlink_to("loop")
+    usage = packer.shutil.disk_usage
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "load_image", None)
+        for target, says in {
+            "file": "file is a file",
+            "file/packed": "Not a directory",
+            "full": "full is not empty: it has 'mine.txt'",
+            "loop": "loop",
+            "big": "big needs 0.0 GB, and 0.0 are free",
+        }.items():
+            space = usage(".")._replace(free=5) if target == "big" else usage(".")
+            patch.setattr(packer.shutil, "disk_usage", lambda path, space=space: space)
+            with pytest.raises(SystemExit, match="2"):
+                pack(folder, target, "--side", 20)
+            said = capsys.readouterr().err
+            assert says in said and said.count("error: ") == 1, said
+    for target in "new", "empty":
+        Path("empty").mkdir(exist_ok=True)
+        with monkeypatch.context() as patch:  # another process is faster
+            patch.setattr(packer, "move", lambda *words: pack_another(*words))
+            with pytest.raises(SystemExit, match="the packed images are in (.*)") as error:
+                pack(folder, target, "--side", 20)
+        kept = Path(str(error.value).split("images are in ")[1])
+        assert len(folders.PackedImages(kept / "train", "ab")) == 16
+        assert Path(target, "train.bin").read_bytes() == b"another's"
+
+
+def pack_another(folder, target):
+    target.mkdir(exist_ok=True)
+    Path(target, "train.bin").write_text("another's")
+    move(folder, target)
+
+
+move = packer.move
 
 
 # ---- Packed images -------------------------------------------------------------------------------

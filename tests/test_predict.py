@@ -109,6 +109,90 @@ def test_files_and_folders_of_a_class(data, mine, capsys):
     assert last.startswith("2 images; 2 with a true class")
 
 
+def true_classes(classes, *places):
+    """Of the images in these places, by their names, as predict.py finds them."""
+    found, names = predict.find_photos([Path(place) for place in places], classes)
+    assert len({*map(os.path.realpath, found)}) == len(found)
+    return {os.path.basename(path): name for path, name in zip(found, names, strict=True)}
+
+
+def test_true_classes(monkeypatch, capsys):
+    """As training decides, where classes are named as parts of the data; each image once."""
+    for part in "train", "test":
+        for name in "bus", "train", "val":
+            path = Path("data", part, name, f"{part}-{name}.jpg")
+            path.parent.mkdir(parents=True)
+            path.touch()
+    classes = ["bus", "train", "val"]
+    whole = {f"{part}-{name}.jpg": name for part in ("train", "test") for name in classes}
+    tests = {f"test-{name}.jpg": name for name in classes}
+    assert train.load_data(helpers.parse("--dataset", "data"))[0].classes == classes
+    assert true_classes(classes, "data") == whole
+    assert true_classes(classes, "data/train", "data/test") == whole
+    capsys.readouterr()
+    assert true_classes(classes, "data/test", "data/test/bus", "data/../data/test") == tests
+    assert "4 images are given twice, and counted once" in capsys.readouterr().out
+    assert true_classes(classes, "data/test/train") == {"test-train.jpg": "train"}
+    photo = "data/test/val/test-val.jpg"
+    Path("link").symlink_to("data/test")
+    assert true_classes(classes, photo, "link/val", "data/test/bus/../val") == {
+        "test-val.jpg": "val"
+    }
+    Path("data/train/stray.jpg").touch()  # in no class, which training leaves out
+    assert true_classes(classes, "data/train")["stray.jpg"] == ""
+    for name in classes:  # without parts, train/ is a class
+        Path("plain", name).mkdir(parents=True)
+        Path("plain", name, f"{name}.jpg").touch()
+    assert true_classes(classes, "plain") == {f"{name}.jpg": name for name in classes}
+    monkeypatch.chdir("plain/val")
+    for here in ".", "..", "val.jpg", "../val", "../train/../val/val.jpg":
+        assert true_classes(classes, here)["val.jpg"] == "val", here
+
+
+def test_in_half_precision(data):
+    """As its own evaluation was: the loss of the table's probabilities is that of metrics.csv."""
+    flags = ["--dataset", data / "pictures", *FLAGS, "--model", "net", "--workers", 0, "--amp"]
+    helpers.train(*flags, "--output", "half")
+    start("half", data / "pictures/test", "--output", "half.csv")
+    with open("half.csv", newline="") as file:
+        losses = [-np.log(float(row[row["true"]])) for row in csv.DictReader(file)]
+    assert np.mean(losses) == pytest.approx(helpers.metrics("half")[0]["test_loss"], abs=1e-5)
+
+
+NO_FLOAT64 = """
+plain = torch.Tensor.double
+def double(tensor):
+    assert tensor.device.type == "cpu"
+    return plain(tensor)
+torch.Tensor.double = double
+"""
+
+
+def test_a_gpu_without_float64(data, mine, monkeypatch, work):
+    pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
+    cards = {"EMULATED_CARDS": 1, "EMULATED_REPORT": work, "processes": 0}
+    words = [mine, data / "pictures/test", "--workers", 0]
+    text = helpers.run("complete/predict.py", *words, more=NO_FLOAT64, **cards)
+    assert "3 images; 3 with a true class" in text
+    assert any("uses card 0" in path.read_text() for path in work.glob("[0-9]*") if path.is_file())
+
+
+def test_two_tables(data, mine, monkeypatch, capsys):
+    """Another predict.py has written --output meanwhile: it stays, and so does this one's table."""
+    photos, there = data / "pictures/test", Path("out.csv")
+    plain = predict.classify
+
+    def classify(*words):
+        there.write_text("another's")
+        yield from plain(*words)
+
+    monkeypatch.setattr(predict, "classify", classify)
+    with pytest.raises(SystemExit, match="out.csv was written by another process: .* is ") as error:
+        start(mine, photos, "--output", there)
+    assert there.read_text() == "another's"
+    assert len(Path(str(error.value).split(" is ")[-1]).read_text().splitlines()) == 4
+
+
 def test_refused(data, mine, capsys):
     """In a line that says why, before anything is written."""
     Path("there.csv").touch()
@@ -122,6 +206,7 @@ def test_refused(data, mine, capsys):
     photos, before = data / "pictures/test", helpers.content()
     cases = {
         "--output there.csv exists": [mine, photos, "--output", "there.csv"],
+        "--output no/out.csv: there is no folder ": [mine, photos, "--output", "no/out.csv"],
         "nowhere does not exist": [mine, "nowhere"],
         "no images in empty": [mine, "empty"],
         "plain.pt is not a best.pt or model.pt of train.py": ["plain.pt", photos],
@@ -145,7 +230,10 @@ def test_many_grey_images(fashion, data, capsys):
     torch.save(saved | {"classes": 10}, "grey/best.pt")
     photo = next(Path(data, "pictures/test/a").iterdir())
     capsys.readouterr()
-    start("grey", *[photo] * 1000)
+    Path("photos").mkdir()
+    for i in range(1000):
+        Path("photos", f"{i}{photo.suffix}").symlink_to(photo)
+    start("grey", "photos")
     said = capsys.readouterr()
     assert said.err == "1000 of 1000 images\n" and said.out.endswith("\n1000 images\n")
 
@@ -199,7 +287,13 @@ def test_export(mine, data, monkeypatch):
     shutil.copy(paths[0], "photo.jpg")
     exec(blocks[1], space := {})
     assert space["classes"] == ["a", "b", "c"]
-    assert np.allclose(space["probabilities"], wanted[:1], atol=0.05)
+    assert np.allclose(space["probabilities"], wanted[:1], atol=0.002)
+    random = np.random.default_rng(0)  # one that is large enough to be decoded at half its size
+    large = Image.fromarray(random.integers(256, size=(30, 20, 3), dtype=np.uint8))
+    large.resize((301, 451), Image.BICUBIC).save("photo.jpg")
+    exec(blocks[1], space := {})
+    pixels = predict.decode("photo.jpg", run.image_shape).int()
+    assert (torch.tensor(space["pixels"].copy())[0].int() - pixels).abs().max() <= 2
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ init = lambda **options: print("run", options["id"])
 """
 CONSTANT = """
 def metrics(sums):
-    return {"test_accuracy": 0.5}
+    return {"accuracy": 0.5}
 """
 
 
@@ -204,7 +204,7 @@ def test_rare_classes(data):
     found = [[row[name] for row in rows] for name in ("true", "class")]
     assert metric(*found, average="macro") == pytest.approx(max(scores))
     space, outputs = defined("Rare classes"), torch.randn(4, 2)
-    assert space["lower_is_better"]({"test_macro_f1": 0.25}) == -0.25
+    assert space["minimized"]({"macro_f1": 0.25}) == -0.25
     loss = space["loss_function"]
     labels = torch.tensor([0, 1, 0, 0])
     halves = [loss(*half) for half in zip(outputs.split(2), labels.split(2))]
@@ -212,6 +212,63 @@ def test_rare_classes(data):
     plain[1] *= 3.5
     assert torch.allclose(loss(outputs, labels), plain.mean())
     assert torch.allclose(sum(halves) / 2, plain.mean())
+
+
+TWO_CLASSES = """
+def load_data(args):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (843, 1, 4, 4), dtype=torch.uint8, generator=generator)
+    labels = (images[:, 0, 0, 0] + 60 * torch.randn(843, generator=generator) > 128).long()
+    both = TensorDataset(images, labels)
+    return TensorDataset(*both[:640]), TensorDataset(*both[640:]), 2
+"""
+
+
+@pytest.mark.slow
+def test_a_score_that_is_no_sum():
+    """The AUC over the whole test set, of which each of two ranks has seen its share."""
+    metric = pytest.importorskip("sklearn.metrics").roc_auc_score
+    path = pasted("A score that is no sum", "The best epoch by another score", more=TWO_CLASSES)
+    flags = ["--image-size", 4, "--model", "mlp", "--lr", 0.01, "--epochs", 2, "--output", "out"]
+    together(flags, path=path)
+    exec(TWO_CLASSES, space := dict(vars(train)))
+    images, labels = space["load_data"](None)[1].tensors
+    images, _ = train.prepare(parse("--image-size", 4), (images, labels), torch.device("cpu"))
+    model = train.build_model(parse("--model", "mlp"), images, 2)
+    model.load_state_dict(weights("out"))
+    wanted = metric(labels, model(images).softmax(1)[:, 1].detach())
+    found = metrics("out")[-1]["test_auc"]
+    assert found == pytest.approx(wanted, abs=1e-4) and 0.7 < found < 0.99
+
+
+# ---- Two networks --------------------------------------------------------------------------------
+def test_gradients_of_a_gan():
+    """The generator's loss has none for the critic, and the critic's none for the generator."""
+    space = defined("A GAN")
+    model, images = space["GAN"]((1, 4, 4)), torch.rand(8, 1, 4, 4)
+    torch.manual_seed(0)
+    space["loss_function"](model(images), None).backward()
+    torch.manual_seed(0)
+    generated = model.generator(torch.randn(8, 64))
+    loss = F.softplus(-model.critic(generated)).mean()
+    wanted = torch.autograd.grad(loss, [*model.generator.parameters()], retain_graph=True)
+    loss = F.softplus(-model.critic(images.flatten(1))).mean()
+    loss = loss + F.softplus(model.critic(generated.detach())).mean()
+    wanted += torch.autograd.grad(loss, [*model.critic.parameters()])
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert torch.allclose(parameter.grad, gradient, atol=1e-7) and gradient.any()
+
+
+@pytest.mark.slow
+def test_a_gan(fashion):
+    """On two ranks, in micro-batches; resumed, with the same weights. Each network has a rate."""
+    flags = [*fashion, *SHORT, "--accumulate", 2, "--lr", 1e-4, "--output"]
+    runs = [[*flags, name, "--epochs", n] for name, n in (("whole", 2), ("parts", 1), ("parts", 2))]
+    together(*runs, path=pasted("A GAN"))
+    assert same(weights("whole"), weights("parts"))
+    rates = [group["lr"] for group in checkpoint("whole")["optimizer"]["param_groups"]]
+    assert rates == [1e-4, 4e-4]
+    assert metrics("whole")[0]["train_loss"] > metrics("whole")[1]["train_loss"]
 
 
 # ---- Other data ----------------------------------------------------------------------------------
@@ -239,6 +296,44 @@ def test_a_table_of_numbers():
     found = np.loadtxt("predictions.csv", delimiter=",")
     error = np.abs(found - rows[::10, -1]).mean() / rows[:, -1].std()
     assert len(found) == 64 and error == pytest.approx(min(errors), rel=0.1)
+
+
+GRAPHS = """
+class Rings(Dataset):  # of 3 to 9 nodes; a class is the parity of a count
+    def __init__(self, count, seed):
+        generator = torch.Generator().manual_seed(seed)
+        sizes = torch.randint(3, 10, (count,), generator=generator).tolist()
+        self.nodes = [torch.rand(n, 2, generator=generator).round() for n in sizes]
+        self.targets = [int(nodes[:, 0].sum() > nodes[:, 1].sum()) for nodes in self.nodes]
+    def __len__(self):
+        return len(self.nodes)
+    def __getitem__(self, i):
+        n = torch.arange(len(self.nodes[i]))
+        return (self.nodes[i], torch.stack([n, (n + 1) % len(n)])), self.targets[i]
+def load_data(args):
+    return Rings(320, 1), Rings(67, 2), 2
+"""
+
+
+@pytest.mark.slow
+def test_graphs():
+    """Learned; and the same on one process and on two, whatever the sizes. A node sees the one from
+    which an edge leads to it."""
+    path = pasted("Graphs, and other samples of different sizes", more=GRAPHS)
+    flags = [*SHORT, "--lr", 0.05, "--epochs", 4, "--workers", 1, "--output"]
+    for n in (1, 2):
+        together([*flags, n], path=path, processes=n)
+    close("2", "1", 1e-3)
+    assert metrics("1")[-1]["test_accuracy"] > 0.9
+    space = defined("Graphs, and other samples of different sizes")
+    edges = torch.tensor([[0], [1]])
+    graphs = [((torch.rand(n, 2), edges), 1) for n in (2, 3)]
+    nodes, *rest = space["collate"](graphs)
+    model = space["GraphNet"](2, 2)
+    for changed, others in (0, [1]), (2, [0]):  # a node of each graph
+        inputs = nodes.clone().requires_grad_()
+        model([inputs, *rest[:-1]])[others].sum().backward()
+        assert not inputs.grad[changed].any()
 
 
 def write_tar(name, paths):

@@ -5,6 +5,7 @@ import csv
 import inspect
 import itertools
 import math
+import os
 import re
 import shutil
 import sysconfig
@@ -12,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import checkpoint as saving
+import helpers
+import loaders
 import numpy as np
 import pytest
 import torch
@@ -118,7 +121,7 @@ def test_two_processes(data):
     text = run(COMPLETE, *flags, more=WATCH)
     told = [line.split() for line in re.findall("^tells (.*)", text, re.M)]
     workers, calls, totals, draws = map(set, zip(*told, strict=True))
-    assert workers == {str(min(16, max(1, script.cores() // 2)))} and calls == {"2"}, text
+    assert workers == {str(min(28, max(1, script.cores() // 2)))} and calls == {"2"}, text
     assert len(told) == 2 and len(totals) == 1 and len(draws) == 2, text
 
 
@@ -183,9 +186,9 @@ def test_metrics_of_ones_own():
     model.load_state_dict(weights("out"))
     wanted = Segments.metrics(Segments.count(model(images), labels))
     first, last = csv.DictReader(Path("out/metrics.csv").read_text().splitlines())
-    assert first["macro_f1"] == ""
+    assert first["test_macro_f1"] == ""
     for name, value in wanted.items():
-        assert float(last[name]) == pytest.approx(value.item(), rel=1e-6) and value > 0.01
+        assert float(last[f"test_{name}"]) == pytest.approx(value.item(), rel=1e-6) and value > 0.01
 
 
 LINE = (
@@ -304,6 +307,28 @@ def test_check_of_the_set_up(work, monkeypatch):
     assert len(re.findall(r"^rank \d: host \S+, device cpu$", text, re.M)) == 2
     assert "destroy_process_group" not in text  # torch's warning that nobody called it
     assert {path.suffix for path in work.iterdir()} == {".log"}
+
+
+def test_loader_workers_of_a_large_machine(monkeypatch, capsys):
+    """All cores of each process, up to 28; and /dev/shm need not hold two batches of each worker of
+    both loaders, as those for testing fetch while those for training do."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(224))
+    more = "print('workers', args.workers)\n"
+    for processes, workers in (4, 28), (16, 14):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        place = helpers.places(1)[0] | {"LOCAL_WORLD_SIZE": processes}
+        place |= {"MASTER_PORT": helpers.free_port()}
+        path = helpers.altered(COMPLETE, "    main(args)\n", f"    {more}    main(args)\n")
+        helpers.here(path, "--device", "cpu", "--epochs", 0, **place)
+        assert f"workers {workers}\n" in capsys.readouterr().out
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    for workers, train_batches, test_batches in (0, 0, 0), (1, 2, 2), (4, 8, 8), (16, 32, 16), (28, 28, 16):
+        args, found = parse("--workers", workers), []
+        for name in "train", "test":
+            words = args, name, range(4), range(4), None, torch.device("cpu")
+            loader = loaders.make_loader(*words)
+            found.append(loader.num_workers * (loader.prefetch_factor or 0))
+        assert found == [train_batches, test_batches]
 
 
 def test_data(monkeypatch, data):

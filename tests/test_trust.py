@@ -155,23 +155,23 @@ seed_everything, seed_torch = seen(seed_everything), seen(seed_torch)
 
 
 def test_seeds_share_nothing(fashion):
-    """Of two seeds, with two epochs on two ranks: what a step or `prepare` draws is drawn once, and
-    what an epoch draws from Python's and numpy's numbers. Data and weights are those of all."""
+    """Of two seeds, with two epochs on two ranks: what a step draws is drawn once, and what
+    `prepare` draws, of Python's and numpy's numbers too. Data and weights are those of all."""
     flags = [*fashion, "--epochs", 2, "--batch-size", 160, "--accumulate", 2, "--output"]
     runs = [[*flags, f"out-{seed}", "--seed", seed] for seed in (1, 2)]
     text = "".join(together(*runs, more=SEEDS))
-    drawn = {"data": [], "weights": [], "epoch": [], "prepare": [], "step": []}
+    drawn = {"data": [], "weights": [], "prepare": [], "step": []}
     for what, *numbers in re.findall(r"^seed (\w+): \((.*), (.*), (.*)\)$", text, re.M):
         drawn[what].append(numbers)
     counts = {what: len(numbers) for what, numbers in drawn.items()}
     lives = 2 * 2  # of two ranks with each seed; an epoch has four steps of two micro-batches
-    of_epochs = {"epoch": lives * 2, "prepare": lives * 2 * 8, "step": lives * 2 * 8}
-    assert counts == {"data": lives, "weights": lives, **of_epochs}
+    steps = lives * 2 * 8
+    assert counts == {"data": lives, "weights": lives, "prepare": steps, "step": steps}
     torchs = [numbers[0] for numbers in drawn["step"] + drawn["prepare"]]
     assert len(set(torchs)) == len(torchs)
     for column in range(3):  # of torch, numpy and Python
         assert len({numbers[column] for numbers in drawn["data"] + drawn["weights"]}) == 4
-        assert len({numbers[column] for numbers in drawn["epoch"]}) == lives * 2
+        assert len({numbers[column] for numbers in drawn["prepare"]}) == steps
 
 
 TRANSFORMS = """
@@ -196,7 +196,7 @@ def load_data(args):
 plain_save = Run.save
 def save(run):
     plain_save(run)
-    if args.workers == 1 and (run.epoch, run.step) == (1, 5):
+    if args.workers == 1 and (run.progress.epoch, run.progress.step) == (1, 5):
         dist.barrier()
         raise SystemExit(1)
 Run.save = save
@@ -355,7 +355,7 @@ def test_evaluate_on_test(capsys):
     a.rename("c"), b.rename(a), Path("c").rename(b)  # each is wrong there
     flags = ["--dataset", "pictures", *TINY, "--lr", 0.01, "--model", "mlp", "--output", "out"]
     train(*flags, "--epochs", 3)
-    assert metrics("out")[-1]["test_accuracy"] == 1
+    assert metrics("out")[-1]["val_accuracy"] == 1
     train(*flags, "--evaluate")
     assert "test accuracy 0.0000" in capsys.readouterr().out.splitlines()[-1]
     Path("pictures/train/a/00000.jpg").rename("pictures/test/a/00000.jpg")
@@ -384,11 +384,11 @@ def test_a_score_that_is_not_a_number():
     was found; nor does a column that an older row lacks."""
 
     def best(*values):
-        return saving.best_epoch([{"score": value} for value in values], lambda row: -row["score"])
+        return saving.best_of([{"score": value} for value in values], lambda row: -row["score"])
 
     nan = float("nan")
     assert best() == best(nan) == best(nan, nan) == 0
     assert best(nan, 0.1) == best(nan, 0.1, nan) == best(nan, 0.1, 0.1, 0.05) == 2
     assert best(0.3, nan, 0.4, nan) == 3
-    rows = [{"test_loss": 1.0}, {"test_loss": 2.0, "score": 0.5}]
-    assert saving.best_epoch(rows, lambda row: -row["score"]) == 2
+    rows = [{"loss": 1.0}, {"loss": 2.0, "score": 0.5}]
+    assert saving.best_of(rows, lambda row: -row["score"]) == 2
