@@ -1,10 +1,13 @@
-"""The tables of gpu.sh: `python benchmarks/gpu.py PART`. On a CPU, two processes stand in for GPUs.
+"""The tables of gpu.sh: `python benchmarks/gpu.py PART`. On a CPU, two processes ($PROCESSES) stand
+in for GPUs.
 
-Each run has processes of its own. Its row is printed when it has ended, or been killed as the time
-of the part is over. A rate is that of training alone, the mean over all epochs but the first.
+Each run has processes of its own. Its row is printed when it has ended, or when the time of the
+part ($PART_SECONDS) has, from what it had printed by then. A rate is that of training alone, the
+mean over all epochs but the first.
 """
 
 import csv
+import math
 import os
 import subprocess
 import sys
@@ -13,15 +16,15 @@ import time
 from pathlib import Path
 
 import torch
-from image_loading import make_folder
+from make_images import SIZES, make_folder
 from runs import (
     COMPLETE,
-    FAILED,
     GPUS,
     ROOT,
-    SCRIPTS,
     attempt,
     copy_script,
+    end_on_sigterm,
+    end_part,
     fitting_workers,
     recipe_copy,
     row,
@@ -30,8 +33,7 @@ from runs import (
 )
 
 TINY = bool(os.environ.get("TINY"))
-END = time.monotonic() + (3600 if TINY else 110)
-ALL = GPUS or 2
+ALL = GPUS or int(os.environ.get("PROCESSES", 2))
 COUNTS = [ALL] if TINY else sorted({n for n in (1, 2, 4, 8) if n < ALL} | {ALL}, reverse=True)
 CORES = len(os.sched_getaffinity(0))
 MEMORY = min((torch.cuda.get_device_properties(i).total_memory for i in range(GPUS)), default=0)
@@ -43,13 +45,16 @@ if TINY:
     BATCH, STEPS, EPOCHS, MODEL, SIDE = 2, 2, 2, "resnet18", 32
 
 
-def seconds_left():
-    return max(1, END - time.monotonic())
-
-
 def rate(path, n, *flags):
     """Images per second on n GPUs."""
-    return train(path, n, [*flags, "--epochs", EPOCHS], limit=seconds_left())
+    return train(path, n, [*flags, "--epochs", EPOCHS])
+
+
+def print_rate(name, *cells, rate, base):
+    """A row with a rate, also as a multiple of another. None if there is no rate: it is among what
+    was not measured."""
+    if not math.isnan(rate):
+        row(name, *cells, f"{rate:.0f}", f"{rate / base:.3f}" if not math.isnan(base) else "-")
 
 
 def rate_on_device(n, *flags):
@@ -69,10 +74,10 @@ def resnet50(folder):
 
     def measure(n, *more):
         found = rate_on_device(n, *words, "--amp", *more)
-        row(" ".join([COMPLETE, *more]), n, f"{found:.0f}", f"{found / n / base:.3f}")
+        print_rate(" ".join([COMPLETE, *more]), n, rate=found, base=n * base)
 
     measure(ALL)
-    row("bare step", 1, f"{base:.0f}", "1")
+    print_rate("bare step", 1, rate=base, base=base)
     for n in COUNTS[1:]:
         measure(n)
     measure(ALL, "--augment")
@@ -84,11 +89,8 @@ def images(folder):
     model, steps = ("net", 20) if TINY else ("resnet18", 24)
     side, count = SIDE * 8 // 7, ALL * BATCH * steps
     files, packed = folder / "files", folder / "packed"
-    make_folder(files, 500, 375, 95, 7, min(count, 62))
-    paths = sorted(files.glob("train/*/*.jpg"))
-    for i in range(count - len(paths)):  # each under many names: they need no memory
-        path = paths[i % len(paths)]
-        path.with_name(f"{i}-{path.name}").hardlink_to(path)  # symbolic ones are left out
+    # Test images are for all GPUs. Few files are different: the others need no memory.
+    make_folder(files, SIZES["ImageNet"], count, test=64 * ALL, different=62)
     started = time.perf_counter()
     command = [sys.executable, ROOT / "complete/pack_images.py", files, packed, "--side", side]
     subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
@@ -98,18 +100,20 @@ def images(folder):
     workers = fitting_workers(min(16, CORES // ALL), ALL * BATCH * 3 * side**2)
     table(ALL, f"{model}, {SIDE} pixels, `--amp --augment`", "images/s", "x without a loader")
     base = rate_on_device(ALL, *words)
-    row("without a loader", f"{base:.0f}", "1")
+    print_rate("without a loader", rate=base, base=base)
     words += ["--batch-size", ALL * BATCH, "--workers", workers]
     for name, place in ("packed", packed), ("JPEG files", files):
         found = rate(ROOT / COMPLETE, ALL, "--dataset", place, *words)
-        row(f"{name}, {workers} workers per GPU", f"{found:.0f}", f"{found / base:.2f}")
+        print_rate(f"{name}, {workers} workers per GPU", rate=found, base=base)
     print(f"\npack_images.py: {packing:.0f} images/s with {CORES} cores, its start included")
 
 
 def cifar10(folder):
     """Twenty epochs of CIFAR-10, with a ResNet-18 for 32 pixels: the same run on all GPUs and on
     one."""
-    table(ALL, "GPUs", "test accuracy", "training, s", "with start, tests, checkpoints, s")
+    table(
+        ALL, "GPUs", "epochs", "test accuracy", "training, s", "with start, tests, checkpoints, s"
+    )
     dataset = Path(os.environ.get("CIFAR10", "cifar10"))
     dataset = dataset.resolve() if dataset.is_dir() else dataset
     path = ROOT / "benchmarks/cifar10.py"
@@ -118,13 +122,12 @@ def cifar10(folder):
     flags += ["--warmup-steps", 200, "--epochs", 1 if TINY else 20]
     for n in dict.fromkeys([ALL, 1]):
         output, started = folder / f"on-{n}", time.perf_counter()
-        if attempt(path, n, flags, output, limit=seconds_left()) is None:
-            row(n, *["nan"] * 3)
+        if attempt(path, n, flags, output) is None or not (output / "metrics.csv").exists():
             continue
         rows = list(csv.DictReader((output / "metrics.csv").open()))
         seconds = sum(float(line["seconds"]) for line in rows)
         accuracy = f"{float(rows[-1]['test_accuracy']):.2%}"
-        row(n, accuracy, f"{seconds:.1f}", f"{time.perf_counter() - started:.1f}")
+        row(n, len(rows), accuracy, f"{seconds:.1f}", f"{time.perf_counter() - started:.1f}")
 
 
 def resume(folder):
@@ -142,7 +145,7 @@ def resume(folder):
 
     def compare(what, gpus, name, other):
         if not all((folder / each / "model.pt").exists() for each in (name, other)):
-            return row(what, gpus, "nan", "nan")
+            return  # no time was left
         loss = max(abs(a / b - 1) for a, b in zip(losses(name), losses(other), strict=True))
         own, first = weights(name), weights(other)
         weight = max((own[key] - first[key]).abs().max().item() for key in first)
@@ -152,7 +155,7 @@ def resume(folder):
         batch_size = 400 if TINY else 80
         words = ["--dataset", "synthetic", "--batch-size", batch_size, "--epochs", 3]
         words += ["--lr", 0.002, "--log-every", 5, "--checkpoint-minutes", 0, "--resume", *flags]
-        attempt(path, n, words, folder / name, until=until, limit=seconds_left())
+        attempt(path, n, words, folder / name, until=until)
 
     moment = "epoch 2/3 step 20/"
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # no TF32, whatever the script sets
@@ -180,15 +183,19 @@ def resume(folder):
 def scripts(folder):
     """The small scripts on all GPUs, and train_single.py on one. Each repeats one batch."""
     table(ALL, f"{MODEL}, {SIDE} pixels, {BATCH} images per GPU", "GPUs", "flags", "images/s")
-    for name in [SCRIPTS[2], SCRIPTS[5], SCRIPTS[3], SCRIPTS[4], SCRIPTS[1], SCRIPTS[0]]:
-        n = 1 if name == SCRIPTS[0] else ALL
-        path = copy_script(name, folder, BATCH * n * STEPS)
+    order = ["train_ddp_torchrun.py", "large/train_fsdp2.py", "train_ddp_spawn.py"]
+    order += ["train_ddp_multigpu_proc.py", "train_dp.py", "train_single.py"]
+    for name in order:
+        n = 1 if name == "train_single.py" else ALL
+        path = copy_script(name, folder / Path(name).stem, BATCH * n * STEPS)
         words = ["--dataset", "synthetic", "--model", MODEL, "--image-size", SIDE]
         words += ["--batch-size", BATCH * n, "--workers", 0]
         # DataParallel has no --amp; and before Ampere, bfloat16 is emulated.
-        has_amp = name not in (SCRIPTS[1], SCRIPTS[4]) and not OLD
+        has_amp = name not in ("train_dp.py", "train_ddp_multigpu_proc.py") and not OLD
         for flags in [["--amp"], []] if has_amp else [[]]:
-            row(name, n, " ".join(flags), f"{rate(path, n, *words, *flags):.0f}")
+            found = rate(path, n, *words, *flags)
+            if not math.isnan(found):
+                row(name, n, " ".join(flags), f"{found:.0f}")
 
 
 def small(folder):
@@ -196,17 +203,16 @@ def small(folder):
     table(1, f"{COMPLETE}, `net`, batch 64", "images/s", "x the first")
     path, words = ROOT / COMPLETE, ["--dataset", "synthetic"]
     first = rate(path, 1, *words)
-    row("", f"{first:.0f}", "1")
+    print_rate("", rate=first, base=first)
     graphs = recipe_copy("Small networks", folder)
     for what, script in ("", path), (", reduce-overhead", graphs):
         found = rate(script, 1, *words, "--compile")
-        row(f"`--compile`{what}", f"{found:.0f}", f"{found / first:.2f}")
+        print_rate(f"`--compile`{what}", rate=found, base=first)
 
 
 if __name__ == "__main__":
     parts = {part.__name__: part for part in (resnet50, images, cifar10, resume, scripts, small)}
+    end_on_sigterm()
     with tempfile.TemporaryDirectory() as folder:
         parts[sys.argv[1]](Path(folder))
-    if FAILED:
-        print("\nNot measured:\n\n- " + "\n- ".join(FAILED), flush=True)
-        sys.exit(1)
+    end_part()

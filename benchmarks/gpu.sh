@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # What the GPUs of this machine show, on one GPU or many, the most telling first. A part is a table,
-# which $OUT (gpu/) keeps; it is printed row by row, and ends after two minutes (the tests after
-# three) with what it has.
+# which $OUT (gpu/) keeps; it is printed row by row, and ends when its time is over, with what it has.
 #
 #   bash benchmarks/gpu.sh                     # all parts
-#   bash benchmarks/gpu.sh resnet50 images     # these
+#   bash benchmarks/gpu.sh articles resnet50   # these
+#   PART_SECONDS=600 bash benchmarks/gpu.sh    # so many for each part; default: see seconds_of
 #   CIFAR10=FOLDER bash benchmarks/gpu.sh      # with CIFAR-10 as files, or part cifar10 downloads it
 #   TESTS="small or resumed" bash benchmarks/gpu.sh tests
 #   TINY=1 bash benchmarks/gpu.sh              # tiny sizes, on a CPU: does every command run?
+#
+# The status is 0 if nothing has failed. What there was no time for is not a failure; it is listed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-parts=(tests resnet50 images cifar10 resume large saving scripts small)
+parts=(articles tests resnet50 images cifar10 resume large saving scripts small)
 if [[ $# -gt 0 ]]; then
     parts=("$@")
 fi
@@ -20,22 +22,73 @@ fi
 python=${PYTHON:-python3}
 mkdir -p "${OUT:=gpu}"
 
+# How long a part may take.
+seconds_of() {
+    if [[ -n ${PART_SECONDS:-} ]]; then
+        echo "$PART_SECONDS"
+    elif [[ -n ${TINY:-} ]]; then
+        echo 3600
+    elif [[ $1 == articles ]]; then
+        echo 480
+    elif [[ $1 == tests ]]; then
+        echo 300
+    else
+        echo 180
+    fi
+}
+
+# Runs a command, which knows its time and ends by itself; if it does not, it is ended half a minute
+# later. Nothing of it is left then, or it would slow down the next part.
+limited() {
+    local seconds=$1 started=$SECONDS status=0 mark="GPU_SH_PART=$$-$RANDOM"
+    shift
+    env "$mark" PART_SECONDS="$seconds" timeout --foreground -k 10 "$((seconds + 30))" "$@" ||
+        status=$?
+    end_marked "$mark"
+    if ((SECONDS - started >= seconds + 30)); then
+        printf '\nEnded after %s s.\n' "$((seconds + 30))"
+        status=0
+    fi
+    return "$status"
+}
+
+# Ends all processes that have inherited this variable, those in other sessions too.
+end_marked() {
+    local file pid
+    { grep -lzxF "$1" /proc/[0-9]*/environ 2> /dev/null || true; } | while read -r file; do
+        pid=${file#/proc/}
+        kill -KILL "${pid%/environ}" 2> /dev/null || true
+    done
+}
+
 # A worker of pytest-xdist has up to six processes on the GPU, with half a gigabyte each.
 workers="
 import torch
 bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
 print(max(1, min(8, bytes // 8_000_000_000)))"
 
+# test_large.py comes first, as its one test takes longest.
 run_tests() {
-    timeout 200 "$python" -m pytest -m gpu -v -rs --durations 10 \
+    limited "$1" "$python" -m pytest tests/test_large.py tests -m gpu -v -rs --durations 10 \
         -n "$("$python" -c "$workers")" ${TESTS:+-k "$TESTS"}
 }
 
+run_articles() {
+    if [[ -n ${TINY:-} ]]; then
+        limited "$1" "$python" benchmarks/articles.py ways --quick
+    else
+        limited "$1" "$python" benchmarks/articles.py --rounds 1
+    fi
+}
+
 run_part() {
+    local seconds
+    seconds=$(seconds_of "$1")
     case $1 in
-        tests) run_tests ;;
-        large | saving) "$python" benchmarks/gpu_lm.py "$1" ;;
-        *) "$python" benchmarks/gpu.py "$1" ;;
+        articles) run_articles "$seconds" ;;
+        tests) run_tests "$seconds" ;;
+        large | saving) limited "$seconds" "$python" benchmarks/gpu_lm.py "$1" ;;
+        *) limited "$seconds" "$python" benchmarks/gpu.py "$1" ;;
     esac
 }
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gpu import ALL, TINY, seconds_left
-from runs import FAILED, GPUS, ROOT, attempt, row, table, write_altered
+from gpu import ALL, TINY
+from runs import GPUS, ROOT, attempt, end_on_sigterm, end_part, row, table, write_altered
 
 sys.path.insert(0, str(ROOT / "large"))
 import train_lm  # noqa: E402
@@ -46,7 +46,7 @@ def run_lm(folder, path, n, size, *flags):
     words += ["--steps", STEPS, "--log-every", STEPS // 6, "--eval-every", STEPS]
     words += ["--eval-tokens", LENGTH, *flags]
     output = folder / f"run-{time.monotonic_ns()}"
-    text = attempt(path, n, words, output, limit=seconds_left()) or ""
+    text = attempt(path, n, words, output) or ""
     for file in output.rglob("*.*"):  # gigabytes; the folder itself is removed at the end
         if file.is_file():
             file.unlink()
@@ -55,12 +55,16 @@ def run_lm(folder, path, n, size, *flags):
 
 def bare_step(size):
     """Print the tokens per second of the same model on one GPU without FSDP2, compiled: forward and
-    backward pass, clipping, AdamW, on one batch that is on the GPU."""
-    model = train_lm.LanguageModel(VOCABULARY, *train_lm.SIZES[size]).to(DEVICE)
+    backward pass, clipping, AdamW, on one batch that is on the GPU. In the same precision: a model
+    in bfloat16, whose weights are copies of the optimizer's in float32."""
+    model = train_lm.LanguageModel(VOCABULARY, *train_lm.SIZES[size])
+    model.to(DEVICE, torch.bfloat16 if GPUS else torch.float32)
     for block in model.blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
     model.head.chunk_loss = torch.compile(model.head.chunk_loss, dynamic=False)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    copies = list(model.parameters())
+    weights = [copy.detach().float().clone().requires_grad_() for copy in copies]
+    optimizer = torch.optim.AdamW(weights, 1e-4, fused=True)
     windows = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), device=DEVICE)
     inputs, targets = windows[:, :-1], windows[:, 1:]
     torch.set_float32_matmul_precision("high")
@@ -68,12 +72,14 @@ def bare_step(size):
         if step == WARMUP:
             float(windows[0, 0])  # waits for the GPU
             started = time.perf_counter()
-        with torch.autocast(DEVICE, torch.bfloat16):
-            loss = model(inputs, targets) / targets.numel()
+        loss = model(inputs, targets) / targets.numel()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for weight, copy in zip(weights, copies):
+            weight.grad, copy.grad = copy.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(copies, weights)
     float(loss.detach())
     print(BARE * inputs.numel() / (time.perf_counter() - started))
 
@@ -88,7 +94,9 @@ def large(folder):
     def measure(n, size, *flags):
         text = run_lm(folder, ROOT / "large/train_lm.py", n, size, *flags)
         rates = [float(rate) for rate in re.findall(r"^step .* (\d+) tokens/s", text, re.M)]
-        rate = statistics.median(rates[len(rates) // 2 :] or [float("nan")])
+        if not rates:
+            return  # it has failed, or there was no time
+        rate = statistics.median(rates[len(rates) // 2 :])
         share, memory = re.findall(r"(\S+) of peak", text), re.findall(r"(\S+) GB at most", text)
         times = f"{rate / n / base:.3f}" if size == SIZE else "-"
         cells = f"{rate:.0f}", times, (share or ["-"])[-1], (memory or ["-"])[-1]
@@ -96,7 +104,8 @@ def large(folder):
 
     measure(ALL, SIZE)
     row(f"bare step, `{SIZE}`, compiled", 1, f"{base:.0f}", "1", "-", "-")
-    measure(1, SIZE)
+    if ALL > 1:
+        measure(1, SIZE)
     measure(ALL, BIG)
     measure(ALL, BIG, "--recompute")
     measure(ALL, SIZE, "--no-compile")
@@ -120,17 +129,25 @@ class Checkpoints(Checkpoints):
 
 
 def saving(folder):
-    """How long a checkpoint stops the training, and after which time it is written: the longest."""
+    """How long a checkpoint stops the training, and after which time it is written. The first one
+    also gets its memory on the host."""
     heads = "GPUs", "GB on the disk", "stops the training, s", "is written after, s"
     table(ALL, f"large/train_lm.py, `--size {SAVED}`", *heads)
     path = write_altered(ROOT / "large/train_lm.py", folder / "script", more=TIMED)
     for n in dict.fromkeys([ALL, 1]):
         text = run_lm(folder, path, n, SAVED, "--checkpoint-minutes", 0, "--no-compile")
-        cells = []
+        found = {}
         for name in "size", "blocked", "written":
-            found = re.findall(rf"^{name} (\S+)", text, re.M)
-            cells.append(f"{max(map(float, found), default=float('nan')):.2f}")
-        row("saved again and again", n, *cells)
+            found[name] = [float(x) for x in re.findall(rf"^{name} (\S+)", text, re.M)]
+        if found["size"]:
+            cells = [first_and_later(found[name]) for name in ("blocked", "written")]
+            row("saved again and again: first / later", n, f"{max(found['size']):.2f}", *cells)
+
+
+def first_and_later(seconds):
+    """The first one, and the median of the others."""
+    first, *later = seconds
+    return f"{first:.2f} / {statistics.median(later):.2f}" if later else f"{first:.2f}"
 
 
 if __name__ == "__main__":
@@ -138,9 +155,8 @@ if __name__ == "__main__":
         bare_step(sys.argv[2])
         sys.exit()
     parts = {"large": large, "saving": saving}
+    end_on_sigterm()
     with tempfile.TemporaryDirectory() as folder:
         make_tokens(Path(folder))
         parts[sys.argv[1]](Path(folder))
-    if FAILED:
-        print("\nNot measured:\n\n- " + "\n- ".join(FAILED), flush=True)
-        sys.exit(1)
+    end_part()

@@ -20,8 +20,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import torch
+from make_images import SIZES, make_folder
 from PIL import Image
 from runs import fitting_workers, row, spread, table
 from torch.utils.data import DataLoader, Dataset
@@ -33,30 +33,7 @@ sys.path.insert(0, str(COMPLETE))
 import train as script  # noqa: E402
 from images import find_images  # noqa: E402
 
-# Width, height, JPEG quality and strength of the finest noise, for the bits per pixel of ImageNet's
-# files (110 kB) and of a phone's photographs (4 MB); and the number of files.
-SIZES = {"ImageNet": (500, 375, 95, 7, 120), "12 megapixels": (4000, 3000, 90, 6, 8)}
-
-
-def make_image(width, height, noise, random):
-    """Gradients, and noise stronger the coarser its grain, as in photographs."""
-    total = np.full((height, width, 3), 128.0)
-    strength, grain = noise, 1
-    while min(width, height) // grain > 2:
-        small = random.normal(0, 1, (height // grain, width // grain, 3)) * strength
-        for channel in range(3):
-            layer = Image.fromarray(small[..., channel].astype(np.float32))
-            total[..., channel] += np.asarray(layer.resize((width, height), Image.BICUBIC))
-        strength, grain = min(25, strength * 2), grain * 4
-    return Image.fromarray(total.clip(0, 255).astype(np.uint8))
-
-
-def make_folder(folder, width, height, quality, noise, count):
-    random = np.random.default_rng(0)
-    for i in range(count):
-        path = folder / ("train" if i > 1 else "test") / "ab"[i % 2] / f"{i}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        make_image(width, height, noise, random).save(path, quality=quality)
+FILES = {"ImageNet": 120, "12 megapixels": 8}  # how many of each size
 
 
 def link_some(folder, source, count):
@@ -172,5 +149,5 @@ if __name__ == "__main__":
             measure(args, args.folder.name, Path(folder))
     for name in args.sizes if not args.folder else ():
         with tempfile.TemporaryDirectory() as folder:
-            make_folder(Path(folder), *SIZES[name])
+            make_folder(Path(folder), SIZES[name], FILES[name])
             measure(args, name, Path(folder))

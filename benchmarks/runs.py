@@ -14,6 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -22,15 +25,19 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 GPUS = torch.cuda.device_count()
-SCRIPTS = ["single", "dp", "ddp_torchrun", "ddp_spawn", "ddp_multigpu_proc", "fsdp2"]
-SCRIPTS = [f"train_{name}.py" for name in SCRIPTS]
 COMPLETE = "complete/train.py"
-FAILED = []  # runs that did not end as they should
-BY_TORCHRUN = (SCRIPTS[2], SCRIPTS[5])  # small scripts that it also starts on one GPU
+BY_PYTHON = ("train_single.py", "train_dp.py")  # one process, on however many GPUs
+BY_TORCHRUN = ("train_ddp_torchrun.py", "train_fsdp2.py")  # on one GPU, too
+
+# A part of gpu.sh has so many seconds, or as long as it takes.
+PART_SECONDS = float(os.environ.get("PART_SECONDS", 24 * 3600))
+STARTED = time.monotonic()
+FAILED = []  # runs that ended with an error
+NO_TIME = []  # runs that the end of the part's time has ended, or kept from starting
 
 START = '\n\nif __name__ == "__main__":\n'
 ONE_BATCH = """
-class Images(Dataset):
+class Images(torch.utils.data.Dataset):
     def __init__(self, count, side):
         self.images, self.count = torch.rand(10, 3, side, side), count
 
@@ -148,46 +155,107 @@ def commands(path, n, folder):
     if path.name == "train_ddp_spawn.py":
         return [[sys.executable, path, "--nproc-per-node", n]]
     if path.name == "train_ddp_multigpu_proc.py" and not GPUS:  # a process is a machine
-        place = [f"--init-method=file://{folder.resolve()}.store", f"--world-size={n}"]
-        return [[sys.executable, path, *place, f"--rank={rank}"] for rank in range(n)]
-    if path.name in BY_TORCHRUN or path.name not in SCRIPTS and n > 1:
+        place = [f"--init-method=file://{folder.resolve()}.store", f"--nnodes={n}"]
+        return [[sys.executable, path, *place, f"--node-rank={rank}"] for rank in range(n)]
+    alone = [*BY_PYTHON, "train_ddp_multigpu_proc.py"]
+    if path.name in BY_TORCHRUN or path.name not in alone and n > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n]
         torchrun += ["--local-addr", "127.0.0.1"]  # the host's own name may lead nowhere
         return [[sys.executable, *torchrun, path]]
     return [[sys.executable, path]]
 
 
-def processes(pid):
-    """A process and all that it has started."""
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    children = path.read_text().split() if path.exists() else []
-    return [int(pid)] + [other for child in children for other in processes(child)]
+@dataclass
+class Outcome:
+    """What became of some commands that were started together."""
+
+    text: str  # what they have printed
+    seconds: float  # until they had ended, or one had printed what was waited for
+    status: str  # "done", "failed", or "no time"
 
 
-def run(path, n, flags, output, until=None, limit=3600):
-    """Run a script on n GPUs, or with an even share of the cores for each of n processes. Returns
-    what it prints. All its processes are killed once it has printed `until`, or after `limit`
-    seconds, which is an error."""
-    environment, log = dict(os.environ), Path(f"{output}.out")
+def run_commands(lines, log, until=None, limit=3600, environment=None, watch=None, folder=None):
+    """Start commands, and wait until all have ended, one has printed `until`, or `limit` seconds
+    are over. Then no process of theirs is left. If one fails, the others, which may wait for it,
+    have 20 seconds. `watch` is called ten times a second with the process ids of the commands."""
+    mark, log = f"BENCHMARK_RUN={uuid.uuid4()}", Path(log)  # all that they start inherits it
+    environment = {**os.environ, **(environment or {}), **dict([mark.split("=")])}
+    started, end, watched = time.monotonic(), time.monotonic() + limit, 0
+    running, found = [], False
+    if limit <= 0:
+        return Outcome("", 0, "no time")
+    try:
+        with open(log, "w") as file:
+            options = {"env": environment, "stdout": file, "stderr": file, "cwd": folder}
+            for line in lines:
+                running.append(subprocess.Popen([str(word) for word in line], **options))
+        while time.monotonic() < end:
+            statuses = [process.poll() for process in running]
+            found = until is not None and until in log.read_text(errors="replace")
+            if found or None not in statuses:
+                break
+            if any(statuses):
+                end = min(end, time.monotonic() + 20)
+            if watch and time.monotonic() - watched > 0.1:
+                watched = time.monotonic()
+                watch([process.pid for process in running])
+            time.sleep(0.02)
+    finally:
+        seconds = time.monotonic() - started
+        statuses = [process.poll() for process in running]
+        kill_marked(mark)
+        for process in running:
+            process.kill()  # where there is no /proc
+            process.wait()
+    if found or not until and not any(statuses) and None not in statuses:
+        status = "done"
+    else:
+        status = "no time" if not any(statuses) and None in statuses else "failed"
+    return Outcome(log.read_text(errors="replace"), seconds, status)
+
+
+def kill_marked(mark):
+    """SIGKILL for all processes that have inherited this environment variable: also for those in
+    sessions of their own, and those whose parents have ended."""
+    killed = True
+    while killed:  # one may have started another meanwhile
+        killed = False
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has ended, or is another user's
+                if mark.encode() in path.read_bytes().split(b"\0"):
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+                    killed = True
+
+
+def end_on_sigterm():
+    """Let `finally` clean up when `timeout` ends this program."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+
+
+def seconds_left():
+    """Of this part."""
+    return max(0, STARTED + PART_SECONDS - time.monotonic())
+
+
+def run(path, n, flags, output, until=None, limit=None):
+    """Run a script on n GPUs, or with an even share of the cores for each of n processes. What it
+    printed in the time that is left counts, even if it did not end; an error ends with
+    RuntimeError."""
+    environment = {}
     if not GPUS and n > 1:
         environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // n))
-    with open(log, "w") as file:
-        options = {"env": environment, "stdout": file, "stderr": file}
-        lines = [[*line, *flags, "--output", output] for line in commands(path, n, output)]
-        started = [subprocess.Popen([str(word) for word in line], **options) for line in lines]
-    end = time.monotonic() + limit
-    while any(process.poll() is None for process in started) and time.monotonic() < end:
-        if until and until in log.read_text():
-            break
-        time.sleep(0.02)
-    running = [process for process in started if process.poll() is None]
-    for pid in [pid for process in running for pid in processes(process.pid)]:
-        os.kill(pid, signal.SIGKILL)
-    statuses = {process.wait() for process in started}
-    text = log.read_text()
-    if statuses != {-signal.SIGKILL if until else 0} or until and until not in text:
-        raise RuntimeError(f"{path} {flags}: status {statuses}\n{text}")
-    return text
+    lines = [[*line, *flags, "--output", output] for line in commands(path, n, output)]
+    limit = seconds_left() if limit is None else limit
+    outcome = run_commands(lines, f"{output}.out", until, limit, environment)
+    if outcome.status == "failed":
+        raise RuntimeError(f"{describe(path, n, flags)} failed:\n{outcome.text}")
+    if outcome.status == "no time":
+        NO_TIME.append(describe(path, n, flags))
+    return outcome.text
+
+
+def describe(path, n, flags):
+    return f"{Path(path).name} {' '.join(map(str, flags))} on {n}"
 
 
 def run_in_process(path, flags, environment):
@@ -212,8 +280,8 @@ def attempt(*args, **options):
 
 
 def train(path, n, flags, **options):
-    """Run a script to its end. Returns its samples a second in training, the mean over all epochs
-    but the first. NaN if it fails."""
+    """Run a script. Returns its samples a second in training, the mean over all epochs but the
+    first; of a run that was ended, over those that it has printed. NaN if there are none."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "out")
         text = attempt(path, n, flags, output, **options)
@@ -223,7 +291,16 @@ def train(path, n, flags, **options):
         if (output / "metrics.csv").exists():
             rows = csv.DictReader((output / "metrics.csv").open())
             rates = [row["samples_per_second"] for row in rows]
-        return statistics.harmonic_mean(map(float, rates[1:]))
+        return statistics.harmonic_mean(map(float, rates[1:])) if rates[1:] else math.nan
+
+
+def end_part():
+    """Say what was not measured. The status is 1 if a run has failed."""
+    sys.stderr.flush()
+    for what, names in ("Failed", FAILED), ("No time was left for, or to finish", NO_TIME):
+        if names:
+            print(f"\n{what}:\n\n- " + "\n- ".join(names), flush=True)
+    sys.exit(1 if FAILED else 0)
 
 
 def spread(values, digits):
@@ -235,16 +312,30 @@ def row(*cells):
     print("|", " | ".join(map(str, cells)), "|", flush=True)
 
 
-def table(used, *heads):
-    """The head of a table about the first `used` GPUs of this machine, or about its CPU."""
+def commit():
+    """Of this checkout, and whether it has changes; "" if it is none."""
+    words = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        text = subprocess.check_output(words, text=True, stderr=subprocess.DEVNULL)
+        return f"commit {text.strip()}, "
+    return ""
+
+
+def hardware(used):
+    """The first `used` GPUs of this machine, or its CPU."""
     device = f"{os.cpu_count()} CPU cores"
     if Path("/proc/cpuinfo").exists():
         names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
         device += f" ({names[0]})" if names else ""
     if GPUS and used:
         device = f"{used} x {torch.cuda.get_device_name()}"
+    return device
+
+
+def table(used, *heads):
+    """The head of a table about the first `used` GPUs of this machine, or about its CPU."""
     date, command = datetime.date.today(), " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    print(f"{device}, torch {torch.__version__}, {date}, `{command}`\n")
+    print(f"{hardware(used)}, torch {torch.__version__}, {commit()}{date}, `{command}`\n")
     row(*heads)
     print("|---" * len(heads) + "|", flush=True)
 

@@ -12,7 +12,7 @@ the smallest and the largest; ratios are within a round. Flags after -- are for 
 import argparse
 import sys
 
-from runs import COMPLETE, ROOT, SCRIPTS, row, spread, table, train
+from runs import COMPLETE, ROOT, row, spread, table, train
 
 FLAGS = "--dataset cifar10 --batch-size 64 --epochs 2 --workers 0".split()
 PEERS = ["usual", "accelerate", "lightning"]
@@ -21,7 +21,7 @@ CONTESTANTS = {  # the words for yardsticks.py
     COMPLETE: [ROOT / COMPLETE, "", "--log-every", 10_000],
     **{f"{name}, DataLoader": [name, "usual"] for name in PEERS},
     **{f"{name}, our loader": [name, "our"] for name in PEERS},
-    "train_single.py": [ROOT / SCRIPTS[0], ""],
+    "train_single.py": [ROOT / "train_single.py", ""],
 }
 
 if __name__ == "__main__":

@@ -4,15 +4,19 @@ pip install transformers
 python large/export_hf.py runs/lm my_model
 
 Its model is a Qwen3 without grouped queries: RMSNorm, rotary positions, normalized queries and
-keys, SwiGLU, a head of its own. If you change LanguageModel, this no longer fits.
+keys, SwiGLU, a head of its own. If you change LanguageModel, this no longer fits. Its tokenizer
+encodes a text as prepare_texts.py does. Neither needs a network.
 """
 
 import argparse
+import base64
 from pathlib import Path
 
 import torch
 from prepare_texts import build_tokenizer
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 NAMES = {  # of a block's weights, here and there; of several, the parts of one matrix
     "attention_norm": ["input_layernorm"],
@@ -24,6 +28,7 @@ NAMES = {  # of a block's weights, here and there; of several, the parts of one 
     "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
     "mlp_out": ["mlp.down_proj"],
 }
+END_OF_TEXT = "<|endoftext|>"
 parser = argparse.ArgumentParser(description="Turn a run into a folder that transformers loads.")
 parser.add_argument("run", type=Path, help="folder of a finished run")
 parser.add_argument("output", type=Path, help="folder for the model")
@@ -64,8 +69,60 @@ def convert(saved):
     return model
 
 
+def convert_tokenizer(description, length):
+    """A tokenizer of transformers from what tokenizer.json says (see prepare_texts.py)."""
+    if description["name"] == "bytes":
+        ids = {bytes([byte]): byte for byte in range(256)}
+        special, split = {END_OF_TEXT: 256}, []
+    else:
+        ids = {base64.b64decode(x): i for x, i in description["mergeable_ranks"].items()}
+        special = description["special_tokens"]
+        pattern = Regex(for_oniguruma(description["pat_str"]))
+        split = [pre_tokenizers.Split(pattern, "isolated")]
+    # Theirs writes a byte as a letter. Whole words that are tokens need no merges, as in tiktoken.
+    letters = bytes_to_unicode()
+
+    def spelled(token):
+        return "".join(letters[byte] for byte in token)
+
+    merges = [tuple(map(spelled, pair)) for pair in find_merges(ids)]
+    vocabulary = special | {spelled(token): i for token, i in ids.items()}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        model_max_length=length,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def find_merges(ids):
+    """The pairs that become each token of several bytes, in the order of their ids. tiktoken merges
+    whatever two parts become the token of the lowest id."""
+    for token in sorted(ids, key=ids.get):
+        pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
+        pairs = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
+        yield from sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+
+
+def for_oniguruma(pattern):
+    """tiktoken's pattern for the library that finds words here. There, `$` is also the end of a
+    line, and `{1,3}+` is one or more times; without the plus it is the same at the end of a branch.
+    """
+    return pattern.replace("$", r"\z").replace("{1,3}+", "{1,3}")
+
+
 if __name__ == "__main__":
     args = parser.parse_args()
+    if args.output.resolve() == args.run.resolve():
+        parser.error("give it a folder of its own")  # the run has a tokenizer.json, too
     saved = torch.load(args.run / "model.pt", mmap=True, weights_only=True)
     convert(saved).save_pretrained(args.output)
-    print(f"{args.output}: load it by AutoModelForCausalLM.from_pretrained")
+    convert_tokenizer(saved["tokenizer"], saved["length"]).save_pretrained(args.output)
+    print(f"{args.output}: load it by AutoModelForCausalLM and AutoTokenizer.from_pretrained")
+    print(f'begin each prompt with {END_OF_TEXT}, as in tokenizer("{END_OF_TEXT}To be")')

@@ -2,8 +2,11 @@
 
 python large/prepare_texts.py my_texts --output my_tokens
 
-Reads a file, or all .txt, .md and .jsonl files below a folder but the hidden ones, in the order of
-their names. A .txt or .md file is one document; in a .jsonl file each line is one, {"text": ...}.
+Reads a file, or all texts below a folder, in the order of their names. A .txt or .md file is one
+document; in a .jsonl or .json file each line is one, {"text": ...}. They are in UTF-8, and may be
+compressed (.txt.gz). Other files and empty documents are left out and counted, hidden files only
+left out. Links are followed, but nothing is read twice.
+
 An end-of-text token is put before each document. Every 50th document (--hold-out) is for
 validation; if there are fewer than 50, the last 50th of all the text is.
 
@@ -17,11 +20,19 @@ tokenizer.json that this program has written there.
 
 import argparse
 import base64
+import codecs
+import fcntl
+import gzip
 import hashlib
 import importlib.util
+import io
 import json
 import multiprocessing
 import os
+import sys
+import time
+import zlib
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -35,13 +46,13 @@ parser = argparse.ArgumentParser(
     allow_abbrev=False,
 )
 add = parser.add_argument
-add("texts", type=Path, help="a file, or a folder of .txt, .md and .jsonl files")
+add("texts", type=Path, help="a file, or a folder of .txt, .md, .jsonl and .json files")
 add("--output", type=Path, default=Path("tokens"), help="folder for the token ids")
 default = "gpt2" if importlib.util.find_spec("tiktoken") else "bytes"
 tokenizer_help = "a name of tiktoken's; without network: bytes, or another machine's tokenizer.json"
 add("--tokenizer", default=default, help=tokenizer_help)
 add("--hold-out", type=int, default=50, help="of so many documents, one is for validation")
-add("--field", default="text", help="what the text is called in .jsonl files")
+add("--field", default="text", help="what the text is called in .jsonl and .json files")
 add("--workers", type=int, default=os.cpu_count(), help="processes that tokenize")
 
 
@@ -108,45 +119,129 @@ def build_tokenizer(description):
     return Bytes() if description["name"] == "bytes" else BytePairs(description)
 
 
-def find_files(texts):
-    """A folder's files, one folder after the other: of a million there is no list."""
-    if texts.is_file():
-        yield texts
-    for folder, folders, names in os.walk(texts):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if name.endswith((".txt", ".md", ".jsonl")) and not name.startswith("."):
-                yield Path(folder, name)
+class Texts:
+    """Finds the texts in a file or a folder, reads them, and counts what is left out. `output` may
+    be a folder in it, which has no texts."""
+
+    def __init__(self, path, field, output):
+        self.path, self.field, self.output = path, field, identity(output)
+        self.known = {identity(path)}  # files and folders that were read
+        self.suffixes = Counter()  # of the files left out
+        self.other_json = []
+        self.repeated = self.empty = self.not_utf8 = 0
+        codecs.register_error("count", self.replace)
+
+    def pieces(self):
+        """Yields the documents in pieces, each with whether a document begins with it."""
+        try:
+            for path in self.files_below(self.path) if self.path.is_dir() else [self.path]:
+                yield from self.read_file(path)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise SystemExit(f"{path} is no whole .gz file: {error}") from error
+        except OSError as error:
+            raise SystemExit(f"{error.filename or path}: {error.strerror}") from error
+
+    def files_below(self, folder):
+        """Yields a folder's texts, then those of the folders in it: of a million there is no list.
+        A folder that cannot be read, and a link to nothing, raise an OSError that names them."""
+        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+        for entry in sorted(entries, key=lambda entry: (entry.is_dir(), entry.name)):
+            if not entry.is_dir() and not text_suffix(entry.name):
+                self.suffixes[os.path.splitext(entry.name)[1].lower() or "without"] += 1
+            elif identity(entry) in self.known:  # by a link, which may lead to a folder above
+                self.repeated += 1
+            elif identity(entry) != self.output:
+                self.known.add(identity(entry))
+                yield from self.files_below(entry) if entry.is_dir() else [Path(entry)]
+
+    def read_file(self, path):
+        read = self.read_lines if text_suffix(path.name).startswith(".json") else self.read_whole
+        self.not_utf8 = 0
+        with open_text(path) as file:
+            yield from read(file, path)
+        if self.not_utf8:
+            note = "characters are not UTF-8, and were replaced"
+            print(f"{path}: {self.not_utf8} {note}", flush=True)
+
+    def read_whole(self, file, path):
+        begins = True
+        while text := file.read(PIECE) + file.readline():  # to the end of a line
+            yield text, begins
+            begins = False
+        self.empty += begins
+
+    def read_lines(self, file, path):
+        """A .json file that begins with something else, such as settings, is left out."""
+        documents = 0
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                text = read_line(line, self.field)
+            except ValueError as error:
+                is_text = text_suffix(path.name) == ".jsonl" or documents > 0 or path == self.path
+                if not is_text:
+                    self.other_json.append(path)
+                    return
+                raise SystemExit(f"{path}, line {number}: {error}") from error
+            documents += 1
+            if text:
+                yield text, True
+            else:
+                self.empty += 1
+
+    def replace(self, error):
+        """What stands for bytes that are not UTF-8: see codecs.register_error."""
+        self.not_utf8 += 1
+        return "\ufffd", error.end
+
+    def left_out(self):
+        """Lines that say what."""
+        lines = []
+        if self.suffixes:
+            shown = ", ".join(f"{count} {name}" for name, count in self.suffixes.most_common(10))
+            lines.append(f"{self.suffixes.total()} files left out by their suffix: {shown}")
+        if self.other_json:
+            says = (
+                f'.json files left out, whose first line is no {{"{self.field}": "..."}}: such as'
+            )
+            lines.append(f"{len(self.other_json)} {says} {self.other_json[0]}")
+        if self.empty:
+            lines.append(f"{self.empty} empty documents left out")
+        if self.repeated:
+            lines.append(f"{self.repeated} files or folders read once, to which links lead, too")
+        return lines
 
 
-def read_pieces(path, field):
-    """Yields a file's documents in pieces, each with whether a document begins with it."""
-    broken = 0
+def text_suffix(name):
+    """.txt, .md, .jsonl or .json, in whatever case, and compressed or not; or ""."""
+    suffix = os.path.splitext(name.lower().removesuffix(".gz"))[1]
+    return suffix if suffix in (".txt", ".md", ".jsonl", ".json") else ""
+
+
+def identity(path):
+    """The same for all names and links by which a file or a folder is found."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
+def open_text(path):
+    file = gzip.open(path) if path.name.lower().endswith(".gz") else open(path, "rb")
+    head = file.peek(100)[:100]
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
+        raise SystemExit(f"{path} is UTF-16, or no text: convert it to UTF-8, or move it elsewhere")
     # utf-8-sig: as utf-8, without the mark with which some editors begin a file.
-    with open(path, encoding="utf-8-sig", errors="replace") as file:
-        if path.suffix == ".jsonl":
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    text = read_line(line, field, f"{path}, line {number}")
-                    broken += text.count("\ufffd")
-                    yield text, True
-        else:
-            begins = True
-            while text := file.read(PIECE) + file.readline():  # to the end of a line
-                broken += text.count("\ufffd")
-                yield text, begins
-                begins = False
-    if broken:
-        print(f"{path}: {broken} characters are not UTF-8, and were replaced", flush=True)
+    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="count")
 
 
-def read_line(line, field, place):
+def read_line(line, field):
+    """The text of a document. Raises ValueError."""
     try:
         text = json.loads(line)[field]
-    except (ValueError, LookupError, TypeError) as error:  # which do not know the file
-        raise SystemExit(f'{place}: not {{"{field}": "..."}}: {error!r}') from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f'each line must be {{"{field}": "..."}}: {error!r}') from error
     if not isinstance(text, str):
-        raise SystemExit(f"{place}: {field} is no text")
+        raise ValueError(f"{field} is no text")
     return text
 
 
@@ -205,29 +300,69 @@ class TokenFile:
         return {"count": self.count, "sha256": content.hexdigest()}
 
 
+def lock_folder(folder, seconds=0):
+    """Keep other runs out of a folder for as long as the returned file is open: the system closes
+    it when this process ends, in whatever way. If another one is in it, and does not end within so
+    many seconds, this one ends."""
+    path, end = folder / "lock", None
+    while True:
+        lock = open(path, "w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            lock.close()
+        except OSError:
+            print(f"the disk of {folder} has no locks: start no second run there", flush=True)
+            return lock
+        if end is None:
+            end = time.monotonic() + seconds
+            print(f"{folder} is locked: waits up to {seconds} s", flush=True)
+        if time.monotonic() >= end:
+            remedy = f"if its machine has died, delete {path}"
+            raise SystemExit(f"another run is still in {folder}; {remedy}")
+        time.sleep(1)
+
+
 def main(args):
+    sys.stdout.reconfigure(errors="backslashreplace")  # for files' names that are not UTF-8
     if args.hold_out < 2:
         parser.error("--hold-out must be at least 2")
+    if not args.texts.exists():
+        parser.error(f"there is no {args.texts}")
     description = describe_tokenizer(args.tokenizer)
-    tokenizer = build_tokenizer(description)
     print(f"tokenizer: {description['name']}", flush=True)  # bytes, if tiktoken is not installed
     args.output.mkdir(parents=True, exist_ok=True)
+    texts = Texts(args.texts, args.field, args.output)
+    if texts.output in texts.known:
+        parser.error("--output must not be the folder of the texts")
+    # In this order, or the pool's processes would have the lock, too.
+    with multiprocessing.Pool(args.workers, start_worker, [description]) as pool:
+        with lock_folder(args.output):
+            write_tokens(args, texts, description, pool)
+
+
+def write_tokens(args, texts, description, pool):
     (args.output / "tokens.json").unlink(missing_ok=True)  # written last: then all is there
     (args.output / "tokenizer.json").write_text(json.dumps(description))
     train, val = TokenFile(args.output, "train"), TokenFile(args.output, "val")
     documents, dtype = 0, None
-    pieces = (piece for path in find_files(args.texts) for piece in read_pieces(path, args.field))
-    with multiprocessing.Pool(args.workers, start_worker, [description]) as pool:
-        for batch in make_batches(pieces):
-            for ids, begins in pool.imap(tokenize, batch, chunksize=8):
-                documents, dtype = documents + begins, ids.dtype
-                (val if documents % args.hold_out == 0 else train).write(ids)
+    for batch in make_batches(texts.pieces()):
+        for ids, begins in pool.imap(tokenize, batch, chunksize=8):
+            documents, dtype = documents + begins, ids.dtype
+            (val if documents % args.hold_out == 0 else train).write(ids)
+    for line in texts.left_out():
+        print(line, flush=True)
     if documents == 0:
-        parser.error(f"no text in .txt, .md or .jsonl files in {args.texts}")
+        parser.error(f"no text in .txt, .md, .jsonl or .json files in {args.texts}")
     held_out = f"each {args.hold_out}th document"
     if documents < args.hold_out:
         held_out = f"the last {args.hold_out}th of the text"
-        train.move_end(max(2, train.count // args.hold_out), dtype, val)
+        held_out_tokens = max(2, train.count // args.hold_out)
+        if train.count < held_out_tokens + 2:
+            parser.error(f"{args.texts} has only {train.count} tokens")
+        train.move_end(held_out_tokens, dtype, val)
+    tokenizer = build_tokenizer(description)
     about = {
         "tokenizer": description["name"],
         "vocabulary": tokenizer.vocabulary,

@@ -7,22 +7,22 @@ python large/train_lm.py --output runs/lm --sample "Once upon a time"         # 
 
 Each rank holds a part (shard) of every weight, of its gradient and of the optimizer's moments. A
 block's weights are gathered from all ranks just before they are used and freed right after, so
-every rank must reach every forward pass. No rank ever has the whole model. Kill the run at any
-moment, and repeat the command with --resume, on any number of GPUs: a step's text depends on --seed
-and the step's number only.
+every rank must reach every forward pass. No GPU has the whole model at once; rank 0 gathers it at
+the end, in its CPU's memory, for model.pt. Kill the run at any moment, and repeat the command with
+--resume, on any number of GPUs: a step's text depends on --seed and the step's number only.
 
 Put yours here: the sizes and flags, the model, the optimizer, the data. Then come the training
 loop, and what it calls: the folder of the run, start and checks, memory and speed.
 """
 
 import argparse
-import fcntl
 import functools
 import hashlib
 import json
 import math
 import os
 import shutil
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -36,8 +36,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from prepare_texts import build_tokenizer
+from prepare_texts import build_tokenizer, lock_folder
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -62,9 +63,10 @@ SIZES = {  # layers, width, heads
     "7b": (32, 4096, 32),
     "13b": (40, 5120, 40),
 }
-MICRO_BATCH = 16_384  # tokens of each GPU's micro-batch, unless --accumulate says otherwise
+SMALL_MICRO_BATCH, LARGE_MICRO_BATCH = 16_384, 65_536  # tokens: see micro_batch_tokens
 
-launched = bool(os.environ.get("RANK"))  # by torchrun; without it, this is the only process
+# By torchrun; without it, this is the only process.
+launched = bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
 parent_pid = os.getppid()  # torchrun's, if that has started this process
 gpu = torch.accelerator.current_accelerator(check_available=True)
 devices = ["cpu"] if gpu is None or gpu.type == "mps" else [gpu.type, "cpu"]  # no FSDP2 on mps
@@ -82,8 +84,11 @@ add("--layers", type=int, help="layers (blocks)")
 add("--width", type=int, help="features of a token")
 add("--heads", type=int, help="attention heads; a width of 128 for each is fast")
 add("--length", type=int, default=1024, help="tokens of a sequence")
-add = parser.add_argument_group("training").add_argument
-add("--steps", type=int, default=1000, help="of the whole run; may change on --resume")
+training = parser.add_argument_group("training")
+add = training.add_mutually_exclusive_group().add_argument  # these two may change on --resume
+add("--steps", type=int, default=1000, help="of the whole run")
+add("--epochs", type=float, help="instead of --steps: how often all texts are read")
+add = training.add_argument
 add("--batch-size", type=int, default=512, help="sequences per step, over all GPUs")
 add("--lr", type=float, help="highest learning rate; None: 6e-4 * (768 / width) ** 0.5")
 add("--warmup-steps", type=int, help="in which it rises; None: 100, or a tenth of few --steps")
@@ -95,7 +100,7 @@ add("--device", choices=devices, default=devices[0])
 add("--float32", action="store_true", help="on a GPU: no bfloat16 (the CPU always has float32)")
 compile_help = "torch.compile each block; None: on CUDA"
 add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
-accumulate_help = f"micro-batches per step; None: of at most {MICRO_BATCH} tokens on each GPU"
+accumulate_help = "micro-batches per step; None: of at most 16,384 tokens on each GPU, or 65,536"
 add("--accumulate", type=int, help=accumulate_help)
 add("--recompute", action="store_true", help="keep only the blocks' inputs for the backward pass")
 add("--shard", type=int, default=0, help="GPUs that share one copy of the model; 0: all")
@@ -108,11 +113,20 @@ add("--checkpoint-minutes", type=float, default=5, help="time between two checkp
 add("--log-every", type=int, default=10, help="steps between two progress lines")
 add("--eval-every", type=int, default=500, help="steps between two evaluations")
 add("--eval-tokens", type=int, default=2_000_000, help="of val.bin, at most, spread over it")
-add("--sample", default="", metavar="TEXT", help="continue TEXT by the newest checkpoint, and end")
+sample_help = "continue TEXT, after an end-of-text token, by the newest checkpoint, and end"
+add("--sample", metavar="TEXT", help=sample_help)
 add("--sample-tokens", type=int, default=200, help="by which it is continued")
 # A run is resumed with the same flags, except these.
-MAY_CHANGE = ["tokens", "size", "steps", "device", "float32", "compile", "accumulate", "recompute"]
-MAY_CHANGE += ["shard", "keep_gathered", "timeout", "output", "resume", "checkpoint_minutes"]
+MAY_CHANGE = ["tokens", "size", "steps", "epochs", "device", "float32", "compile", "accumulate"]
+MAY_CHANGE += [
+    "recompute",
+    "shard",
+    "keep_gathered",
+    "timeout",
+    "output",
+    "resume",
+    "checkpoint_minutes",
+]
 MAY_CHANGE += ["log_every", "eval_every", "eval_tokens", "sample", "sample_tokens"]
 
 
@@ -260,10 +274,10 @@ class Texts:
         self.train, self.val = (self.open_part(folder, part) for part in ("train", "val"))
 
     def open_part(self, folder, part):
-        ids = np.memmap(folder / f"{part}.bin", self.about["dtype"], "r")
-        if len(ids) != self.about[part]["count"]:
+        path, count, dtype = folder / f"{part}.bin", self.about[part]["count"], self.about["dtype"]
+        if os.path.getsize(path) != count * np.dtype(dtype).itemsize:
             raise SystemExit(f"--tokens: {folder} is not whole: run prepare_texts.py again")
-        return ids
+        return np.memmap(path, dtype, "r") if count else np.empty(0, dtype)
 
 
 def mix(*numbers):
@@ -280,20 +294,33 @@ def shuffled_windows(seed, epoch, count):
 
 
 def read_step(args, ids, rank, world_size, step):
-    """This rank's share of a step's windows of text, (accumulate, micro-batch, length + 1) token
-    ids. Those of all ranks together are the same on any number of them. Windows do not overlap,
-    and begin somewhere else in each epoch, so up to `length` ids are left out at either end."""
-    rank_batch = args.batch_size // world_size
-    first = (step - 1) * args.batch_size + rank * rank_batch  # windows of the run before these
-    per_epoch = len(ids) // args.length - 1
-    windows = np.empty((rank_batch, args.length + 1), np.int64)
-    for i in range(rank_batch):
-        epoch, place = divmod(first + i, per_epoch)
+    """This rank's share of a step's windows of text, (N, length + 1) token ids. Those of all ranks
+    together are the same on any number of them. Windows do not overlap, and begin somewhere else in
+    each epoch, so up to `length` ids are left out at either end."""
+    first, end = (args.batch_size * i // world_size for i in (rank, rank + 1))
+    done = (step - 1) * args.batch_size  # windows of the steps before
+    per_epoch = windows_per_epoch(args, ids)
+    windows = np.empty((end - first, args.length + 1), np.int64)
+    for i in range(end - first):
+        epoch, number = divmod(done + first + i, per_epoch)
         offset = mix(args.seed, epoch) % args.length
-        window = int(shuffled_windows(args.seed, epoch, per_epoch)[place])  # int32 would overflow
+        window = int(shuffled_windows(args.seed, epoch, per_epoch)[number])  # int32 would overflow
         start = offset + window * args.length
         windows[i] = ids[start : start + args.length + 1]
-    return torch.from_numpy(windows).unflatten(0, (args.accumulate, -1))
+    return torch.from_numpy(windows)
+
+
+def windows_per_epoch(args, ids):
+    return len(ids) // args.length - 1
+
+
+def count_evaluated(args, texts):
+    """How many windows of val.bin an evaluation reads."""
+    return min(windows_in_val(args, texts), math.ceil(args.eval_tokens / args.length))
+
+
+def windows_in_val(args, texts):
+    return math.ceil((len(texts.val) - 1) / args.length)
 
 
 def read_evaluation(args, texts, window, count):
@@ -302,8 +329,7 @@ def read_evaluation(args, texts, window, count):
     inputs = torch.zeros(args.length, dtype=torch.int64)
     targets = torch.full_like(inputs, -1)
     if window < count:
-        windows_in_val = math.ceil((len(texts.val) - 1) / args.length)
-        start = window * windows_in_val // count * args.length
+        start = window * windows_in_val(args, texts) // count * args.length
         ids = torch.from_numpy(texts.val[start : start + args.length + 1].astype(np.int64))
         inputs[: len(ids) - 1], targets[: len(ids) - 1] = ids[:-1], ids[1:]
     return inputs, targets
@@ -323,27 +349,32 @@ def build_model(args, config, device, world_size):
     dtype = torch.bfloat16 if uses_bfloat16(args) else torch.float32
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     mesh = make_mesh(args, device, world_size)
+    # Each call makes a unit, whose weights are gathered together: for its forward pass, after which
+    # they are freed, and again for its backward pass.
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
     shard(model.embedding)
-    model.embedding.set_unshard_in_backward(False)  # its gradient does not need the weights
+    # Not again: the gradient of a look-up does not depend on the weights.
+    model.embedding.set_unshard_in_backward(False)
     for block in model.blocks:
         shard(block, reshard_after_forward=not args.keep_gathered)
-    shard(model.head, reshard_after_forward=False)  # its backward pass comes next
-    shard(model)  # nothing is left to shard; but the outermost one sets the order of the others
+    shard(model.head, reshard_after_forward=False)  # not freed: its backward pass comes next
+    shard(model)  # has no more weights; but the outermost unit prepares those within it
     return model.to_empty(device=device)
 
 
 def make_mesh(args, device, world_size):
     """The ranks over which to shard: all. Or with --shard (HSDP), a row of ranks for each copy of
     the model, over which weights and gradients are sharded; gradients are also averaged over
-    copies."""
+    copies, the columns."""
     if args.shard in (0, world_size):
         return dist.init_device_mesh(device.type, (world_size,))
     ranks = torch.arange(world_size).view(-1, args.shard)
-    timeout = timedelta(seconds=args.timeout)  # init_device_mesh would take torch's own
-    make_groups = dist.new_subgroups_by_enumeration
-    groups = [make_groups(part.tolist(), timeout)[0] for part in (ranks.T, ranks)]
-    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("copy", "shard"))
+    # Groups made here wait for --timeout; those of init_device_mesh would wait for torch's default.
+    timeout = timedelta(seconds=args.timeout)
+    copies, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
+    shards, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
+    names = "copy", "shard"
+    return DeviceMesh.from_group([copies, shards], device.type, ranks, mesh_dim_names=names)
 
 
 @torch.no_grad()
@@ -355,8 +386,9 @@ def initialize(model, seed):
         if parameter.ndim > 1:
             generator = torch.Generator().manual_seed(mix(seed, number))
             whole.normal_(0, initial_std(name, len(model.blocks)), generator=generator)
-        place = parameter.device_mesh, parameter.placements
-        parameter.copy_(distribute_tensor(whole, *place, src_data_rank=None))  # nothing is sent
+        mesh, placements = parameter.device_mesh, parameter.placements
+        # None: each rank cuts its shard out of its own `whole`, instead of waiting for rank 0's.
+        parameter.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
 
 def to_device(tensor, device):
@@ -366,22 +398,24 @@ def to_device(tensor, device):
 
 
 def train_step(args, model, optimizer, windows, lr):
-    """Returns the sum of the micro-batches' losses, and the norm of the gradient before clipping.
+    """Returns the mean loss of this rank's windows, and the norm of the gradient before clipping.
     Waits for neither: while a GPU computes, the CPU goes ahead."""
-    loss_sum = torch.zeros((), device=windows.device)
-    for number, micro_batch in enumerate(windows, 1):
+    mean_loss = torch.zeros((), device=windows.device)
+    # FSDP averages gradients over ranks, of which some may have a window less than others.
+    rank_tokens = args.batch_size * args.length / dist.get_world_size()
+    for number, micro_batch in enumerate(windows.tensor_split(args.accumulate), 1):
         if args.shard > 0 and args.accumulate > 1:  # average over copies in the last one only
             model.set_requires_all_reduce(number == args.accumulate)
         inputs, targets = micro_batch[:, :-1], micro_batch[:, 1:]
-        loss = model(inputs, targets) / targets.numel()
-        (loss / args.accumulate).backward()  # averages the gradients over ranks, into their shards
-        loss_sum += loss.detach()
+        loss = model(inputs, targets) / rank_tokens
+        loss.backward()
+        mean_loss += loss.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm or math.inf)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad()
-    return loss_sum, norm
+    return mean_loss, norm
 
 
 def train(args, model, optimizer, texts, checkpoints, done, device):
@@ -391,7 +425,7 @@ def train(args, model, optimizer, texts, checkpoints, done, device):
     reader = ThreadPoolExecutor(1)  # reads the next step's windows meanwhile
     read = functools.partial(reader.submit, read_step, args, texts.train, rank, world_size)
     upcoming = read(done + 1)
-    next_line = done + 1  # besides the regular ones; this one shows that everything works
+    extra_line = done + 1  # shows that everything works; later ones are for checkpoints
     loss_sum, counted, started = torch.zeros((), device=device), 0, time.perf_counter()
     model.train()
     for step in range(done + 1, args.steps + 1):
@@ -399,23 +433,22 @@ def train(args, model, optimizer, texts, checkpoints, done, device):
         windows = to_device(upcoming.result(), device)
         upcoming = read(step + 1)
         lr = learning_rate(args, step)
-        step_loss, norm = train_step(args, model, optimizer, windows, lr)
-        loss_sum, counted = loss_sum + step_loss, counted + 1
+        mean_loss, norm = train_step(args, model, optimizer, windows, lr)
+        loss_sum, counted = loss_sum + mean_loss, counted + 1
         is_last = step == args.steps
         evaluates = is_last or step % args.eval_every == 0
-        if not (evaluates or step % args.log_every == 0 or step == next_line):
+        if not (evaluates or step % args.log_every == 0 or step == extra_line):
             continue
 
         checkpoints.finish_if_written()
+        train_loss = loss_sum.item() / counted  # this rank's; waits for the GPU
         seconds = (time.perf_counter() - started) / counted
-        save, look_after = checkpoints.when(seconds) if rank == 0 else (0, 0)
-        sums = sum_over_ranks([loss_sum, is_orphan(), save, look_after], device)
-        # This is longer: the GPU had not computed all steps yet.
-        seconds = (time.perf_counter() - started) / counted
-        train_loss, orphans, save, look_after = sums
+        # In how many steps the next checkpoint is due: by rank 0's clock, as all must agree.
+        due = checkpoints.steps_until_due(seconds) if rank == 0 else 0
+        train_loss, orphans, due = sum_over_ranks([train_loss, is_orphan(), due], device)
         if orphans > 0:
             end("torchrun was killed")  # its ranks would live on, and train
-        train_loss /= counted * args.accumulate * world_size
+        train_loss /= world_size
         norm = norm.full_tensor().item()
         weight_norm = nn.utils.get_total_norm(model.parameters()).full_tensor().item()
         if not all(map(math.isfinite, (train_loss, norm, weight_norm))):  # if any weight is not
@@ -428,18 +461,18 @@ def train(args, model, optimizer, texts, checkpoints, done, device):
             if rank == 0:
                 print(f"step {step}: val loss {val_loss:.4f}, {bits:.4f} bits per byte", flush=True)
                 write_log(args, step=step, val_loss=val_loss, bits_per_byte=bits)
-        if save or is_last:
-            checkpoints.start(args, model, optimizer, step)
-        next_line = step + look_after
+        if due == 0 or is_last:
+            checkpoints.start(model, optimizer, step)
+        extra_line = step + max(1, due)
         loss_sum, counted, started = torch.zeros((), device=device), 0, time.perf_counter()
-    checkpoints.finish()
+    checkpoints.close()
     reader.shutdown(cancel_futures=True)
 
 
 def sum_over_ranks(values, device):
-    """Numbers, or tensors of one, to a list of their sums. All ranks must call it; waits for the
-    GPU."""
-    sums = torch.stack([torch.as_tensor(value, device=device).double() for value in values])
+    """Numbers to a list of their sums, in float32: not every GPU has float64. All ranks must call
+    it; waits for the GPU."""
+    sums = torch.tensor(values, dtype=torch.float32, device=device)
     dist.all_reduce(sums)
     return sums.tolist()
 
@@ -454,20 +487,20 @@ def evaluate(args, model, texts, device):
     per token and in bits per byte. Each is evaluated by one rank. All ranks must call it, and make
     the same number of forward passes, of a shape that training has compiled."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    windows_in_val = math.ceil((len(texts.val) - 1) / args.length)
-    count = min(windows_in_val, math.ceil(args.eval_tokens / args.length))
+    count = count_evaluated(args, texts)
     micro_batch = args.batch_size // world_size // args.accumulate
-    nats, tokens, text_bytes = torch.zeros((), dtype=torch.float64, device=device), 0, 0
+    losses, tokens, text_bytes = [], 0, 0
     model.eval()
     for first in range(0, count, micro_batch * world_size):
         share = range(first + rank * micro_batch, first + (rank + 1) * micro_batch)
         pairs = [read_evaluation(args, texts, window, count) for window in share]
         inputs, targets = (torch.stack(part) for part in zip(*pairs))
-        nats += model(to_device(inputs, device), to_device(targets, device))
+        losses.append(model(to_device(inputs, device), to_device(targets, device)))
         counted = targets[targets >= 0]
         tokens += len(counted)
         text_bytes += texts.token_bytes[counted].sum()
     model.train()
+    nats = torch.stack(losses).cpu().double().sum()
     nats, tokens, text_bytes = sum_over_ranks([nats, tokens, text_bytes], device)
     return nats / tokens, nats / math.log(2) / text_bytes
 
@@ -479,9 +512,9 @@ def main(args):
     set_defaults(args, world_size)
     if rank == 0:  # if it ends here, torchrun ends the others, which wait for it: one message
         check_flags(args, world_size)
-        lock = None if args.sample else lock_output(args)  # as long as it is open
+        lock = None if args.sample is not None else lock_output(args)  # as long as it is open
     device = join(args, rank, world_size)
-    if args.sample:
+    if args.sample is not None:
         text = sample(args, world_size, device)
         if rank == 0:
             print(text)
@@ -489,19 +522,22 @@ def main(args):
         return
 
     texts = Texts(args.tokens)
+    if args.epochs is not None:
+        batches_per_epoch = windows_per_epoch(args, texts.train) / args.batch_size
+        args.steps = max(1, round(args.epochs * batches_per_epoch))
     compare_ranks(args, texts, world_size)
     latest = read_latest(args)
-    check_texts(args, texts, latest)
+    check_run(args, texts, latest)
     padded = 64 * math.ceil(texts.about["vocabulary"] / 64)  # a multiple of 64 is faster
     config = {"vocabulary": padded, "layers": args.layers, "width": args.width, "heads": args.heads}
     torch.set_float32_matmul_precision("high")  # TF32: faster on NVIDIA GPUs since Ampere
     model = build_model(args, config, device, world_size)
     optimizer = build_optimizer(args, model)
-    checkpoints = Checkpoints(args, texts, config, is_new=latest is None)
+    checkpoints = Checkpoints(args, texts, config, device, is_new=latest is None)
     if latest is None:
         initialize(model, args.seed)
     else:
-        checkpoints.load(args, model, optimizer, latest)
+        checkpoints.load(model, optimizer, latest)
     done = latest["step"] if latest else 0
     if rank == 0:
         print_start(args, model, texts, world_size, device)
@@ -528,67 +564,83 @@ def main(args):
 class Checkpoints:
     """Writes checkpoints while the training goes on, never two at a time.
 
-    `start` copies this rank's shards to its CPU; a thread then writes them. Killed meanwhile, the
-    run is where the last finished one is. `finish` waits for the thread. Then latest.json names the
-    new one, and older ones are removed.
+    `start` copies this rank's shards to its CPU; a thread then writes them. `finish` waits for the
+    thread; only then does latest.json name the new checkpoint, and older ones are removed. So a run
+    that is killed is where the last finished one is.
     """
 
-    def __init__(self, args, texts, config, is_new):
+    def __init__(self, args, texts, config, device, is_new):
         self.output = args.output
         self.about = {"flags": fixed_flags(args), "tokens": texts.about}
         self.about |= {"config": config, "numpy": np.__version__}
-        # The threads of all ranks communicate, too: not by the group by which the training does.
-        # Nobody is waited for in vain for two hours: a rank that dies ends the others at once.
+        # A group of its own, as the threads communicate while the training does. Its timeout is for
+        # slow disks: if a rank dies, the others end at once.
         self.group = dist.new_group(timeout=timedelta(hours=2), backend="gloo")
+        # One copy of the shards, in memory that is kept: pinned for CUDA, which is fast to copy to.
+        cuda = device.type == "cuda"
+        options = {"use_shared_memory": False, "use_async_staging": False}
+        options |= {"use_pinned_memory": cuda, "use_non_blocking_copy": cuda}
+        self.stager = DefaultStager(StagingOptions(**options))
         self.seconds_between = 60 * args.checkpoint_minutes
-        self.saved_at = -math.inf if is_new else time.perf_counter()  # new: see whether it can save
+        self.due = time.perf_counter() + self.seconds_between
+        if is_new:  # find out whether it can save
+            self.due = 0
         self.writing = None  # the number of the step, and what the thread will return
 
-    def when(self, step_seconds):
-        """Whether to save now, and in how many steps to ask again, if not at a progress line."""
-        if self.writing is not None:
-            return False, math.inf
-        left = self.saved_at + self.seconds_between - time.perf_counter()
-        if left <= 0:
-            return True, max(1, self.seconds_between // step_seconds)
-        return False, max(1, left // step_seconds)
+    def steps_until_due(self, step_seconds):
+        """In how many steps to save; 0: now; but not before the last checkpoint is written."""
+        steps = max(0, math.ceil((self.due - time.perf_counter()) / step_seconds))
+        return math.inf if steps == 0 and self.writing is not None else steps
 
-    def start(self, args, model, optimizer, step):
+    def start(self, model, optimizer, step):
         """All ranks must call it."""
         self.finish()
-        writer = dcp.FileSystemWriter(args.output / f"step-{step:08}")
+        # Without copying ahead, for which the thread would open GPU 0, whichever is this rank's.
+        writer = dcp.FileSystemWriter(self.output / f"step-{step:08}", per_thread_copy_ahead=0)
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)  # who writes what: always alike
         weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments}
-        options = {"storage_writer": writer, "planner": planner, "process_group": self.group}
-        self.writing = step, dcp.async_save(state, **options)
-        self.saved_at = time.perf_counter()
+        future = dcp.async_save(
+            {"model": weights, "optimizer": moments},
+            storage_writer=writer,
+            planner=planner,
+            process_group=self.group,
+            async_stager=self.stager,
+        )
+        self.writing = step, future
+        self.due = time.perf_counter() + self.seconds_between
 
     def finish_if_written(self):
         if self.writing is not None and self.writing[1].done():
             self.finish()
 
     def finish(self):
-        """Raises what a thread of any rank has raised: a full disk, for example."""
         if self.writing is None:
             return
         step, future = self.writing
-        future.result()
-        self.writing, folder = None, self.output / f"step-{step:08}"
+        future.result()  # raises what a thread of any rank has raised: a full disk, for example
+        self.writing = None
         if dist.get_rank() == 0:
-            written = dcp.FileSystemReader(folder).read_metadata().storage_data.values()
-            parts = {part.relative_path for part in written}
-            if not all((folder / part).exists() for part in parts):
-                raise SystemExit(f"{folder} lacks parts: put --output on a disk of all machines")
-            latest = {"checkpoint": folder.name, "step": step, **self.about}
-            write(self.output / "latest.json", json.dumps(latest).encode())
-            remove_checkpoints(self.output, folder.name)
+            self.publish(step)
 
-    def load(self, args, model, optimizer, latest):
+    def publish(self, step):
+        """Name this checkpoint, which is whole, in latest.json, and remove older ones."""
+        folder = self.output / f"step-{step:08}"
+        written = dcp.FileSystemReader(folder).read_metadata().storage_data.values()
+        if not {part.relative_path for part in written} <= set(os.listdir(folder)):
+            raise SystemExit(f"{folder} lacks parts: put --output on a disk of all machines")
+        latest = {"checkpoint": folder.name, "step": step, **self.about}
+        write(self.output / "latest.json", json.dumps(latest).encode())
+        remove_checkpoints(self.output, folder.name)
+
+    def close(self):
+        self.finish()
+        self.stager.close()
+
+    def load(self, model, optimizer, latest):
         """Read this rank's shards, which other numbers of ranks may have written in other parts."""
         weights, moments = get_state_dict(model, optimizer)  # tensors that dcp.load fills
         state = {"model": weights, "optimizer": moments}
-        dcp.load(state, checkpoint_id=args.output / latest["checkpoint"])
+        dcp.load(state, checkpoint_id=self.output / latest["checkpoint"])
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
 
@@ -623,11 +675,11 @@ def save_model(args, model, config):
 def read_latest(args):
     """What latest.json says, if it is there: read by rank 0, as a network disk may show others an
     older one, and told to all."""
-    path, found = args.output / "latest.json", [None]
+    path, latest = args.output / "latest.json", [None]
     if dist.get_rank() == 0 and path.exists():
-        found = [json.loads(path.read_text())]
-    dist.broadcast_object_list(found, 0)
-    return found[0]
+        latest = [json.loads(path.read_text())]
+    dist.broadcast_object_list(latest, 0)
+    return latest[0]
 
 
 def prepare_output(args, latest):
@@ -647,18 +699,34 @@ def write_log(args, **row):
 
 
 # ---- The start, and what is refused --------------------------------------------------------------
+# Ranks may outlive a killed torchrun until their next progress line; a network disk may keep the
+# lock of a machine that has died until it misses it, often for 90 s.
+LOCK_SECONDS = 60
+
+
 def set_defaults(args, world_size):
     """Flags that depend on others."""
     for name, value in zip(("layers", "width", "heads"), SIZES[args.size]):
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.compile is None:
-        args.compile = args.device == "cuda" and not args.sample  # each length would be compiled
-    rank_batch = max(1, args.batch_size // world_size)
-    divisors = [n for n in range(1, rank_batch + 1) if rank_batch % n == 0]
+    if args.compile is None:  # but not for samples: each length would be compiled
+        args.compile = args.device == "cuda" and args.sample is None
     if args.accumulate is None:
-        fitting = [n for n in divisors if rank_batch // n * args.length <= MICRO_BATCH]
-        args.accumulate = fitting[0] if fitting else rank_batch
+        micro_batch = max(1, micro_batch_tokens(args) // args.length)
+        wanted = math.ceil(math.ceil(args.batch_size / world_size) / micro_batch)
+        args.accumulate = max(1, min(wanted, args.batch_size // world_size))
+
+
+def micro_batch_tokens(args):
+    """The most in a micro-batch. As each communicates all weights, large ones are faster: where
+    their activations take less than half of the GPU. (In bfloat16 and compiled, these are about 40
+    bytes for each feature of each layer, and 4 for each score of GPT-2's vocabulary.)"""
+    if args.device == "cpu":
+        return SMALL_MICRO_BATCH
+    activations = LARGE_MICRO_BATCH * (40 * args.layers * args.width + 4 * 50_304)
+    index = int(os.environ["LOCAL_RANK"]) if launched else 0
+    memory = torch.get_device_module(args.device).get_device_properties(index).total_memory
+    return LARGE_MICRO_BATCH if activations < memory / 2 else SMALL_MICRO_BATCH
 
 
 def uses_bfloat16(args):
@@ -672,18 +740,18 @@ def check_flags(args, world_size):
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.clip_norm < 0:
         parser.error("--clip-norm must not be negative")
-    if (args.warmup_steps or 0) >= args.steps:
-        parser.error("--warmup-steps must be less than --steps")
+    if args.epochs is not None and args.epochs <= 0:
+        parser.error("--epochs must be more than 0")
     if args.width % (2 * args.heads):
         parser.error("--width must be a multiple of two times --heads")
     if args.shard < 0 or args.shard and world_size % args.shard:
         parser.error("the number of processes must be a multiple of --shard")
     if args.shard == 1 < world_size and torch.__version__ < (2, 10):
         parser.error("--shard 1 needs torch 2.10: NCCL may sum gradients wrongly in torch 2.9")
-    if not args.sample and args.batch_size % world_size:
-        parser.error(f"--batch-size must be a multiple of the {world_size} processes")
-    if not args.sample and args.batch_size % (world_size * args.accumulate):
-        parser.error("--batch-size must be a multiple of --accumulate times the processes")
+    if args.sample is None and args.batch_size < world_size:
+        parser.error(f"--batch-size must be at least the number of processes, {world_size}")
+    if args.sample is None and args.batch_size < world_size * args.accumulate:
+        parser.error("--batch-size must be at least --accumulate times the number of processes")
     if uses_bfloat16(args) and args.device == "cuda":
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             parser.error("this GPU has no bfloat16: add --float32")
@@ -693,32 +761,26 @@ def check_flags(args, world_size):
 
 
 def lock_output(args):
-    """Keep other runs out of --output for as long as the returned file is open: the system closes
-    it when this process ends, in whatever way. Then refuse what cannot be continued."""
+    """Keep other runs out of --output for as long as the returned file is open. Then refuse what
+    cannot be continued."""
     args.output.mkdir(parents=True, exist_ok=True)
-    path = args.output / "lock"
-    if any(args.output.iterdir()) and not path.exists():
-        parser.error(f"{args.output} has files, but no run of this script: change --output")
-    lock = open(path, "w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        parser.error(f"another run is still in {args.output}")
-    except OSError:
-        print(f"the disk of {args.output} has no locks: start no second run there", flush=True)
-    path = args.output / "latest.json"
-    if not path.exists():
+    latest_path = args.output / "latest.json"
+    if not (args.output / "lock").exists() and not latest_path.exists():
+        for pattern in "step-*", "*.jsonl", "*.json", "*.pt":  # not a log that is there already
+            for path in args.output.glob(pattern):
+                message = f"{args.output} has {path.name}, but no run of this script"
+                parser.error(f"{message}: change --output")
+    lock = lock_folder(args.output, LOCK_SECONDS if args.resume else 0)
+    if not latest_path.exists():
         return lock
     if not args.resume:
         parser.error(f"{args.output} has a run: add --resume, or change --output")
-    latest = json.loads(path.read_text())
+    latest = json.loads(latest_path.read_text())
     for name, value in fixed_flags(args).items():
         old = latest["flags"].get(name, value)
         if old != value:
             flag = name.replace("_", "-")
             parser.error(f"{args.output} was started with --{flag} {old}: use the same flags")
-    if args.steps < latest["step"]:
-        parser.error(f"--steps: {latest['step']} steps are done in {args.output}")
     return lock
 
 
@@ -733,14 +795,23 @@ def join(args, rank, world_size):
         local_rank = int(os.environ["LOCAL_RANK"]) if launched else 0  # on its machine: its GPU
         device = torch.device(args.device, local_rank)
         torch.accelerator.set_device_index(local_rank)  # or all processes would use GPU 0
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device),  # NCCL for CUDA, Gloo for the CPU
-        store=None if launched else dist.HashStore(),  # no other process to find
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=args.timeout),
-        device_id=None if args.device == "cpu" else device,  # bind NCCL to this GPU
-    )
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    message = f"rank {rank} waits at {address} for the others of WORLD_SIZE={world_size}"
+    message += "; if there are none, unset RANK"
+    waiting = threading.Timer(min(10, args.timeout / 2), print, [message], {"flush": True})
+    waiting.start()
+    try:
+        dist.init_process_group(
+            dist.get_default_backend_for_device(device),  # NCCL for CUDA, Gloo for the CPU
+            store=None if launched else dist.HashStore(),  # no other process to find
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=args.timeout),
+            # Bind NCCL to this GPU. (To Intel's, checkpoints' group of CPUs could not be made.)
+            device_id=device if device.type == "cuda" else None,
+        )
+    finally:
+        waiting.cancel()
     return device
 
 
@@ -751,26 +822,42 @@ def end(message):
 
 def compare_ranks(args, texts, world_size):
     """On several machines there are several typed commands, copies of this file, and disks."""
-    own = {f"--{name}": value for name, value in vars(args).items()}
-    own |= {"--tokens": texts.about, "--output": None}  # the same, under whatever path
-    own |= {"torch": torch.__version__, "numpy": np.__version__}
-    own["this file"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    seen = [None] * world_size  # the list gets what each rank has
-    dist.all_gather_object(seen, own)
-    for rank, other in enumerate(seen):
-        for name, value in seen[0].items():
+    settings = {f"--{name}": value for name, value in vars(args).items()}
+    settings |= {"--tokens": texts.about, "--output": None}  # the same, under whatever path
+    settings |= {"torch": torch.__version__, "numpy": np.__version__}
+    settings["this file"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    of_ranks = [None] * world_size  # the list gets each rank's
+    dist.all_gather_object(of_ranks, settings)
+    for rank, other in enumerate(of_ranks):
+        for name, value in of_ranks[0].items():
             if other[name] != value:
                 flag = name.replace("_", "-")
                 end(f"ranks differ in {flag}: rank 0 has {value}, rank {rank} {other[name]}")
 
 
-def check_texts(args, texts, latest):
+def check_run(args, texts, latest):
+    """End what would fail later, or could not be continued."""
     if len(texts.train) < 2 * args.length:
         end(f"--length: train.bin has only {len(texts.train)} tokens: fewer than two sequences")
-    if latest and latest["tokens"] != texts.about:
+    if not has_validation(args, texts):
+        end("--tokens: val.bin has no text: run prepare_texts.py on more, or see its --hold-out")
+    if (args.warmup_steps or 0) >= args.steps:
+        end(f"--warmup-steps must be less than --steps, {args.steps}")
+    if latest is None:
+        return
+    if args.steps < latest["step"]:
+        end(f"--steps: {latest['step']} steps are done in {args.output}")
+    if latest["tokens"] != texts.about:
         end(f"--tokens: {args.output} was started with other token ids")
-    if latest and latest["numpy"] != np.__version__ and dist.get_rank() == 0:
+    if latest["numpy"] != np.__version__ and dist.get_rank() == 0:
         print(f"numpy was {latest['numpy']}: another one may shuffle in another order", flush=True)
+
+
+def has_validation(args, texts):
+    """Whether there is text in a window that an evaluation reads."""
+    count = count_evaluated(args, texts)
+    windows = (read_evaluation(args, texts, window, count)[1] for window in range(count))
+    return any(texts.token_bytes[targets[targets >= 0]].any() for targets in windows)
 
 
 # ---- Samples -------------------------------------------------------------------------------------
@@ -825,7 +912,7 @@ PEAK = {  # FLOP/s in bfloat16, without sparsity, by a GPU's whole name: a MIG s
 
 def memory_per_gpu(args, model, world_size):
     """GB of each rank's memory by what is in them, without activations; and of its host's memory
-    while a checkpoint is written. Calculated."""
+    for a checkpoint and, on rank 0, for the whole model. Calculated."""
     shards = args.shard or world_size
     gathered_bytes = 2 if uses_bfloat16(args) else 4
     embedding = model.embedding.weight.numel()  # as large as the head
@@ -841,13 +928,14 @@ def memory_per_gpu(args, model, world_size):
         "gathered": gathered_bytes * gathered,
         "to reduce": (gathered_bytes + 4) * max(block, embedding),  # and a float32 copy of it
         "checkpoint": 12 * total / shards,
+        "whole": 4 * total,  # for model.pt
     }
     return {name: size / 1e9 for name, size in sizes.items()}
 
 
 def print_start(args, model, texts, world_size, device):
     memory = memory_per_gpu(args, model, world_size)
-    checkpoint = memory.pop("checkpoint")
+    checkpoint, whole = memory.pop("checkpoint"), memory.pop("whole")
     parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.items())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     copy = f"a copy of the model on every {args.shard or world_size}"
@@ -859,7 +947,8 @@ def print_start(args, model, texts, world_size, device):
     step = f"{args.batch_size} sequences, {tokens:,} tokens, in {args.accumulate} micro-batches"
     print(f"a step: {step}; {args.steps} steps: {epochs:.1f} epochs")
     print(f"GB on each: {sum(memory.values()):.2f} ({parts}) and activations", flush=True)
-    print(f"GB of host memory for each while it writes a checkpoint: {checkpoint:.2f}", flush=True)
+    host = f"{checkpoint:.2f} for each rank's part of a checkpoint, {whole:.2f} for model.pt"
+    print(f"GB of host memory: {host}", flush=True)
 
 
 def report(args, model, step, train_loss, norm, seconds, device):

@@ -3,27 +3,33 @@
 torchrun --standalone --nproc-per-node 2 check.py train.py --its --own flags
 torchrun --standalone --nproc-per-node 2 check.py --steps 300 --short 10 train.py --its --own flags
 torchrun --standalone --nproc-per-node 2 check.py -m package.train --its --own flags
-python check.py train.py --its --own flags    # a script that starts its processes by mp.spawn
+python check.py train.py --its --own flags    # the same by itself; also for mp.spawn
 python check.py --list                        # the checks: what is right, and where the remedy is
 
 Two processes are enough, on GPUs or on CPUs. Most mistakes end no run: it trains, slightly wrong.
 Every rank notes what it does (checksums of weights, gradients, samples and random numbers), and
-rank 0 compares the notes when the script ends, after --steps, or when no rank advances any more.
-Notes go through a store of their own, nothing here waits for another rank, and no random number
-is drawn: the losses are those without check.py. The script really trains, and writes its files.
+the notes are compared when the script ends, after --steps, when no rank advances any more, or when
+a rank has died. Notes go through a store of their own, nothing here waits for another rank, and no
+random number is drawn: the losses are those without check.py. The script really trains, and writes
+its files.
 
 "WRONG" needs a change; "look" may be intended; "not seen": the script did not get there.
 --short ends each pass over a DataLoader after so many batches, so that epoch 2 is seen, too.
---strict exits with status 1 if something is WRONG; otherwise, the status is the script's own.
+--strict exits with status 1 if something is WRONG, or nothing was trained; otherwise, the status
+is the script's own.
 
-It does not see: a mean over a rank's own mask or negatives that is not one of torch's losses,
-scores that are not all-reduced, an early stop that has not happened yet, files written by C++ or
-by loader workers, random numbers of generators other than the global ones, and what comes after
---steps. Shards of FSDP are not compared. Scripts that start their processes by Process(...), or one
-process per machine, cannot be watched, and are refused.
+Rules see what they name. compare.py, beside this file, needs none: it runs the script on one
+process and on two, and says where they part. Neither sees what the pages name under "Is it right?".
+Shards of FSDP are not compared. Scripts that start their processes by Process(...), or one process
+per machine, cannot be watched, and are refused.
+
+To add a check: write a subclass of Check. Its `watch` replaces functions of torch (see `replace`)
+and adds notes, small dataclasses; its `compare` gets the notes of all ranks. Both stand together,
+below "The checks". Many checks need no `watch`: Step, Forward, Pass and Batch are noted already.
 """
 
 import argparse
+import ast
 import contextlib
 import functools
 import gc
@@ -36,6 +42,8 @@ import pickle
 import random
 import re
 import runpy
+import shlex
+import signal
 import socket
 import sys
 import sysconfig
@@ -43,8 +51,11 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 import zlib
+from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -65,10 +76,8 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     Subset,
-    dataloader,
     get_worker_info,
 )
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 parser = argparse.ArgumentParser(
     usage="torchrun --standalone --nproc-per-node 2 check.py [flags] script.py [script's flags]",
@@ -77,6 +86,8 @@ parser = argparse.ArgumentParser(
 parser.add_argument("--steps", type=int, default=50, help="optimizer steps before the report")
 parser.add_argument("--short", type=int, help="end each pass over a DataLoader after these batches")
 parser.add_argument("--wait", type=float, default=60, help="seconds until a hang is reported")
+parser.add_argument("--nproc", type=int, default=2, help="processes, if started without torchrun")
+parser.add_argument("--spawn", action="store_true", help="the script calls mp.spawn, in a module")
 parser.add_argument("--strict", action="store_true", help="status 1 if something is WRONG")
 parser.add_argument("--list", action="store_true", help="print what is checked, and exit")
 parser.add_argument("-m", action="store_true", help="the script is a module, as in python -m")
@@ -87,80 +98,68 @@ TOLERANCE = 1e-5  # relative: GPUs of two models round differently
 MANY = 65_536  # of a larger tensor, so many elements are compared
 PROBES = 32  # samples of each dataset that are compared over ranks
 SIGNS = np.random.default_rng(0).choice([-1.0, 1.0], (4, MANY))  # a generator of its own
-LIBRARIES = tuple(sysconfig.get_paths().values()) + (os.path.dirname(torch.__file__), "<frozen")
 HERE = os.path.abspath(__file__)
+START = os.getcwd()  # paths are relative to it, also after os.chdir
 LEAVE = os._exit  # that of os is watched
 NOT_OUTPUT = r"^/(dev|proc|sys)/|__pycache__|/\.cache/|\.lock$|torchinductor|triton|huggingface"
+PAGE = "docs/what_ddp_changes.md"
+UNKNOWN = "?"  # a place that is in no file of the script's own
+
+# ---------------------------------------------------------------- the script's own lines
+
+STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
+SCRIPT_FOLDER = [START + os.sep]  # main sets it: also an environment may be in it, or it in one
 
 
-# ---------------------------------------------------------------- notes that the ranks take
-
-
-class Notes:
-    """What this rank has seen: `add` a value under a key; rank 0 reads it after `send`."""
-
-    def __init__(self, store, rank):
-        self.store, self.rank, self.pid = store, rank, os.getpid()
-        self.new, self.sent, self.counts, self.progress = {}, 0, {}, 0
-        self.state = self.status = None  # how the script ended, and its exit status
-        self.main_thread = threading.current_thread()
-        handle, self.drawn_in_workers = tempfile.mkstemp(prefix="check-")  # loader workers append
-        os.close(handle)
-        self.drawn_number = 0
-        self.renew_lock()
-        os.register_at_fork(after_in_child=self.renew_lock)
-
-    def renew_lock(self):
-        self.lock = threading.RLock()  # a process forked now may have it held for ever
-
-    def number(self, *key):
-        """0, 1, 2, ...: how often this key was asked for."""
-        self.counts[key] = self.counts.get(key, -1) + 1
-        return self.counts[key]
-
-    def loader_number(self, loader):
-        """A DataLoader's number, in the order of first use."""
-        if not hasattr(loader, "check_number"):
-            loader.check_number = self.number("loader")
-        return loader.check_number
-
-    def add(self, *key, value):
-        with self.lock:
-            self.new[key] = value
-            self.progress += 1
-
-    def send(self):
-        with self.lock:
-            if self.new:
-                self.store.set(f"{self.rank}/{self.sent}", pickle.dumps(self.new))
-                self.new, self.sent = {}, self.sent + 1
-
-
-def read(store, rank):
-    """The notes of a rank."""
-    notes = {}
-    for number in itertools.count():
-        if not store.check([f"{rank}/{number}"]):
-            return notes
-        notes |= pickle.loads(store.get(f"{rank}/{number}"))
+def is_library(path):
+    """Whether a file belongs to Python or to an installed package, not to the script."""
+    if path.startswith(SCRIPT_FOLDER[0]):
+        inside = os.sep + path.removeprefix(SCRIPT_FOLDER[0])
+        in_python = path.startswith(STANDARD) and not SCRIPT_FOLDER[0].startswith(STANDARD)
+        return in_python or any(name in inside for name in INSTALLED)
+    return path.startswith(STANDARD) or any(name in path for name in INSTALLED)
 
 
 @functools.cache
 def own_file(name):
     """The path of a file of the script's own code; None for libraries and this file."""
-    own = os.path.abspath(name) != HERE and not name.startswith(LIBRARIES) and os.path.exists(name)
-    return os.path.relpath(name) if own else None
+    path = os.path.normpath(os.path.join(START, name))
+    if path == HERE or name.startswith("<") or is_library(path) or not os.path.exists(path):
+        return None
+    return min(path, os.path.relpath(path, START), key=len)
 
 
 def own_lines(frame):
     """`file:line` of the script's own code, innermost first."""
     found = [(own_file(f.f_code.co_filename), line) for f, line in traceback.walk_stack(frame)]
-    return [f"{file}:{line}" for file, line in found if file] or ["?"]
+    return [f"{file}:{line}" for file, line in found if file] or [UNKNOWN]
 
 
 def place():
     """The line of the script that we are called from, and those that called it."""
     return tuple(own_lines(sys._getframe(1)))
+
+
+def replace(owner, name):
+    """A decorator: the function replaces owner.name, and gets the original as its first argument.
+    What torch.compile traces is left alone."""
+
+    def decorate(function):
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def replacement(*args, **kwargs):
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, replacement)
+
+    return decorate
+
+
+# ---------------------------------------------------------------- tensors and random numbers
 
 
 def tensors_in(tree):
@@ -172,6 +171,12 @@ def tensors_in(tree):
 def checksum(tensor):
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return zlib.crc32(tensor.view(-1).view(torch.uint8).numpy())
+
+
+def part_of(tensor, many):
+    """At most so many elements of a tensor, on the CPU, in float64."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: flat.numel() // many + 1].cpu().double().numpy()  # not every device has float64
 
 
 def summary(tensor):
@@ -190,7 +195,7 @@ def summary(tensor):
         tensor = tensor.to_dense()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    part = tensor.reshape(-1)[:: tensor.numel() // MANY + 1].cpu().double().numpy()
+    part = part_of(tensor, MANY)
     with np.errstate(all="ignore"):  # gradients may overflow under a GradScaler
         sums = SIGNS[:, : len(part)] @ part
         norm = float(np.linalg.norm(part))
@@ -216,6 +221,14 @@ def difference(one, other):
     return float(np.isfinite(one[1]) != np.isfinite(other[1]))  # NaN on one rank alone
 
 
+def unlike(numbers):
+    """Whether these numbers of all ranks differ by more than rounding."""
+    if any(np.isfinite(number) != np.isfinite(numbers[0]) for number in numbers):
+        return True
+    low, high = min(numbers), max(numbers)
+    return high - low > TOLERANCE * max(abs(low), abs(high))  # not of NaN
+
+
 def random_states():
     """Checksums of the random number generators of this process."""
     position = np.random.get_state()
@@ -232,24 +245,11 @@ def drawn_since(before):
     return {name: (before.get(name), now[name]) for name in now if now[name] != before.get(name)}
 
 
-# ---------------------------------------------------------------- what is watched
-
-
-def replace(owner, name):
-    """A decorator: the function replaces owner.name, and gets the original as its first argument.
-    What torch.compile traces is left alone."""
-
-    def decorate(function):
-        original = getattr(owner, name)
-
-        def replacement(*args, **kwargs):
-            if torch.compiler.is_compiling():
-                return original(*args, **kwargs)
-            return function(original, *args, **kwargs)
-
-        setattr(owner, name, functools.wraps(original)(replacement))
-
-    return decorate
+def length(sized):
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):  # some samplers do not know it
+        return None
 
 
 def outer_modules():
@@ -260,156 +260,247 @@ def outer_modules():
     return [module for module in modules if id(module) not in inner]
 
 
-def note_modules(notes, seen):
-    """The weights of modules that no optimizer trains, and the buffers of all modules, but batch
-    norm's averages. Not at the end alone: what a function has made is gone by then."""
-    found, others, trained = {}, {}, seen.wrapped | seen.trained
-    for module in outer_modules():
-        for name, parameter in module.named_parameters():
-            if id(parameter) not in trained:
-                name = f"{type(module).__name__}.{name}"
-                others.setdefault(name, []).append(of(parameter, parameter))
-        for name, buffer in module.named_buffers():
-            if not re.search("running_|num_batches_tracked|n_averaged", name):
-                found.setdefault(f"{type(module).__name__}.{name}", []).append(buffer)
-    value = {name: summary(buffers[0]) for name, buffers in found.items() if len(buffers) == 1}
-    notes.add("buffers", seen.steps, value=value)
-    value = {name: sorted(sums, key=repr) for name, sums in others.items()}
-    notes.add("others", seen.steps, value=value)
+# ---------------------------------------------------------------- notes that the ranks take
 
 
-OF_A_STEP = ["new_pass", "forwards", "backwards", "synced", "unsynced", "finds_unused"]
-OF_A_STEP += ["losses", "scales"]
+class Note:
+    """What a rank has seen. `by` names the fields that tell with which notes of other ranks it is
+    compared: most often the line, and a number that counts how often it was reached."""
+
+    by = ()
+    kinds = {}
+
+    def __init_subclass__(cls):
+        Note.kinds[cls.__name__] = cls
+
+    def key(self):
+        return tuple(getattr(self, name) for name in self.by)
 
 
-class Seen:
-    """What has happened since the last optimizer.step(), and the places in the loaders."""
+class Run:
+    """What this rank does, for the checks' `watch`: `add` a note."""
 
-    def __init__(self):
-        self.steps = self.depth = 0
-        self.passes = {}  # of each pass over a loader: the number of its last batch
-        self.loaders = {}  # by line: a loader, for the comparison of samples at the end
+    def __init__(self, store, rank, world_size, args):
+        self.store, self.rank, self.world_size, self.args = store, rank, world_size, args
+        self.pid, self.main_thread = os.getpid(), threading.current_thread()
+        self.new, self.sent, self.counts, self.progress = [], 0, {}, 0
+        self.steps = 0  # of all optimizers
+        self.step = Step()  # the next one, as far as it is known
+        self.reduced, self.means = set(), []  # since the last step: all-reduced numbers, Mean notes
+        self.random = self.before_fetch = None  # the generators' states then, and after a step
+        self.taken = {}  # of each pass over a loader: the number of its last batch
         self.wrapped, self.trained = set(), set()  # ids of parameters that DDP and optimizers have
-        self.pending = {}  # by id: modules in evaluation that have not been used since
-        self.random = None
-        self.compiles = self.recomputes = False
-        self.start_step()
+        self.waits_for_workers = self.compiles = False
+        self.rows = None  # samples of the last pass through ddp
+        self.at_end = []  # functions to call before the report
+        self.state = self.status = self.signal = None  # how the script ended, and its exit status
+        handle, self.drawn_in_workers = tempfile.mkstemp(prefix="check-")  # loader workers append
+        os.close(handle)
+        self.renew_lock()
+        os.register_at_fork(after_in_child=self.renew_lock)
 
-    def start_step(self):
-        self.forwards = self.backwards = self.unsynced = 0
-        self.synced, self.finds_unused, self.new_pass = True, False, False
-        self.losses, self.scales, self.reduced, self.means = [], [], set(), []
+    def renew_lock(self):
+        self.lock = threading.RLock()  # a process forked now may have it held for ever
 
+    def number(self, *key):
+        """0, 1, 2, ...: how often this key was asked for."""
+        self.counts[key] = self.counts.get(key, -1) + 1
+        return self.counts[key]
 
-def watch_wrappers(notes, seen):
-    """DDP and FSDP: which parameters they have, and each forward pass in training."""
+    def is_main(self):
+        """Whether this is the script's main thread, in the process that we watch."""
+        return os.getpid() == self.pid and threading.current_thread() is self.main_thread
 
-    @replace(DistributedDataParallel, "__init__")
-    def init(original, self, module, *args, **kwargs):
-        original(self, module, *args, **kwargs)
-        seen.wrapped.update(id(p) for p in module.parameters() if p.requires_grad)
+    def add(self, note):
+        with self.lock:
+            self.new.append((type(note).__name__, dict(vars(note))))
+            self.progress += 1
 
-    @replace(DistributedDataParallel, "forward")
-    def forward(original, self, *inputs, **kwargs):
-        if not (self.training and torch.is_grad_enabled()):
-            outputs = original(self, *inputs, **kwargs)
-            if not self.training and id(self.module) in seen.pending:  # it has sent buffers
-                note_evaluation(notes, *seen.pending.pop(id(self.module)))
-            return outputs
-        line, before = place(), random_states()
-        tensors = tensors_in((inputs, kwargs))
-        tensors = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
-        contents = tuple((checksum(tensor), tensor.numel()) for tensor in tensors)
-        rows = max((len(tensor) for tensor in tensors if tensor.dim()), default=0)
-        parts = [part for _, part in contents_of(tensors, None)[:1024]]
-        number, weights = notes.number("forward", line), None
-        if number & (number - 1) == 0 or number == 3:  # 0, 1, 2, 3, 4, 8, 16, ...
-            weights = {name: of(p, p) for name, p in self.module.named_parameters()}
-        if self.will_sync_module_buffers():
-            shapes = {name: tuple(buffer.shape) for name, buffer in self.module.named_buffers()}
-            notes.add("sent", line, number, value=shapes)
-        outputs = original(self, *inputs, **kwargs)
-        seen.forwards += 1
-        seen.synced = self.require_backward_grad_sync
-        seen.unsynced += not seen.synced
-        seen.finds_unused = self.find_unused_parameters
-        value = {"inputs": contents, "rows": rows, "parts": parts, "weights": weights}
-        value["drawn"] = drawn_since(before)
-        notes.add("forward", line, number, value=value)
-        return outputs
+    def send(self):
+        """Pickled by name: the script has taken this file's place as __main__."""
+        with self.lock:
+            if self.new:
+                self.store.set(f"{self.rank}/{self.sent}", pickle.dumps(self.new))
+                self.new, self.sent = [], self.sent + 1
 
-    @replace(Join, "__init__")  # also that of ddp.join()
-    def join(original, self, *args, **kwargs):
-        notes.add("join", value=True)
-        return original(self, *args, **kwargs)
+    def finish(self, state, status):
+        """Wait here for the report; the thread that watches ends this process."""
+        with contextlib.suppress(ValueError):  # in another thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with contextlib.suppress(dist.DistError):
+            if self.store.check(["printed"]):
+                time.sleep(60)  # the report is there: another rank has ended
+        if not self.signal:
+            for function in self.at_end:
+                function()
+        self.status, self.state = status, state
+        while True:
+            time.sleep(1)
 
 
-def watch_communication(notes, seen):
-    """Numbers that are all-reduced: one may be the number of samples that a loss is a mean over."""
+class Ranks:
+    """The notes of all ranks, for the checks' `compare`."""
 
-    def small_values(tensor):
-        if torch.is_tensor(tensor) and 0 < tensor.numel() <= 16 and not tensor.is_complex():
-            seen.reduced.update(tensor.detach().flatten().double().tolist())
+    def __init__(self, notes):
+        """`notes`: a list of notes for each rank."""
+        self.size = len(notes)
+        self.notes = [{} for _ in notes]
+        self.batches_of_pass = [{} for _ in notes]
+        for rank, own in enumerate(notes):
+            for note in own:
+                self.notes[rank].setdefault(type(note), {})[note.key()] = note
+                if isinstance(note, Batch):
+                    where = note.line, note.pass_number
+                    self.batches_of_pass[rank].setdefault(where, []).append(note)
+        self.known = {}
 
-    @replace(dist, "all_reduce")
-    def all_reduce(original, *args, **kwargs):
-        tensor, op, *_ = *args, None, None
-        if kwargs.get("op", op) == dist.ReduceOp.MIN:
-            notes.add("minimum", value=True)
-        small_values(kwargs.get("tensor", tensor))
-        return original(*args, **kwargs)
+    def of(self, rank, kind):
+        """The notes of this kind that a rank has taken."""
+        return list(self.notes[rank].get(kind, {}).values())
 
-    @replace(dist, "all_gather")
-    def all_gather(original, *args, **kwargs):
-        small_values(kwargs.get("tensor", (*args, None, None)[1]))
-        return original(*args, **kwargs)
+    def get(self, rank, kind, *key):
+        return self.notes[rank].get(kind, {}).get(key)
 
+    def any(self, kind):
+        return any(kind in own for own in self.notes)
 
-def watch_backward(notes, seen):
-    """Backward passes, and what mixed precision multiplies the loss by."""
+    def common(self, kind):
+        """The notes of this kind that all ranks have taken, in rank 0's order: of each, the list
+        of all ranks' notes."""
+        if kind not in self.known:
+            of_all = [own.get(kind, {}) for own in self.notes]
+            keys = [key for key in of_all[0] if all(key in own for own in of_all)]
+            self.known[kind] = [[own[key] for own in of_all] for key in keys]
+        return self.known[kind]
 
-    @replace(torch.autograd, "backward")
-    def backward(original, tensors, *args, **kwargs):
-        seen.backwards += 1
-        leaves = tensors_in(tensors)
-        seen.losses += [round(float(loss.detach()), 9) for loss in leaves if loss.numel() == 1]
-        if not seen.recomputes and leaves and leaves[0].grad_fn is not None:
-            line = place()
-            value = divisors(leaves[0].grad_fn, seen.reduced)
-            notes.add("divisors", line, notes.number("divisors", line), value=value)
-        return original(tensors, *args, **kwargs)
-
-    @replace(torch.utils.checkpoint, "checkpoint")
-    def recompute(original, *args, **kwargs):
-        seen.recomputes = True  # reading what a graph has saved would compute it again
-        return original(*args, **kwargs)
-
-    @replace(torch.amp.GradScaler, "step")
-    def scaled_step(original, self, *args, **kwargs):
-        if self.is_enabled():
-            seen.scales.append(self.get_scale())
-        return original(self, *args, **kwargs)
+    def batches(self, rank, line, pass_number):
+        return self.batches_of_pass[rank].get((line, pass_number), [])
 
 
-def divisors(node, reduced):
-    """Near the end of a loss's graph: by which numbers it divides, and over how many elements it
-    takes means; not those that are all-reduced."""
-    found, nodes = [], [node]
-    for node in itertools.islice(iter(lambda: nodes.pop(0) if nodes else None, None), 40):
-        nodes += [following for following, _ in node.next_functions if following is not None]
-        if node.name() == "MeanBackward0":
-            found.append(("mean", node._saved_self_sym_numel))
-        if node.name() == "DivBackward0" and node.next_functions[1][0] is None:
-            with contextlib.suppress(RuntimeError):  # changed in place since
-                other = node._saved_other
-                if other is not None and other.numel() == 1:
-                    found.append(("division", round(float(other), 6)))
-    return [(kind, number, number in reduced) for kind, number in found]
+def read(store, rank):
+    """The notes of a rank."""
+    notes = []
+    for number in itertools.count():
+        if not store.check([f"{rank}/{number}"]):
+            return notes
+        new = pickle.loads(store.get(f"{rank}/{number}"))
+        notes += [Note.kinds[name](**fields) for name, fields in new]
 
 
-def watch_steps(notes, seen, limit, finish):
-    """At each optimizer.step(): weights, gradients, learning rates, and what came before it."""
-    names = {}
+def first_unlike(groups, value):
+    """The first group whose ranks' notes differ in a value, and all ranks' values."""
+    for group in groups:
+        values = [value(note) for note in group]
+        if any(other != values[0] for other in values):
+            return group, values
+    return None, []
+
+
+# ---------------------------------------------------------------- the checks
+
+CHECKS = []  # in the order of the report
+
+
+class Check:
+    """One rule. Its subclasses are called once each."""
+
+    name = ""
+    right = ""  # what is so if nothing is found
+    needs = ""  # what the script must do for it to be seen
+    remedy = "", ""  # an imperative, and the section's anchor in PAGE
+
+    def __init_subclass__(cls):
+        CHECKS.append(cls())
+
+    def watch(self, run):
+        """Replace what is to be watched, in this process; nothing here may wait for a rank."""
+
+    def compare(self, ranks):
+        """What is found, a list of `wrong(...)` and `look(...)`; [] if `right` is so; None if the
+        script did not get there."""
+
+
+def wrong(text, remedy=None):
+    return "WRONG", text, remedy
+
+
+def look(text, remedy=None):
+    return "look", text, remedy
+
+
+WATCHERS = []
+
+
+def watcher(function):
+    """A decorator: it adds notes for several checks."""
+    WATCHERS.append(function)
+    return function
+
+
+# ---------------------------------------------------------------- optimizer.step()
+
+
+@dataclass
+class Step(Note):
+    """The state at an optimizer.step(): lists have an entry for each parameter."""
+
+    by = "optimizer", "number"
+    optimizer: int = 0
+    number: int = 0
+    line: str = ""
+    names: list = ()
+    wrapped: list = ()
+    weights: list = ()
+    gradients: list = ()
+    settings: list = ()
+    cards: set = ()  # GPUs
+    group: int = None  # the process group's size
+    taken: dict = None  # of each pass over a loader: the number of its last batch
+    closure: bool = False
+    # Since the last step:
+    drawn: dict = None  # random numbers
+    new_pass: bool = False  # over a loader
+    forwards: int = 0
+    backwards: int = 0
+    synced: bool = True  # the last pass through ddp
+    unsynced: int = 0
+    finds_unused: bool = False
+    losses: list = field(default_factory=list)
+    scales: list = field(default_factory=list)
+
+    def is_reordered(self, other):
+        """Whether another rank's optimizer has the same parameters, in another order."""
+        if self.names == other.names or set(self.names) != set(other.names):
+            return False
+        if len(set(self.names)) < len(self.names) or len(self.names) != len(other.names):
+            return False  # the name of one of two modules of a class
+        theirs = dict(zip(other.names, other.weights))
+        by_name = [difference(*pair) for pair in zip(self.weights, map(theirs.get, self.names))]
+        by_number = [difference(*pair) for pair in zip(self.weights, other.weights)]
+        return max(by_name) <= TOLERANCE < max(by_number)
+
+    def differences(self, rank, other, part):
+        """For each parameter whose weights or gradient (`part`) differ from another rank's: its
+        number, and a text."""
+        theirs = getattr(other, part)
+        if self.is_reordered(other):
+            theirs = list(map(dict(zip(other.names, theirs)).get, self.names))
+        for number, pair in enumerate(itertools.zip_longest(getattr(self, part), theirs)):
+            if (size := difference(*pair)) > TOLERANCE:
+                name = [*self.names, "a further one"][min(number, len(self.names))]
+                text = f"{self.line}, step {self.number + 1}: {name} differs on rank {rank}, "
+                yield number, text + f"by about {size:.0e} of its size"
+
+
+def card(device):
+    """What tells a GPU from all others."""
+    properties = torch.cuda.get_device_properties(device)
+    return f"{socket.gethostname()} {getattr(properties, 'uuid', device)}"
+
+
+@watcher
+def watch_steps(run):
+    names, depth = {}, [0]
 
     def name_of(parameter, number):
         if id(parameter) not in names:
@@ -419,146 +510,957 @@ def watch_steps(notes, seen, limit, finish):
         return names.setdefault(id(parameter), f"parameter {number} (of no module)")
 
     def before_step(optimizer, args, kwargs):
-        seen.depth += 1  # an optimizer inside of another (ZeRO) is not looked at
-        if seen.depth > 1:
+        depth[0] += 1  # an optimizer inside of another (ZeRO) is not looked at
+        if depth[0] > 1:
             return
         if not hasattr(optimizer, "check_number"):
-            optimizer.check_number = notes.number("optimizer")
+            optimizer.check_number = run.number("optimizer")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        seen.trained.update(map(id, parameters))
+        run.trained.update(map(id, parameters))
         settings = [pair for group in optimizer.param_groups for pair in group.items()]
         settings = [
             (k, v.item() if torch.is_tensor(v) else v) for k, v in settings if k != "params"
         ]
-        value = {
-            "line": place()[0],
-            "names": [name_of(p, number) for number, p in enumerate(parameters)],
-            "wrapped": [id(p) in seen.wrapped for p in parameters],
-            "weights": [of(p, p) for p in parameters],
-            "gradients": [of(p, p.grad) for p in parameters],
-            "settings": [(k, v) for k, v in settings if isinstance(v, (int, float, tuple))],
-            "cards": {card(p.device) for p in parameters if p.is_cuda},
-            "group": dist.get_world_size() if dist.is_initialized() else None,
-            "taken": dict(seen.passes),
-            "drawn": drawn_since(seen.random) if seen.random else {},
-            "closure": callable((*args, None, None)[1]) or callable(kwargs.get("closure")),
-        }
-        value |= {name: getattr(seen, name) for name in OF_A_STEP}
-        key = ("step", optimizer.check_number)
-        notes.add(*key, notes.number(*key), value=value)
-        for key, count, partial in seen.means:
-            notes.add(*key, value=(count, partial, float(count) in seen.reduced))
+        step = run.step
+        step.optimizer = optimizer.check_number
+        step.number, step.line = run.number("step", step.optimizer), place()[0]
+        step.names = [name_of(p, number) for number, p in enumerate(parameters)]
+        step.wrapped = [id(p) in run.wrapped for p in parameters]
+        step.weights = [of(p, p) for p in parameters]
+        step.gradients = [of(p, p.grad) for p in parameters]
+        step.settings = [(k, v) for k, v in settings if isinstance(v, (int, float, tuple))]
+        step.cards = {card(p.device) for p in parameters if p.is_cuda}
+        step.group = dist.get_world_size() if dist.is_initialized() else None
+        step.taken = dict(run.taken)
+        step.closure = callable((*args, None, None)[1]) or callable(kwargs.get("closure"))
+        step.drawn = drawn_since(run.random) if run.random else {}
+        run.add(step)
+        for mean in run.means:
+            mean.reduced = float(mean.count) in run.reduced
+            run.add(mean)
 
     def after_step(optimizer, args, kwargs):
-        seen.depth -= 1
-        if seen.depth == 0:
-            seen.steps += 1
-            seen.start_step()
-            if seen.steps in (3, 12, 48) or seen.steps == limit:
-                note_modules(notes, seen)
-            seen.random = random_states()
-            notes.send()
-            if seen.steps >= limit:
-                finish(f"stopped after {limit} steps", 0)
+        depth[0] -= 1
+        if depth[0] == 0:
+            run.steps += 1
+            run.step, run.reduced, run.means = Step(), set(), []
+            if run.steps in (3, 12, 48):
+                note_modules(run)
+            run.random = random_states()
+            run.send()
+            if run.steps >= run.args.steps:
+                run.finish(f"stopped after {run.args.steps} steps", 0)
 
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
 
-    @replace(ReduceLROnPlateau, "step")
-    def plateau(original, self, metrics, *args, **kwargs):
-        line = place()
-        notes.add("plateau", line, notes.number("plateau", line), value=float(metrics))
-        return original(self, metrics, *args, **kwargs)
-
-
-def card(device):
-    """What tells a GPU from all others."""
-    properties = torch.cuda.get_device_properties(device)
-    return f"{socket.gethostname()} {getattr(properties, 'uuid', device)}"
-
-
-def watch_loaders(notes, seen, short):
-    """For each pass over a DataLoader: which samples each batch has, and what drew random numbers.
-    One between whose batches an optimizer steps is for training."""
-
-    @replace(dataloader._BaseDataLoaderIter, "_reset")
-    def reset(original, self, *args, **kwargs):
-        self.check_indices = []
+    @replace(torch.amp.GradScaler, "step")
+    def scaled_step(original, self, *args, **kwargs):
+        if self.is_enabled():
+            run.step.scales.append(self.get_scale())
         return original(self, *args, **kwargs)
 
-    @replace(dataloader._BaseDataLoaderIter, "_next_index")
-    def next_index(original, self):
-        before = random_states()
-        indices = original(self)
-        seen.new_pass |= bool(drawn_since(before))  # an order, which is the same on all ranks
-        self.__dict__.setdefault("check_indices", []).append(indices)
-        return indices
 
-    @replace(_MapDatasetFetcher, "fetch")
-    def fetch(original, self, indices):
-        before = random_states()
-        batch = original(self, indices)
-        self.check_drawn = drawn_since(before)
+def first_differences(ranks, part):
+    """Where weights or gradients differ in the first step that has such: (the ranks' steps, the
+    parameter's number, text)."""
+    found, at = [], None
+    for steps in ranks.common(Step):
+        if found and steps[0].number != at:
+            break
+        for rank, other in enumerate(steps[1:], 1):
+            for number, text in steps[0].differences(rank, other, part):
+                found.append((steps, number, text))
+                at = steps[0].number
+    return found
+
+
+class ProcessGroup(Check):
+    name = "process group"
+    right = "all ranks are in one group, and each trains on a device of its own"
+    needs = "an optimizer.step()"
+    remedy = "call init_process_group and wrap the model in DDP", "#the-diff-one-idea-at-a-time"
+
+    def watch(self, run):
+        @replace(torch, "load")
+        def load(original, *args, **kwargs):
+            content = original(*args, **kwargs)
+            if torch.cuda.is_initialized():
+                places = {t.device.index for t in tensors_in(content) if t.is_cuda}
+                run.add(Load(place(), places, torch.cuda.current_device()))
+            return content
+
+    def compare(self, ranks):
+        if not (steps := ranks.common(Step)):
+            return None
+        first, found = steps[0], []
+        sizes = [step.group for step in first]
+        alone = f"{first[0].line}: {ranks.size} processes, but "
+        if all(size and size > ranks.size for size in sizes) and len(set(sizes)) == 1:
+            text = f"of {sizes[0]} processes, only the {ranks.size} of this machine are compared"
+            found.append(look(text, ("run it on one machine", "#check-your-script")))
+        elif any(size != ranks.size for size in sizes):
+            alone += "no process group" if set(sizes) == {None} else f"groups of {sizes}"
+            found.append(wrong(f"{alone}: each trains alone, on all the data"))
+        elif not trains_together(ranks) and first_differences(ranks, "gradients"):
+            found.append(wrong(f"{alone}nothing is wrapped in DDP: each trains alone"))
+        cards = [card for step in first for card in step.cards]
+        if len(set(cards)) < len(cards):
+            remedy = 'use torch.device("cuda", local_rank)', "#device"
+            found.append(wrong(f"several ranks train on one GPU: {sorted(set(cards))}", remedy))
+        for loads in ranks.common(Load):
+            for rank, own in enumerate(loads):
+                if own.places - {own.device}:
+                    text = f"{own.line[0]}: rank {rank} loads to GPU {own.places}, but trains on "
+                    remedy = "pass map_location=device to torch.load", "#device"
+                    return [*found, look(f"{text}GPU {own.device}", remedy)]
+        return found
+
+
+@dataclass
+class Load(Note):
+    """A torch.load on a machine with GPUs: to which, and the process's own."""
+
+    by = ("line",)
+    line: tuple
+    places: set
+    device: int
+
+
+def trains_together(ranks):
+    """Whether an optimizer has parameters that DDP wraps, or FSDP shards."""
+    steps = [steps[0] for steps in ranks.common(Step)]
+    return any(any(step.wrapped) or "sharded" in step.weights for step in steps)
+
+
+class Weights(Check):
+    name = "weights"
+    right = "what the optimizers train is equal on all ranks at each step"
+    needs = "an optimizer.step()"
+    remedy = "wrap all that is trained, and change it only before", "#model"
+
+    def compare(self, ranks):
+        steps = ranks.common(Step)
+        for rank, other in enumerate(steps[0][1:] if steps else [], 1):
+            ours = steps[0][0]
+            if ours.is_reordered(other):
+                where = [a != b for a, b in zip(ours.names, other.names)].index(True)
+                text = f"{ours.line}: the optimizer has its parameters in another order, such as "
+                text += f"{ours.names[where]} on rank 0, {other.names[where]} on rank {rank}"
+                remedy = "give it a list in a fixed order, no set", "#what-must-be-equal"
+                return [wrong(text, remedy)]
+        if differences := first_differences(ranks, "weights"):
+            return self.explain(ranks, *differences[0])
+        for passes in ranks.common(Forward):
+            for rank, own in enumerate(passes[1:], 1):
+                for name, found in (own.weights or {}).items():
+                    first = (passes[0].weights or {}).get(name, found)
+                    if difference(first, found) > TOLERANCE:
+                        text = f"{own.line[0]}: {name} differs on rank {rank} in this forward pass"
+                        remedy = "communicate in each backward() that changes weights", "#sam"
+                        return [wrong(f"{text}, though equal at each step", remedy)]
+        if any("sharded" in own[0].weights for own in steps):
+            return [look("sharded weights are not compared", ("see", "#check-your-script"))]
+        return [] if steps else None
+
+    def explain(self, ranks, steps, _, text):
+        """What came before the first difference."""
+        ours = steps[0]
+        for rank, other in enumerate(steps[1:], 1):
+            if only := sorted(set(ours.names) ^ set(other.names)):
+                text = f"{ours.line}: {only[0]} is in the optimizer of rank 0 or {rank} only"
+                return [wrong(text, ("give it the same parameters", "#what-must-be-equal"))]
+        if ours.number == 0:
+            return [wrong(f"{text} when it starts: not wrapped in DDP, or changed after it?")]
+        earlier = first_differences(ranks, "gradients")
+        if earlier and earlier[0][0][0].number < ours.number:
+            return [wrong(f"{text}, as the gradients did before", ("see", "the line on gradients"))]
+        if ours.closure:
+            remedy = "return the mean over ranks from the closure", "#an-optimizer-with-a-closure"
+            return [wrong(f"{text}, though the gradients were equal: the closure's loss?", remedy)]
+        settings, _ = first_unlike(ranks.common(Step), lambda step: step.settings)
+        if settings and settings[0].number < ours.number:
+            see = "see", "the line on the learning rate"
+            return [wrong(f"{text}, as the learning rate did before", see)]
+        remedy = "load weights and optimizer on every rank, change them alike", "#checkpoints"
+        return [wrong(f"{text}, though the gradients were equal", remedy)]
+
+
+class Gradients(Check):
+    name = "gradients"
+    right = "they are equal on all ranks at each optimizer.step()"
+    needs = "an optimizer.step() on gradients that are not sharded"
+    remedy = "call ddp(...) for each forward pass in training", "#model"
+
+    def compare(self, ranks):
+        differences = first_differences(ranks, "gradients")
+        own = [one for one in differences if not one[0][0].wrapped[one[1]]]
+        if differences:  # clipping spreads one's difference to all
+            return self.explain(ranks, bool(own), *(own or differences)[0])
+        steps = [steps[0] for steps in ranks.common(Step)]
+        for step in steps[:1]:
+            if step.forwards and all(gradient is None for gradient in step.gradients):
+                text = f"{step.line}: no gradient in what the optimizer trains: a copy of it?"
+                remedy = "give the optimizer the parameters that are wrapped", "#model"
+                return [wrong(text, remedy)]
+        return [] if any("sharded" not in step.gradients for step in steps) else None
+
+    def explain(self, ranks, is_own, steps, _, text):
+        step, remedy = steps[0], None
+        each = zip(step.names, step.gradients, step.wrapped)
+        without = [name for name, gradient, wrapped in each if wrapped and gradient is None]
+        scales = [own.scales for own in steps]
+        if step.closure:
+            why = "its closure returns each rank's own loss, by which the optimizer decides?"
+            remedy = "return the mean over ranks from the closure", "#an-optimizer-with-a-closure"
+        elif not any(any(own[0].wrapped) for own in ranks.common(Step)):
+            why, remedy = "nothing is wrapped in DDP", ("wrap the model", "#model")
+        elif is_own:
+            why = "it is not wrapped in DDP, or was added, replaced or thawed after that"
+            remedy = "wrap it, or all-reduce its gradient", "#everything-that-an-optimizer-trains"
+        elif any(scale != scales[0] for scale in scales):
+            why = f"the GradScaler's scales are {scales}"
+            remedy = "use the same GradScaler on every rank, restored on each", "#checkpoints"
+        elif not step.forwards:
+            why = "no forward pass in training went through ddp"
+        elif not step.synced:
+            why = "the last forward pass was in no_sync()"
+            remedy = "communicate in the last micro-batch", "#gradient-accumulation"
+        elif step.unsynced and step.finds_unused:
+            why = "it was used in no_sync(), but not in the last micro-batch"
+            remedy = "without no_sync(), or use all of the model in each", "#gradient-accumulation"
+        elif step.backwards > step.forwards:
+            why = f"{step.backwards} times backward() after {step.forwards} passes through ddp"
+            remedy = "sum the losses", "#one-backward-for-each-forward-pass"
+        elif without:
+            why = f"DDP waits for {without[0]}, which had no gradient"
+            remedy = "pass find_unused_parameters=True", "#model"
+        else:
+            why = "autograd.grad, backward() in forward, or a pass not through ddp?"
+            remedy = "average them yourself", "#gradients-without-the-wrapper"
+        return [wrong(f"{text}: {why}", remedy)]
+
+
+@dataclass
+class Plateau(Note):
+    """What ReduceLROnPlateau gets."""
+
+    by = "line", "number"
+    line: tuple
+    number: int
+    metric: float
+
+
+class LearningRate(Check):
+    name = "learning rate"
+    right = "it and the optimizers' other settings are equal at all steps"
+    needs = "an optimizer.step()"
+    remedy = "decide by numbers that are equal on all ranks", "#decisions"
+
+    def watch(self, run):
+        @replace(ReduceLROnPlateau, "step")
+        def plateau(original, self, metrics, *args, **kwargs):
+            line = place()
+            metric = float(metrics.detach() if torch.is_tensor(metrics) else metrics)
+            run.add(Plateau(line, run.number("plateau", line), metric))
+            return original(self, metrics, *args, **kwargs)
+
+    def compare(self, ranks):
+        steps, values = first_unlike(ranks.common(Step), lambda step: step.settings)
+        if steps:
+            names = [[pair for pair in value if pair not in values[0]] for value in values[1:]]
+            here = [pair for pair in values[0] if any(pair not in value for value in values)]
+            text = f"{steps[0].line}, step {steps[0].number + 1}: {here} on rank 0, {names} on "
+            return [wrong(f"{text}others")]
+        for plateaus in ranks.common(Plateau):
+            metrics = [own.metric for own in plateaus]
+            if unlike(metrics):
+                text = f"{plateaus[0].line[0]}: ReduceLROnPlateau gets {metrics}, so rates may "
+                return [wrong(f"{text}differ later")]
+        return [] if ranks.common(Step) else None
+
+
+@dataclass
+class Clip(Note):
+    """The gradients' norms as clipping finds them."""
+
+    by = "line", "number"
+    line: tuple
+    number: int
+    norms: list
+    synced: bool
+
+
+class Clipping(Check):
+    name = "clipping"
+    right = "gradients are clipped when they are averaged"
+    needs = "torch.nn.utils.clip_grad_norm_ or clip_grad_value_"
+    remedy = "clip once, after the backward() that communicates", "#gradient-accumulation"
+
+    def watch(self, run):
+        def watch(name):
+            @replace(nn.utils, name)
+            def clip(original, parameters, *args, **kwargs):
+                parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
+                line, gradients = place(), [p.grad for p in parameters if p.grad is not None]
+                if any(hasattr(gradient, "placements") for gradient in gradients):
+                    return original(parameters, *args, **kwargs)
+                norms = [gradient.detach().float().norm().item() for gradient in gradients]
+                run.add(Clip(line, run.number("clip", line), norms, run.step.synced))
+                return original(parameters, *args, **kwargs)
+
+        watch("clip_grad_norm_")
+        watch("clip_grad_value_")
+
+    def compare(self, ranks):
+        together = trains_together(ranks)  # or the gradients' check says so
+        if not ranks.common(Clip):
+            return None
+        if together and not first_differences(ranks, "gradients"):
+            for clips in ranks.common(Clip):
+                totals = [float(np.linalg.norm(own.norms)) for own in clips]
+                if unlike(totals):
+                    text = f"{clips[0].line[0]}: the gradients' norms are {totals} on the ranks"
+                    why = "" if clips[0].synced else ": they are in no_sync(), not averaged yet"
+                    return [wrong(text + why)]
+        return []
+
+
+# ---------------------------------------------------------------- forward passes through ddp
+
+
+@dataclass
+class Forward(Note):
+    """A forward pass through DDP, in training."""
+
+    by = "line", "number"
+    line: tuple
+    number: int
+    inputs: tuple  # of each tensor: a checksum, and how many elements
+    shapes: list  # of images or larger tensors, without the batch's dimension
+    rows: int  # the batch's size
+    parts: list  # checksums of the samples
+    weights: dict  # in some passes
+    drawn: dict  # random numbers in it
+    frozen: list  # modules inside that are in evaluation mode
+    sent: dict  # the shapes of buffers that DDP sends
+
+
+@dataclass
+class Joined(Note):
+    """The script uses ddp.join(): the ranks may have other numbers of batches."""
+
+
+@watcher
+def watch_wrappers(run):
+    @replace(DistributedDataParallel, "__init__")
+    def init(original, self, module, *args, **kwargs):
+        original(self, module, *args, **kwargs)
+        run.wrapped.update(id(p) for p in module.parameters() if p.requires_grad)
+
+    @replace(DistributedDataParallel, "forward")
+    def forward(original, self, *inputs, **kwargs):
+        if not (self.training and torch.is_grad_enabled()):
+            return original(self, *inputs, **kwargs)
+        line, before = place(), random_states()
+        tensors = tensors_in((inputs, kwargs))
+        tensors = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
+        number, weights, sent = run.number("forward", line), None, None
+        if number & (number - 1) == 0 or number == 3:  # 0, 1, 2, 3, 4, 8, 16, ...
+            weights = {name: of(p, p) for name, p in self.module.named_parameters()}
+        if self.will_sync_module_buffers():
+            sent = {name: tuple(buffer.shape) for name, buffer in self.module.named_buffers()}
+        note = Forward(
+            line=line,
+            number=number,
+            inputs=tuple((checksum(tensor), tensor.numel()) for tensor in tensors),
+            shapes=[tuple(tensor.shape[1:]) for tensor in tensors if tensor.dim() > 3],
+            rows=max((len(tensor) for tensor in tensors if tensor.dim()), default=0),
+            parts=[part for _, part in contents_of(tensors, None)[:1024]],
+            weights=weights,
+            drawn={},
+            frozen=[name for name, module in self.module.named_modules() if not module.training],
+            sent=sent,
+        )
+        outputs = original(self, *inputs, **kwargs)
+        run.rows = note.rows
+        run.step.forwards += 1
+        run.step.synced = self.require_backward_grad_sync
+        run.step.unsynced += not run.step.synced
+        run.step.finds_unused = self.find_unused_parameters
+        note.drawn = drawn_since(before)
+        run.add(note)
+        return outputs
+
+    @replace(Join, "__init__")  # also that of ddp.join()
+    def join(original, self, *args, **kwargs):
+        run.add(Joined())
+        return original(self, *args, **kwargs)
+
+
+class Modes(Check):
+    name = "modes"
+    right = "the same modules are in training mode on all ranks"
+    needs = "a forward pass through ddp, in training"
+    remedy = "call train() and eval() on all ranks alike", "#decisions"
+
+    def compare(self, ranks):
+        passes, values = first_unlike(ranks.common(Forward), lambda note: note.frozen)
+        if passes:
+            only = sorted(set.symmetric_difference(set(values[0]), *values[1:]))
+            which = [rank for rank, value in enumerate(values) if set(only) & set(value)]
+            module = f"{passes[0].line[0]}, pass {passes[0].number + 1}: ddp.module.{only[0]} "
+            return [wrong(f"{module}is in evaluation mode on ranks {which} only")]
+        return [] if ranks.common(Forward) else None
+
+
+class Shapes(Check):
+    name = "shapes"
+    right = "the images that ddp gets have the same size on all ranks"
+    needs = "images or other inputs of ddp with four dimensions, in training"
+    remedy = "draw a size with a generator seeded alike, or pad to a fixed length", "#batch-size"
+
+    def compare(self, ranks):
+        passes = ranks.common(Forward)
+        others = [group for group in passes if any(n.shapes != group[0].shapes for n in group)]
+        if len(others) > 1:  # not the last batch alone, where the batch is not the first dimension
+            group, shapes = others[0], [own.shapes for own in others[0]]
+            text = f"{group[0].line[0]}: in {len(others)} of {len(passes)} passes, images have "
+            text += f"other sizes on each rank, first {shapes}: drawn at random"
+            return [look(f"{text}? Right if each is padded to its own largest")]
+        return [] if any(own[0].shapes for own in passes) else None
+
+
+# ---------------------------------------------------------------- backward()
+
+
+@dataclass
+class Hooked(Note):
+    """What a hook on a parameter makes of its gradient: the ratio of some elements."""
+
+    by = "line", "hook", "number"
+    line: tuple
+    hook: int
+    number: int
+    ratios: list
+
+
+class Hooks(Check):
+    name = "hooks"
+    right = "hooks on parameters do not change gradients by what is in a rank's own"
+    needs = "parameter.register_hook(...)"
+    remedy = "change the gradients after backward()", "#gradients-without-the-wrapper"
+
+    def watch(self, run):
+        @replace(torch.Tensor, "register_hook")
+        def register(original, self, hook):
+            line = place()
+            if not isinstance(self, nn.Parameter) or line[0] == UNKNOWN:
+                return original(self, hook)
+            which = run.number("hook", line)
+
+            @functools.wraps(hook)
+            def watched(gradient):
+                number = run.number("hooked", line, which)
+                if number >= 20 or id(self) not in run.wrapped or gradient.is_sparse:
+                    return hook(gradient)
+                before = part_of(gradient, 64).copy()
+                result = hook(gradient)
+                after = part_of(gradient if result is None else result, 64)
+                with np.errstate(all="ignore"):
+                    run.add(Hooked(line, which, number, (after / before).tolist()))
+                return result
+
+            return original(self, watched)
+
+    def compare(self, ranks):
+        for calls in ranks.common(Hooked):
+            first = np.array(calls[0].ratios)
+            for own in calls[1:]:
+                pair = first, np.array(own.ratios)
+                if len(pair[0]) != len(pair[1]):
+                    continue
+                known = np.isfinite(pair[0]) & np.isfinite(pair[1])
+                if not np.allclose(pair[0][known], pair[1][known], rtol=1e-3, atol=1e-6):
+                    text = f"{calls[0].line[0]}: this hook changes each rank's own gradient in its "
+                    return [
+                        look(f"{text}own way, before DDP averages them: clipping, a threshold?")
+                    ]
+        return [] if ranks.common(Hooked) else None
+
+
+@dataclass
+class Divisors(Note):
+    """By which numbers a loss's graph divides, near its end: (kind, number, all-reduced)."""
+
+    by = "line", "number"
+    line: tuple
+    number: int
+    divisors: list
+
+
+class Denominators(Check):
+    name = "denominators"
+    right = "the losses' graphs divide by the same numbers on all ranks"
+    needs = "a loss that is divided, or a mean"
+    remedy = (
+        "divide the sum by the number on all ranks",
+        "#a-loss-that-is-a-mean-over-what-is-valid",
+    )
+
+    def watch(self, run):
+        recomputes = []  # reading what such a graph has saved would compute it again
+
+        @replace(torch.autograd, "backward")
+        def backward(original, tensors, *args, **kwargs):
+            run.step.backwards += 1
+            leaves = tensors_in(tensors)
+            losses = [loss for loss in leaves if loss.numel() == 1]
+            run.step.losses += [round(float(loss.detach()), 9) for loss in losses]
+            if not recomputes and leaves and leaves[0].grad_fn is not None:
+                line, found = place(), self.divisors(leaves[0].grad_fn, run.reduced)
+                run.add(Divisors(line, run.number("divisors", line), found))
+            return original(tensors, *args, **kwargs)
+
+        @replace(torch.utils.checkpoint, "checkpoint")
+        def recompute(original, *args, **kwargs):
+            recomputes.append(True)
+            return original(*args, **kwargs)
+
+    def divisors(self, node, reduced):
+        """Near the end of a loss's graph: by which numbers it divides, and over how many elements
+        it takes means; and whether these were all-reduced."""
+        found, nodes = [], [node]
+        for node in itertools.islice(iter(lambda: nodes.pop(0) if nodes else None, None), 40):
+            nodes += [following for following, _ in node.next_functions if following is not None]
+            if node.name() == "MeanBackward0":
+                found.append(("mean", node._saved_self_sym_numel))
+            if node.name() == "DivBackward0" and node.next_functions[1][0] is None:
+                with contextlib.suppress(RuntimeError):  # changed in place since
+                    other = node._saved_other
+                    if other is not None and other.numel() == 1:
+                        found.append(("division", round(float(other), 6)))
+        return [(kind, number, number in reduced) for kind, number in found]
+
+    def compare(self, ranks):
+        for losses in ranks.common(Divisors):
+            if len({tuple(kind for kind, _, _ in loss.divisors) for loss in losses}) > 1:
+                continue  # other branches of the loss
+            for facts in zip(*[loss.divisors for loss in losses]):
+                numbers = [number for _, number, _ in facts]
+                if len(set(numbers)) > 1 and not all(is_reduced for _, _, is_reduced in facts):
+                    text = f"{losses[0].line[0]}: the loss divides by {numbers}"
+                    return [look(f"{text}: right if it is a number of each sample's own")]
+        return [] if any(own[0].divisors for own in ranks.common(Divisors)) else None
+
+
+@dataclass
+class Mean(Note):
+    """One of torch's losses that is a mean: over how many elements."""
+
+    by = "line", "number"
+    line: tuple
+    number: int
+    count: float
+    partial: bool  # ignored or weighted elements
+    reduced: bool = False  # the count was all-reduced before the step
+
+
+class MeanLosses(Check):
+    name = "mean losses"
+    right = "a loss of torch that is a mean is one over as many elements on all ranks"
+    needs = "a mean of torch.nn.functional, such as cross_entropy"
+    remedy = Denominators.remedy
+
+    COUNTED = ["cross_entropy", "nll_loss"]  # classes, of which some may be ignored or weighted
+    ELEMENTS = ["binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss"]
+    ELEMENTS += ["smooth_l1_loss", "huber_loss"]
+
+    def watch(self, run):
+        def watch(name):
+            signature = inspect.signature(getattr(F, name))
+
+            @replace(F, name)
+            def mean(original, *args, **kwargs):
+                given = signature.bind(*args, **kwargs)
+                given.apply_defaults()
+                given, line = given.arguments, place()
+                if given["reduction"] == "mean" and torch.is_grad_enabled() and line[0] != UNKNOWN:
+                    target, weight, partial = given["target"], given.get("weight"), False
+                    count = target.numel()
+                    if name in self.COUNTED and not target.is_floating_point():
+                        valid = target[target != given["ignore_index"]]
+                        partial = weight is not None or valid.numel() < target.numel()
+                        count = valid.numel() if weight is None else weight[valid].sum().item()
+                    run.means.append(Mean(line, run.number("mean", line), count, partial))
+                return original(*args, **kwargs)
+
+        for name in self.COUNTED + self.ELEMENTS:
+            watch(name)
+
+    def compare(self, ranks):
+        means = ranks.common(Mean)
+        unreduced = [group for group in means if not all(mean.reduced for mean in group)]
+        group, values = first_unlike(unreduced, lambda mean: mean.count)
+        if not group:
+            return [] if means else None
+        text = f"{group[0].line[0]}: a mean over {values} (weighted) elements"
+        partial = any(mean.partial for mean in group)
+        return [wrong(text) if partial else look(f"{text}: a smaller batch, or others selected?")]
+
+
+# ---------------------------------------------------------------- collectives
+
+
+@dataclass
+class Collective(Note):
+    """A collective of the default group that the script calls: the ranks' n-th ones meet."""
+
+    by = ("number",)
+    number: int
+    name: str
+    size: int  # elements, where all ranks must have as many
+    line: tuple
+
+
+@dataclass
+class Minimum(Note):
+    """The script takes a minimum over the ranks, perhaps of the numbers of batches."""
+
+
+class Collectives(Check):
+    name = "collectives"
+    right = "all ranks call the same collectives, in the same order"
+    needs = "an all_reduce, broadcast, barrier or the like in the script"
+    remedy = "call it on every rank, outside of a branch on the rank or its data", "#decisions"
+
+    SIZED = ["all_reduce", "broadcast", "reduce"]
+    OTHERS = ["all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter"]
+    OTHERS += ["reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier"]
+    OTHERS += ["all_gather_object", "gather_object", "broadcast_object_list"]
+    OTHERS += ["scatter_object_list", "monitored_barrier"]
+
+    def watch(self, run):
+        def small_values(tensor):
+            """One may be the number of samples that a loss is a mean over."""
+            if torch.is_tensor(tensor) and 0 < tensor.numel() <= 16 and not tensor.is_complex():
+                run.reduced.update(map(float, tensor.detach().flatten().tolist()))
+
+        def watch(name):
+            signature = inspect.signature(getattr(dist, name))
+
+            @replace(dist, name)
+            def collective(original, *args, **kwargs):
+                given = signature.bind(*args, **kwargs).arguments
+                tensor, line = given.get("tensor"), place()
+                if name == "all_reduce" and given.get("op") == dist.ReduceOp.MIN:
+                    run.add(Minimum())
+                if name in ("all_reduce", "all_gather"):
+                    small_values(tensor)
+                group = given.get("group")
+                if group in (None, dist.group.WORLD) and run.is_main() and line[0] != UNKNOWN:
+                    size = tensor.numel() if name in self.SIZED else 0
+                    number = run.number("collective")
+                    if number < 20_000:
+                        run.add(Collective(number, name, size, line))
+                return original(*args, **kwargs)
+
+        for name in self.SIZED + self.OTHERS:
+            watch(name)
+
+    def compare(self, ranks):
+        if ranks.any(Joined):
+            return []
+        group, values = first_unlike(ranks.common(Collective), lambda c: (c.name, c.size))
+        other_lines, _ = first_unlike(ranks.common(Collective), lambda c: c.line)
+        if group:
+            if other_lines and other_lines[0].number < group[0].number:
+                group = other_lines
+            return [wrong(self.text(group))]
+        if other_lines and other_lines[0].name in ("all_reduce", "reduce"):
+            return [look(f"{self.text(other_lines)}: is it the same sum?")]
+        return [] if ranks.common(Collective) else None
+
+    def text(self, group):
+        calls = []
+        for rank, call in enumerate(group):
+            size = f" of {call.size} numbers" if call.size else ""
+            calls.append(f"rank {rank} calls {call.name}{size} at {call.line[0]}")
+        return f"{group[0].line[0]}: collective {group[0].number + 1}: {', '.join(calls)}"
+
+
+# ---------------------------------------------------------------- modules that are not trained
+
+
+@dataclass
+class Modules(Note):
+    """Summaries of what no optimizer trains, at some steps."""
+
+    by = ("step",)
+    step: int
+    others: dict  # weights, by module and name: a list, as several modules can have one name
+    buffers: dict
+    attributes: dict  # plain tensors, such as a running mean
+
+
+def note_modules(run):
+    """Not at the end alone: what a function has made is gone by then. Batch norm's averages are
+    each rank's own."""
+    others, found, plain, trained = {}, {}, {}, run.wrapped | run.trained
+    for outer in outer_modules():
+        kind = type(outer).__name__
+        for name, parameter in outer.named_parameters():
+            if id(parameter) not in trained and not parameter.is_meta:
+                others.setdefault(f"{kind}.{name}", []).append(of(parameter, parameter))
+        for name, buffer in outer.named_buffers():
+            averages = re.search("running_|num_batches_tracked|n_averaged", name)
+            if not averages and not buffer.is_meta:
+                found.setdefault(f"{kind}.{name}", []).append(buffer)
+        for path, module in outer.named_modules():
+            for name, value in list(vars(module).items()):
+                if type(value) is not torch.Tensor or value.requires_grad or value.is_meta:
+                    continue
+                if value.numel() and value.shape[:1] != (run.rows,):  # not of one batch only
+                    plain.setdefault(".".join(filter(None, (kind, path, name))), []).append(value)
+    buffers, attributes = [
+        {name: summary(tensors[0]) for name, tensors in named.items() if len(tensors) == 1}
+        for named in (found, plain)
+    ]
+    others = {name: sorted(sums, key=repr) for name, sums in others.items()}
+    run.add(Modules(run.steps, others, buffers, attributes))
+
+
+class OtherWeights(Check):
+    name = "other weights"
+    right = "modules that no optimizer trains are equal on all ranks"
+    needs = "a module with weights that no optimizer has, such as a teacher"
+    remedy = "build a teacher or target after the same seed, or broadcast it", "#model"
+
+    def compare(self, ranks):
+        seen = False
+        for group in ranks.common(Modules):
+            for name in sorted(set.intersection(*[set(own.others) for own in group])):
+                seen, found = True, [own.others[name] for own in group]
+                for rank, other in enumerate(found[1:], 1):
+                    size = max(difference(*pair) for pair in zip(found[0], other))
+                    if len(other) == len(found[0]) and size > TOLERANCE:
+                        text = f"{name} differs on rank {rank} after step {group[0].step}, by about"
+                        return [wrong(f"{text} {size:.0e} of its size")]
+        return [] if seen else None
+
+
+class OtherBuffers(Check):
+    name = "other buffers"
+    right = "a bank, a queue, a codebook is equal on all ranks"
+    needs = "a module with buffers or tensors of its own, but batch norm's averages"
+    remedy = "gather what all ranks add", "#banks-and-queues"
+
+    def compare(self, ranks):
+        seen = False
+        for group in ranks.common(Forward):
+            for name in group[0].sent or {}:
+                shapes = [(own.sent or {}).get(name) for own in group]
+                if len(set(shapes)) > 1:
+                    text = f"{group[0].line[0]}: ddp sends rank 0's {name}, whose shapes are "
+                    remedy = "set ddp.broadcast_buffers = False", "#buffers"
+                    return [wrong(f"{text}{shapes}", remedy)]
+        for part in "buffers", "attributes":
+            for group in ranks.common(Modules):
+                of_all = [getattr(own, part) for own in group]
+                for name in sorted(set.intersection(*map(set, of_all))):
+                    seen, found = True, [own[name] for own in of_all]
+                    if len({one[3] for one in found}) > 1:
+                        continue  # a cache that has grown
+                    if any(difference(found[0], other) > TOLERANCE for other in found[1:]):
+                        text = f"{name} differs after step {group[0].step}: filled from each "
+                        return [look(f"{text}rank's own batch, or at random?")]
+        return [] if seen else None
+
+
+# ---------------------------------------------------------------- loaders
+
+
+@dataclass
+class Pass(Note):
+    """A pass over a DataLoader."""
+
+    by = "line", "number"
+    line: tuple
+    number: int
+    loader: int
+    short: bool
+    workers: int
+    iterable: bool
+    batches: int  # in an epoch, of a dataset with indices
+    size: int  # of the dataset
+    dataset: int  # its id
+    subset: int  # a checksum of a Subset's indices
+    is_subset: bool
+    sampler: str
+    distributed: bool
+
+
+@dataclass
+class Batch(Note):
+    """What a DataLoader has given."""
+
+    by = "line", "pass_number", "number"
+    line: tuple
+    pass_number: int
+    number: int
+    samples: list  # (index, checksums of its parts)
+    drawn: dict  # random numbers of the dataset
+
+
+@dataclass
+class Trained(Note):
+    """In this pass, an optimizer stepped between two batches."""
+
+    by = "line", "number"
+    line: tuple
+    number: int
+
+
+@dataclass
+class PassEnd(Note):
+    by = "line", "number"
+    line: tuple
+    number: int
+    batches: int
+    cut: bool  # by --short
+
+
+@dataclass
+class Workers(Note):
+    """What loader workers have drawn: {line: {(generator, state before, state after)}}."""
+
+    drawn: dict
+
+
+class Indices:
+    """Stands for a loader's sampler, or sampler of batches: keeps what it gives."""
+
+    def __init__(self, sampler, run):
+        self.sampler, self.run = sampler, run
+
+    def __iter__(self):
+        self.given = []
+        return self.give(iter(self.sampler), self.given)
+
+    def give(self, iterator, given):
+        while True:
+            before = random_states()
+            try:
+                indices = next(iterator)
+            except StopIteration:
+                return
+            self.run.step.new_pass |= bool(drawn_since(before))  # an order: the same on all ranks
+            given.append(indices)
+            self.run.before_fetch = random_states()
+            yield indices
+
+    def __len__(self):
+        return len(self.sampler)
+
+    def __getattr__(self, name):
+        return getattr(self.sampler, name)
+
+
+class WatchedPass:
+    """Stands for a DataLoader's iterator: notes each batch. A pass between whose batches an
+    optimizer steps is for training."""
+
+    def __init__(self, run, iterator, loader, given, line):
+        self.run, self.iterator, self.loader, self.given = run, iterator, loader, given
+        self.line, self.number = line, run.number("pass", line)
+        self.batches, self.steps = 0, None
+        self.is_main = run.is_main()
+
+    def __iter__(self):
+        return self
+
+    def __len__(self):
+        return len(self.iterator)
+
+    def __getattr__(self, name):
+        return getattr(self.iterator, name)
+
+    def __next__(self):
+        run, short = self.run, self.run.args.short
+        if self.steps is not None and run.steps > self.steps:
+            run.add(Trained(self.line, self.number))
+        is_main = self.is_main and run.is_main()
+        try:
+            if short and self.batches >= short:
+                raise StopIteration
+            run.waits_for_workers |= is_main and self.loader.num_workers > 0
+            batch = next(self.iterator)
+        except StopIteration:
+            cut = bool(short) and self.batches >= short
+            run.add(PassEnd(self.line, self.number, self.batches, cut))
+            raise
+        finally:
+            run.waits_for_workers &= not is_main
+        indices, drawn = None, {}
+        if self.given:
+            indices = original_indices(self.loader.dataset, self.given[self.batches])
+            drawn = {} if self.loader.num_workers else drawn_since(self.run.before_fetch)
+        samples = contents_of(batch, indices)
+        run.add(Batch(self.line, self.number, self.batches, samples, drawn))
+        self.batches, self.steps = self.batches + 1, run.steps
+        if is_main:  # of a thread that reads ahead, it is not known
+            run.taken[self.line, self.number] = self.batches - 1
         return batch
+
+
+@watcher
+def watch_loaders(run):
+    known = weakref.WeakKeyDictionary()  # of each loader: its number, and its Indices
 
     @replace(DataLoader, "__iter__")
     def iterate(original, self):
-        seen.new_pass = True
-        line, theirs = place(), self.worker_init_fn
-        if self.num_workers:
-            in_worker = Elsewhere("start_worker")
-            self.worker_init_fn = functools.partial(
-                in_worker, notes.drawn_in_workers, line[0], theirs
-            )
+        run.step.new_pass = True
+        line, is_map = place(), not isinstance(self.dataset, IterableDataset)
+        what = "sampler" if self.batch_sampler is None else "batch_sampler"
+        if self not in known:
+            known[self] = run.number("loader"), Indices(getattr(self, what), run)
+        number, indices = known[self]
+        own = {"worker_init_fn": self.worker_init_fn, "collate_fn": self.collate_fn}
+        stand_in = {}
+        if self.num_workers and is_map:  # others may draw an order, which is the same on all ranks
+            watch = WorkerWatch(run.drawn_in_workers, line[0], *own.values())
+            stand_in = {"worker_init_fn": watch.start, "collate_fn": watch.collate}
+        if is_map:
+            own[what], stand_in[what] = getattr(self, what), indices
         try:
+            for name, value in stand_in.items():
+                object.__setattr__(self, name, value)  # DataLoader's own refuses a sampler
             iterator = original(self)
         finally:
-            self.worker_init_fn = theirs
-        iterator.check_pass = (line, notes.number("pass", line))
-        iterator.check_batches, iterator.check_steps = 0, None
-        iterator.check_thread = threading.current_thread() is notes.main_thread
-        seen.loaders[line] = self
-        is_map = not isinstance(self.dataset, IterableDataset)
+            for name, value in own.items():
+                object.__setattr__(self, name, value)
+        watched = WatchedPass(run, iterator, self, indices.given if is_map else None, line)
         is_usual = self.batch_sampler is None or type(self.batch_sampler) is BatchSampler
         sampler = self.sampler if is_usual else self.batch_sampler
-        value = {
-            "loader": notes.loader_number(self),
-            "short": short is not None,
-            "batches": length(self) if is_map else None,
-            "size": length(self.dataset) if is_map else None,
-            "dataset": id(self.dataset),
-            "subset": zlib.crc32(repr(list(getattr(self.dataset, "indices", []))).encode()),
-            "is subset": isinstance(self.dataset, Subset),
-            "sampler": type(sampler).__name__ + with_replacement(sampler),
-            "distributed": is_distributed(sampler),
-        }
-        notes.add("pass", *iterator.check_pass, value=value)
-        return iterator
-
-    @replace(dataloader._BaseDataLoaderIter, "__next__")
-    def next_batch(original, self):
-        if not hasattr(self, "check_pass"):
-            return original(self)
-        number = self.check_batches
-        if self.check_steps is not None and seen.steps > self.check_steps:
-            notes.add("trains", *self.check_pass, value=True)
-        try:
-            if short and number >= short:
-                raise StopIteration
-            batch = original(self)
-        except StopIteration:
-            notes.add("end", *self.check_pass, value=number)
-            raise
-        indices = self.check_indices[number] if hasattr(self, "check_indices") else None
-        indices = original_indices(self._dataset, indices)
-        fetcher = getattr(self, "_dataset_fetcher", None)  # None: in workers
-        value = {"drawn": getattr(fetcher, "check_drawn", {})}
-        value["samples"] = contents_of(batch, indices)
-        notes.add("batch", *self.check_pass, number, value=value)
-        self.check_batches, self.check_steps = number + 1, seen.steps
-        if self.check_thread and threading.current_thread() is notes.main_thread:
-            seen.passes[self.check_pass] = number  # of a thread that reads ahead, it is not known
-        return batch
+        replacement = " with replacement" if getattr(sampler, "replacement", False) else ""
+        run.add(
+            Pass(
+                line=line,
+                number=watched.number,
+                loader=number,
+                short=run.args.short is not None,
+                workers=self.num_workers,
+                iterable=not is_map,
+                batches=length(self) if is_map else None,
+                size=length(self.dataset) if is_map else None,
+                dataset=id(self.dataset),
+                subset=zlib.crc32(repr(list(getattr(self.dataset, "indices", []))).encode()),
+                is_subset=isinstance(self.dataset, Subset),
+                sampler=type(sampler).__name__ + replacement,
+                distributed=is_distributed(sampler),
+            )
+        )
+        return watched
 
 
 def is_distributed(sampler):
@@ -568,17 +1470,6 @@ def is_distributed(sampler):
     if hasattr(sampler, "sampler"):
         return is_distributed(sampler.sampler)
     return any(hasattr(sampler, name) for name in ("num_replicas", "world_size", "num_processes"))
-
-
-def with_replacement(sampler):
-    return " with replacement" if getattr(sampler, "replacement", False) else ""
-
-
-def length(sized):
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):  # some samplers do not know it
-        return None
 
 
 def original_indices(dataset, indices):
@@ -608,13 +1499,13 @@ def contents_of(batch, indices):
 
 
 class Elsewhere:
-    """A function of this file, for a process that has not imported it: it is pickled by its path.
-    Loader workers may be started by forkserver, and mp.spawn's processes import the script alone.
-    """
+    """A function or class of this file, for a process that has not imported it: it is pickled by
+    its path. Loader workers may be started by forkserver, and mp.spawn's processes import the
+    script alone."""
 
     class File:
         def __reduce__(self):
-            return runpy.run_path, (HERE, None, "check")
+            return runpy.run_path, (HERE, None, "elsewhere")
 
     def __init__(self, name):
         self.name = name
@@ -626,41 +1517,224 @@ class Elsewhere:
         return operator.getitem, (self.File(), self.name)
 
 
-def start_worker(path, line, theirs, worker):
-    """In each loader worker: append to the file what draws random numbers in the dataset. Then the
-    script's own worker_init_fn."""
-    written = []
+class WorkerWatch:
+    """Stands for worker_init_fn and collate_fn in each loader worker: appends to the file what
+    draws random numbers in the dataset."""
 
-    @replace(_MapDatasetFetcher, "fetch")
-    def fetch(original, self, indices):
-        before = random_states()
-        batch = original(self, indices)
-        if (drawn := drawn_since(before)) and len(written) < 8:
-            written.append(drawn)
-            with open(path, "a") as file:
-                file.writelines(f"{(line, name, *pair)}\n" for name, pair in drawn.items())
+    def __init__(self, path, line, init, collate):
+        self.words = path, line, init, collate
+        self.states, self.written = None, 0
+
+    def __reduce__(self):
+        return Elsewhere("WorkerWatch"), self.words
+
+    def start(self, worker):
+        _, _, init, _ = self.words
+        if init is not None:
+            init(worker)
+        self.states = random_states()
+
+    def collate(self, samples):
+        path, line, _, collate = self.words
+        batch = collate(samples)
+        if self.written < 8 and self.states:
+            if drawn := drawn_since(self.states):
+                self.written += 1
+                with open(path, "a") as file:
+                    file.writelines(f"{(line, name, *pair)}\n" for name, pair in drawn.items())
+            self.states = random_states()
         return batch
 
-    if theirs is not None:
-        theirs(worker)
 
-
-def note_workers(notes):
-    """What the loader workers have drawn so far: {line: {(generator, before, after)}}."""
+def note_workers(run):
+    """What the loader workers have drawn so far."""
     drawn = {}
-    with open(notes.drawn_in_workers) as file:
+    with open(run.drawn_in_workers) as file:
         for text in file:
             if text.endswith(")\n"):
-                line, *states = eval(text)  # written above
+                line, *states = ast.literal_eval(text)
                 drawn.setdefault(line, set()).add(tuple(states))
-    if sum(map(len, drawn.values())) > notes.drawn_number:
-        notes.drawn_number = sum(map(len, drawn.values()))
-        notes.add("workers", value=drawn)
+    if run.counts.get("drawn") != (count := sum(map(len, drawn.values()))) and drawn:
+        run.counts["drawn"] = count
+        run.add(Workers(drawn))
 
 
-def note_datasets(notes, loaders):
-    """At the end: some samples of each dataset, by index, each fetched twice with the same random
-    numbers, and its lists of strings and dictionaries. Other ranks should find the same."""
+def training_passes(ranks):
+    """Of each pass that all ranks train in: the ranks' Pass notes."""
+    keys = {group[0].key() for group in ranks.common(Trained)}
+    return [group for group in ranks.common(Pass) if group[0].key() in keys]
+
+
+def order_of(ranks, rank, about):
+    """The indices in a pass, in the order of the loader."""
+    return [i for batch in ranks.batches(rank, *about.key()) for i, _ in batch.samples]
+
+
+class Samples(Check):
+    name = "samples"
+    right = "the ranks train on different ones"
+    needs = "a DataLoader, or inputs of ddp, in training"
+    remedy = "give the loader a DistributedSampler", "#each-rank-has-its-share"
+
+    ORDERS = ["RandomSampler", "SequentialSampler", "SubsetRandomSampler"]  # each sample once
+
+    def compare(self, ranks):
+        passes = [group for group in ranks.common(Forward) if group[0].inputs]
+        steps = ranks.common(Step)
+        same = [group for group in passes if len({own.inputs for own in group}) == 1]
+        if same and len(same) == len(passes):
+            return self.same_inputs(same, steps)
+        if found := self.same_input(passes) or self.by_workers(ranks):
+            return found
+        losses = [[step.losses for step in own] for own in zip(*steps)]
+        if not passes and losses and any(losses[0]) and all(own == losses[0] for own in losses):
+            text = f"the losses of all {len(losses[0])} steps are equal on all ranks"
+            return [look(f"{text}: right if each is one over the samples of all ranks")]
+        return self.in_common(ranks, passes)
+
+    def same_inputs(self, passes, steps):
+        """All passes through ddp had the same inputs on all ranks."""
+        text = f"{passes[0][0].line[0]}: in {len(passes)} passes, ddp had the same inputs on all "
+        constant = len(passes) > 1 and len({group[0].inputs for group in passes}) == 1
+        losses = [[loss for step in own for loss in step.losses] for own in zip(*steps)]
+        alike = [len(one) == len(losses[0]) and np.allclose(one, losses[0]) for one in losses]
+        if constant and not all(alike):
+            return [look(f"{text}ranks, and other losses: right if each has a part of the loss")]
+        return [wrong(f"{text}ranks")]
+
+    def same_input(self, passes):
+        """One of ddp's inputs, not all, is the same on all ranks in all passes."""
+        for line in dict.fromkeys(group[0].line for group in passes):
+            groups = [group for group in passes if group[0].line == line]
+            for number in range(min(len(own.inputs) for group in groups for own in group)):
+                found = [[own.inputs[number] for own in rank] for rank in zip(*groups)]
+                large = len(groups) > 2 and all(elements >= 16 for _, elements in found[0])
+                if large and len(set(found[0])) > 1 and all(other == found[0] for other in found):
+                    text = f"{line[0]}: input {number + 1} of ddp is the same on all ranks"
+                    return [wrong(f"{text} in all {len(groups)} passes")]
+        return []
+
+    def by_workers(self, ranks):
+        """Each worker of an IterableDataset gives the same samples: it splits them by rank only."""
+        for about in [group[0] for group in training_passes(ranks)]:
+            given = [batch.samples for batch in ranks.batches(0, *about.key())[: about.workers]]
+            if about.iterable and about.workers > 1 and len(given) == about.workers:
+                rows = [[row for _, row in samples] for samples in given]
+                if len(set(rows[0])) > 1 and all(other == rows[0] for other in rows):
+                    text = f"{about.line[0]}: each of the {about.workers} workers gives the same "
+                    remedy = "split by get_worker_info().id, too", "#different-numbers-of-batches"
+                    return [wrong(f"{text}samples: split by rank only?", remedy)]
+        return []
+
+    def in_common(self, ranks, passes):
+        """Samples that loaders give to rank 0 and to another."""
+        trained = training_passes(ranks)
+        rows = max((group[0].rows for group in passes), default=0)
+        for about in [group[0] for group in trained]:
+            largest = max(len(batch.samples) for batch in ranks.batches(0, *about.key()))
+            whole = rows >= largest  # a rank trains on all of a loader's batch
+            for rank in range(1, ranks.size):
+                count, total, repeated = shared(ranks, about, rank)
+                text = f"{about.line[0]}, pass {about.number + 1}: ranks 0 and {rank} "
+                if count > ranks.size - 1 + 4 * repeated:
+                    text += f"have {count} of {total} samples in common ({about.sampler})"
+                    if about.distributed or whole and about.sampler in self.ORDERS:
+                        return [wrong(text)]
+                    if whole or common_parts(passes, rank):
+                        return [look(f"{text}: right if each takes its part of a batch")]
+                everything = about.sampler in self.ORDERS and not about.is_subset
+                if everything and whole and same_samples(ranks, about.line)[0]:
+                    text += f"each go through all {about.size} samples: {ranks.size} times the "
+                    return [wrong(f"{text}steps")]
+        return [] if passes or trained else None
+
+
+def shared(ranks, about, rank):
+    """How many samples rank 0 and another have in common in a pass: those with the same index, if
+    the dataset is the same; without indices, those with the same contents. Also, of how many, and
+    how many of them rank 0 has several times."""
+    pair = [
+        [sample for batch in ranks.batches(one, *about.key()) for sample in batch.samples]
+        for one in (0, rank)
+    ]
+    by_index = all(index is not None for samples in pair for index, _ in samples)
+    if by_index and same_samples(ranks, about.line)[0] is False:
+        return 0, len(pair[0]), 0
+    if by_index and same_samples(ranks, about.line)[0] is None:
+        by_index = False
+    names = [[index if by_index else rows for index, rows in samples] for samples in pair]
+    names = [[name for name in each if name != ()] for each in names]
+    count = len(set(names[0]) & set(names[1]))
+    return count, len(pair[0]), len(names[0]) - len(set(names[0]))
+
+
+def common_parts(passes, rank):
+    """Whether rank 0 and another share rows of ddp's inputs in a pass, or none is seen."""
+    pairs = [[set(group[0].parts), set(group[rank].parts)] for group in passes]
+    return not any(ours for ours, _ in pairs) or any(ours & theirs for ours, theirs in pairs)
+
+
+class Order(Check):
+    name = "order"
+    right = "each epoch has another order than the one before"
+    needs = "a second epoch of a loader that shuffles: --short 10"
+    remedy = "call sampler.set_epoch(epoch) before each epoch", "#loader"
+
+    def compare(self, ranks):
+        seen = False
+        for about in [group[0] for group in training_passes(ranks)]:
+            earlier = [ranks.get(0, Pass, about.line, number) for number in range(about.number)]
+            earlier = [one for one in earlier if one and one.dataset == about.dataset]
+            if earlier:
+                last, order = order_of(ranks, 0, earlier[-1]), order_of(ranks, 0, about)
+                size = min(len(order), len(last))
+                shuffled = None not in order[:size] and order[:size] != sorted(order[:size])
+                seen |= shuffled
+                if shuffled and order[:size] == last[:size]:
+                    text = f"{about.line[0]}: pass {about.number + 1} has the order of pass "
+                    return [wrong(f"{text}{earlier[-1].number + 1}")]
+        return [] if seen else None
+
+
+class Loaders(Check):
+    name = "loaders"
+    right = "two training loaders do not give the same samples at the same time"
+    needs = "two loaders in training that shuffle"
+    remedy = "pass another seed to the second DistributedSampler", "#loader"
+
+    def compare(self, ranks):
+        orders = {}
+        for about in [group[0] for group in training_passes(ranks)]:
+            order = order_of(ranks, 0, about)
+            if None in order or len(order) < 8 or order == sorted(order):
+                continue
+            for (other_line, loader), other in orders.items():
+                size = min(len(order), len(other))
+                if loader != about.loader and order[:size] == other[:size]:
+                    text = f"{about.line[0]} has the samples of {other_line[0]}, in the same order"
+                    return [look(f"{text}: right for pairs, such as images and masks")]
+            orders[about.line, about.loader] = order
+        return [] if len({loader for _, loader in orders}) > 1 else None
+
+
+# ---------------------------------------------------------------- datasets
+
+
+@dataclass
+class Probe(Note):
+    """Some samples of a dataset, asked for at the end."""
+
+    by = ("line",)
+    line: tuple
+    size: int
+    indices: list
+    samples: list  # for each, and for a batch of all: summaries of its parts
+    fields: dict  # checksums of lists of strings
+
+
+def note_datasets(run, loaders):
+    """Some samples of each dataset, by index, each fetched twice with the same random numbers, and
+    its lists of strings and dictionaries. Other ranks should find the same."""
     for line, loader in list(loaders.items()):
         dataset = loader.dataset
         while isinstance(dataset, Subset):
@@ -681,9 +1755,8 @@ def note_datasets(notes, loaders):
         again = [[one == other for one, other in zip(*pair)] for pair in zip(*fetches)]
         value = [[x if ok else None for x, ok in zip(*pair)] for pair in zip(fetches[0], again)]
         fields = vars(dataset) if hasattr(dataset, "__dict__") else {}
-        value = {"size": size, "indices": indices, "samples": value, "fields": strings_in(fields)}
-        notes.add("dataset", line, value=value)
-        notes.send()
+        run.add(Probe(line, size, indices, value, strings_in(fields)))
+        run.send()
 
 
 def parts_of(sample):
@@ -733,367 +1806,28 @@ def strings_in(fields):
     return found
 
 
-def note_evaluation(notes, module, line, number):
-    """The weights and buffers with which a module is evaluated."""
-    value = {k: (False, summary(v)) for k, v in module.named_parameters()}
-    value |= {k: (True, summary(v)) for k, v in module.named_buffers()}
-    notes.add("eval", line, number, value=(type(module).__name__, value))
-
-
-def watch_evaluation(notes, seen):
-    """The outermost module that eval() is called of, when it is used next: by then, a script or
-    DDP's forward pass may have sent its buffers."""
-    depth, call = [0], nn.Module.__call__
-
-    def noting_call(module, *args, **kwargs):
-        if id(module) in seen.pending and not module.training:
-            note_evaluation(notes, *seen.pending.pop(id(module)))
-        if not seen.pending:
-            nn.Module.__call__ = call
-        return call(module, *args, **kwargs)
-
-    @replace(nn.Module, "train")
-    def train(original, self, mode=True):
-        depth[0] += 1
-        try:
-            result = original(self, mode)
-        finally:
-            depth[0] -= 1
-        module = self.module if isinstance(self, DistributedDataParallel) else self
-        if depth[0] == 0:
-            if id(module) in seen.pending:  # used by another method than forward
-                note_evaluation(notes, *seen.pending.pop(id(module)))
-            line = place()
-            if not mode and (number := notes.number("eval", line)) < 20:
-                seen.pending[id(module)] = module, line, number
-                if not seen.compiles:
-                    nn.Module.__call__ = noting_call
-                elif module is self:
-                    note_evaluation(notes, *seen.pending.pop(id(module)))
-        return result
-
-    @replace(torch, "compile")
-    def compile(original, *args, **kwargs):
-        seen.compiles = True  # it would compile noting_call, too
-        nn.Module.__call__ = call
-        return original(*args, **kwargs)
-
-
-def watch_files(notes):
-    """Files that are opened for writing, or renamed."""
-
-    def written(path, mode):
-        if not isinstance(path, (str, bytes, os.PathLike)) or get_worker_info():
-            return
-        path = os.path.abspath(os.fsdecode(path))
-        if path == notes.drawn_in_workers or os.getpid() != notes.pid:
-            return
-        path = re.sub(r"(events\.out\.tfevents).*", r"\1", path)  # one file per TensorBoard writer
-        if not re.search(NOT_OUTPUT, path) and not path.startswith(LIBRARIES):
-            notes.add("file", f"{socket.gethostname()}:{path}", value=(place()[0], mode))
-
-    def audit(event, values):
-        if event == "open" and isinstance(values[1], str) and re.search("[wxa+]", values[1]):
-            written(values[0], values[1])
-        elif event == "os.rename":
-            written(values[1], "w")
-
-    sys.addaudithook(audit)
-
-    @replace(torch, "save")
-    def save(original, *args, **kwargs):
-        written(kwargs.get("f", (*args, None, None)[1]), "w")
-        return original(*args, **kwargs)
-
-    @replace(torch, "load")
-    def load(original, *args, **kwargs):
-        content = original(*args, **kwargs)
-        if torch.cuda.is_initialized():
-            places = {t.device.index for t in tensors_in(content) if t.is_cuda}
-            notes.add("load", place(), value=(places, torch.cuda.current_device()))
-        return content
-
-
-COUNTED = ["cross_entropy", "nll_loss"]  # classes, of which some may be ignored or weighted
-ELEMENTS = ["binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss"]
-ELEMENTS += ["smooth_l1_loss", "huber_loss"]
-
-
-def watch_means(notes, seen):
-    """torch's losses that are means: over how many elements."""
-
-    def watch(name):
-        signature = inspect.signature(getattr(F, name))
-
-        @replace(F, name)
-        def mean(original, *args, **kwargs):
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            given, line = given.arguments, place()
-            target, weight = given["target"], given.get("weight")
-            if given["reduction"] == "mean" and torch.is_grad_enabled() and line != ("?",):
-                partial = False
-                count = target.numel()
-                if name in COUNTED and not target.is_floating_point():
-                    valid = target[target != given["ignore_index"]]
-                    partial = weight is not None or valid.numel() < target.numel()
-                    count = valid.numel() if weight is None else weight[valid].sum().item()
-                key = ("mean", line, notes.number("mean", line))
-                seen.means.append((key, count, partial))
-            return original(*args, **kwargs)
-
-    for name in COUNTED + ELEMENTS:
-        watch(name)
-
-
-# ---------------------------------------------------------------- what rank 0 compares
-
-ENDED = "the script has ended"
-PAGE = "docs/what_ddp_changes.md"
-CHECKS = []
-
-
-def check(name, right, remedy):
-    """A decorator that adds a check to the report. The function gets the notes of all ranks. It
-    returns what it found, made by `wrong` and `look`, which is nothing if what `right` says is so;
-    or None if the script did not get there. `remedy` is an imperative and its title in PAGE."""
-
-    def decorate(function):
-        CHECKS.append((name, right, remedy, function))
-        return function
-
-    return decorate
-
-
-def wrong(text, remedy=None):
-    return "WRONG", text, remedy
-
-
-def look(text, remedy=None):
-    return "look", text, remedy
-
-
-def common(ranks, kind):
-    """The keys of this kind that all ranks have, in rank 0's order."""
-    return [key for key in ranks[0] if key[0] == kind and all(key in notes for notes in ranks)]
-
-
-def differing(ranks, keys, value):
-    """The first key for which value(notes[key]) differs over ranks, and all ranks' values."""
-    for key in keys:
-        values = [value(notes[key]) for notes in ranks]
-        if any(other != values[0] for other in values):
-            return key, values
-    return None, []
-
-
-def first_differences(ranks, part):
-    """Where weights or gradients differ in the first step that has such: (key, number, text)."""
-    found, step = [], None
-    for key in common(ranks, "step"):
-        if found and key[2] != step:
-            break
-        ours = ranks[0][key]
-        for rank, notes in enumerate(ranks[1:], 1):
-            for number, pair in enumerate(itertools.zip_longest(ours[part], notes[key][part])):
-                if (size := difference(*pair)) > TOLERANCE:
-                    name = [*ours["names"], "a further one"][min(number, len(ours["names"]))]
-                    text = f"{ours['line']}, step {key[2] + 1}: {name} differs on rank {rank}, "
-                    found.append((key, number, text + f"by about {size:.0e} of its size"))
-                    step = key[2]
-    return found
-
-
-def batches(notes, key):
-    """The batches of a pass over a loader."""
-    return [notes[k] for k in notes if k[0] == "batch" and k[1:3] == key[1:3]]
-
-
-@check(
-    "process group",
-    "all ranks are in one group, and each trains on a device of its own",
-    ("call init_process_group and wrap the model in DDP", "#the-diff-one-idea-at-a-time"),
-)
-def check_process_group(ranks):
-    steps = common(ranks, "step")
-    first = [notes[steps[0]] for notes in ranks] if steps else []
-    found = []
-    sizes = [fact["group"] for fact in first]
-    if all(size and size > len(ranks) for size in sizes) and len(set(sizes)) == 1:
-        text = f"of {sizes[0]} processes, only the {len(ranks)} of this machine are compared"
-        found.append(look(text, ("run it on one machine", "#check-your-script")))
-    elif any(size != len(ranks) for size in sizes):
-        text = f"{first[0]['line']}: {len(ranks)} processes, but "
-        text += "no process group" if set(sizes) == {None} else f"groups of {sizes}"
-        found.append(wrong(f"{text}: each trains alone, on all the data"))
-    cards = [card for fact in first for card in fact["cards"]]
-    if len(set(cards)) < len(cards):
-        remedy = 'use torch.device("cuda", local_rank)', "#device"
-        found.append(wrong(f"several ranks train on one GPU: {sorted(set(cards))}", remedy))
-    for key in common(ranks, "load"):
-        for rank, notes in enumerate(ranks):
-            places, own = notes[key]
-            if places - {own}:
-                text = f"{key[1][0]}: rank {rank} loads to GPU {places}, but trains on GPU {own}"
-                remedy = "pass map_location=device to torch.load", "#device"
-                return [*found, look(text, remedy)]
-    return found if steps else None
-
-
-@check(
-    "weights",
-    "what the optimizers train is equal on all ranks at each step",
-    ("wrap all that is trained, and change it only before", "#model"),
-)
-def check_weights(ranks):
-    steps = common(ranks, "step")
-    if not (differences := first_differences(ranks, "weights")):
-        for key in common(ranks, "forward"):
-            for rank, notes in enumerate(ranks[1:], 1):
-                for name, found in (notes[key]["weights"] or {}).items():
-                    if (
-                        difference((ranks[0][key]["weights"] or {}).get(name, found), found)
-                        > TOLERANCE
-                    ):
-                        text = f"{key[1][0]}: {name} differs on rank {rank} in this forward pass, "
-                        remedy = "communicate in each backward() that changes weights", "#sam"
-                        return [wrong(f"{text}though equal at each step", remedy)]
-        if any("sharded" in ranks[0][key]["weights"] for key in steps):
-            return [look("sharded weights are not compared", ("see", "#check-your-script"))]
-        return [] if steps else None
-    key, _, text = differences[0]
-    earlier = first_differences(ranks, "gradients")
-    if key[2] == 0:
-        return [wrong(f"{text} when it starts: not wrapped in DDP, or changed after it?")]
-    if earlier and earlier[0][0][2] < key[2]:
-        return [wrong(f"{text}, as the gradients did before", ("see", "a line below"))]
-    if ranks[0][key]["closure"]:
-        remedy = "return the mean over ranks from the closure", "#an-optimizer-with-a-closure"
-        return [wrong(f"{text}, though the gradients were equal: the closure's loss?", remedy)]
-    setting, _ = differing(ranks, steps, lambda fact: fact["settings"])
-    if setting and setting[2] < key[2]:
-        return [wrong(f"{text}, as the learning rate did before", ("see", "a line below"))]
-    remedy = "load weights and optimizer on every rank, change them alike", "#checkpoints"
-    return [wrong(f"{text}, though the gradients were equal", remedy)]
-
-
-@check(
-    "other weights",
-    "modules that no optimizer trains are equal on all ranks",
-    ("build a teacher or target after the same seed, or broadcast it", "#model"),
-)
-def check_other_weights(ranks):
-    seen = False
-    for key in common(ranks, "others"):
-        for name in sorted(set.intersection(*[set(notes[key]) for notes in ranks])):
-            seen, found = True, [notes[key][name] for notes in ranks]
-            for rank, other in enumerate(found[1:], 1):
-                size = max(difference(*pair) for pair in zip(found[0], other))
-                if len(other) == len(found[0]) and size > TOLERANCE:
-                    text = f"{name} differs on rank {rank} after step {key[1]}, by about "
-                    return [wrong(f"{text}{size:.0e} of its size")]
-    return [] if seen else None
-
-
-@check(
-    "gradients",
-    "they are equal on all ranks at each optimizer.step()",
-    ("call ddp(...) for each forward pass in training", "#model"),
-)
-def check_gradients(ranks):
-    steps = common(ranks, "step")
-    if not (differences := first_differences(ranks, "gradients")):
-        facts = [ranks[0][key] for key in steps]
-        for fact in facts[:1]:
-            if fact["forwards"] and all(gradient is None for gradient in fact["gradients"]):
-                text = f"{fact['line']}: no gradient in what the optimizer trains: a copy of it?"
-                return [
-                    wrong(text, ("give the optimizer the parameters that are wrapped", "#model"))
-                ]
-        return [] if any("sharded" not in fact["gradients"] for fact in facts) else None
-    own = [one for one in differences if not ranks[0][one[0]]["wrapped"][one[1]]]
-    key, number, text = (own or differences)[0]  # clipping spreads one's difference to all
-    fact = ranks[0][key]
-    without = [
-        name
-        for name, gradient, wrapped in zip(fact["names"], fact["gradients"], fact["wrapped"])
-        if wrapped and gradient is None
-    ]
-    scales = [notes[key]["scales"] for notes in ranks]
-    if fact["closure"]:
-        why = "its closure returns each rank's own loss, by which the optimizer decides?"
-        remedy = "return the mean over ranks from the closure", "#an-optimizer-with-a-closure"
-    elif not any(flag for k in steps for flag in ranks[0][k]["wrapped"]):
-        why, remedy = "nothing is wrapped in DDP", ("wrap the model", "#model")
-    elif own:
-        why = "it is not wrapped in DDP, or was added, replaced or thawed after that"
-        remedy = "wrap it, or all-reduce its gradient", "#everything-that-an-optimizer-trains"
-    elif any(scale != scales[0] for scale in scales):
-        why = f"the GradScaler's scales are {scales}"
-        remedy = "use the same GradScaler on every rank, restored on each", "#checkpoints"
-    elif not fact["forwards"]:
-        why, remedy = "no forward pass in training went through ddp", None
-    elif not fact["synced"]:
-        why = "the last forward pass was in no_sync()"
-        remedy = "communicate in the last micro-batch", "#gradient-accumulation"
-    elif fact["unsynced"] and fact["finds_unused"]:
-        why = "it was used in no_sync(), but not in the last micro-batch"
-        remedy = "without no_sync(), or use all of the model in each", "#gradient-accumulation"
-    elif fact["backwards"] > fact["forwards"]:
-        why = f"{fact['backwards']} times backward() after {fact['forwards']} passes through ddp"
-        remedy = "sum the losses", "#one-backward-for-each-forward-pass"
-    elif without:
-        why = f"DDP waits for {without[0]}, which had no gradient"
-        remedy = "pass find_unused_parameters=True", "#model"
-    else:
-        why = "autograd.grad, backward() in forward, or a pass not through ddp?"
-        remedy = "average them yourself", "#gradients-without-the-wrapper"
-    return [wrong(f"{text}: {why}", remedy)]
-
-
-@check(
-    "learning rate",
-    "it and the optimizers' other settings are equal at all steps",
-    ("decide by numbers that are equal on all ranks", "#decisions"),
-)
-def check_learning_rate(ranks):
-    keys = common(ranks, "step")
-    key, values = differing(ranks, keys, lambda fact: fact["settings"])
-    if key:
-        names = [[pair for pair in value if pair not in values[0]] for value in values[1:]]
-        here = [pair for pair in values[0] if any(pair not in value for value in values)]
-        text = f"{ranks[0][key]['line']}, step {key[2] + 1}: {here} on rank 0, {names} on others"
-        return [wrong(text)]
-    for key in common(ranks, "plateau"):
-        metrics = [notes[key] for notes in ranks]
-        if max(metrics) - min(metrics) > TOLERANCE * max(abs(value) for value in metrics):
-            text = f"{key[1][0]}: ReduceLROnPlateau gets {metrics}, so rates may differ later"
-            return [wrong(text)]
-    return [] if keys else None
-
-
 def same_samples(ranks, line):
     """Whether a dataset has the same samples on all ranks, as far as they were compared; None if
     not known. And where they differ first: (index, rank, the two values, kind)."""
-    found = [notes.get(("dataset", line)) for notes in ranks]
+    found = [ranks.get(rank, Probe, line) for rank in range(ranks.size)]
     if None in found:
         return None, None
     ours, known = found[0], False
     for rank, other in enumerate(found[1:], 1):
-        if ours["size"] != other["size"]:
+        if ours.size != other.size:
             return False, None
         parts = {}
-        for index, pair in zip([*ours["indices"], "batch"], zip(ours["samples"], other["samples"])):
+        for index, pair in zip([*ours.indices, "batch"], zip(ours.samples, other.samples)):
             for part, (one, two) in enumerate(zip(*pair)):
                 if one and two:
                     known = True
                     parts.setdefault((index == "batch", part), []).append((index, one, two))
-        unlike = [c for each in parts.values() for c in each if c[1][0] != c[2][0]]
-        if unlike:
+        different = [c for each in parts.values() for c in each if c[1][0] != c[2][0]]
+        if different:
             kind = "renumbered" if any(map(renumbered, parts.values())) else "other"
             if kind == "other" and any(map(is_equal, parts.values())):
                 kind = "mixed"
-            return False, (unlike[0][0], rank, [c[1] for c in unlike[0][1:]], kind)
+            return False, (different[0][0], rank, [c[1] for c in different[0][1:]], kind)
     return known or None, None
 
 
@@ -1115,532 +1849,663 @@ def renumbered(comparisons):
     return bool(differ) and is_bijection and 2 < len(pairs) < len(comparisons) / 2
 
 
-def shared(ranks, key, rank):
-    """How many samples rank 0 and another have in common in a pass: those with the same index, if
-    the dataset is the same; without indices, those with the same contents. Also, of how many, and
-    how many of them rank 0 has several times."""
-    pair = [
-        [s for batch in batches(notes, key) for s in batch["samples"]]
-        for notes in (ranks[0], ranks[rank])
-    ]
-    by_index = all(index is not None for samples in pair for index, _ in samples)
-    if by_index and same_samples(ranks, key[1])[0] is False:
-        return 0, len(pair[0]), 0
-    if by_index and same_samples(ranks, key[1])[0] is None:
-        by_index = False
-    names = [[index if by_index else rows for index, rows in samples] for samples in pair]
-    names = [[name for name in each if name != ()] for each in names]
-    count = len(set(names[0]) & set(names[1]))
-    return count, len(pair[0]), len(names[0]) - len(set(names[0]))
+class Datasets(Check):
+    name = "dataset"
+    right = "a sample's index means the same sample on all ranks"
+    needs = "a DataLoader over a dataset with indices"
+    remedy = "same seed, sorted(glob(...)), sorted(set(...)) on all ranks", "#what-must-be-equal"
 
+    def watch(self, run):
+        loaders = {}  # by line
 
-def common_parts(ranks, forwards, rank):
-    """Whether rank 0 and another share rows of ddp's inputs in a pass, or none is seen."""
-    pairs = [[set(notes[key]["parts"]) for notes in (ranks[0], ranks[rank])] for key in forwards]
-    return not any(ours for ours, _ in pairs) or any(ours & theirs for ours, theirs in pairs)
+        @replace(DataLoader, "__iter__")
+        def iterate(original, self):
+            loaders[place()] = self
+            return original(self)
 
+        def probe():
+            """At most 30 seconds. What a dataset raises when it is asked is not its fault."""
+            words = note_datasets, run, loaders
+            thread = threading.Thread(target=quietly, args=words, daemon=True)
+            thread.start()
+            thread.join(30)
 
-ORDERS = ["RandomSampler", "SequentialSampler", "SubsetRandomSampler"]  # each sample once
+        run.at_end.append(probe)
 
-
-@check(
-    "samples",
-    "the ranks train on different ones",
-    ("give the loader a DistributedSampler", "#each-rank-has-its-share"),
-)
-def check_samples(ranks):
-    trains, forwards = common(ranks, "trains"), common(ranks, "forward")
-    forwards = [key for key in forwards if ranks[0][key]["inputs"]]
-    same = [key for key in forwards if len({notes[key]["inputs"] for notes in ranks}) == 1]
-    if same and len(same) == len(forwards):
-        text = f"{same[0][1][0]}: in {len(same)} passes, ddp had the same inputs on all ranks"
-        steps = common(ranks, "step")
-        constant = len(same) > 1 and len({ranks[0][key]["inputs"] for key in same}) == 1
-        losses = [[loss for key in steps for loss in notes[key]["losses"]] for notes in ranks]
-        alike = [len(one) == len(losses[0]) and np.allclose(one, losses[0]) for one in losses]
-        if constant and not all(alike):
-            return [look(f"{text}, and other losses: right if each has a part of the loss")]
-        return [wrong(text)]
-    for line in dict.fromkeys(key[1] for key in forwards):
-        keys = [key for key in forwards if key[1] == line]
-        for number in range(min(len(ranks[0][key]["inputs"]) for key in keys)):
-            found = [[notes[key]["inputs"][number] for key in keys] for notes in ranks]
-            large = len(keys) > 2 and all(elements >= 16 for _, elements in found[0])
-            if large and len(set(found[0])) > 1 and all(other == found[0] for other in found):
-                text = f"{line[0]}: input {number + 1} of ddp is the same on all ranks"
-                return [wrong(f"{text} in all {len(keys)} passes")]
-    losses = [[notes[key]["losses"] for key in common(ranks, "step")] for notes in ranks]
-    if not forwards and any(losses[0]) and all(other == losses[0] for other in losses):
-        text = f"the losses of all {len(losses[0])} steps are equal on all ranks"
-        return [look(f"{text}: right if each is one over the samples of all ranks")]
-    rows = max((ranks[0][key]["rows"] for key in forwards), default=0)
-    for key in trains:
-        about = ranks[0][("pass", *key[1:])]
-        largest = max(len(batch["samples"]) for batch in batches(ranks[0], key))
-        whole = rows >= largest  # a rank trains on all of a loader's batch
-        for rank in range(1, len(ranks)):
-            count, total, repeated = shared(ranks, key, rank)
-            text = f"{key[1][0]}, pass {key[2] + 1}: ranks 0 and {rank} "
-            if count > len(ranks) - 1 + 4 * repeated:
-                text += f"have {count} of {total} samples in common ({about['sampler']})"
-                if about["distributed"] or whole and about["sampler"] in ORDERS:
+    def compare(self, ranks):
+        passes = ranks.common(Pass)
+        group, values = first_unlike(
+            [group for group in passes if group[0].distributed],
+            lambda about: (about.size, about.subset),
+        )
+        if group:
+            sizes = [size for size, _ in values]
+            text = f"{group[0].line[0]}: {sizes} samples, or others: a random split, a filter?"
+            return [wrong(text)]
+        found = None
+        for line in dict.fromkeys(group[0].line for group in passes):
+            about = next(group[0] for group in passes if group[0].line == line)
+            by_index = about.distributed or about.is_subset or about.sampler == "list"
+            same, where = same_samples(ranks, line)
+            probes = [ranks.get(rank, Probe, line) for rank in range(ranks.size)]
+            fields = [probe.fields if probe else {} for probe in probes]
+            for name in fields[0]:
+                sums = [own.get(name, [None, None]) for own in fields]
+                reordered = len({one for one, _ in sums}) == 1 < len({other for _, other in sums})
+                if reordered and by_index:
+                    text = f"{line[0]}: the dataset's {name} has another order on each rank"
                     return [wrong(text)]
-                if whole or common_parts(ranks, forwards, rank):
-                    return [look(f"{text}: right if each takes its part of a batch")]
-            everything = about["sampler"] in ORDERS and not about["is subset"]
-            if everything and whole and same_samples(ranks, key[1])[0]:
-                text += f"each go through all {about['size']} samples: {len(ranks)} times the steps"
-                return [wrong(text)]
-    return [] if forwards or trains else None
+            if where and (by_index or where[3] == "renumbered"):
+                index, rank, values, kind = where
+                text = f"{line[0]}: {'a batch' if index == 'batch' else f'sample {index}'} differs "
+                text += f"on rank {rank}" + (
+                    f": {values[0]} and {values[1]}" if any(values) else ""
+                )
+                if kind == "renumbered" or kind == "mixed" and about.distributed:
+                    return [wrong(text)]
+                return [look(f"{text}: data of its own on each rank?")]
+            if same is not None:
+                found = []
+        return found
 
 
-@check(
-    "order",
-    "each epoch has another order than the one before",
-    ("call sampler.set_epoch(epoch) before each epoch", "#loader"),
-)
-def check_order(ranks):
-    seen = False
-    for key in common(ranks, "trains"):
-        passes = [("pass", key[1], number) for number in range(key[2] + 1)]
-        sets = [ranks[0].get(k, {}).get("dataset") for k in passes]
-        before = [k for k, found in zip(passes[:-1], sets) if found == sets[-1]]
-        if before:
-            pair = before[-1], key
-            last, order = [[i for b in batches(ranks[0], k) for i, _ in b["samples"]] for k in pair]
-            size = min(len(order), len(last))
-            shuffled = None not in order[:size] and order[:size] != sorted(order[:size])
-            seen |= shuffled
-            if shuffled and order[:size] == last[:size]:
-                text = f"{key[1][0]}: pass {key[2] + 1} has the order of pass {before[-1][2] + 1}"
-                return [wrong(text)]
-    return [] if seen else None
+def quietly(function, *args):
+    with contextlib.suppress(Exception):
+        function(*args)
 
 
-@check(
-    "loaders",
-    "two training loaders do not give the same samples at the same time",
-    ("pass another seed to the second DistributedSampler", "#loader"),
-)
-def check_loaders(ranks):
-    orders = {}
-    for key in common(ranks, "trains"):
-        about = ranks[0][("pass", *key[1:])]
-        order = [i for b in batches(ranks[0], key) for i, _ in b["samples"]]
-        if None in order or len(order) < 8 or order == sorted(order):
-            continue
-        for (other_line, loader), other in orders.items():
-            size = min(len(order), len(other))
-            if loader != about["loader"] and order[:size] == other[:size]:
-                text = f"{key[1][0]} has the samples of {other_line[0]}, in the same order"
-                return [look(f"{text}: right for pairs, such as images and masks")]
-        orders[key[1], about["loader"]] = order
-    return [] if len({loader for _, loader in orders}) > 1 else None
+# ---------------------------------------------------------------- how the script ends
 
 
-@check(
-    "dataset",
-    "a sample's index means the same sample on all ranks",
-    ("same seed, sorted(glob(...)), sorted(set(...)) on all ranks", "#what-must-be-equal"),
-)
-def check_dataset(ranks):
-    passes = [key for key in common(ranks, "pass") if ranks[0][key]["distributed"]]
-    key, values = differing(ranks, passes, lambda fact: (fact["size"], fact["subset"]))
-    if key:
-        sizes = [size for size, _ in values]
-        return [wrong(f"{key[1][0]}: {sizes} samples, or others: a random split, a filter?")]
-    found = None
-    for line in dict.fromkeys(key[1] for key in common(ranks, "pass")):
-        about = next(ranks[0][key] for key in common(ranks, "pass") if key[1] == line)
-        by_index = about["distributed"] or about["is subset"] or about["sampler"] == "list"
-        same, where = same_samples(ranks, line)
-        facts = [notes.get(("dataset", line), {}).get("fields", {}) for notes in ranks]
-        for name in facts[0]:
-            sums = [fact.get(name, [None, None]) for fact in facts]
-            reordered = len({one for one, _ in sums}) == 1 < len({other for _, other in sums})
-            if reordered and by_index:
-                return [wrong(f"{line[0]}: the dataset's {name} has another order on each rank")]
-        if where and (by_index or where[3] == "renumbered"):
-            index, rank, values, kind = where
-            text = f"{line[0]}: {'a batch' if index == 'batch' else f'sample {index}'} differs on "
-            text += f"rank {rank}" + (f": {values[0]} and {values[1]}" if any(values) else "")
-            if kind == "renumbered" or kind == "mixed" and about["distributed"]:
-                return [wrong(text)]
-            return [look(f"{text}: data of its own on each rank?")]
-        if same is not None:
-            found = []
-    return found
+@dataclass
+class End(Note):
+    """Where a rank is when the report is made, told by the thread that watches it."""
+
+    state: str  # how the script has ended; None if it has not
+    signal: int
+    progress: int
+    inside: str
+    lines: str
+    stack: list
+    busy: float
+    beat: int  # grows while the process lives
+
+    def is_error(self):
+        return bool(self.state) and self.state.startswith("Error")
 
 
-@check(
-    "steps",
-    "all ranks take as many batches and steps, and end alike",
-    (
+ENDED = "the script has ended"
+DIED = "Error: died without a Python exception: killed (memory?), or a crash outside of Python"
+# What another rank, or a collective that does not match, causes.
+OF_OTHERS = "closed by peer|Connection (reset|refused)|Socket|NCCL|[Tt]imed? ?out|preamble|expected"
+OF_OTHERS += " size|mismatch"
+
+
+class Steps(Check):
+    name = "steps"
+    right = "all ranks take as many batches and steps, and end alike"
+    needs = "an optimizer.step()"
+    remedy = (
         "give all ranks the same number of batches, and stop together",
         "#different-numbers-of-batches",
-    ),
-)
-def check_steps(ranks):
-    if any(("join",) in notes for notes in ranks):
+    )
+
+    def compare(self, ranks):
+        if ranks.any(Joined):
+            return []
+        ends = [ranks.of(rank, End)[0] for rank in range(ranks.size)]
+        found = self.batches(ranks, ends) or self.optimizers(ranks) or self.skips(ranks)
+        found += self.ends(ranks, ends)
+        return found if found or ranks.common(Step) else None
+
+    def batches(self, ranks, ends):
+        """The ranks have other numbers of batches in a pass, and do not all leave it before."""
+        trained = {note.key() for rank in range(ranks.size) for note in ranks.of(rank, Trained)}
+        passes = [group for group in ranks.common(Pass) if group[0].key() in trained]
+        group, counts = first_unlike(passes, lambda about: about.batches)
+        if group:
+            about = group[0]
+            taken = {len(ranks.batches(rank, *about.key())) for rank in range(ranks.size)}
+            over = {end.state for end in ends} == {ENDED}
+            over = over or ranks.get(0, Pass, about.line, about.number + 1)
+            if len(taken) > 1 or not over or about.short:  # not: all left it after as many
+                text = f"{about.line[0]}, pass {about.number + 1}: the ranks have {counts} batches"
+                told = ranks.any(Minimum)
+                return [
+                    look(f"{text}: right if all stop after the fewest") if told else wrong(text)
+                ]
+        finished = [group for group in ranks.common(PassEnd) if group[0].key() in trained]
+        group, counts = first_unlike(finished, lambda end: end.batches)
+        if group:
+            text = f"{group[0].line[0]}, pass {group[0].number + 1}: the ranks have {counts}"
+            return [wrong(f"{text} batches")]
         return []
-    found, trained = [], {key[1:] for notes in ranks for key in notes if key[0] == "trains"}
-    states = [notes["beat",]["state"] for notes in ranks]
-    keys = [key for key in common(ranks, "pass") if key[1:] in trained]
-    key, counts = differing(ranks, keys, lambda fact: fact["batches"])
-    if key:
-        taken = {len(batches(notes, key)) for notes in ranks}
-        over = set(states) == {ENDED} or ("pass", key[1], key[2] + 1) in ranks[0]
-        if len(taken) > 1 or not over or ranks[0][key]["short"]:  # not: all left it after as many
-            text = f"{key[1][0]}, pass {key[2] + 1}: the ranks have {counts} batches"
-            told = any(("minimum",) in notes for notes in ranks)
-            found = [look(f"{text}: right if all stop after the fewest") if told else wrong(text)]
-    keys = [key for key in common(ranks, "end") if key[1:] in trained]
-    key, counts = differing(ranks, keys, lambda count: count)
-    if key and not found:
-        found = [wrong(f"{key[1][0]}, pass {key[2] + 1}: the ranks have {counts} batches")]
-    optimizers = [{key[1] for key in notes if key[0] == "step"} for notes in ranks]
-    if any(other != optimizers[0] for other in optimizers) and not found:
-        text = f"the ranks step {[len(each) for each in optimizers]} optimizers: one has changed it"
-        found = [wrong(text, ("change it on all ranks or on none", "#decisions"))]
-    for one in trained:
-        key, taken = differing(ranks, common(ranks, "step"), lambda fact: fact["taken"].get(one))
-        if key and not found:
-            text = f"{one[0][0]}: at step {key[2] + 1} of the optimizer, the ranks were at batches "
-            text += f"{taken} of pass {one[1] + 1}: one skipped a batch, or a step"
-            found = [wrong(text, ("skip on all ranks or on none", "#decisions"))]
-    if len(set(states)) > 1 or not states[0] or "Error" in states[0]:
-        text = "the ranks do not end together:" if len(set(states)) > 1 else "at the end,"
-        for rank, notes in enumerate(ranks):
-            beat, steps = notes["beat",], sum(key[0] == "step" for key in notes)
-            where = f"is at {beat['lines']} in {beat['inside']}()"
-            text += f"\n{'':13}rank {rank}, {steps} steps: {beat['state'] or where}"
+
+    def optimizers(self, ranks):
+        numbers = [{step.optimizer for step in ranks.of(rank, Step)} for rank in range(ranks.size)]
+        if any(other != numbers[0] for other in numbers):
+            text = f"the ranks step {[len(each) for each in numbers]} optimizers: one has changed "
+            return [wrong(f"{text}it", ("change it on all ranks or on none", "#decisions"))]
+        return []
+
+    def skips(self, ranks):
+        """At a step, the ranks are at other batches."""
+        first = None
+        for line, number in sorted({note.key() for note in ranks.of(0, Trained)}, key=repr):
+            group, taken = first_unlike(
+                ranks.common(Step), lambda step, one=(line, number): step.taken.get(one)
+            )
+            if group and (first is None or group[0].number < first[0]):
+                text = f"{line[0]}: at step {group[0].number + 1} of the optimizer, the ranks were "
+                text += f"at batches {taken} of pass {number + 1}: one skipped a batch, or a step"
+                first = group[0].number, text
+        return [wrong(first[1], ("skip on all ranks or on none", "#decisions"))] if first else []
+
+    def ends(self, ranks, ends):
+        states = [end.state for end in ends]
+        failed = [rank for rank, end in enumerate(ends) if end.is_error()]
+        causes = [rank for rank in failed if not re.search(OF_OTHERS, states[rank])]
+        if set(states) == {ENDED} or not failed and any(end.signal for end in ends):
+            return []
+        if not failed and len(set(states)) == 1 and states[0]:
+            return []
         remedy = "stop on all ranks or on none, with no dist. call on one alone", "#decisions"
-        if len(set(states)) == 1 and states[0]:
-            remedy = "see", "the script's own message above"
-        found += [wrong(text, remedy)]
-    return found if found or common(ranks, "step") else None
+        text = "the ranks do not end together:"
+        if causes:
+            which = f"rank {causes[0]}" if len(causes) == 1 else f"ranks {causes}"
+            text = f"{which} failed:" if len(causes) < ranks.size else "all ranks failed:"
+            remedy = "see its own message above; the others may only wait for it", "#decisions"
+        for rank, end in enumerate(ends):
+            where = f"is at {end.lines} in {end.inside}()"
+            if end.state == DIED:
+                where = f"{DIED}; last seen at {end.lines} in {end.inside}()"
+            elif end.state:
+                where = end.state
+            text += f"\n{'':13}rank {rank}, {len(ranks.of(rank, Step))} steps: {where}"
+        return [wrong(text, remedy)]
 
 
-@check(
-    "evaluation",
-    "weights and buffers are equal when a module is evaluated",
-    ("broadcast rank 0's buffers before it", "#buffers"),
-)
-def check_evaluation(ranks):
-    keys, known = common(ranks, "eval"), first_differences(ranks, "weights")
-    others = [k for k in common(ranks, "batch") if ("trains", *k[1:3]) not in ranks[0]]
-    shares, _ = differing(ranks, others, lambda fact: [i for i, _ in fact["samples"]])
-    for key in keys:
-        name, ours = ranks[0][key]
-        for rank, notes in enumerate(ranks[1:], 1):
-            for tensor, (is_buffer, found) in notes[key][1].items():
-                _, own = ours.get(tensor, (0, None))
-                if is_buffer and own and found and own[3] != found[3]:
-                    continue  # a cache that has grown
-                size = difference(own, found)
-                if size > TOLERANCE and (is_buffer or not known):
-                    text = f"{key[1][0]}: {name}.{tensor} differs on rank {rank}, by about "
-                    text += f"{size:.0e} of its size"
-                    if is_buffer and not shares:
-                        return [look(f"{text}: only rank 0's score counts")]
-                    return [wrong(text)]
-    return [] if keys else None
+# ---------------------------------------------------------------- evaluation
 
 
-@check(
-    "test samples",
-    "those of a whole evaluation count once each",
-    ("give each rank Subset(test_set, range(rank, len(test_set), world_size))", "#scores"),
-)
-def check_test_samples(ranks):
-    found = None
-    trained = {ranks[0][("pass", *key[1:])]["loader"] for key in common(ranks, "trains")}
-    for key in common(ranks, "end"):
-        about = ranks[0][("pass", *key[1:])]
-        if about["loader"] in trained:
-            continue
-        lists = [[i for b in batches(notes, key) for i, _ in b["samples"]] for notes in ranks]
-        if any(("trains", *key[1:]) in notes for notes in ranks) or None in sum(lists, []):
-            continue
-        found = found or []
-        if all(other == lists[0] for other in lists) or not about["distributed"]:
-            continue
-        everyone = sum(lists, [])
-        text = f"{key[1][0]}: {len(everyone)} samples on all ranks, of {len(set(everyone))}"
-        if len(set(everyone)) < len(everyone):
-            return [look(f"{text}: {about['sampler']} repeats some, which then count twice")]
-        if len(everyone) < (about["size"] or 0):
-            return [look(f"{text} and {about['size']} in the dataset: some are left out")]
-    return found
+@dataclass
+class Evaluation(Note):
+    """The weights and buffers with which a module is evaluated."""
+
+    by = "line", "number"
+    line: tuple
+    number: int
+    name: str
+    tensors: dict  # name: (is it a buffer, summary)
 
 
-@check(
-    "other buffers",
-    "a bank, a queue, a codebook is equal on all ranks",
-    ("gather what all ranks add", "#banks-and-queues"),
-)
-def check_other_buffers(ranks):
-    seen = False
-    for key in common(ranks, "sent"):
-        for name in ranks[0][key]:
-            shapes = [notes[key].get(name) for notes in ranks]
-            if len(set(shapes)) > 1:
-                text = f"{key[1][0]}: ddp sends rank 0's {name}, whose shapes are {shapes}"
-                return [wrong(text, ("set ddp.broadcast_buffers = False", "#buffers"))]
-    for key in common(ranks, "buffers"):
-        for name in sorted(set.intersection(*[set(notes[key]) for notes in ranks])):
-            seen, found = True, [notes[key][name] for notes in ranks]
-            if len({one[3] for one in found}) > 1:
-                continue  # a cache that has grown
-            if any(difference(found[0], other) > TOLERANCE for other in found[1:]):
-                text = f"{name} differs after step {key[1]}: filled from each rank's own batch, "
-                return [look(f"{text}or at random?")]
-    return [] if seen else None
+class Evaluated(Check):
+    name = "evaluation"
+    right = "weights and buffers are equal when a module is evaluated"
+    needs = "model.eval(), and a pass after it: --short 10"
+    remedy = "broadcast rank 0's buffers before it", "#buffers"
+
+    def watch(self, run):
+        """The outermost module that eval() is called of, when it is used next: by then, a script or
+        DDP's forward pass may have sent its buffers."""
+        pending, depth, call = {}, [0], nn.Module.__call__
+
+        def note(module):
+            module, line, number = pending.pop(id(module))
+            tensors = {name: (False, summary(p)) for name, p in module.named_parameters()}
+            tensors |= {name: (True, summary(buffer)) for name, buffer in module.named_buffers()}
+            run.add(Evaluation(line, number, type(module).__name__, tensors))
+
+        def noting_call(module, *args, **kwargs):
+            if id(module) in pending and not module.training:
+                note(module)
+            if not pending:
+                nn.Module.__call__ = call
+            return call(module, *args, **kwargs)
+
+        @replace(DistributedDataParallel, "forward")
+        def forward(original, self, *inputs, **kwargs):
+            outputs = original(self, *inputs, **kwargs)
+            if not self.training and id(self.module) in pending:  # it has sent buffers
+                note(self.module)
+            return outputs
+
+        @replace(nn.Module, "train")
+        def train(original, self, mode=True):
+            depth[0] += 1
+            try:
+                result = original(self, mode)
+            finally:
+                depth[0] -= 1
+            module = self.module if isinstance(self, DistributedDataParallel) else self
+            if depth[0] == 0:
+                if id(module) in pending:  # used by another method than forward
+                    note(module)
+                line = place()
+                if not mode and (number := run.number("eval", line)) < 20:
+                    pending[id(module)] = module, line, number
+                    if not run.compiles:
+                        nn.Module.__call__ = noting_call
+                    elif module is self:
+                        note(module)
+            return result
+
+        @replace(torch, "compile")
+        def compile(original, *args, **kwargs):
+            run.compiles = True  # it would compile noting_call, too
+            nn.Module.__call__ = call
+            return original(*args, **kwargs)
+
+    def compare(self, ranks):
+        known = first_differences(ranks, "weights")
+        trained = {group[0].key() for group in ranks.common(Trained)}
+        others = [group for group in ranks.common(Batch) if group[0].key()[:2] not in trained]
+        shares, _ = first_unlike(others, lambda batch: [i for i, _ in batch.samples])
+        for group in ranks.common(Evaluation):
+            for rank, other in enumerate(group[1:], 1):
+                for tensor, (is_buffer, found) in other.tensors.items():
+                    _, own = group[0].tensors.get(tensor, (0, None))
+                    if is_buffer and own and found and own[3] != found[3]:
+                        continue  # a cache that has grown
+                    size = difference(own, found)
+                    if size > TOLERANCE and (is_buffer or not known):
+                        text = f"{group[0].line[0]}: {group[0].name}.{tensor} differs on rank "
+                        text += f"{rank}, by about {size:.0e} of its size"
+                        if is_buffer and not shares:
+                            return [look(f"{text}: only rank 0's score counts")]
+                        return [wrong(text)]
+        return [] if ranks.common(Evaluation) else None
 
 
-@check(
-    "files",
-    "no file is written by several ranks",
-    ("print, log and save under `if rank == 0:`", "#rank-0"),
-)
-def check_files(ranks):
-    written = {key: fact for notes in ranks for key, fact in notes.items() if key[0] == "file"}
-    found = []
-    for key, (line, mode) in written.items():
-        writers = [rank for rank, notes in enumerate(ranks) if key in notes]
-        if len(writers) > 1:
-            kind = look if "a" in mode else wrong
-            found.append(kind(f"{line}: ranks {writers} write {key[1].partition(':')[2]}"))
-    found.sort(key=lambda one: one[0])  # WRONG first
-    return found[:1] if found or written else None
+class TestSamples(Check):
+    name = "test samples"
+    right = "those of a whole evaluation count once each"
+    needs = "a whole pass over a loader without training, which --short ends early"
+    remedy = "give each rank Subset(test_set, range(rank, len(test_set), world_size))", "#scores"
+
+    def compare(self, ranks):
+        found = None
+        trained = {group[0].loader for group in training_passes(ranks)}
+        trains = {note.key() for rank in range(ranks.size) for note in ranks.of(rank, Trained)}
+        for group in ranks.common(PassEnd):
+            about = ranks.get(0, Pass, *group[0].key())
+            lists = [order_of(ranks, rank, about) for rank in range(ranks.size)]
+            everyone = sum(lists, [])
+            if about.loader in trained or about.key() in trains or None in everyone:
+                continue
+            cut = any(end.cut for end in group)
+            found = found if cut else found or []
+            if all(other == lists[0] for other in lists) or not about.distributed:
+                continue
+            text = f"{about.line[0]}: {len(everyone)} samples on all ranks, of "
+            text += f"{len(set(everyone))}"
+            if len(set(everyone)) < len(everyone):
+                return [look(f"{text}: {about.sampler} repeats some, which then count twice")]
+            if len(everyone) < (about.size or 0) and not cut:
+                return [look(f"{text} and {about.size} in the dataset: some are left out")]
+        return found
 
 
-@check(
-    "random numbers",
-    "those of dropout, noise and augmentation differ over ranks",
-    ("torch.manual_seed(seed + rank) after the model and the split", "#seeds"),
-)
-def check_random_numbers(ranks):
-    forwards, trains = common(ranks, "forward"), common(ranks, "trains")
-    loads = [k for k in common(ranks, "batch") if ("trains", *k[1:3]) in ranks[0]]
-    steps = [k for k in common(ranks, "step") if not ranks[0][k]["new_pass"]]  # an order is drawn
-    for kind, keys, what in (
-        (wrong, forwards, "dropout or noise in the model draws"),
-        (wrong, loads, "the dataset (augmentation?) draws"),
-        (look, steps, "wrong for noise, right for indices: the loop draws"),
-    ):
-        for key in keys:
-            states = [set(notes[key]["drawn"].items()) for notes in ranks]
-            if same := set.intersection(*states):
-                line = ranks[0][key]["line"] if key[0] == "step" else key[1][0]
-                return [kind(f"{line}: {what} the same numbers on all ranks ({min(same)[0]})")]
-    lines = {key[1][0] for key in trains}
-    workers = [notes.get(("workers",), {}) for notes in ranks]
-    for line in workers[0]:
-        same = set.intersection(*[drawn.get(line, set()) for drawn in workers])
-        if same and line in lines:
-            text = f"{line}: loader workers draw the same numbers on all ranks ({min(same)[0]})"
-            return [wrong(text)]
-    drew = any(workers) or any(ranks[0][key]["drawn"] for key in forwards + loads + steps)
-    return [] if drew else None
+# ---------------------------------------------------------------- files
 
 
-@check(
-    "mean losses",
-    "a loss of torch that is a mean is one over as many elements on all ranks",
-    ("divide the sum by the number on all ranks", "#a-loss-that-is-a-mean-over-what-is-valid"),
-)
-def check_mean_losses(ranks):
-    keys = common(ranks, "mean")
-    keys = [key for key in keys if not all(notes[key][2] for notes in ranks)]  # all-reduced
-    key, values = differing(ranks, keys, lambda fact: fact[0])
-    if not key:
-        return [] if common(ranks, "mean") else None
-    text = f"{key[1][0]}: a mean over {values} (weighted) elements"
-    partial = any(notes[key][1] for notes in ranks)
-    return [wrong(text) if partial else look(f"{text}: a smaller batch, or others selected?")]
+@dataclass
+class Written(Note):
+    """A file that is opened for writing, or renamed."""
+
+    by = ("path",)
+    path: str  # after the host's name
+    line: str
+    mode: str
 
 
-@check(
-    "denominators",
-    "the losses' graphs divide by the same numbers on all ranks",
-    ("divide the sum by the number on all ranks", "#a-loss-that-is-a-mean-over-what-is-valid"),
-)
-def check_denominators(ranks):
-    keys = common(ranks, "divisors")
-    for key in keys:
-        values = [notes[key] for notes in ranks]
-        if len({tuple(kind for kind, _, _ in value) for value in values}) > 1:
-            continue  # other branches of the loss
-        for facts in zip(*values):
-            numbers = [number for _, number, _ in facts]
-            if len(set(numbers)) > 1 and not all(is_reduced for _, _, is_reduced in facts):
-                text = f"{key[1][0]}: the loss divides by {numbers}"
-                return [look(f"{text}: right if it is a number of each sample's own")]
-    return [] if keys else None
+class Files(Check):
+    name = "files"
+    right = "no file is written by several ranks"
+    needs = "a file that the script writes"
+    remedy = "print, log and save under `if rank == 0:`", "#rank-0"
+
+    def watch(self, run):
+        def written(path, mode):
+            if not isinstance(path, (str, bytes, os.PathLike)) or get_worker_info():
+                return
+            path = os.path.abspath(os.fsdecode(path))
+            if path == run.drawn_in_workers or os.getpid() != run.pid:
+                return
+            path = re.sub(r"(events\.out\.tfevents).*", r"\1", path)  # one per TensorBoard writer
+            if not re.search(NOT_OUTPUT, path) and not is_library(path):
+                run.add(Written(f"{socket.gethostname()}:{path}", place()[0], mode))
+
+        def audit(event, values):
+            if event == "open" and isinstance(values[1], str) and re.search("[wxa+]", values[1]):
+                written(values[0], values[1])
+            elif event == "os.rename":
+                written(values[1], "w")
+
+        sys.addaudithook(audit)
+
+        @replace(torch, "save")
+        def save(original, *args, **kwargs):
+            written(kwargs.get("f", (*args, None, None)[1]), "w")
+            return original(*args, **kwargs)
+
+    def compare(self, ranks):
+        written = {
+            note.key(): note for rank in range(ranks.size) for note in ranks.of(rank, Written)
+        }
+        found = []
+        for key, note in written.items():
+            writers = [rank for rank in range(ranks.size) if ranks.get(rank, Written, *key)]
+            if len(writers) > 1:
+                kind = look if "a" in note.mode else wrong
+                path = note.path.partition(":")[2]
+                found.append(kind(f"{note.line}: ranks {writers} write {path}"))
+        found.sort(key=lambda one: one[0])  # WRONG first
+        return found[:1] if found or written else None
 
 
-def loaders(ranks):
+# ---------------------------------------------------------------- random numbers
+
+
+class RandomNumbers(Check):
+    name = "random numbers"
+    right = "those of dropout, noise and augmentation differ over ranks"
+    needs = "dropout, noise or augmentation that draws by torch, numpy or random"
+    remedy = "torch.manual_seed(seed + rank) after the model and the split", "#seeds"
+
+    def compare(self, ranks):
+        trained = {group[0].key() for group in ranks.common(Trained)}
+        loads = [group for group in ranks.common(Batch) if group[0].key()[:2] in trained]
+        steps = [group for group in ranks.common(Step) if not group[0].new_pass]  # an order
+        for kind, groups, what in (
+            (wrong, ranks.common(Forward), "dropout or noise in the model draws"),
+            (wrong, loads, "the dataset (augmentation?) draws"),
+            (look, steps, "wrong for noise, right for indices: the loop draws"),
+        ):
+            for group in groups:
+                if same := set.intersection(*[set(note.drawn.items()) for note in group]):
+                    line = group[0].line if isinstance(group[0], Step) else group[0].line[0]
+                    text = f"{line}: {what} the same numbers on all ranks ({min(same)[0]})"
+                    return [kind(text)]
+        workers = [dict(*[note.drawn for note in ranks.of(r, Workers)]) for r in range(ranks.size)]
+        for line in workers[0]:
+            same = set.intersection(*[drawn.get(line, set()) for drawn in workers])
+            if same and any(line == where[0] for where, _ in trained):
+                text = f"{line}: loader workers draw the same numbers on all ranks ({min(same)[0]})"
+                return [wrong(text)]
+        drew = any(workers) or any(
+            group[0].drawn for group in ranks.common(Forward) + loads + steps
+        )
+        return [] if drew else None
+
+
+# ---------------------------------------------------------------- the report
+
+
+def about_loaders(ranks):
     """What each training loader gives: whether the batch is the one intended, only you know."""
-    for line in dict.fromkeys(key[1] for key in common(ranks, "trains")):
-        key = next(key for key in common(ranks, "trains") if key[1] == line)
-        about, size = ranks[0][("pass", *key[1:])], len(batches(ranks[0], key)[0]["samples"])
-        text = f"{line[0]}: batches of {size} samples on each rank, {size * len(ranks)} in total; "
-        yield f"{text}{about['batches'] or '?'} batches in an epoch, on each rank"
+    first = {}
+    for group in training_passes(ranks):
+        first.setdefault(group[0].line, group[0])
+    for line, about in first.items():
+        size = len(ranks.batches(0, *about.key())[0].samples)
+        text = f"{line[0]}: batches of {size} samples on each rank, {size * ranks.size} in total; "
+        yield f"{text}{about.batches or '?'} batches in an epoch, on each rank"
 
 
 def report(ranks):
-    """The text, and how many lines are WRONG."""
-    lines, wrongs = ["", *loaders(ranks)], 0
-    for name, right, usual, function in CHECKS:
-        found = function(ranks)
-        if found is None:
-            lines.append(f"not seen {name}")
-        elif not found:
-            lines.append(f"ok       {name:14} {right}")
-        for verdict, text, remedy in found or []:
-            words, title = remedy or usual
+    """The text, and how many lines are WRONG; None if nothing was trained."""
+    found = {"WRONG": [], "look": [], "ok": [], "not seen": []}
+    for each in CHECKS:
+        try:
+            results = each.compare(ranks)
+        except Exception as error:  # the others still count
+            traceback.print_exc()
+            found["not seen"].append(
+                [f"not seen {each.name:14} the check itself failed: {error!r}"]
+            )
+            continue
+        if results is None:
+            found["not seen"].append([f"not seen {each.name:14} it needs {each.needs}"])
+        elif not results:
+            found["ok"].append([f"ok       {each.name:14} {each.right}"])
+        for verdict, text, remedy in results or []:
+            words, title = remedy or each.remedy
             title = PAGE + title if title.startswith("#") else title
-            lines += [f"{verdict:8} {name:14} {text}", f"{'':23} -> {words}: {title}"]
-            wrongs += verdict == "WRONG"
-    steps = len(common(ranks, "step"))
-    end = f"check.py: {steps} steps on {len(ranks)} processes, {wrongs or 'nothing'} WRONG"
-    return "\n".join([*lines, end]), wrongs
+            remedy = f"{'':23} -> {words}: {title}"
+            found[verdict].append([f"{verdict:8} {each.name:14} {text}", remedy])
+    steps, wrongs, looks = len(ranks.common(Step)), len(found["WRONG"]), len(found["look"])
+    if steps == 0:
+        del found["not seen"]  # all of them
+    lines = [line for blocks in found.values() for block in blocks for line in block]
+    end = f"check.py: {steps} steps on {ranks.size} processes, {wrongs or 'nothing'} WRONG"
+    end += f", {looks} to look at" if looks else ""
+    if steps == 0:
+        end = f"check.py: 0 steps on {ranks.size} processes, {wrongs or '?'} WRONG: nothing was "
+        end += "trained by an optimizer of torch on all ranks, so nothing is known"
+    return "\n".join(["", *about_loaders(ranks), *lines, end]), wrongs if steps or wrongs else None
 
 
 # ---------------------------------------------------------------- the run
 
 
+def do_nothing(number, frame):
+    """A handler of SIGTERM: another thread reads it."""
+
+
 class Patience:
     """Whether no rank advances any more: none notes anything, or gets to other lines. One that is
-    busy in one line is waited for longer; but waiting for a GPU keeps a thread busy, too."""
+    busy in one line is waited for longer."""
 
     def __init__(self, wait):
         self.wait, self.last = wait, [None, None]
         self.since = [time.monotonic()] * 2
+        self.asked = None  # since when this rank is asked to end
+        self.beats = {}  # of each rank: the last, and since when
 
-    def is_over(self, beats):
-        lines = [{**beat, "busy": None} for beat in beats]
-        for i, now in enumerate((beats, lines)):
+    def is_alive(self, rank):
+        limit = 2.5 if self.asked else 4  # two processes on a busy machine may take so long
+        return time.monotonic() - self.beats[rank][1] < limit
+
+    def is_over(self, ends, asked):
+        if asked and self.asked is None:
+            self.asked = time.monotonic()
+        every = [{**vars(end), "beat": None} for end in ends]
+        lines = [{**end, "busy": None} for end in every]
+        for i, now in enumerate((every, lines)):
             if now != self.last[i]:
                 self.last[i], self.since[i] = now, time.monotonic()
-        failed = any(beat["state"] and "Error" in beat["state"] for beat in beats)
+        for rank, end in enumerate(ends):
+            if end.beat != self.beats.get(rank, [None])[0]:
+                self.beats[rank] = end.beat, time.monotonic()
+        failed = any(end.is_error() for end in ends)
+        failed |= not all(end.state or self.is_alive(rank) for rank, end in enumerate(ends))
         waits = [5, 30] if failed else [self.wait, 5 * self.wait]
         over = [time.monotonic() - since > wait for since, wait in zip(self.since, waits)]
-        return any(over) or all(beat["state"] for beat in beats)
+        own_handler = asked == signal.SIGINT or signal.getsignal(signal.SIGTERM) is not do_nothing
+        limit = 10 if own_handler else 3  # the script may be saving; torchrun waits for 30
+        over.append(self.asked and time.monotonic() - self.asked > limit)
+        return any(over) or all(end.state for end in ends)
 
 
-def watch(notes, args, world_size):
-    """A thread on every rank: tells where this rank is; on rank 0, ends the run with the report."""
-    patience, wrongs = Patience(args.wait), 0
-    clock = time.pthread_getcpuclockid(notes.main_thread.ident)
-    with contextlib.suppress(dist.DistError):  # rank 0 has ended
-        while not notes.store.check(["printed"]):
-            note_workers(notes)
-            frame = sys._current_frames()[notes.main_thread.ident]
-            frames = [f for f, _ in traceback.walk_stack(frame) if f.f_code.co_filename != HERE]
-            beat = {"state": notes.state, "notes": notes.progress}
-            beat["inside"] = frames[0].f_code.co_name if frames else "check.py"
-            beat["lines"] = " < ".join(own_lines(frame)[:4])
-            beat["stack"] = [(f.f_code.co_name, line) for f, line in traceback.walk_stack(frame)]
-            beat["busy"] = int(time.clock_gettime(clock))
-            if any(name == "_try_get_data" for name, _ in beat["stack"]):
-                beat["busy"] = time.monotonic()  # loader workers are
-            notes.send()
-            notes.store.set(f"{notes.rank}/beat", pickle.dumps(beat))
-            time.sleep(0.3)
-            keys = [f"{rank}/beat" for rank in range(world_size)]
-            if notes.rank > 0 or not notes.store.check(keys):
-                continue  # a rank still imports torch
-            beats = [pickle.loads(notes.store.get(key)) for key in keys]
-            if patience.is_over(beats):
-                ranks = [read(notes.store, rank) for rank in range(world_size)]
-                for found, beat in zip(ranks, beats):
-                    found[("beat",)] = beat
-                text, wrongs = report(ranks)
-                print(text)
-                notes.store.set("printed", str(wrongs))
-                time.sleep(1)  # the others read it
-        wrongs = int(notes.store.get("printed"))
+def clock_of(thread):
+    """A function that tells how long a thread was busy. A Mac has no such clock; and a thread that
+    waits for a GPU is busy, too."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return lambda: None
+    clock = time.pthread_getcpuclockid(thread.ident)
+    return lambda: None if torch.cuda.is_initialized() else int(time.clock_gettime(clock))
+
+
+def where_now(run, busy):
+    """Where the script's main thread is."""
+    frame = sys._current_frames()[run.main_thread.ident]
+    frames = [f for f, _ in traceback.walk_stack(frame) if f.f_code.co_filename != HERE]
+    return End(
+        state=run.state,
+        signal=run.signal,
+        progress=run.progress,
+        inside=frames[0].f_code.co_name if frames else "check.py",
+        lines=" < ".join(own_lines(frame)[:4]),
+        stack=[(f.f_code.co_name, line) for f, line in traceback.walk_stack(frame)],
+        busy=time.monotonic() if run.waits_for_workers else busy(),  # the workers are
+        beat=run.number("beat"),
+    )
+
+
+def observe(run):
+    """A thread on every rank: tells where this rank is; on one rank, makes the report. Returns how
+    many lines are WRONG, None if nothing was trained."""
+    patience, busy = Patience(run.args.wait), clock_of(run.main_thread)
+    keys = [f"{rank}/end" for rank in range(run.world_size)]
+    while not run.store.check(["printed"]):
+        note_workers(run)
+        run.send()
+        run.store.set(keys[run.rank], pickle.dumps(vars(where_now(run, busy))))
+        time.sleep(0.3)
+        if not run.store.check(keys):
+            continue  # a rank still imports torch
+        ends = [End(**pickle.loads(run.store.get(key))) for key in keys]
+        is_over = patience.is_over(ends, run.signal)
+        alive = [rank for rank in range(run.world_size) if patience.is_alive(rank)]
+        if is_over and run.rank == alive[0]:
+            for rank, end in enumerate(ends):
+                if rank not in alive and not end.state:
+                    end.state = DIED
+            notes = [[*read(run.store, rank), end] for rank, end in enumerate(ends)]
+            text, wrongs = report(Ranks(notes))
+            print(text)
+            print(next_command(run.args))
+            sys.stdout.flush()
+            run.store.set("printed", repr(wrongs))
+            time.sleep(1)  # the others read it
+    return ast.literal_eval(run.store.get("printed").decode())
+
+
+def next_command(args):
+    """That of compare.py, which starts its processes itself."""
+    path = os.path.join(os.path.dirname(HERE), "compare.py")
+    path = os.path.relpath(path, START) if os.path.exists(path) else "compare.py"
+    words = ["python", path, *["-m"] * args.m, args.script, *args.flags]
+    return f"Run compare.py next (in the same folder): {shlex.join(words)}"
+
+
+def watch(run):
+    """Ends this process, also out of a collective that waits for ever."""
+    status = 1  # it hung
+    try:
+        wrongs = observe(run)
+        if run.status is not None:
+            status = run.status
+        if run.args.strict and wrongs != 0:
+            status = 1
+    except dist.DistError:
+        print(
+            "check.py: the process that has the notes has ended, so there is no report", flush=True
+        )
+    except BaseException:
+        traceback.print_exc()
     sys.stdout.flush()
+    sys.stderr.flush()
     with contextlib.suppress(OSError):
-        os.remove(notes.drawn_in_workers)
-    status = 1 if notes.status is None else notes.status  # it hung
-    os._exit(
-        1 if args.strict and wrongs else status
-    )  # also out of a collective that waits for ever
+        os.remove(run.drawn_in_workers)
+    LEAVE(status)
 
 
-def run_watched(args, notes, world_size, script):
+def answer_signals(run):
+    """SIGTERM, which torchrun and mp.spawn send when another rank has died, and Ctrl-C end the run
+    with the report so far, also out of a collective: a thread reads them from a pipe. If the script
+    has handlers of its own, they are called."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def read_signals():
+        while number := os.read(reading, 1):
+            if number[0] in (signal.SIGTERM, signal.SIGINT):
+                run.signal = run.signal or number[0]
+
+    def forget():  # in a child, such as a loader worker
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) is do_nothing:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, do_nothing)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: quietly(forget))
+    threading.Thread(target=read_signals, daemon=True).start()
+
+
+def run_watched(run, script):
     """Run a script, or the function of a process that it starts, with all that is watched."""
-
-    def finish(state, status):
-        """Wait here for the report; the thread ends this process."""
-        if notes.store.check(["printed"]):
-            time.sleep(60)  # the report is there: another rank has ended
-        if seen.steps < args.steps:
-            note_modules(notes, seen)
-        words = note_datasets, notes, seen.loaders
-        probe = threading.Thread(target=quietly, args=words, daemon=True)
-        probe.start()
-        probe.join(30)
-        notes.status, notes.state = status, state
-        while True:
-            time.sleep(1)
-
-    seen = Seen()
-    watch_wrappers(notes, seen)
-    watch_communication(notes, seen)
-    watch_backward(notes, seen)
-    watch_steps(notes, seen, args.steps, finish)
-    watch_loaders(notes, seen, args.short)
-    watch_evaluation(notes, seen)
-    watch_files(notes)
-    watch_means(notes, seen)
+    if run.world_size < 2:
+        refuse("one process has no other to be compared with: start two, --nproc-per-node 2")
+    for function in WATCHERS:
+        function(run)
+    for each in CHECKS:
+        each.watch(run)
+    run.at_end.append(lambda: note_modules(run))
 
     @replace(os, "_exit")
     def leave(original, status):
-        if os.getpid() == notes.pid and threading.current_thread() is notes.main_thread:
-            finish(ENDED, status)
+        if run.is_main():
+            run.finish(ENDED, status)
         original(status)
 
-    threading.Thread(target=watch, args=(notes, args, world_size), daemon=True).start()
+    answer_signals(run)
+    threading.Thread(target=watch, args=(run,), daemon=True).start()
     try:
         script()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-        finish(f"Error SystemExit: {end.code}"[:300] if status else ENDED, status)
+        run.finish(f"Error SystemExit: {end.code}"[:300] if status else ENDED, status)
+    except KeyboardInterrupt:
+        run.signal = signal.SIGINT
+        run.finish("interrupted", 130)
     except BaseException as error:
         traceback.print_exc()
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         lines = " < ".join(own_lines(frames[-1])[:4])
-        finish(f"Error {type(error).__name__}: {str(error)[:200]} at {lines}", 1)
-    finish(ENDED, 0)
-
-
-def quietly(function, *args):
-    """What a dataset raises when it is asked once more is not the script's fault."""
-    with contextlib.suppress(Exception):
-        function(*args)
+        run.finish(f"Error {type(error).__name__}: {str(error)[:200]} at {lines}", 1)
+    run.finish(ENDED, 0)
 
 
 def run_script(args):
     sys.argv[:] = [args.script, *args.flags]
     if args.m:
-        sys.path[0] = os.getcwd()
+        sys.path[0] = START
         runpy.run_module(args.script, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(args.script))
-        runpy.run_path(args.script, run_name="__main__")
+        sys.path[0] = SCRIPT_FOLDER[0].rstrip(os.sep)
+        runpy.run_path(os.path.join(START, args.script), run_name="__main__")
+
+
+def find_script(args):
+    """Its file; and let files beside it, or in its package, count as the script's own. Nothing is
+    imported yet."""
+    path = os.path.join(START, args.script)
+    folder = os.path.dirname(path)
+    if args.m:
+        sys.path[0] = START
+        first, *others = args.script.split(".")
+        spec = find_spec(first)
+        if spec and spec.submodule_search_locations:  # a package
+            folder = list(spec.submodule_search_locations)[0]
+            path = os.path.join(folder, *others)
+            path = os.path.join(path, "__main__.py") if os.path.isdir(path) else f"{path}.py"
+        elif spec and spec.origin:
+            path, folder = spec.origin, os.path.dirname(spec.origin)
+    SCRIPT_FOLDER[0] = os.path.normpath(folder) + os.sep
+    return path
 
 
 def run_spawned(args, port, world_size, function, rank, *words):
     """In each of mp.spawn's processes."""
+    find_script(args)
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(hours=1))
-    notes = Notes(dist.PrefixStore("check.py", store), rank)
-    run_watched(args, notes, world_size, lambda: function(rank, *words))
+    run = Run(dist.PrefixStore("check.py", store), rank, world_size, args)
+    run_watched(run, lambda: function(rank, *words))
 
 
 def refuse(why):
@@ -1661,60 +2526,92 @@ def refuse_processes(may_start):
         original(self)
 
 
+def calls_spawn(path):
+    """Whether a script starts its processes by mp.spawn, not by torchrun."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return bool(re.search(r"\b(spawn|start_processes)\(", file.read()))
+
+
+def start_by_torchrun(args):
+    """Replace this process by torchrun."""
+    print(f"check.py: torchrun --standalone --nproc-per-node {args.nproc} ...", flush=True)
+    if 0 < torch.cuda.device_count() < args.nproc:
+        print("check.py: fewer GPUs than processes: CUDA_VISIBLE_DEVICES= is for CPUs", flush=True)
+    words = ["--standalone", "--nproc-per-node", str(args.nproc), HERE, *sys.argv[1:]]
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words])
+
+
 def check_spawning_script(args):
     """Run a script that starts its processes itself. This one only has the store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    @replace(torch.multiprocessing, "spawn")
-    def spawn(original, fn, *others, **options):
-        nprocs = options.get("nprocs", (*others, 1, 1)[1])
-        in_process = Elsewhere("run_spawned")
-        fn = functools.partial(in_process, args, store.port, nprocs, fn)
-        return original(fn, *others, **options)
+    for name in "spawn", "start_processes":
+
+        @replace(torch.multiprocessing, name)
+        def spawn(original, fn, *others, **options):
+            nprocs = options.get("nprocs", (*others, 1, 1)[1])
+            in_process = Elsewhere("run_spawned")
+            fn = functools.partial(in_process, args, store.port, nprocs, fn)
+            return original(fn, *others, **options)
 
     def use_torchrun(*_):
-        if os.getpid() == own and dist.is_initialized():
-            refuse("a script with one process per machine cannot be watched")
         if os.getpid() == own:
-            refuse("start it with torchrun, as this script starts no processes by mp.spawn")
+            start = f"torchrun --standalone --nproc-per-node {args.nproc} {parser.prog} ..."
+            refuse(f"start it with torchrun, as it has not called mp.spawn: {start}")
 
-    own, status = os.getpid(), None
+    own, status = os.getpid(), 0
     refuse_processes(lambda: os.getpid() != own)
     register_optimizer_step_pre_hook(use_torchrun)  # not to train to the end before it is said
     try:
         run_script(args)
     except SystemExit as end:
         status = end
-    except torch.multiprocessing.ProcessException as error:
-        status = error
+    except KeyboardInterrupt:
+        status = 130
+        with contextlib.suppress(dist.DistError):  # the processes make the report
+            store.wait(["check.py/printed"], timedelta(seconds=10))
+    except (
+        torch.multiprocessing.ProcessRaisedException,
+        torch.multiprocessing.ProcessExitedException,
+    ):
+        status = 1
     if not store.check(["check.py/printed"]):
         if isinstance(status, SystemExit):
             raise status
         use_torchrun()
-    if args.strict:
-        sys.exit(min(1, int(store.get("check.py/printed"))))
-    sys.exit(status is not None)
+    wrongs = ast.literal_eval(store.get("check.py/printed").decode())
+    sys.exit(1 if args.strict and wrongs != 0 else status)
 
 
 def main():
     args = parser.parse_args()
     if args.list:
-        for name, right, (words, title), _ in CHECKS:
-            print(f"{name:14} {right}\n{'':14} -> {words}: {PAGE + title}")
+        for each in CHECKS:
+            words, title = each.remedy
+            print(f"{each.name:14} {each.right}\n{'':14} -> {words}: {PAGE + title}")
         return
     if args.script is None:
         parser.error("which script?")
+    path = find_script(args)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        return check_spawning_script(args)
+        if args.spawn or calls_spawn(path):
+            return check_spawning_script(args)
+        return start_by_torchrun(args)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + (not agent)
     hour = timedelta(hours=1)
     store = dist.TCPStore(host, port, is_master=not agent and rank == 0, timeout=hour)
 
-    @replace(torch.multiprocessing, "spawn")
-    def spawn(original, *args, **kwargs):
-        refuse("start it with python check.py, not torchrun, as this script calls mp.spawn")
+    for name in "spawn", "start_processes":
+
+        @replace(torch.multiprocessing, name)
+        def spawn(original, *args, **kwargs):
+            refuse(
+                "start it with python check.py --spawn, not torchrun: this script calls mp.spawn"
+            )
 
     @replace(dist, "init_process_group")
     def init(original, *args, **kwargs):
@@ -1724,8 +2621,8 @@ def main():
             refuse(f"{world_size} processes, but process groups of {size}: {why}")
 
     refuse_processes(dist.is_initialized)  # later ones are helpers, such as environments
-    notes = Notes(dist.PrefixStore("check.py", store), rank)
-    run_watched(args, notes, world_size, lambda: run_script(args))
+    run = Run(dist.PrefixStore("check.py", store), rank, world_size, args)
+    run_watched(run, lambda: run_script(args))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
 # One GPU: sbatch slurm/single.sh [flags of train_single.py]
-# It ends at its time limit: submit it again with --resume, which Slurm's own requeueing adds.
+# Results are in runs/JOBID. If Slurm requeues the job, it continues from its last checkpoint. After
+# its time limit, submit it again with --output runs/JOBID, of the old job.
+##SBATCH --account=NAME --partition=gpu # EDIT: delete one # if you need them; or --qos
+#SBATCH --gres=gpu:1                    # EDIT: GPUs; if sinfo -o %G has none, delete this
+#SBATCH --cpus-per-task=4 --mem=16G     # EDIT: a CPU for each of the --workers
+#SBATCH --time=04:00:00                 # EDIT: time limit
 #SBATCH --job-name=single --output=%x-%j.out --open-mode=append
-#SBATCH --ntasks=1                # one process
-#SBATCH --gres=gpu:1              # EDIT: GPUs; if sinfo -o %G shows none, delete this line
-#SBATCH --cpus-per-task=4         # EDIT: CPUs
-#SBATCH --mem=16G                 # EDIT: memory; 0: all of it
-#SBATCH --time=04:00:00           # EDIT: time limit
-##SBATCH --partition=gpu          # EDIT: delete one # if you need it; likewise --account, --qos
 
 source .venv/bin/activate || exit # EDIT: your environment: this line, or the next
 # module load conda; eval "$(conda shell.bash hook)"; conda deactivate; conda activate NAME || exit
 
-# srun would use those of a job in which sbatch was called.
-unset SLURM_GPUS_PER_NODE SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK
-# Without a GPU that torch can use, it would train on the CPU.
-check="import torch; assert torch.accelerator.is_available(), 'torch can use no GPU'"
-srun --export=ALL python -c "$check" || exit
-# srun may not pass on the environment and --cpus-per-task by itself.
-srun --export=ALL --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-    python -u train_single.py --workers "$SLURM_CPUS_PER_TASK" "$@" ${SLURM_RESTART_COUNT:+--resume}
+# torch would also train on fewer GPUs than Slurm has granted, or on the CPU: to do so, delete this.
+check='
+import os, torch
+gpus, granted = torch.cuda.device_count(), int(os.getenv("SLURM_GPUS_ON_NODE", "1"))
+assert gpus >= granted, f"torch can use only {gpus} of {granted} GPUs"
+'
+python -c "$check" || exit
+
+python train_single.py --resume --output "runs/$SLURM_JOB_ID" "$@"

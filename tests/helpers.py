@@ -30,7 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs import COMPLETE, run_in_process, write_altered
-from same_text import ROOT, SMALL
+from same_text import ROOT, SMALL, script_path
 from torch.utils._pytree import tree_flatten_with_path
 
 COUNTS = {name: 1 if name in SMALL[:2] else 2 for name in [*SMALL, COMPLETE]}  # processes
@@ -46,7 +46,7 @@ def some_fast(values, *fast):
 
 def script(name):
     """The path of a script: one of SMALL ("dp"), a path below ROOT (COMPLETE), or any other."""
-    return ROOT / (f"train_{name}.py" if name in SMALL else name)
+    return script_path(name) if name in SMALL else ROOT / name
 
 
 def altered(name, *changes, more="", titles=()):
@@ -107,6 +107,7 @@ def parse(*flags):
 
 def inside(path, runs, log, folder, environment):
     os.setsid()
+    multiprocessing.set_start_method("fork", force=True)  # loader workers would import torch again
     os.chdir(folder)
     os.environ.update(environment)
     for stream in (1, 2):

@@ -1,5 +1,6 @@
-"""Functions, classes and flags of one name have one text in all small scripts. `main` and
-`check_start` may differ, and so may the score of a sharded model.
+"""The small scripts, and own_loop/'s before.py and after.py, share what they can to the letter:
+functions and flags of one name have one text. `main` may differ, and so may the score of a sharded
+model. Those that use DDP train in the same lines, wherever these stand.
 
 python tests/same_text.py                          # says where they differ; status 1 if anywhere
 python tests/same_text.py --fix train_single.py    # copies that script's text into its siblings
@@ -11,26 +12,32 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["single", "dp", "ddp_torchrun", "ddp_spawn", "ddp_multigpu_proc", "fsdp2"]
+
+
+def script_path(name):
+    """Of a small script."""
+    return ROOT / ("large" if name == "fsdp2" else "") / f"train_{name}.py"
+
+
 OWN = [ROOT / "own_loop" / "before.py", ROOT / "own_loop" / "after.py"]
-GROUPS = [[ROOT / f"train_{name}.py" for name in SMALL], OWN]
-FREE = {"main", "check_start"}
+GROUPS = [[script_path(name) for name in SMALL], OWN]
+FREE = {"main"}
 SHARDED = {"count_correct"}  # of train_fsdp2.py alone
 PER_GPU = {"--batch-size", "--workers"}  # of own_loop/after.py: their help differs
 
 
 def definitions(path):
-    """{name: text} of a script's top-level functions and classes, and calls that add a flag."""
+    """{name: text} of a script's functions and classes, and of its flags. The text of parse_args is
+    that of its flags."""
     text, found = path.read_text(), {}
     lines = text.splitlines()
-    for node in ast.parse(text).body:
-        decorators = getattr(node, "decorator_list", [])
-        first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-        own = "\n".join(lines[first - 1 : node.end_lineno])
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found[node.name] = own
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            if ast.unparse(node.value.func).rpartition(".")[2] in ("add", "add_argument"):
-                found[node.value.args[0].value] = own
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.col_offset == 0:
+            if node.name != "parse_args":
+                first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+                found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
+            found[node.args[0].value] = "\n".join(lines[node.lineno - 1 : node.end_lineno])
     return found
 
 
@@ -57,11 +64,27 @@ def compare(paths, source=None):
     return differ
 
 
+def shared_loops(paths=GROUPS[0]):
+    """The scripts whose training, from the data on, differs from that of train_ddp_torchrun.py in
+    more than their wrapper, --amp, and what may differ between machines."""
+    texts = {}
+    for path in paths[2:5]:
+        text = path.read_text()
+        text = text[text.index("    if rank == 0:\n        load_data") :]
+        lines = text[: text.index("    dist.destroy_process_group()")].splitlines()
+        own = "autocast", "parallel", "cross_entropy", "DistributedDataParallel(", "SyncBatchNorm"
+        own += "count_correct", "differ -="
+        texts[path.name] = [line for line in lines if not any(word in line for word in own)]
+    wanted = next(iter(texts.values()))
+    return [name for name, lines in texts.items() if lines != wanted]
+
+
 if __name__ == "__main__":
     fix = Path(sys.argv[2]).resolve() if sys.argv[1:2] == ["--fix"] else None
     differ = []
     for paths in GROUPS:
         if fix is None or fix in paths:
             differ += compare(paths, fix)
+    differ += [f"the training: {name}" for name in shared_loops()]
     print("\n".join(differ) or "all the same")
     sys.exit(bool(differ) and fix is None)

@@ -40,7 +40,6 @@ def as_python3(script, *words):
     requeue = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(requeue)
     vars(requeue).update(json.loads(os.environ.get("CONSTANTS", "{}")))
-    sys.executable = __file__  # with which it starts the copy of its first life
     sys.argv = [script, *words]
     sys.exit(requeue.main(requeue.parser.parse_args()))
 
@@ -81,7 +80,7 @@ def train(*words):
 
     def save():
         output.mkdir(parents=True, exist_ok=True)
-        (output / "last.pt").write_text("x")
+        (output / "checkpoint.pt").write_text("x")
 
     more = {"save": save, "stand": lambda: time.sleep(9999), "exit": sys.exit}
     exec(os.environ.get("TRAIN", ""), place() | more)
@@ -94,14 +93,12 @@ def place():
 
 def torch(gpus, total):
     module = ModuleType("torch")
-    kind = SimpleNamespace(type="cuda", get_device_name=lambda gpu: "A")
+    kind = SimpleNamespace(type="cuda")
+    module.cuda = SimpleNamespace(device_count=lambda: gpus)
     module.accelerator = SimpleNamespace(
-        is_available=lambda: gpus > 0,
-        device_count=lambda: gpus,
-        current_accelerator=lambda: kind,
+        device_count=lambda: gpus, current_accelerator=lambda: kind
     )
     module.device = lambda *words: None
-    module.get_device_module = lambda gpu: kind
     sums = SimpleNamespace(item=lambda: total)
     module.ones = lambda count, device: SimpleNamespace(sum=lambda: sums)
     return module

@@ -1,26 +1,39 @@
-"""What would run on a GPU, with tiny sizes on a CPU: benchmarks/gpu.sh and tests/test_gpu.py."""
+"""The tables of benchmarks/, and tests/test_gpu.py, with tiny sizes on a CPU."""
 
 import math
 import re
+import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
+import articles
 import gpu
 import helpers
 import pytest
 import runs
 from helpers import command
+from make_images import make_folder
 from same_text import ROOT
 
 # The rows of each part with TINY=1.
-ROWS = {"resnet50": 4, "images": 3, "cifar10": 2, "resume": 5, "scripts": 10, "small": 3}
-ROWS |= {"large": 6, "saving": 2}
+ROWS = {"articles": 4, "resnet50": 4, "images": 3, "cifar10": 2, "resume": 5, "scripts": 10}
+ROWS |= {"small": 3, "large": 6, "saving": 2}
+
+
+@pytest.fixture(autouse=True)
+def nothing_failed(monkeypatch):
+    monkeypatch.setattr(runs, "FAILED", [])
+    monkeypatch.setattr(runs, "NO_TIME", [])
+    monkeypatch.setattr(articles, "FAILED", runs.FAILED)
+    monkeypatch.setattr(articles, "NO_TIME", runs.NO_TIME)
 
 
 def gpu_sh(part, **environment):
     """What a part of gpu.sh prints. It has to succeed."""
-    environment |= {"TINY": 1, "OUT": Path().resolve(), "PYTHON": sys.executable}
+    environment |= {"TINY": 1, "OUT": Path().resolve()}
+    environment.setdefault("PYTHON", sys.executable)
     words = [f"{name}={value}" for name, value in environment.items()]
     command("env", *words, "bash", ROOT / "benchmarks/gpu.sh", part)
     return Path(f"{part}.md").read_text()
@@ -36,19 +49,187 @@ def test_workers_fit_into_shared_memory(capsys):
     assert "/dev/shm has room for 0 workers, not 16" in capsys.readouterr().err
 
 
-def test_nothing_is_left_unsaid(monkeypatch):
-    """A run that fails, and one that the end of the part's time interrupts, have no rate; both are
-    among what was not measured."""
-    monkeypatch.setattr(runs, "FAILED", [])
-    Path("slow.py").write_text("import time\ntime.sleep(60)")
+SLOW = """
+import subprocess
+for epoch in range(3):
+    print(f"epoch {epoch}: loss 1.0 accuracy 0.5 {100 * epoch} images/s", flush=True)
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print("child", child.pid, flush=True)
+child.wait()
+"""
+
+
+def running(pid):
+    """Whether a process is there, and not only waits to be looked at by its parent."""
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+def test_what_a_part_could_not_measure(monkeypatch, capsys):
+    """A run that the end of the part's time ends counts with what it has printed, and nothing of it
+    is left. It is no failure; a run with an error is one. All are listed."""
+    Path("slow.py").write_text(SLOW)
     Path("wrong.py").write_text("raise SystemExit('no such flag')")
-    for name, limit in ("wrong.py", 60), ("slow.py", 0):
-        monkeypatch.setattr(gpu, "END", time.monotonic() + limit)
-        assert math.isnan(gpu.rate(Path(name).resolve(), 1))
-    wrong, slow = runs.FAILED
-    assert "wrong.py" in wrong and "slow.py" in slow
+    monkeypatch.setattr(runs, "PART_SECONDS", time.monotonic() - runs.STARTED + 1)
+    assert gpu.rate(Path("slow.py").resolve(), 1) == pytest.approx(2 / (1 / 100 + 1 / 200))
+    with pytest.raises(SystemExit, match="0"):
+        runs.end_part()
+    assert "No time" in (said := capsys.readouterr().out) and "slow.py" in said
+    assert math.isnan(gpu.rate(Path("slow.py").resolve(), 1))  # no second is left
+    monkeypatch.setattr(runs, "PART_SECONDS", 3600)
+    assert math.isnan(gpu.rate(Path("wrong.py").resolve(), 1))
+    with pytest.raises(SystemExit, match="1"):
+        runs.end_part()
+    assert "Failed" in (said := capsys.readouterr().out) and "wrong.py" in said
 
 
+def test_no_process_of_a_run_is_left():
+    """Not those in sessions of their own, nor those whose parent has ended."""
+    Path("slow.py").write_text(SLOW)
+    text = runs.run(Path("slow.py").resolve(), 1, [], Path("out"), until="child ")
+    assert not running(re.search(r"child (\d+)", text)[1])
+
+
+# As Python, it prints a row. What it has started holds its output, and would be waited for.
+STAND_IN = """#!/usr/bin/env bash
+if [[ $1 == -c ]]; then
+    exit
+fi
+echo "| a row | of $PART_SECONDS s |"
+setsid sleep 600 &
+echo "child $!"
+if [[ -n ${HANGS:-} ]]; then
+    sleep 600
+fi
+exit "${STATUS:-0}"
+"""
+
+
+@pytest.mark.parametrize("part", ["tests", "small"])
+def test_a_part_ends(part):
+    """With all that it has started; what does not end by itself is ended 30 s after its time."""
+    python = Path("python").resolve()
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    for more in {}, {"HANGS": 1, "PART_SECONDS": -29}:
+        text = gpu_sh(part, PYTHON=python, **more)
+        assert text.count("| a row |") == 1 and ("Ended after 1 s" in text) == bool(more), text
+        assert not running(re.search(r"child (\d+)", text)[1])
+    with pytest.raises(subprocess.CalledProcessError):
+        gpu_sh(part, PYTHON=python, STATUS=1)
+
+
+# ---- articles.py ---------------------------------------------------------------------------------
+def arguments(**given):
+    defaults = {"quick": False, "rounds": None, "processes": 2, "hosts": None, "node_rank": None}
+    return Namespace(**(defaults | given))
+
+
+def row_of(script, name="row"):
+    """A job that runs a stand-in for a script: Python without torch."""
+    return articles.Job(name, [["python", Path(script).resolve()]])
+
+
+def print_epochs(script, *epochs):
+    lines = ["128 training images", *(f"epoch {i}: {line}" for i, line in enumerate(epochs))]
+    Path(script).write_text("\n".join(f"print('{line}')" for line in lines))
+
+
+def test_unequal_losses_are_said(capsys):
+    """In any epoch, whatever the others are; nan, too. Rounding is not."""
+    first = "loss 0.5000 accuracy 0.9000 100 images/s", "loss 0.0100 accuracy 0.9500 200 images/s"
+    print_epochs("first.py", *first)
+    print_epochs("close.py", first[0], "loss 0.0101 accuracy 0.9490 400 images/s")
+    print_epochs("other.py", "loss 0.5100 accuracy 0.9000 100 images/s", first[1])
+    print_epochs("score.py", first[0], "loss 0.0100 accuracy 0.9600 200 images/s")
+    print_epochs("nan.py", first[0], "loss nan accuracy 0.9500 200 images/s")
+    articles.print_table([row_of("first.py"), row_of("close.py")], 1)
+    text = capsys.readouterr().out
+    assert "equal up to rounding" in text and runs.FAILED == []
+    assert re.search(r"\| row \| 0.32 \| 400 \| 2.00 \| 0.0101 \| 0.9490 \| .* 64, 0 dropped", text)
+    for script in "other.py", "score.py", "nan.py":
+        articles.print_table([row_of("first.py"), row_of(script, script)], 1)
+        text = capsys.readouterr().out
+        assert f"differ by more than rounding: {script}" in text and script in runs.FAILED.pop()
+
+
+def test_batch_norm_sees_shares(capsys):
+    """So rows with other shares may differ, and only they."""
+    print_epochs("one.py", *["loss 0.5000 accuracy 0.9000 100 images/s"] * 2)
+    print_epochs("two.py", *["loss 0.6000 accuracy 0.8000 100 images/s"] * 2)
+    jobs = [row_of("one.py"), row_of("two.py")]
+    for job in jobs:
+        job.commands[0] += ["--model", "resnet18"]
+    jobs[1].gpus_each = 2
+    articles.print_table(jobs, 1)
+    assert "32 + 32, 0 dropped" in capsys.readouterr().out and not runs.FAILED
+    jobs[1].gpus_each = 1
+    assert "differ" in articles.compare(jobs)
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 3, 8])
+def test_rows_for_any_number_of_gpus(monkeypatch, gpus):
+    """All rows share one batch size, which each of them can split; each GPU gets something."""
+    monkeypatch.setattr(articles, "GPUS", gpus)
+    monkeypatch.setattr(articles, "can_make_namespaces", lambda: False)
+    args = arguments()
+    flags = ["--dataset", "synthetic", *articles.common_flags(args)]
+    jobs, left_out = articles.on_this_machine(args, flags)
+    assert (gpus < 2) == ("DataParallel" in " ".join(left_out)) and ("DDP" in left_out) == (
+        gpus == 1
+    )
+    with articles.two_machines(args) as machines:
+        assert (machines is None) == (gpus == 1)
+        jobs += machines.jobs(flags) if machines else []
+    [batch] = {job.batch_size() for job in jobs}
+    assert 64 <= batch < 80
+    for job in jobs:
+        assert batch % job.processes == 0 and sum(job.split()) == batch and min(job.split()) > 0
+    widest = max(len(job.split()) for job in jobs)
+    assert widest == (gpus or 2)
+
+
+NVIDIA_SMI = """#!/usr/bin/env bash
+used=1000
+if [[ -e trains ]]; then
+    used=3500
+fi
+printf '0, %s\\n1, %s\\n2, 7\\n' "$used" "$((used + 30))"
+"""
+
+
+def test_peak_memory_of_gpus(monkeypatch, work):
+    """What a run adds to each GPU that it uses."""
+    smi = work / "nvidia-smi"
+    smi.write_text(NVIDIA_SMI)
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(work), prepend=":")
+    monkeypatch.setattr(articles, "GPUS", 3)
+    print_epochs("train.py", *["loss 0.5000 accuracy 0.9000 100 images/s"] * 2)
+    mark = (
+        f"import pathlib, time\npathlib.Path({str(work / 'trains')!r}).touch()\ntime.sleep(1.2)\n"
+    )
+    Path("train.py").write_text(mark + Path("train.py").read_text())
+    job = row_of("train.py")
+    assert articles.measure(job) and job.runs[0].memory == [2500, 2500]
+
+
+@pytest.mark.slow
+def test_the_small_scripts_in_a_table(data, capsys, monkeypatch):
+    """One process and two have the same losses, and both are measured: two epochs each, the memory
+    of each process that trains."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    flags = ["--dataset", data / "pictures", "--workers", 0, "--epochs", 2]
+    articles.print_table([articles.one_process(flags), articles.by_spawn(2, flags)], 1)
+    text = capsys.readouterr().out
+    assert "equal up to rounding" in text and not runs.FAILED, text
+    one, two = [line.split(" | ") for line in text.splitlines() if "OMP_NUM_THREADS" in line]
+    assert one[4:6] == two[4:6] and float(one[1]) > 0, text
+    assert one[7] == "64, 32 dropped" and two[7] == "32 + 32, 32 dropped"
+    assert int(one[6]) > 100 and all(int(part) > 100 for part in two[6].split(" + "))
+
+
+# ---- The tables themselves -----------------------------------------------------------------------
 SLOW_SAVES = """
 import time
 
@@ -74,13 +255,16 @@ def test_a_rate_is_that_of_training_alone():
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", ROWS)
-def test_gpu_sh(data, part):
+def test_gpu_sh(work, part):
     """Each command runs, and its table has all its rows, and in each a figure."""
-    text = gpu_sh(part, CIFAR10=data / "pictures")
+    three = {"PROCESSES": 3} if part == "images" else {}
+    if part == "cifar10":
+        make_folder(work / "cifar10", (32, 32, 90, 7), 96, 8)
+    text = gpu_sh(part, CIFAR10=work / "cifar10", **three)
     head, rule, *rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) == ROWS[part] and "nan" not in text, text
     assert {line.count("|") for line in rows} == {head.count("|")}
-    assert "Not measured" not in text
+    assert "No time" not in text and "differ by more" not in text
 
 
 @pytest.mark.long

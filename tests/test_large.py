@@ -1,18 +1,23 @@
 """large/: texts to tokens; the same run on any number of ranks, however sharded; killed and
 resumed; what is refused; memory; samples and export."""
 
-import fcntl
 import gc
+import gzip
 import json
 import math
+import multiprocessing
+import os
 import re
 import shutil
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import prepare_texts
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import train_lm
 from helpers import (
@@ -48,18 +53,23 @@ parser.set_defaults(checkpoint_minutes=0)
 add("--stop", type=int, default=-1)
 MAY_CHANGE.append("stop")
 class Checkpoints(Checkpoints):
-    def start(self, args, model, optimizer, step):
-        super().start(args, model, optimizer, step)
+    def __init__(self, args, *words, **options):
+        super().__init__(args, *words, **options)
+        self.stop = args.stop
+
+    def start(self, model, optimizer, step):
+        super().start(model, optimizer, step)
         self.finish()
-        if step == args.stop:
+        if step == self.stop:
             raise SystemExit("stopped")
 """
 
 
-def prepare(*words):
+def prepare(*words, pool=ThreadPool):
     """What prepare_texts.py has written: tokens.json, and the ids for training and validation."""
     words = [*map(str, words), "--workers", "1"]
-    prepare_texts.main(prepare_texts.parser.parse_args(words))
+    with mock.patch.object(multiprocessing, "Pool", pool):
+        prepare_texts.main(prepare_texts.parser.parse_args(words))
     output = Path(words[words.index("--output") + 1])
     about = json.loads((output / "tokens.json").read_text())
     ids = [np.fromfile(output / f"{part}.bin", about["dtype"]) for part in ("train", "val")]
@@ -71,7 +81,7 @@ def prepare(*words):
 def tokens(tmp_path_factory):
     """The bytes of some scripts, in two documents: the end is for validation."""
     folder = tmp_path_factory.mktemp("texts")
-    paths = ROOT / LM, ROOT / "large" / "prepare_texts.py", ROOT / "train_fsdp2.py", Path(__file__)
+    paths = ROOT / LM, ROOT / "large" / "prepare_texts.py", Path(__file__)
     text = "".join(path.read_text() for path in paths)
     (folder / "a.txt").write_text(text[:68_000])
     (folder / "b.txt").write_text(text[68_000:70_000])
@@ -155,7 +165,7 @@ def test_prepare_texts():
     Path("texts/sub/b.jsonl").write_text("\n".join(lines[:3]) + "\n\n")
     Path("texts/sub/c.jsonl").write_text(lines[3])
     words = "texts --output out --tokenizer bytes --field body --hold-out".split()
-    about, train, val = prepare(*words, 3)
+    about, train, val = prepare(*words, 3, pool=multiprocessing.Pool)
     tokenizer = prepare_texts.build_tokenizer(json.loads(Path("out/tokenizer.json").read_text()))
 
     def documents(ids):
@@ -174,21 +184,135 @@ def test_prepare_texts():
     assert documents(np.concatenate([begin, end]))[1:] == [f"document {i}" for i in range(4)]
 
 
-def test_texts_that_are_refused(capsys):
-    """By their names; and a damaged folder of tokens is not taken for a whole one."""
+def test_which_texts_are_read(capsys):
+    """Suffixes in any case, compressed or not; through links, which may lead to a folder above, but
+    nothing twice; what is left out is counted, also empty documents; the output is no text."""
+    Path("texts/sub").mkdir(parents=True)
+    Path("elsewhere").mkdir()
+    Path("texts/A.TXT").write_text("one\r\n")
+    Path("texts/b.json").write_text('{"text": "two"}\n\n{"text": ""}\n{"text": "three"}')
+    Path("texts/c.Jsonl.GZ").write_bytes(gzip.compress(b'{"text": "four"}'))
+    Path("texts/list.json").write_text('[{"text": "x"},\n{"text": "y"}]')
+    Path("texts/null.JSON").write_text('{"text": null}\n{"text": "z"}')
+    Path("texts/d.txt.gz").write_bytes(gzip.compress("\ufefff\u00fcnf".encode()))
+    Path("texts/e.md").touch()
+    Path("texts/f.txt").write_bytes("\ufffd: ".encode() + b"\xff\xfe!")
+    Path("elsewhere/g.txt").write_text("seven")
+    for name in "texts/code.PY", "texts/sub/b.py", "texts/none", "texts/h.tar.gz":
+        Path(name).touch()
+    Path("texts/sub/again").symlink_to("../../elsewhere/g.txt")
+    Path("texts/sub/again.txt").symlink_to("../../elsewhere/g.txt")
+    Path("texts/sub/other").symlink_to("../../elsewhere")
+    Path("texts/sub/up").symlink_to("..")
+    for _ in range(2):  # the second time there is an output, with .json files
+        words = "texts --output texts/out --tokenizer bytes --hold-out 7".split()
+        _, train, val = prepare(*words)
+        assert len(val) == 6 and bytes(val[1:].astype(np.uint8)) == b"seven"
+        ids = np.where(train == 256, ord("|"), train).astype(np.uint8).tobytes().decode()
+        assert ids == "|one\n|two|three|four|f\u00fcnf|\ufffd: \ufffd\ufffd!"
+        text = capsys.readouterr().out
+        assert "texts/f.txt: 2 characters are not UTF-8" in text
+        assert "5 files left out by their suffix: 2 .py, 2 without, 1 .gz" in text
+        assert (
+            '2 .json files left out, whose first line is no {"text": "..."}: such as texts/l'
+            in text
+        )
+        assert "2 empty documents" in text and "2 files or folders read once" in text
+
+
+REFUSED = {  # what a text in a.NAME has, and what is said; also next to a good text
+    "utf16.txt": ("hi".encode("utf-16"), "is UTF-16, or no text: convert it"),
+    "utf16le.md": ("hi".encode("utf-16-le"), "is UTF-16, or no text: convert it"),
+    "utf16.txt.gz": (gzip.compress("hi".encode("utf-16")), "is UTF-16, or no text: convert it"),
+    "cut.txt.gz": (gzip.compress(bytes(range(1, 250)) * 9)[:200], "is no whole .gz file"),
+    "no.txt.gz": (b"hi", "is no whole .gz file"),
+    "cut.jsonl": (b'{"text": "good"}\n{"text": "cut', ", line 2: each line must be"),
+    "LINES.JSONL": (b'{"text": "good"}\n\n{"other": "x"}', ", line 3: each line must be"),
+    "null.jsonl": (b'{"text": null}', ", line 1: text is no text"),
+    "cut.json": (b'{"text": "good"}\n{"text": "cut', ", line 2: each line must be"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_texts_that_are_refused(name):
+    """In a line that names the file; and a folder of token ids does not look whole after it."""
+    content, says = REFUSED[name]
     words = ["texts", "--output", "out", "--tokenizer", "bytes"]
     Path("texts").mkdir()
-    with pytest.raises(SystemExit):
-        prepare(*words)
-    assert "no text in .txt, .md or .jsonl files in texts" in capsys.readouterr().err
-    Path("texts/a.txt").write_bytes("über".encode("latin-1"))
+    Path("texts/a.txt").write_text("good")
     prepare(*words)
-    assert "texts/a.txt: 1 characters are not UTF-8" in capsys.readouterr().out
-    for line in ('{"text": "cut', '{"other": "x"}', '{"text": null}'):
-        Path("texts/b.jsonl").write_text(f'{{"text": "good"}}\n{line}\n')
-        with pytest.raises(SystemExit, match=r"texts/b.jsonl, line 2: "):
+    Path(f"texts/b{name}").write_bytes(content)
+    with pytest.raises(SystemExit) as error:
+        prepare(*words)
+    assert str(error.value).startswith(f"texts/b{name}{says if says[0] == ',' else f' {says}'}")
+    assert not Path("out/tokens.json").exists()
+
+
+def test_folders_of_texts_that_are_refused(capsys, monkeypatch):
+    """Without text, or with too little; that cannot be read; into which another process writes."""
+    words = ["texts", "--output", "out", "--tokenizer", "bytes"]
+
+    def refused(says, *others):
+        with pytest.raises(SystemExit) as error:
+            prepare(*words, *others)
+        assert says in capsys.readouterr().err + str(error.value)
+        del error
+        gc.collect()  # its traceback has the lock
+
+    refused("there is no texts")
+    Path("texts").mkdir()
+    Path("texts/a.csv").touch()
+    refused("no text in .txt, .md, .jsonl or .json files in texts")
+    for text in "", "a":
+        Path("texts/a.txt").write_text(text)
+        refused("texts has only 2 tokens" if text else "no text in")
+    Path("texts/a.jsonl").write_text('{"text": ""}\n' * 60)
+    refused("texts has only 2 tokens")
+    Path("texts/a.txt").write_text("enough")
+    refused("--output must not be the folder of the texts", "--output", "texts")
+    Path("texts/b.txt").symlink_to("nowhere")
+    refused("texts/b.txt: No such file")
+    Path("texts/b.txt").unlink()
+    Path("list.json").write_text("[]")
+    words[0] = "list.json"  # it is asked for: not left out
+    refused("list.json, line 1: each line must be")
+    words[0] = "texts"
+    Path("texts/secret").mkdir()
+    plain = os.scandir
+
+    def scandir(folder):  # as for another user than root, whom nothing is forbidden
+        if Path(folder).name == "secret":
+            raise PermissionError(13, "Permission denied", str(Path(folder)))
+        return plain(folder)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(os, "scandir", scandir)
+        refused("texts/secret: Permission denied")
+    lock = prepare_texts.lock_folder(Path("out"))
+    refused("another run is still in out")
+    lock.close()
+    prepare(*words)
+
+
+def test_killed_while_it_prepares(monkeypatch):
+    """Before any of the renamings: there is no tokens.json, and the same command mends it."""
+    words = ["texts.txt", "--output", "out", "--tokenizer", "bytes"]
+    Path("texts.txt").write_text("some text")
+    plain, done = os.replace, []
+
+    def replace(*paths):
+        if len(done) == number:
+            raise KeyboardInterrupt
+        done.append(plain(*paths))
+
+    for number in range(3):
+        prepare(*words)
+        done.clear()
+        with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
+            changed.setattr(os, "replace", replace)
             prepare(*words)
-        assert not Path("out/tokens.json").exists()
+        assert len(done) == number and not Path("out/tokens.json").exists()
+    prepare(*words)
 
 
 @pytest.mark.slow
@@ -217,16 +341,15 @@ def test_tiktoken():
 
 def test_windows():
     """Each epoch has windows that do not overlap, shuffled otherwise than in others; those of a
-    step are the same on any number of ranks, and in any number of parts."""
+    step are the same on any number of ranks, also if some have one more than others."""
     ids = np.arange(1000)
     args = train_lm.parser.parse_args(["--length", "10", "--batch-size", "12"])
 
-    def starts(step, ranks, accumulate=1):
-        args.accumulate = accumulate
+    def starts(step, ranks):
         parts = [train_lm.read_step(args, ids, rank, ranks, step) for rank in range(ranks)]
-        assert parts[0].shape == (accumulate, 12 // ranks // accumulate, 11)
-        assert all((part.diff() == 1).all() for part in parts)
-        return torch.cat(parts).flatten(0, 1)[:, 0].tolist()
+        assert {part.shape[0] for part in parts} <= {12 // ranks, -(-12 // ranks)}
+        assert all((part.diff() == 1).all() and part.shape[1] == 11 for part in parts)
+        return torch.cat(parts)[:, 0].tolist()
 
     run = [start for step in range(1, 26) for start in starts(step, 1)]
     epochs = [run[i : i + 99] for i in range(0, 297, 99)]
@@ -234,18 +357,18 @@ def test_windows():
         assert sorted(epoch) == list(range(min(epoch), 1000 - 10, 10))[:99]
     assert len({min(epoch) for epoch in epochs}) > 1
     assert [start // 10 for start in epochs[0]] != [start // 10 for start in epochs[1]]
-    assert starts(9, 3, 2) == starts(9, 2, 3) == starts(9, 4) == run[96:108]
+    assert starts(9, 3) == starts(9, 5) == starts(9, 7) == starts(9, 12) == run[96:108]
 
-    args.length, args.accumulate = 2048, 1
-    found = train_lm.read_step(args, range(10**10), 0, 1, 1)[0, :, 0]  # more than an int32 counts
+    args.length = 2048
+    found = train_lm.read_step(args, range(10**10), 0, 1, 1)[:, 0]  # more than an int32 counts
     assert ((found > 4e9) & (found < 6e9)).any()
 
 
 # ---- The same run --------------------------------------------------------------------------------
 WAYS = {  # flags by the number of ranks
     2: [[], ["--accumulate", 3, "--recompute"], ["--shard", 1, "--accumulate", 2]],
-    3: [["--keep-gathered", "--accumulate", 2]],
     4: [["--shard", 2, "--accumulate", 3, "--recompute"]],
+    5: [["--keep-gathered", "--accumulate", 2]],  # of 12 sequences, some have two, some three
 }
 
 
@@ -267,7 +390,9 @@ def test_same_losses(flags, finished, processes):
 def test_a_plain_loop(flags, finished, clip_norm):
     """The whole model in a loop as anybody writes it has the same losses and gradients, without
     clipping and with it."""
-    here(LM, *flags, "out", "--clip-norm", clip_norm)
+    by_epochs = ["--epochs" if flag == "--steps" else flag for flag in flags]
+    by_epochs[by_epochs.index("--epochs") + 1] = 0.0462  # of 173 steps: 8
+    here(LM, *by_epochs, "out", "--clip-norm", clip_norm)
     args = train_lm.parser.parse_args([str(flag) for flag in [*flags, "out"]])
     train_lm.set_defaults(args, 1)
     _, model = load_model(finished / "still")
@@ -277,7 +402,7 @@ def test_a_plain_loop(flags, finished, clip_norm):
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     ids, found = train_lm.Texts(args.tokens).train, []
     for step in range(1, 9):
-        [windows] = train_lm.read_step(args, ids, 0, 1, step)
+        windows = train_lm.read_step(args, ids, 0, 1, step)
         for group in optimizer.param_groups:
             group["lr"] = train_lm.learning_rate(args, step)
         loss = model(windows[:, :-1], windows[:, 1:]) / (12 * 32)
@@ -302,7 +427,10 @@ def test_learning_rate():
 def test_validation(flags, tokens, one):
     """Windows spread over val.bin, or all of it, whose tokens count once: nats per token, and bits
     per byte of text."""
-    here(LM, *flags, "all", "--eval-tokens", 10**6, "--steps", 1, "--warmup-steps", 0)
+    Path("all").mkdir()
+    Path("all/slurm-7.log").touch()  # a job's log may be there, and --resume without a checkpoint
+    more = "--eval-tokens", 10**6, "--steps", 1, "--warmup-steps", 0, "--resume"
+    here(LM, *flags, "all", *more)
     ids = torch.from_numpy(np.fromfile(tokens / "val.bin", np.uint16).astype(np.int64))
     ends = range(0, len(ids) - 1, 32)
     assert len(ids) % 32 != 1 and len(ends) > 32  # the last window is a short one
@@ -389,7 +517,7 @@ dcp.FileSystemWriter.write_data = write_data
 
 
 @pytest.mark.slow
-def test_killed_while_it_writes(flags):
+def test_killed_while_it_writes(flags, monkeypatch):
     """Training goes on while a checkpoint is written, no second save begins, and no second run is
     let into the folder. Killed then, the run is where its last whole checkpoint is."""
     run(LM, *flags, "out", "--stop", 1, more=STOP, processes=2, status=1)
@@ -397,8 +525,9 @@ def test_killed_while_it_writes(flags):
     endless = [*flags, "out", "--resume", "--steps", 10**6, "--eval-every", 10**6]
     jobs = start(LM, *endless, more=WAITS, processes=2)
     wait_for("writes out/", *jobs)
-    text = run(LM, *endless, processes=0, status=2)
-    assert "error: another run is still in out" in text
+    monkeypatch.setattr(train_lm, "LOCK_SECONDS", 1)
+    with pytest.raises(SystemExit, match="another run is still in out; if its machine has died"):
+        train_lm.lock_output(train_lm.parser.parse_args([str(flag) for flag in endless]))
     wait_for("step 30/", *jobs)
     kill_all(jobs)
     assert logs(jobs).count("writes out/") == 2  # one on each rank
@@ -424,12 +553,12 @@ def test_resumed_on_another_number(flags):
 
 FULL = """
 class Checkpoints(Checkpoints):
-    def start(self, args, model, optimizer, step):
+    def start(self, model, optimizer, step):
         if step == 6 and dist.get_rank() == 1:
             import resource, signal
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python does
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-        super().start(args, model, optimizer, step)
+        super().start(model, optimizer, step)
 """
 
 
@@ -449,27 +578,27 @@ def test_when_it_saves():
     between; not while it writes."""
 
     class Quick(train_lm.Checkpoints):
-        def __init__(self, is_new):
-            self.seconds_between, self.writing = 300, None
-            self.saved_at = -math.inf if is_new else train_lm.time.perf_counter()
+        def __init__(self, due_in):
+            self.writing, self.due = None, train_lm.time.perf_counter() + due_in
 
-    assert Quick(True).when(1.0) == (True, 300)
-    assert Quick(False).when(1.0) == (False, 299)  # in so many steps: there are lines before
-    assert Quick(False).when(70.0) == (False, 4)
-    assert Quick(False).when(1000.0) == (False, 1)
-    late = Quick(False)
-    late.saved_at -= 301
-    assert late.when(70.0) == (True, 4)
+    assert Quick(-1e9).steps_until_due(1.0) == 0
+    assert Quick(300).steps_until_due(1.0) == 300
+    assert Quick(300).steps_until_due(70.0) == 5
+    assert Quick(300).steps_until_due(1000.0) == 1
+    late = Quick(-1)
+    assert late.steps_until_due(70.0) == 0
     late.writing = 7, None
-    assert late.when(70.0) == (False, math.inf)
+    assert late.steps_until_due(70.0) == math.inf
+    late.due += 301
+    assert late.steps_until_due(70.0) == 5
 
 
 # ---- What is refused -----------------------------------------------------------------------------
 FLAGS = {  # and the number of ranks
     "--log-every must be at least 1": ("--log-every 0", 1),
-    "--warmup-steps must be less than --steps": ("--steps 8 --warmup-steps 8", 1),
-    "must be a multiple of the 3 processes": ("--batch-size 8", 3),
-    "must be a multiple of --accumulate": ("--batch-size 8 --accumulate 3", 1),
+    "--epochs must be more than 0": ("--epochs 0", 1),
+    "must be at least the number of processes, 3": ("--batch-size 2", 3),
+    "must be at least --accumulate times": ("--batch-size 8 --accumulate 3", 3),
     "must be a multiple of --shard": ("--shard 3", 4),
     "--shard 1 needs torch 2.10": ("--shard 1", 2),  # gradients may be summed wrongly before
     "--width must be a multiple of two times --heads": ("--width 36 --heads 4", 1),
@@ -504,6 +633,7 @@ def test_folders_that_are_refused(flags, tokens, one, capsys):
     refused("out", says="has a run: add --resume")
     refused("out", "--resume", "--lr", 0.1, says="was started with --lr 0.003: use the same flags")
     refused("out", "--resume", "--steps", 7, says="--steps: 8 steps are done in out")
+    refused("out", "--resume", "--warmup-steps", 8, says="was started with --warmup-steps 2")
     shutil.copytree(tokens, "other")
     about = json.loads(Path("other/tokens.json").read_text())
     about["train"]["sha256"] = "0"
@@ -514,12 +644,25 @@ def test_folders_that_are_refused(flags, tokens, one, capsys):
     refused("out", "--resume", "--tokens", "other", says="other is not whole")
     Path("new").mkdir()
     Path("new/step-of-mine").touch()
-    refused("new", "--resume", says="new has files, but no run of this script")
+    refused("new", "--resume", says="new has step-of-mine, but no run of this script")
     Path("new/lock").touch()
+    refused("new", "--warmup-steps", 8, says="--warmup-steps must be less than --steps, 8")
     refused("new", "--length", 10**6, says="fewer than two sequences")
-    with open("new/lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        refused("new", "--resume", says="another run is still in new")
+    with prepare_texts.lock_folder(Path("new")):
+        refused("new", says="another run is still in new; if its machine has died, delete new/lock")
+
+
+@pytest.mark.parametrize("ids", [[], [256], [256, 256, 256]])
+def test_validation_without_text(flags, tokens, ids):
+    """As prepare_texts.py of earlier versions wrote it: refused before the first step."""
+    shutil.copytree(tokens, "other")
+    np.array(ids, np.uint16).tofile("other/val.bin")
+    about = json.loads(Path("other/tokens.json").read_text())
+    about["val"]["count"] = len(ids)
+    Path("other/tokens.json").write_text(json.dumps(about))
+    with pytest.raises(SystemExit, match="val.bin has no text: run prepare_texts.py on more"):
+        here(LM, *flags, "out", "--tokens", "other")
+    assert files("out") == ["lock"]
 
 
 @pytest.mark.parametrize("name", ["--accumulate", "--tokens", "torch", "this file"])
@@ -569,6 +712,23 @@ def test_what_ends_the_run_on_all_ranks(flags, monkeypatch):
         assert [row[0] for row in rows(fault, "step")] == [1, 2, 3, 4, 4]
 
 
+@pytest.mark.parametrize("seconds", [0, 1])
+def test_a_rank_left_in_the_shell(flags, capsys, seconds):
+    """RANK and WORLD_SIZE of an earlier command, say: a line tells for whom this process waits."""
+    place = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    if not seconds:  # only a part of them: it is ignored
+        place = {"RANK": "1"}
+        with pytest.raises(SystemExit, match="fewer than two sequences"):
+            here(LM, *flags, "out", "--length", 10**6, **place)
+        return
+    with pytest.raises(dist.DistError):
+        here(LM, *flags, "out", "--timeout", seconds, **place)
+    text = capsys.readouterr().out
+    assert (
+        f"rank 0 waits at 127.0.0.1:{place['MASTER_PORT']} for the others of WORLD_SIZE=2" in text
+    )
+
+
 # ---- Samples, and other programs -----------------------------------------------------------------
 ANOTHER_CHOICE = """
 plain = next_scores
@@ -585,18 +745,25 @@ def test_sample(one, capsys):
     here(LM, *words)
     alone = capsys.readouterr().out
     assert alone.startswith("To train") and len(alone) > 10
+    here(LM, *words, "--sample", "")  # from the end-of-text alone
+    assert 1 < len(capsys.readouterr().out) <= 6
     text = run(LM, *words, more=ANOTHER_CHOICE, processes=2)
     assert alone in text and content(one) == before, text
 
 
 @pytest.mark.slow
-def test_hugging_face(flags):
-    """Its Qwen3 has the same scores, also where positions and the order of heads matter."""
+def test_hugging_face(flags, capsys, monkeypatch):
+    """Its Qwen3 has the same scores, also where positions and the order of heads matter; its
+    tokenizer is in the folder, and says what a prompt begins with."""
     transformers = pytest.importorskip("transformers")
     import export_hf
 
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     here(LM, *flags, "out", "--layers", 3, "--heads", 4, "--lr", 0.03)
+    with pytest.raises(SystemExit):
+        here("large/export_hf.py", "out", "out")
     here("large/export_hf.py", "out", "theirs")
+    assert 'begin each prompt with <|endoftext|>, as in tokenizer("' in capsys.readouterr().out
     _, model = load_model("out")
     ids = torch.randint(257, (2, 32), generator=torch.Generator().manual_seed(0))
     scores = all_scores(model, ids)
@@ -604,6 +771,44 @@ def test_hugging_face(flags):
     assert type(theirs) is export_hf.Qwen3ForCausalLM and theirs.config.bos_token_id == 256
     torch.testing.assert_close(theirs(ids).logits, scores, rtol=1e-4, atol=1e-4)
     assert scores.std() > 0.1
+    tokenizer = transformers.AutoTokenizer.from_pretrained("theirs")
+    text = "\n\n  grün <b>\t日本"
+    assert tokenizer("<|endoftext|>" + text).input_ids == [256, *text.encode()]
+    assert tokenizer.decode([*text.encode(), 256], skip_special_tokens=True) == text
+
+
+END = r"++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+PATTERNS = {  # tiktoken's, by the names of its tokenizers
+    "r50k": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]"
+    + END,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PATTERNS)
+def test_exported_tokenizer(name):
+    """Encodes as prepare_texts.py: words, numbers and spaces, at ends of lines and of the text; the
+    numbers of special tokens have a gap before them. (tiktoken's own lists are downloads.)"""
+    pytest.importorskip("transformers")
+    pytest.importorskip("tiktoken")
+    import export_hf
+    from tiktoken._educational import bpe_train
+
+    code = (ROOT / LM).read_text()
+    odd = "  \n\n\t 12345678 1234\r\n  x'll I'VE\u2028\u00a0 grün日本🎉 ١٢٣ ½ \x85 a  \n \n\nend"
+    odd += "   \n\n"
+    pairs = {"name": name, "pat_str": PATTERNS[name]}
+    ranks = bpe_train(code[:3000] + odd, 400, pairs["pat_str"], visualise=None)
+    pairs["special_tokens"] = {"<|endoftext|>": 402, "<|other|>": 401}
+    encoded = {prepare_texts.base64.b64encode(token).decode(): i for token, i in ranks.items()}
+    description = pairs | {"mergeable_ranks": encoded}
+    ours = prepare_texts.build_tokenizer(description)
+    theirs = export_hf.convert_tokenizer(description, length=32)
+    for text in odd, code, odd.strip(), *(odd[i:] + odd[:i] for i in range(0, len(odd), 3)):
+        assert theirs(text).input_ids == ours.encode(text)
+        assert theirs.decode(ours.encode(text)) == text
+    assert theirs("<|endoftext|>a<|other|>").input_ids == [402, *ours.encode("a"), 401]
 
 
 # ---- Memory, machines and GPUs -------------------------------------------------------------------
@@ -645,7 +850,7 @@ def test_memory(tokens, processes, shard):
     statuses, text = finish([Cold([*start, *TORCHRUN, *place, *flags], "log")])
     assert statuses == [0], text
     said = float(re.search(r"^GB on each: ([\d.]+)", text, re.M)[1])
-    copy = float(re.search(r"checkpoint: ([\d.]+)$", text, re.M)[1])
+    copy = float(re.search(r"memory: ([\d.]+) for each rank's part of a checkpoint", text)[1])
     peaks = [float(peak) for peak in re.findall(r"peak ([\d.]+)", text)]
     assert said - 0.02 < min(peaks) < said + 0.15 and said > 0.25, text
     assert said + 0.8 * copy < max(peaks) < said + copy + 0.15, text
@@ -670,6 +875,101 @@ def test_two_machines(flags, one):
     statuses, text = both("differ", other=["--lr", 0.1])
     assert 0 not in statuses and "ranks differ in --lr: rank 0 has 0.003" in text, text
     assert files("differ") == ["lock"]
+
+
+SAVES = """
+import torch.distributed.checkpoint.filesystem
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Copies(TorchDispatchMode):
+    bytes = 0
+
+    def __torch_dispatch__(self, operation, types, words=(), options=None):
+        result = operation(*words, **(options or {}))
+        if operation.name() in ("aten::copy_", "aten::clone", "aten::_to_copy"):
+            Copies.bytes += result.nbytes
+        return result
+
+def open_gpu(*words, **options):
+    raise AssertionError("the thread opens GPU 0")
+
+class Checkpoints(Checkpoints):
+    def start(self, model, optimizer, step):
+        state = [*model.parameters(), *(x for y in optimizer.state.values() for x in y.values())]
+        Copies.bytes, size = 0, sum(x.nbytes for x in state)
+        with Copies():
+            super().start(model, optimizer, step)
+        print(f"step {step}: copied {Copies.bytes / size:.3f} times", flush=True)
+        self.finish()
+
+plain_write = dcp.FileSystemWriter.write_data
+def write_data(self, *words):  # as it would be with GPUs
+    torch.cuda.is_available, torch.cuda.current_stream = lambda: True, open_gpu
+    try:
+        return plain_write(self, *words)
+    finally:
+        torch.cuda.is_available = lambda: False
+dcp.FileSystemWriter.write_data = write_data
+plain_reduce = dist.all_reduce
+def all_reduce(tensor, *words, **options):
+    assert tensor.dtype != torch.float64, "Intel's GPUs have no float64"
+    return plain_reduce(tensor, *words, **options)
+dist.all_reduce = all_reduce
+"""
+
+
+def test_saving(flags):
+    """Each shard is copied once, into memory that is kept. The thread that writes the copies uses
+    no GPU: it would be number 0 on every rank. And no float64 is communicated."""
+    more = "--steps", 3, "--checkpoint-minutes", 0
+    text = run(LM, *flags, "out", *more, more=SAVES, processes=0)
+    assert re.findall(r"copied (.*) times", text) == ["1.000"] * 3, text
+
+
+def test_micro_batches(monkeypatch):
+    """65,536 tokens where they fit: of a small model, on a large GPU."""
+
+    class Device:
+        @staticmethod
+        def get_device_properties(index):
+            return Device
+
+    monkeypatch.setattr(torch, "get_device_module", lambda name: Device)
+    for gigabytes, size, number in (80, "160m", 1), (24, "160m", 4), (80, "400m", 4), (80, "3b", 4):
+        Device.total_memory = gigabytes * 2**30
+        args = train_lm.parser.parse_args(["--device", "cpu", "--size", size])
+        args.device, args.compile = "cuda", True
+        train_lm.set_defaults(args, 8)
+        assert args.accumulate == number
+    for ranks, accumulate, length in (
+        (7, 5, 1024),
+        (3, 11, 1024),
+        (1, 32, 1000),
+        (8, 64, 20_000),
+        (300, 1, 20_000),
+    ):
+        args = train_lm.parser.parse_args(["--device", "cpu", "--length", str(length)])
+        train_lm.set_defaults(args, ranks)
+        assert args.accumulate == accumulate
+        train_lm.check_flags(args, ranks)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_only_nccl_is_bound_to_its_gpu(monkeypatch, kind):
+    """Or the CPUs' group, by which checkpoints are written, could not be made on Intel's GPUs."""
+    bound = []
+
+    def init(*words, device_id, **options):
+        bound.append(device_id)
+
+    monkeypatch.setattr(train_lm, "launched", False)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(dist, "get_default_backend_for_device", lambda device: device.type)
+    args = train_lm.parser.parse_args(["--device", "cpu"])
+    args.device = kind
+    assert train_lm.join(args, 0, 1) == torch.device(kind, 0)
+    assert bound == [torch.device("cuda", 0) if kind == "cuda" else None]
 
 
 SYNCS = """

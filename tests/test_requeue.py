@@ -9,17 +9,18 @@ import json
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import stand_in
+from helpers import ROOT
 from runs import replaced
-from same_text import ROOT
 
 SLURM = ROOT / "slurm"
 PAGE = (SLURM / "README.md").read_text()
@@ -30,47 +31,44 @@ spec.loader.exec_module(requeue)
 ENVIRONMENT = {
     "SLURM_JOB_ID": "100",
     "SLURM_JOB_NAME": "complete",
-    "SLURM_JOB_PARTITION": "gpu",
     "SLURM_JOB_NODELIST": "node[0-1]",
     "SLURM_NNODES": "2",
     "SLURM_GPUS_ON_NODE": "4",
     "SLURM_CPUS_PER_TASK": "16",
 }
 NOW, EARLIER = "2026-01-02T00:00:00", "2026-01-01T00:00:00"
-WORKS = "started node0\nkind A\nworks node0 4\nstarted node1\nkind A\nworks node1 4\n"
-BROKEN = "started node0\nkind A\nworks node0 4\nstarted node1\n"
-STARTED = "started node0\nstarted node1\n"
+WORKS = "started node0\nworks node0\nstarted node1\nworks node1\n"
+BROKEN = "a banner\nstarted node0\nworks node0\nstarted node1\n"
 REQUEUE = "scontrol requeue incomplete 100"
+LATER = "scontrol update jobid=100 StartTime=now+1hour"
 EXCLUDE = "scontrol update jobid=100 ExcNodeList="
-OUTPUT = Path("runs/complete-100")
+OUTPUT = Path("runs/100")
+SHOW = "scontrol --oneliner show job "
 CHANGES = ("scontrol requeue", "scontrol update", "scancel")  # in Slurm; all else only asks
 
 
-def names(match):
-    """Of node[0-2]: node0,node1,node2."""
-    return ",".join(f"node{i}" for i in range(int(match[1]), int(match[2]) + 1))
+FUNCTIONS = ["ctime", "mktime", "strptime"]
 
 
 class Slurm:
     """What Slurm knows, and what a job's steps do; `ask` and `follow` stand in for requeue.py's.
-    A command in `fails` fails so many times. `train` is a function that returns an exit status,
-    or a command for bash, which the real `follow` follows. A look at the clock takes `tick` s."""
+    A command in `fails` fails so many times, or, if `requeues` is false, does nothing. `train` is a
+    function that returns an exit status, or a command for bash, which the real `follow` follows.
+    Its clock is `clock` seconds ahead, and each look at it takes `tick` s."""
+
+    ctime, mktime, strptime = [staticmethod(getattr(time, name)) for name in FUNCTIONS]
 
     def __init__(self):
-        self.preempted, self.life_began, self.may_requeue = "N/A", NOW, "1"
-        self.state, self.excluded, self.nodes = "RUNNING", "", [f"node{i} idle" for i in range(8)]
-        self.array, self.waiting_tasks, self.ending_tasks = "100", "", []
+        self.preempted, self.life_began, self.state = "None", NOW, "RUNNING"
+        self.requeues, self.excluded, self.array, self.end = True, "(null)", "100", "Unknown"
         self.check, self.check_status, self.stage_status = WORKS, 0, 0
         self.train = lambda: 0
-        self.fails, self.clock, self.tick = {}, 0, 0
-        self.life, self.place = 0, {}
+        self.fails, self.clock, self.tick, self.life, self.place = {}, 0, 0, 0, {}
 
     def run(self, *flags, options=(), **environment):
         """A life of the job. Returns its exit status."""
         self.asked, self.steps = [], []
-        for path in Path("runs").rglob("*") if self.life else []:  # the life before was earlier
-            earlier = path.stat().st_mtime - 10
-            os.utime(path, (earlier, earlier))
+        self.clock += 100
         environment |= {"SLURM_RESTART_COUNT": str(self.life)} | self.place
         with mock.patch.dict(os.environ, environment):
             args = requeue.parser.parse_args([*options, "complete/train.py", *flags])
@@ -79,9 +77,10 @@ class Slurm:
     def lives(self, *trainings):
         """For lives with these trainings, what each changes in Slurm."""
         changes = []
-        for self.life, self.train in enumerate(trainings):
+        for self.train in trainings:
             self.run()
             changes.append(self.changes)
+            self.life += 1
         return changes
 
     @property
@@ -90,36 +89,34 @@ class Slurm:
 
     def ask(self, *words):
         line, command = " ".join(words), " ".join(words[:2])
-        if command == "scontrol update" and any("requeue" in change for change in self.changes):
+        if command == "scontrol update" and self.restarts() > self.life:
             # Or Slurm would have ended the job before.
             assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-        self.asked.append(line)
         for start, times in self.fails.items():
             if line.startswith(start) and times > 0:
                 self.fails[start] -= 1
+                self.asked.append(f"{line} fails")
                 return None
-        if command == "scontrol show":  # hostnames
-            return re.sub(r"node\[(\d)-(\d)\]", names, words[3]).replace(",", "\n")
-        if words[0] == "sinfo":
-            return "\n".join(self.nodes)
-        if words[0] != "squeue":
-            return ""
-        if words[-1] == "--states=COMPLETING":
-            return self.ending_tasks.pop() if self.ending_tasks else ""
-        return {
-            "PreemptTime,StartTime": f"{self.preempted} {self.life_began}",
-            "--states=PENDING": self.waiting_tasks,
-            "Requeue": self.may_requeue,
-            "%x": self.excluded,
-            "%F": self.array,
-            "%T": self.state,
-        }[words[-1]]
+        self.asked.append(line)
+        if words[:3] == ("scontrol", "show", "hostnames"):
+            return "node0\nnode1"
+        if line.startswith(SHOW):
+            facts = f"JobState={self.state} Restarts={self.restarts()} PreemptTime={self.preempted}"
+            facts += f" StartTime={self.life_began} EndTime={self.end} ArrayJobId={self.array}"
+            facts += f" ExcNodeList={self.excluded}" if self.excluded else ""
+            return f"JobName=a {facts} Command=x --flag Restarts=99"
+        return ""
+
+    def restarts(self):
+        accepted = any(
+            re.fullmatch(r"scontrol requeue incomplete \S+", line) for line in self.asked
+        )
+        return self.life + (accepted and self.requeues)
 
     def follow(self, job, words, stdout=None, follow=requeue.follow):
         self.steps.append(" ".join(words))
-        self.environment = dict(os.environ)
         if stdout:
-            stdout.write(self.check(job) if callable(self.check) else self.check)
+            stdout.write((self.check(job) if callable(self.check) else self.check).encode())
             return self.check_status
         if "torchrun" not in words:
             return self.stage_status
@@ -128,27 +125,39 @@ class Slurm:
     def sleep(self, seconds):
         self.clock += seconds
 
-    def monotonic(self):
+    def time(self):
         self.clock += self.tick
-        return self.clock
+        return time.time() + self.clock
+
+    def save(self, name="checkpoint.pt", output=OUTPUT, ahead=0):
+        path = Path(output, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+        os.utime(path, (self.time() + ahead, self.time() + ahead))
+        return 3
+
+    def save_others(self):
+        """What a finished run may write again in each life."""
+        self.save("model.pt")
+        return self.save("best.pt")
 
 
 @pytest.fixture
 def slurm(work, monkeypatch):
     """In a clone, as a job of two nodes."""
     Path("complete").mkdir()
-    Path("complete/train.py").write_text("first")
+    Path("complete/train.py").write_text("")
     slurm = Slurm()
     monkeypatch.setattr(requeue, "ask", slurm.ask)
     monkeypatch.setattr(requeue, "follow", slurm.follow)
-    monkeypatch.setattr(requeue, "use_own_copy", lambda job: None)
     monkeypatch.setattr(requeue, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(requeue, "time", slurm)
     before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)]
-    names = [name for name in os.environ if not name.startswith(("SLURM", "PYTHON", "TORCH"))]
-    environment = {name: os.environ[name] for name in names}
-    with mock.patch.dict(os.environ, environment | ENVIRONMENT, clear=True):
-        yield slurm
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        monkeypatch.delenv(name)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    yield slurm
     for number, handler in zip((signal.SIGUSR1, signal.SIGTERM), before):
         signal.signal(number, handler)
 
@@ -157,214 +166,222 @@ def fail():
     return 3
 
 
-def save_and_fail(output=OUTPUT):
-    Path(output).mkdir(parents=True, exist_ok=True)
-    Path(output, "checkpoint.pt").write_text("x")
-    return 3
+def refuse(number):
+    def function(*words, **options):
+        raise OSError(number, os.strerror(number))
 
-
-def save_in_an_earlier_life():
-    save_and_fail()
-    os.utime(OUTPUT / "checkpoint.pt", (1, 1))
+    return function
 
 
 # ---- What a life starts
 
 
 def test_a_life(slurm, capfd):
-    """It checks the nodes, stages the data and trains, whatever slurm.conf and the user's variables
-    say of srun and squeue; nothing is changed in Slurm, and nothing said."""
-    users = {"SLURM_GPUS_PER_NODE": "9", "SQUEUE_STATES": "PENDING", "PYTHONPATH": "mine"}
-    options = ["--container=enter --bind '/a b'", "--stage=tar -xf 'a b'", "--flags=--seed '7 8'"]
-    assert slurm.run("--lr", "a b", options=options, **users) == 0
+    """It checks the nodes, stages the data and trains, whatever slurm.conf says of srun. The script
+    finds its folder empty; nothing is changed in Slurm, and nothing said."""
+    options = ["--container=enter --bind '/a b'", "--flags=--seed '7 8'"]
+    slurm.train = lambda: int(Path("runs").exists())
+    assert slurm.run("--lr", "a b", options=[*options, "--stage=mkdir -p x && cp 'a b' x"]) == 0
     check, stage, train = slurm.steps
-    srun = "srun --export=ALL --kill-on-bad-exit={} --wait=0 "
-    assert check.startswith(f"timeout -k 60 600 {srun.format(0)}enter --bind /a b python -c")
-    assert stage == f"{srun.format(1)}--cpus-per-task 16 tar -xf a b"
-    torchrun = "torchrun --nnodes 2 --nproc-per-node gpu --max-restarts 3"
-    assert train.startswith(f"{srun.format(1)}--cpus-per-task 16 enter --bind /a b {torchrun}")
-    flags = f"--seed 7 8 --lr a b --resume --output {OUTPUT}"
-    assert train.endswith(f" {OUTPUT}/job-100/train.py {flags}")
-    environment, compiled = slurm.environment, (OUTPUT / "job-100/compiled").resolve()
-    assert environment["PYTHONPATH"] == f"{Path('complete').resolve()}:mine"
-    assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(compiled)
-    assert not {"SLURM_GPUS_PER_NODE", "SQUEUE_STATES"} & environment.keys()
-    assert (OUTPUT / "owner.txt").read_text() == "100 100-0"
+    srun = "srun --export=ALL --wait=0 --kill-on-bad-exit="
+    assert check.startswith(f"timeout -k 60 600 {srun}0 enter --bind /a b python -c")
+    srun += "1 --cpus-per-task 16"
+    assert stage == f"timeout -k 60 7200 {srun} bash -c mkdir -p x && cp 'a b' x"
+    torchrun = "torchrun --nnodes 2 --nproc-per-node gpu --max-restarts 3 --rdzv-backend c10d"
+    assert train.startswith(f"{srun} enter --bind /a b {torchrun}")
+    assert train.endswith(f" complete/train.py --seed 7 8 --lr a b --resume --output {OUTPUT}")
     assert not slurm.changes and capfd.readouterr().out == ""
 
 
-def test_later_lives_run_the_code_of_the_first(slurm):
-    """All files of the script's folder, even if one is named as ours is."""
-    Path("complete/requeue.py").write_text("mine")
-    slurm.run()
-    Path("complete/train.py").write_text("second")
-    slurm.life = 1
-    slurm.run()
-    copies = [(OUTPUT / "job-100" / name).read_text() for name in ("train.py", "requeue.py")]
-    assert copies == ["first", "mine"]
-    assert (OUTPUT / "job-100/slurm/requeue.py").read_text() == (SLURM / "requeue.py").read_text()
+def test_outside_of_a_job(slurm, capfd, monkeypatch):
+    """It prints what a life would start, and starts and asks nothing."""
+    monkeypatch.delenv("SLURM_JOB_ID")
+    slurm.save("a/last.pt", "runs/mine")
+    options = ["--stage=mkdir 'a b'", "--checkpoint=*/last.pt"]
+    assert slurm.run("--output", "runs/mine", options=options) == 0
+    said = capfd.readouterr().out
+    assert "bash -c 'mkdir '\"'\"'a b'\"'\"''\n" in said and "complete/train.py --output" in said
+    assert f"runs/mine/*/last.pt was written: {time.ctime()[:10]}" in said
+    assert "Requeue it, in an hour" in said and "At most 15 lives" in said
+    assert not slurm.asked and not slurm.steps
+    Path("complete/train.py").unlink()
+    with pytest.raises(SystemExit, match="2"):
+        slurm.run()
 
 
-def test_disks(slurm, monkeypatch, capfd):
-    """One that cannot lock trains, but compiles on the node. Where the copy of the code cannot be
-    written, or the file that counts a failed life, the job ends and says why."""
+@pytest.mark.parametrize("processes", ["1", "gpu"])
+def test_real_torch(monkeypatch, capsys, processes):
+    """That of this machine, which has no GPU."""
+    monkeypatch.setenv("SLURMD_NODENAME", "node0")
+    monkeypatch.setattr(sys, "argv", ["-c", processes])
+    refused = pytest.raises(AssertionError, match="only 0 of 1 GPUs")
+    with nullcontext() if processes == "1" else refused:
+        exec(requeue.CHECK, {})
+    assert ("works node0" in capsys.readouterr().out) == (processes == "1")
 
-    def refuse(number):
-        def function(*words, **options):
-            raise OSError(number, os.strerror(number))
 
-        return function
-
-    monkeypatch.setattr(requeue.fcntl, "flock", refuse(errno.ENOSYS))
-    assert slurm.run() == 0 and "TORCHINDUCTOR_CACHE_DIR" not in slurm.environment
-    shutil.rmtree("runs")
-    with monkeypatch.context() as patch:
-        patch.setattr(requeue.shutil, "copyfile", refuse(errno.ENOSPC))
-        assert slurm.run() == 1 and not slurm.changes
-        assert "No space left" in capfd.readouterr().out
-    save_in_an_earlier_life()
-    slurm.train = fail
-    monkeypatch.setattr(Path, "touch", refuse(errno.ENOSPC))
-    assert slurm.run() == 3 and not slurm.changes and "No space left" in capfd.readouterr().out
+def test_what_is_a_checkpoint(slurm):
+    """What the user names; not an empty file, by which complete/train.py reserves its folder, or a
+    dangling link, as editors make."""
+    args = requeue.parser.parse_args(["--checkpoint=*.pt", "complete/train.py"])
+    job = requeue.Job(args)
+    OUTPUT.mkdir(parents=True)
+    (OUTPUT / ".#last.pt").symlink_to("nowhere")
+    (OUTPUT / "empty.pt").touch()
+    slurm.save("metrics.csv")
+    slurm.save("a/b.pt")
+    assert requeue.newest_checkpoint(job) == 0
+    slurm.save("last.pt")
+    assert requeue.newest_checkpoint(job) == (OUTPUT / "last.pt").stat().st_mtime
+    args.checkpoint = "*/b.pt"
+    assert requeue.newest_checkpoint(job) == (OUTPUT / "a/b.pt").stat().st_mtime
 
 
 # ---- Whether there is another life
 
-CHECKPOINTS = "checkpoint.pt a/b/last.ckpt model.pth.tar step-9/.metadata step-9/model.safetensors"
-OTHERS = "metrics.csv events.out.tfevents.1 flags.json last.pt.tmp tmp-last.pt step-9/__0_0.distcp "
-OTHERS += "best.pt job-100/compiled/a.bin"
+
+def test_lives_without_a_new_checkpoint(slurm):
+    """Each is followed by an hour's pause. The third in a row is the last."""
+    changes = slurm.lives(slurm.save, fail, fail, slurm.save, fail, slurm.save_others, fail)
+    pause = [REQUEUE, LATER]
+    assert changes == [[REQUEUE], pause, pause, [REQUEUE], pause, pause, []]
 
 
-def test_what_is_a_checkpoint(work):
-    """No logs, unfinished saves, what a resumed run may write again, the job's own files, or the
-    empty file by which complete/train.py reserves its folder. The folder may be a link."""
-    for name in f"{CHECKPOINTS} {OTHERS}".split():
-        path = Path("scratch", name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("x")
-    Path("scratch/empty.pt").touch()
-    Path("link").symlink_to("scratch")
-    found = requeue.checkpoints(Path("link"))
-    assert {path for path, _ in found} == {Path("link", name) for name in CHECKPOINTS.split()}
+@pytest.mark.parametrize("ahead", [-86400, 86400])
+def test_another_clock(slurm, ahead):
+    """The disk's differs from the node's, by which the lives are written down."""
+    changes = slurm.lives(lambda: slurm.save(ahead=ahead), fail, fail, fail)
+    assert changes == [[REQUEUE], [REQUEUE, LATER], [REQUEUE, LATER], []]
 
 
-def test_a_removed_checkpoint_is_no_progress(slurm, capfd):
-    """As when a resumed script deletes an interrupted save."""
-    save_in_an_earlier_life()
-    (OUTPUT / "interrupted.pt").write_text("x")
-    slurm.train = lambda: (OUTPUT / "interrupted.pt").unlink() or 3
-    slurm.run()
-    assert "No new checkpoint in this life" in capfd.readouterr().out
+def test_lives_are_counted(slurm, capfd):
+    """The job's own requeues: as many as the user says."""
+    slurm.life = 300  # Slurm's own
+    assert slurm.lives(*[slurm.save] * 15) == [[REQUEUE]] * 14 + [[]]
+    assert "last of its 15 lives" in capfd.readouterr().out
+    slurm.preempted = NOW
+    assert slurm.lives(slurm.save) == [[REQUEUE]]
+    assert Path("runs/100-lives.txt").read_text().count("has a new checkpoint.pt\n") == 14
+    slurm.preempted, slurm.train = "None", fail
+    slurm.run(options=["--lives=16"])
+    assert slurm.changes == [REQUEUE, LATER]
 
 
-def test_failed_lives(slurm):
-    """Of three in a row, the last uses other nodes, if there are any, and ends the job."""
-    save_in_an_earlier_life()
-    slurm.excluded = "node7"
-    first, second, third = [REQUEUE], [REQUEUE, EXCLUDE + "node[0-1],node7"], []
-    changes = slurm.lives(fail, fail, save_and_fail, fail, fail, fail)
-    assert changes == [first, second, first, first, second, third]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-def test_nodes_are_kept_where_no_others_work(slurm):
-    """A node that does not answer (*) is none. sinfo may be silent: then other nodes are tried."""
-    save_in_an_earlier_life()
-    slurm.nodes = ["node0 allocated", "node1 mixed", "node2 idle", "node3 drained", "node4 down*"]
-    slurm.nodes += ["node5 idle*", "node6 mixed*"]
-    assert slurm.lives(fail, fail) == [[REQUEUE], [REQUEUE]]
-    slurm.nodes = []
-    slurm.run()  # the same life counts once
-    assert slurm.changes == [REQUEUE, EXCLUDE + "node[0-1]"]
+def test_what_a_finished_run_rewrites_is_no_progress(slurm):
+    assert slurm.lives(slurm.save_others) == [[]]
 
 
 BAD, HANG = {"check": BROKEN}, {"check_status": 124}
-ONE_NODE = {"SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "node0"}
 LIVES = {  # what is different in this life, what changes in Slurm, what is said
-    "a new checkpoint": ({"train": save_and_fail, "life": 199}, [REQUEUE], ""),
-    "too many lives": ({"train": save_and_fail, "life": 200}, [], "which is enough"),
-    "no checkpoint": ({"train": fail}, [], f"No checkpoint in {OUTPUT} (*.pt "),
-    "preempted": ({"train": fail, "preempted": NOW, "life": 200}, [REQUEUE], "is preempted"),
-    "preempted in an earlier life": ({"train": fail, "preempted": EARLIER}, [], "No checkpoint"),
-    "ended by scancel": ({"train": save_and_fail, "state": "COMPLETING"}, [], "is ending this job"),
-    "staging fails": ({"stage_status": 2}, [], "No checkpoint"),
-    "preempted while staging": ({"stage_status": 2, "preempted": NOW}, [REQUEUE], "is preempted"),
-    "a bad node": (BAD, [REQUEUE, f"{EXCLUDE}node1"], "GPUs of node1,"),
-    "all are bad": ({"check": STARTED}, [REQUEUE, f"{EXCLUDE}node0,node1"], ""),
+    "a new checkpoint": ("save", {}, [REQUEUE], "has a new checkpoint.pt. Requeue it."),
+    "no checkpoint": (fail, {}, [], f"no checkpoint.pt in {OUTPUT}"),
+    "preempted": (fail, {"preempted": NOW}, [REQUEUE], "is preempted"),
+    "preempted in an earlier life": (fail, {"preempted": EARLIER}, [], "no checkpoint.pt in"),
+    "ended by scancel": ("save", {"state": "COMPLETING"}, [], "this job is ending"),
+    "staging fails": (None, {"stage_status": 2}, [], "no checkpoint.pt in"),
+    "staging, preempted": (None, {"stage_status": 2, "preempted": NOW}, [REQUEUE], "preempted"),
+    "a bad node": (None, BAD, [REQUEUE, f"{EXCLUDE}node1"], "all GPUs of node1. Requeue it."),
+    "all are bad": (None, {"check": "started node0\n"}, [REQUEUE, f"{EXCLUDE}node0,node1"], ""),
     "others are excluded": (
+        None,
         BAD | {"excluded": "node[5-6]"},
         [REQUEUE, f"{EXCLUDE}node1,node[5-6]"],
         "",
     ),
-    "others may be excluded": (BAD | {"excluded": None}, [REQUEUE], ""),
-    "no nodes remain": (BAD | {"excluded": "node[2-7]"}, [], "too few nodes"),
-    "preempted in the check": (BAD | {"preempted": NOW}, [REQUEUE], "is preempted"),
-    "a node hangs": (HANG | BAD, [REQUEUE, f"{EXCLUDE}node1"], "did not end within 600 s"),
-    "several hang: the disk": (HANG | {"check": ""}, [], "No node is called bad"),
-    "the only node hangs": (
-        HANG | {"check": "", "place": ONE_NODE},
-        [REQUEUE, f"{EXCLUDE}node0"],
-        "",
-    ),
-    "torch starts nowhere": ({"check": "a banner\n"}, [], "No node is called bad"),
+    "others may be excluded": (None, BAD | {"excluded": None}, [REQUEUE], ""),
+    "a node hangs": (None, HANG | BAD, [REQUEUE, f"{EXCLUDE}node1"], "not end within 600 s"),
+    "several hang: the disk": (None, HANG | {"check": ""}, [], "No node is called bad"),
+    "torch starts nowhere": (None, {"check": "a banner\n"}, [], "No node is called bad"),
 }
 
 
-@pytest.mark.parametrize(("state", "changes", "says"), LIVES.values(), ids=LIVES)
-def test_how_a_life_ends(slurm, capfd, state, changes, says):
+@pytest.mark.parametrize(("train", "state", "changes", "says"), LIVES.values(), ids=LIVES)
+def test_how_a_life_ends(slurm, capfd, train, state, changes, says):
+    """Where a step fails, the next is not started."""
+    slurm.train = slurm.save if train == "save" else train
     vars(slurm).update(state)
     assert slurm.run(options=["--stage=tar"]) != 0
     assert slurm.changes == changes and says in capfd.readouterr().out
-    assert any("torchrun" in step for step in slurm.steps) == ("train" in state)
+    assert any("torchrun" in step for step in slurm.steps) == (train is not None)
 
 
-def test_unequal_gpus(slurm, capfd, monkeypatch):
-    """The job trains, if it was granted them, and says that all wait for the slowest kind."""
-    slurm.check = WORKS.replace("kind A\nworks node1 4", "kind B C\nworks node1 3")
-    assert slurm.run() == 0 and "{'A': 1, 'B C': 1}" in capfd.readouterr().out
-    monkeypatch.delenv("SLURM_GPUS_ON_NODE")  # of whole nodes without --gres
-    assert slurm.run() == 1 and slurm.changes == [REQUEUE, f"{EXCLUDE}node1"]
+def test_bad_starts(slurm):
+    """After three in a row, there is no fourth."""
+    slurm.check = BROKEN
+    assert [len(changes) for changes in slurm.lives(*[fail] * 4)] == [2, 2, 2, 0]
 
 
-def test_an_environment_that_stays_broken(slurm):
-    save_in_an_earlier_life()
-    slurm.check = ""
-    first, second, third = slurm.lives(fail, fail, fail)
-    assert first == [REQUEUE] and REQUEUE in second and third == []
+def test_full_disks(slurm, monkeypatch, capfd):
+    """That of the log changes nothing. On that of runs/, the requeues cannot be counted: Slurm's
+    count of all lives takes their place, and there is time to make room."""
+    slurm.train = slurm.save
+    Path("runs").mkdir()
+    Path("runs/100-lives.txt").write_text("1764314400.1")  # a line that was cut off
+    with monkeypatch.context() as patch:
+        patch.setattr(requeue.os, "write", refuse(errno.ENOSPC))
+        assert slurm.run() == 3 and slurm.changes == [REQUEUE]
+    slurm.train, open_file = fail, Path.open
+
+    def no_room(path, mode="r", *more, **options):
+        return (refuse(errno.ENOSPC) if mode == "a" else open_file)(path, mode, *more, **options)
+
+    monkeypatch.setattr(Path, "open", no_room)
+    for slurm.life in 13, 14:
+        assert slurm.run() == 3
+        assert slurm.changes == ([REQUEUE, LATER] if slurm.life == 13 else [])
+        assert "No space left" in capfd.readouterr().out
 
 
-def test_most_bad_starts(slurm):
-    """Five in a row; a life that wrote a checkpoint, and that Slurm itself ended, is between."""
-    slurm.train = save_and_fail
-    bad, good = {"check": BROKEN, "state": "RUNNING"}, {"check": WORKS, "state": "COMPLETING"}
-    for slurm.life, kind in enumerate([bad] * 4 + [good] + [bad] * 6):
-        vars(slurm).update(kind)
-        slurm.run()
-        assert len(slurm.changes) == (2 if kind is bad and slurm.life < 10 else 0), slurm.life
+def test_a_disk_that_does_not_answer(slurm, monkeypatch):
+    """At the start, and while the training runs: the job is requeued later, or goes on."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "glob", refuse(errno.EIO))
+        assert slurm.run() == 1 and slurm.changes == [REQUEUE, LATER] and not slurm.steps
+    slurm.life, glob, errors = 1, Path.glob, [errno.EIO] * 2
+
+    def sometimes(path, pattern):
+        if Path("trains").exists() and errors:
+            refuse(errors.pop())()
+        return glob(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", sometimes)
+    slurm.train = f"{SAVE}: > trains; {WARN}exit 5"
+    assert slurm.run() == 5 and slurm.changes == [REQUEUE] and not errors
 
 
 # ---- Requeueing
 
+EVER = 10**9
+
 
 @pytest.mark.parametrize(
-    ("scontrol", "squeue", "may_requeue", "tries"),
+    ("refused", "away", "requeues", "tries", "says"),
     [
-        (3, 0, "1", 4),
-        (99, 999, "1", 100),  # slurmctld is away for a quarter of an hour,
-        (9999, 9999, "1", 386),  # or for ever: it is waited for, for an hour
-        (9999, 0, "1", 26),  # scontrol is refused or missing: within the time of Slurm's warning
-        (9999, 0, "0", 1),  # requeueing is forbidden
-        (9999, "missing", "1", 26),
+        (2, 0, True, 3, ""),
+        (2, 9, True, 3, ""),  # slurmctld is away,
+        (2, EVER, True, 0, "unknown, for an hour"),
+        (EVER, 0, True, 3, f"submit it with --output {OUTPUT}"),  # or refuses,
+        (0, 0, False, 3, f"submit it with --output {OUTPUT}"),  # or only says that it does
     ],
 )
-def test_scontrol_fails(slurm, monkeypatch, capfd, scontrol, squeue, may_requeue, tries):
-    found = None if squeue == "missing" else "/usr/bin/squeue"
-    monkeypatch.setattr(requeue.shutil, "which", lambda name: found)
-    slurm.train, slurm.may_requeue = save_and_fail, may_requeue
-    slurm.fails = {"scontrol requeue": scontrol, "squeue": 9999 if found is None else squeue}
-    assert slurm.run() == 3 and slurm.changes == [REQUEUE] * tries
-    says = f"has not requeued this job. Submit it again, with --output {OUTPUT}"
-    assert (says in capfd.readouterr().out) == (scontrol == 9999)
+def test_scontrol_fails(slurm, capfd, refused, away, requeues, tries, says):
+    slurm.train, slurm.requeues = slurm.save, requeues
+    slurm.fails = {"scontrol requeue": refused, SHOW: away}
+    assert slurm.run() == 3 and len(slurm.changes) == tries
+    assert says in capfd.readouterr().out
+
+
+def test_nothing_is_decided_while_slurm_does_not_answer(slurm, capfd):
+    """A first life may be preempted."""
+    slurm.train, slurm.preempted, slurm.fails = fail, NOW, {SHOW: 20}
+    assert slurm.run() == 3 and slurm.changes == [REQUEUE]
+    assert "no checkpoint" not in capfd.readouterr().out
+
+
+def test_a_job_that_is_not_requeued_is_not_changed(slurm):
+    slurm.lives(slurm.save)
+    slurm.requeues = False
+    assert slurm.lives(fail) == [[REQUEUE] * 3]
 
 
 def test_commands_that_fail():
@@ -376,17 +393,45 @@ def test_commands_that_fail():
 # ---- While the training runs
 
 WARN = "kill -USR1 $PPID; sleep 0.4; "  # as Slurm does before a time limit
-SAVE = f"echo x > {OUTPUT}/last.pt; "
-CANCEL = "scancel --state=PENDING 90"
+SAVE = f"mkdir -p {OUTPUT}; echo x > {OUTPUT}/checkpoint.pt; "
+AHEAD = f"touch -d '+9 years' {OUTPUT}/checkpoint.pt; "
 
 
 def test_warning(slurm, capfd):
     """The job is requeued once, as soon as there is a new checkpoint."""
     slurm.train = f"{WARN}{SAVE}sleep 0.4"
     assert slurm.run() == 0 and slurm.changes == [REQUEUE]
-    slurm.train, slurm.life = f"{SAVE}{WARN}{WARN}exit 5", 1
+    slurm.train, slurm.life = f"{SAVE}{AHEAD}{WARN}{WARN}exit 5", 1
     assert slurm.run() == 5 and slurm.changes == [REQUEUE]
-    assert "was requeued while it was running" in capfd.readouterr().out
+    assert capfd.readouterr().out.count("A warning") == 2
+
+
+FORMAT = "%Y-%m-%dT%H:%M:%S"
+
+
+@pytest.mark.parametrize(
+    ("left", "later", "away", "warnings"),
+    [
+        (250, 250, 0, 1),
+        (250, 250, EVER, 1),  # slurmctld, which would warn, is away
+        (400, 400, 0, 0),
+        (250, 9000, 0, 0),  # the limit has been extended
+        (None, 250, 0, 1),  # before Slurm 23.02
+        (None, 400, 0, 0),
+        (None, None, 0, 0),  # no limit
+    ],
+)
+def test_it_warns_itself(slurm, capfd, left, later, away, warnings):
+    """300 s before the limit."""
+    slurm.train = f"{SAVE}sleep 0.4; exit 5"
+    now, environment = slurm.time() + 100, {}
+    if left:
+        environment = {"SLURM_JOB_END_TIME": str(int(now + left))}
+    if later:
+        slurm.end = time.strftime(FORMAT, time.localtime(now + later))
+    slurm.fails = {SHOW: away}
+    assert slurm.run(**environment) == 5 and slurm.changes == ([] if away else [REQUEUE])
+    assert capfd.readouterr().out.count("A warning") == warnings
 
 
 def test_warning_and_preemption(slurm):
@@ -395,53 +440,53 @@ def test_warning_and_preemption(slurm):
     assert slurm.run() == 0 and slurm.changes == [REQUEUE]
 
 
-def test_warning_without_a_checkpoint(slurm):
+def test_warning_without_a_checkpoint(slurm, monkeypatch):
     """When time is short, the array ends, while its task still runs to its limit."""
-    slurm.array, slurm.waiting_tasks, slurm.tick = "90", "90_4", 50
-    slurm.train = f"{WARN}exit 5"
-    assert slurm.run("--output", str(OUTPUT)) == 5 and slurm.changes == [CANCEL] * 2
+    slurm.array, slurm.tick = "90", 50
+    slurm.train = f"{WARN}for i in {{1..99}}; do [ -e decided ] && exit 5; sleep 0.1; done"
+
+    def ask(*words):
+        if words[0] == "scancel":
+            Path("decided").touch()
+        return slurm.ask(*words)
+
+    monkeypatch.setattr(requeue, "ask", ask)
+    assert slurm.run("--output", "runs/mine", SLURM_ARRAY_JOB_ID="90") == 5
+    assert slurm.changes == [CANCEL]
+
+
+def test_a_missing_environment(slurm, capfd):
+    """Nothing is started. The disk may be back in an hour, if this is not the first life."""
+    missing = ["--environment=missing"]
+    assert slurm.run(options=missing) == 1 and not slurm.changes
+    slurm.save()
+    assert slurm.run(options=missing) == 1 and slurm.changes == [REQUEUE, LATER]
+    assert not slurm.steps and "environment cannot be activated" in capfd.readouterr().out
 
 
 def test_requeued_in_the_check(slurm):
     """Nothing is trained then."""
 
     def check(job):
-        job.requeued = True
+        job.has_decided = True
         return WORKS
 
     slurm.check = check
     assert slurm.run() == 0 and len(slurm.steps) == 1 and not slurm.changes
 
 
-@pytest.mark.parametrize(
-    ("array", "owner", "changes"),
-    [("100", "100 100-1", []), ("90", "90 101-0", []), ("90", "200 200-0", [CANCEL])],
-)
-def test_the_newer_owns_the_folder(slurm, monkeypatch, array, owner, changes):
-    """A life that Slurm has lost, or an array's task, ends when another begins, and asks for
-    nothing; if that is another array's, its own array ends. Processes that stay are killed."""
-    monkeypatch.setattr(requeue, "KILL_SECONDS", 0.5)
-    slurm.array, slurm.waiting_tasks = array, "90_4"
-    slurm.train = f"{SAVE}trap ': > told' TERM; echo {owner} > {OUTPUT}/owner.txt; echo $$ > pid; "
-    slurm.train += "for i in 1 2; do sleep 9 & wait; done"
-    with pytest.raises(SystemExit, match="A newer job, or life of this one") as error:
-        slurm.run("--output", str(OUTPUT))
-    status = os.waitpid(int(Path("pid").read_text()), 0)[1]
-    assert Path("told").exists() and os.WIFSIGNALED(status), error
-    assert slurm.changes == changes
-
-
 # ---- Arrays
 
 MINE = ["--output", "runs/mine"]
-REQUEUE_TASK = "scontrol requeue incomplete 90_3"
+CANCEL = "scancel --state=PENDING 90"
+REQUEUE_TASK = "scontrol requeue incomplete 103"
 
 
 @pytest.fixture
 def task(slurm, monkeypatch):
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "90")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    slurm.array, slurm.waiting_tasks = "90", "90_[4-9] gpu complete"
+    for name, value in ("ARRAY_JOB_ID", "90"), ("ARRAY_TASK_ID", "3"), ("JOB_ID", "103"):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    slurm.array = "90"
     return slurm
 
 
@@ -450,61 +495,37 @@ def test_array_ends(task):
     assert task.run(*MINE) == 0 and task.changes == [CANCEL]
     task.train = fail
     assert task.run("--output=runs/mine") == 3 and task.changes == [CANCEL]
-    task.waiting_tasks = ""
-    assert task.run(*MINE) == 3 and not task.changes
 
 
-def test_array_continues(task, capfd):
-    """After progress; the next task does where requeueing is refused, on other nodes after a second
-    failure in a row. The third ends the array."""
-    task.train = lambda: save_and_fail("runs/mine")
+def test_array_continues(task):
+    """After progress; the next task does where requeueing is refused. All tasks are one run."""
+    task.train = lambda: task.save(output="runs/mine")
     assert task.run(*MINE) == 3 and task.changes == [REQUEUE_TASK]
-    task.may_requeue, task.fails = "0", {"scontrol requeue": 99}
-    assert task.run(*MINE) == 3 and task.changes == [REQUEUE_TASK]
-    assert "next task continues" in capfd.readouterr().out
-    task.train = fail
-    exclude = "scontrol update jobid=90 ExcNodeList=node[0-1]"
-    expected = {"101": [REQUEUE_TASK], "102": [REQUEUE_TASK, exclude], "103": [CANCEL]}
-    for number, changes in expected.items():
+    task.requeues, task.train = False, fail
+    for number in "104", "105":
         task.run(*MINE, SLURM_JOB_ID=number)
-        assert task.changes == changes
+        later = "scontrol update jobid=90 StartTime=now+1hour"
+        assert task.changes == [f"scontrol requeue incomplete {number}"] * 3 + [later]
+    task.run(*MINE, SLURM_JOB_ID="106")
+    assert task.changes == [CANCEL]
 
 
 def test_tasks_of_many_runs_end_alone(task):
     """With an --output of each task's own, or without."""
     task.train = fail
     assert task.run(options=["--flags=--output runs/seed-3"]) == 3 and not task.changes
-    assert Path("runs/seed-3/job-90/train.py").exists()
-    assert task.run() == 3 and not task.changes and Path("runs/complete-100").exists()
-
-
-def test_tasks_share_the_code(task):
-    """Another array that continues the run has a copy of its own."""
-    task.run(*MINE)
-    Path("complete/train.py").write_text("second")
-    task.run(*MINE, SLURM_JOB_ID="101", SLURM_ARRAY_TASK_ID="4")
-    assert [path.read_text() for path in Path("runs/mine").glob("job-*/train.py")] == ["first"]
-    task.array = "200"
-    task.run(*MINE, SLURM_JOB_ID="200", SLURM_ARRAY_JOB_ID="200")
-    assert Path("runs/mine/job-200/train.py").read_text() == "second"
+    assert "--output runs/seed-3 --resume --output runs/seed-3" in task.steps[1]
+    assert task.run() == 3 and not task.changes and "--output runs/103" in task.steps[1]
 
 
 def test_whose_number(task):
     """One task has its array's number. A job that a task submits inherits the array's variables."""
-    task.train, task.array = save_and_fail, "100\n100\n100"
-    task.run(SLURM_ARRAY_JOB_ID="100")
-    assert task.changes == ["scontrol requeue incomplete 100_3"]
-    task.array, task.life = "100", 1
-    task.run()
-    assert task.changes == [REQUEUE]
-
-
-def test_an_earlier_task_is_waited_for(task, capfd):
-    """But not for ever."""
-    task.ending_tasks = ["90_2", "90_2"]
-    assert task.run(*MINE) == 0 and task.clock == 10
-    task.ending_tasks = ["90_2"] * 99
-    assert task.run(*MINE) == 0 and "still ending" in capfd.readouterr().out
+    task.train = lambda: task.save(output="runs/90")
+    task.run(SLURM_JOB_ID="90")
+    assert task.changes == ["scontrol requeue incomplete 90_3"]
+    task.train, task.array = (lambda: task.save(output="runs/mine")), "103"
+    task.run(*MINE)
+    assert task.changes == [REQUEUE_TASK] and Path("runs/103-lives.txt").exists()
 
 
 def test_find_output():
@@ -522,6 +543,7 @@ def test_python_of_old_clusters():
 # ---- The files, with stand-ins for the commands
 
 FILES = sorted(path.stem for path in SLURM.glob("*.sh") if path.stem != "where")
+SEVERAL = ["complete", "ddp_multigpu_proc", "ddp_torchrun_nodes"]  # nodes
 SRUN = """
 export SRUN="$*"
 while [ "${1#-}" != "$1" ]; do
@@ -529,6 +551,14 @@ while [ "${1#-}" != "$1" ]; do
     shift
 done
 exec "$@"
+"""
+
+
+SCONTROL = """
+if [ "$1" = requeue ]; then touch requeued; fi
+restarts=0
+if [ -e requeued ]; then restarts=99; fi
+if [ "$1" = --oneliner ]; then echo "JobState=RUNNING Restarts=$restarts EndTime=Unknown"; fi
 """
 
 
@@ -564,13 +594,13 @@ def run(work, monkeypatch):
     stand_in.make_clone(ROOT, folder)
     monkeypatch.chdir(folder)
     command("srun", SRUN)
-    command("squeue", f'case "$*" in *PreemptTime*) echo N/A {NOW} ;; *%F*) echo 100 ;; esac')
-    command("scontrol", "")
+    command("scontrol", SCONTROL)
     monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
 
     def run(name, *flags, **environment):
         starts = Path("starts-100")
-        starts.unlink(missing_ok=True)
+        for path in starts, Path("requeued"):
+            path.unlink(missing_ok=True)
         words = ["bash", f"slurm/{name}.sh", *flags]
         environment = os.environ | ONE_NODE_OF_FOUR_GPUS | environment
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -585,34 +615,69 @@ def run(work, monkeypatch):
 
 @pytest.mark.parametrize("name", FILES)
 def test_each_file(run, name):
-    """It passes on flags and the exit status, has all CPUs of the job, and continues when it was
-    requeued. Without GPUs (which torchrun alone refuses) or an environment, it does not train."""
-    requeued = {"SLURM_RESTART_COUNT": "1", "TRAIN": "exit(4)"}
-    status, log, words, environment = run(name, "--lr", "a b", **requeued)
-    assert status == 4 and {"a b", "--resume"} <= {*words}, log
-    assert re.match("--export=ALL .*--cpus-per-task[ =]16 ", environment["SRUN"])
-    if name != "ddp_torchrun":
-        status, log, words, _ = run(name, TORCH="gpus = 0")
-        assert status == 1 and "AssertionError: torch can use " in log and not words, log
+    """It passes on flags and the exit status. On several nodes it has all CPUs of the job. Its
+    folder is its own, which its next start finds again, or the user's. With fewer GPUs than
+    granted, or without an environment, it does not train."""
+    mine = ["--lr", "a b", "--output", "runs/mine"]
+    status, log, words, environment = run(name, *mine, TRAIN="exit(4)")
+    assert status == 4 and {"--resume", *mine} <= {*words}, log
+    folders = [word for before, word in zip(words, words[1:]) if before == "--output"]
+    if name in ("complete", "node0", "node1"):
+        assert folders[-1] == "runs/mine"
+    elif name == "chain":  # the file has it, as it must know it
+        assert folders == ["runs/mine", "runs/100"]
+    else:
+        assert folders == ["runs/100", "runs/mine"]
+    srun = environment.get("SRUN", "")
+    assert bool(srun) == (name in SEVERAL)
+    assert not srun or re.match("--export=ALL .*--cpus-per-task[ =]16 ", srun)
+    status, log, words, _ = run(name, TORCH="gpus = 3")
+    assert status == 1 and "AssertionError: " in log and not words, log
     Path(".venv/bin/activate").unlink()
     status, log, words, _ = run(name)
-    assert status == 1 and log.count("\n") == 1 and not words, log
+    assert status == 1 and "No such file or directory" in log and not words, log
 
 
-@pytest.mark.parametrize("name", ["ddp_torchrun_nodes", "complete"])
-def test_nodes_that_do_not_meet(run, name):
-    status, log, words, _ = run(name, JOINED="0")
+def test_nodes_that_do_not_join(run):
+    status, log, words, _ = run("complete", JOINED="0")
     assert status == 1 and "do their clocks differ?" in log and not words
 
 
+CHAIN = {  # what training does, in which life, and whether it is requeued
+    "a new checkpoint": ("save(); warn(); stand()", 0, True),
+    "an old one": ("if life == 0: save()\nelse: warn()", 1, False),
+    "none": ("warn(); time.sleep(1)", 0, False),
+    "the last life": ("save(); warn(); time.sleep(1)", 14, False),
+    "a failure": ("save(); exit(3)", 0, False),
+    "the end": ("save()", 0, False),
+}
+
+
+@pytest.mark.parametrize(("train", "life", "requeues"), CHAIN.values(), ids=CHAIN)
+def test_chain(run, train, life, requeues):
+    command("scontrol", "echo $* > requeued; kill $(cat training)")
+    warn = """
+import os, signal
+open("training", "w").write(str(os.getpid()))
+def warn(): os.kill(os.getppid(), signal.SIGUSR1); time.sleep(1)
+"""
+    for number in range(life % 14 + 1):
+        life_number = str(number if life < 14 else life)
+        status, log, *_ = run("chain", TRAIN=warn + train, SLURM_RESTART_COUNT=life_number)
+    assert Path("requeued").exists() == requeues, log
+    assert status == (3 if "exit" in train else 143 if requeues else 0), log
+    assert not requeues or Path("requeued").read_text() == "requeue 100\n"
+
+
 def test_complete(run):
-    """A later life uses the first one's requeue.py. Its processes leave no core dumps. A warning
-    does not end the job before requeue.py can answer it. GPUs that miscalculate do not train."""
+    """Its processes leave no core dumps, and no other job's settings reach srun. A warning does not
+    end the job before requeue.py can answer it. GPUs that miscalculate do not train."""
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))  # core dumps, as on many clusters
-    status, log, _, environment = run("complete")
+    users = {"SLURM_GPUS_PER_NODE": "9", "SLURM_CLUSTERS": "a,b", "SLURM_TIME_FORMAT": "%s"}
+    status, log, _, environment = run("complete", **users)
     assert status == 0 and not log and environment["CORE"] == "0"
-    edit("slurm/requeue.py", "status = live(job, args)", "status = 9")  # a newer version
+    assert not users.keys() & environment.keys() and environment["PYTHONFAULTHANDLER"] == "1"
     with Path(".venv/bin/activate").open("a") as file:
         file.write("kill -USR1 $$\n")
     status, log, words, _ = run("complete", SLURM_RESTART_COUNT="1")
@@ -621,14 +686,23 @@ def test_complete(run):
     assert status == 1 and "adds 1000 ones to 999" in log and not words
 
 
+def test_what_complete_decides(run):
+    """Its lives, and the name of the checkpoint."""
+    edit(
+        "slurm/complete.sh", "checkpoint=checkpoint.pt", 'checkpoint="*.pt"', "lives=15", "lives=2"
+    )
+    logs = [run("complete", TRAIN="save(); exit(3)")[1] for life in range(2)]
+    assert "a new *.pt. Requeue it" in logs[0] and "last of its 2 lives" in logs[1]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_conda(run, name):
     """By a file's other line. An environment that is active at the login is left first, or it would
     be activated again in its old place in PATH."""
     text = Path(f"slurm/{name}.sh").read_text()
     [venv] = re.findall("^source .venv/bin/activate .*\n", text, re.M)
-    [conda] = re.findall(r"^# (module load conda; .*)", text, re.M)
-    edit(f"slurm/{name}.sh", venv, "", f"# {conda}", conda)
+    conda = re.findall(r"^# (module load conda; .*|conda activate .*)", text, re.M)
+    edit(f"slurm/{name}.sh", venv, "\n".join([*conda, ""]))
     module = {"BASH_FUNC_module%%": '() { [ "$*" = "load conda" ]; }'}
     function = 'conda() { case "$*" in deactivate) inactive=1 ;; "activate NAME") '
     function += '[ $inactive ] && PATH="$PWD/.venv/bin:$PATH" ;; esac; }'
@@ -648,7 +722,7 @@ def test_container(run, name):
     if name == "complete":
         edit(f"slurm/{name}.sh", 'container=""', f'container="{container}"')
         Path(".venv/bin/python3").rename("bin/python3")
-    started = r"^(srun --export=ALL |    )(python|torchrun|bash) (?=-)"
+    started = r'^(srun "\$\{options\[@\]\}" |)(python|torchrun|bash) '
     text = re.sub(started, rf"\1{container} \2 ", Path(f"slurm/{name}.sh").read_text(), flags=re.M)
     Path(f"slurm/{name}.sh").write_text(text)
     status, log, words, environment = run(name, "--lr", "a b")
@@ -684,6 +758,13 @@ Thread 2 (idle): "MainThread"
     main (/home/me/my train.py:20)
 """
 
+# Without an argument, where.sh asks for processes that are not this test's.
+PY_SPY = """
+pid=${*: -1}
+if grep -qx END "stack-$pid"; then kill -9 "$pid"; fi
+cat "stack-$pid"
+"""
+
 LOADS_TORCH = "import mmap, time; file = open('libtorch.so'); "
 LOADS_TORCH += "library = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ); "
 LOADS_TORCH += "print(1, flush=True); time.sleep(99)"
@@ -697,7 +778,7 @@ def processes(run):
     command("srun", f"export SLURM_JOB_ID={job} SLURMD_NODENAME=node0\n{SRUN}")
     command("squeue", f'echo "{job} 1"')
     command("sleep", "")
-    command("py-spy", 'cat "stack-${*: -1}"')
+    command("py-spy", PY_SPY)
     Path("libtorch.so").write_text("x")
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     started = {}
@@ -714,6 +795,7 @@ def processes(run):
     start("rank", nameless, RANK="2")
     start("library", STACK.replace("/home/me/", "/venv/lib/python3.11/site-packages/"), RANK="9")
     start("task", "")
+    start("ends meanwhile", "END")
     start("worker", STACK.replace("train_epoch", "_worker_loop"))
     start("requeue", STACK, "slurm/requeue.py", "script")
     start("torchrun", STACK, ".venv/bin/torchrun", "--nnodes")
@@ -730,7 +812,9 @@ def test_where(processes):
 
     def where(*flags):
         words = ["bash", "slurm/where.sh", *flags]
-        return subprocess.run(words, stdout=subprocess.PIPE, text=True).stdout
+        done = subprocess.run(words, capture_output=True, text=True)
+        assert not done.stderr
+        return done.stdout
 
     lines, advice = where(job).split("\n\n")
     rank, task, library = sorted(lines.splitlines(), key=lambda line: line.split()[0][-1])
@@ -745,4 +829,5 @@ def test_where(processes):
     assert where(job, "--abort").count("aborted") == 4  # a worker cannot be told without a stack
     ended = [started.pop(name) for name in ("rank", "library", "task", "worker")]
     assert {process.wait(30) for process in ended} == {-signal.SIGABRT}
+    assert started.pop("ends meanwhile").wait(30) == -signal.SIGKILL
     assert {process.poll() for process in started.values()} == {None}

@@ -11,7 +11,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 import helpers
@@ -39,23 +41,25 @@ KINDS = {  # changes of slurm.conf
     },
     "no gres": {"GresTypes=gpu\n": "", " Gres=gpu:40": ""},
 }
-TORCHRUN = "torchrun --nnodes {nodes} --nproc-per-node gpu --rdzv-backend c10d --rdzv-id {job} "
-TORCHRUN += "--rdzv-conf read_timeout=600 --rdzv-endpoint {host}:{port} python -u "
-SPAWN = "python -u train_ddp_spawn.py"
+OUTPUT = "--resume --output runs/{job}"
+SPAWN = "python train_ddp_spawn.py"
 PAIR = " --init-method tcp://node0:23456 --timeout 240 --nnodes 2 --node-rank {} "
 PAIR += "--output runs/pair --resume"
 STARTS = {  # what each file starts, once per node; $R is the node's number
-    "single": "python -u train_single.py --workers 4",
-    "dp": "python -u train_dp.py --workers 16",
-    "ddp_spawn": SPAWN,
-    "ddp_torchrun": "torchrun --standalone --nproc-per-node gpu train_ddp_torchrun.py",
-    "ddp_torchrun_nodes": TORCHRUN + "train_ddp_torchrun.py",
-    "ddp_multigpu_proc": "python -u train_ddp_multigpu_proc.py --node-rank $R --nnodes {nodes} "
-    "--init-method tcp://{host}:{port} --workers 16",
+    "single": f"python train_single.py {OUTPUT}",
+    "dp": f"python train_dp.py --workers 16 {OUTPUT}",
+    "ddp_spawn": f"{SPAWN} {OUTPUT}",
+    "ddp_torchrun": f"torchrun --standalone --nproc-per-node gpu train_ddp_torchrun.py {OUTPUT}",
+    "ddp_torchrun_nodes": "torchrun --node-rank $R --nnodes {nodes} --nproc-per-node gpu "
+    "--master-addr {host} --master-port {port} train_ddp_torchrun.py " + OUTPUT,
+    "ddp_multigpu_proc": "python train_ddp_multigpu_proc.py --node-rank $R --nnodes {nodes} "
+    "--init-method tcp://{host}:{port} --workers 16 " + OUTPUT,
     "node0": SPAWN + PAIR.format(0),
     "node1": SPAWN + PAIR.format(1),
-    "complete": TORCHRUN.replace("--rdzv", "--max-restarts 3 --rdzv", 1)
-    + "runs/complete-{job}/job-{job}/train.py FLAGS --resume --output runs/complete-{job}",
+    "chain": f"torchrun --standalone --nproc-per-node gpu complete/train.py FLAGS {OUTPUT}",
+    "complete": "torchrun --nnodes {nodes} --nproc-per-node gpu --max-restarts 3 "
+    "--rdzv-backend c10d --rdzv-id {job} --rdzv-conf read_timeout=600 "
+    "--rdzv-endpoint {host}:{port} python -u complete/train.py FLAGS " + OUTPUT,
 }
 SEVERAL = ["ddp_torchrun_nodes", "ddp_multigpu_proc", "complete"]  # nodes
 NODES = {name: 2 if name in SEVERAL[:2] else 1 for name in STARTS}
@@ -147,7 +151,7 @@ def clone(kind, tmp_path, monkeypatch):
     folder.mkdir()
     stand_in.make_clone(ROOT, folder)
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("CONSTANTS", '{"LOOK_SECONDS": 0.5, "MOST_FAILED": 0}')
+    monkeypatch.setenv("CONSTANTS", '{"LOOK_SECONDS": 0.5, "MOST_IN_VAIN": 1}')
     yield folder
     command("scancel", "--user", "root")
     assert wait_until(lambda: not command("squeue", "-h"), 60, 0.2), command("squeue")
@@ -174,6 +178,10 @@ class Job:
 
     def show(self, field):
         return re.search(rf"\b{field}=(\S*)", command("scontrol", "show", "job", self.number))[1]
+
+    def tasks(self):
+        """What Slurm knows of each."""
+        return command("scontrol", "show", "job", self.number)
 
     def log(self):
         return self.file.read_text() if self.file.exists() else ""
@@ -203,7 +211,7 @@ def starts(number="*"):
     return [json.loads(line) for line in "".join(files).splitlines()]
 
 
-def check(job, *flags, nodes=1, gres=True):
+def check(job, *flags, nodes=1, gres=True, whole=False):
     """It has started what it should, once per node, in this folder, with its environment."""
     all_starts = job.starts()
     names = {env["SLURMD_NODENAME"] for *_, env in all_starts}
@@ -214,10 +222,12 @@ def check(job, *flags, nodes=1, gres=True):
     assert names == {job.name} or not job.name.startswith("node")
     for _, folder, env in all_starts:
         assert folder == os.getcwd() and env["PATH"].startswith(f"{folder}/.venv/bin:")
-        assert env["SLURM_STEP_NUM_TASKS"] == str(nodes)
-        assert env["SLURM_CPUS_ON_NODE"] == ("4" if job.name == "single" else "16")  # the step's
+        if job.name in SEVERAL:  # started by srun
+            assert env["SLURM_STEP_NUM_TASKS"] == str(nodes)
+            assert env["SLURM_CPUS_ON_NODE"] == "16"  # the step's
         gpus = env.get("CUDA_VISIBLE_DEVICES", "").count(",") + 1
-        assert gpus == (1 if job.name == "single" else 4) or not gres
+        granted = 40 if whole and job.name not in SEVERAL else 1 if job.name == "single" else 4
+        assert gpus == granted or not gres
 
 
 # ---- What the files start
@@ -237,9 +247,10 @@ def test_each_file_starts_once_per_node(kind, clone):
 
 @on("plain")
 def test_whole_nodes_without_the_environment(kind, clone):
+    """The files for one node use all its GPUs."""
     jobs = [Job(name, options=["--partition=whole", "--export=NONE"]) for name in STARTS]
     for job in jobs:
-        check(job.ended(), nodes=NODES[job.name])
+        check(job.ended(), nodes=NODES[job.name], whole=True)
 
 
 @on("threads")
@@ -248,7 +259,7 @@ def test_a_late_node(kind, clone):
     late, two = {"TRAIN": "if rank == 1: time.sleep(3); save()"}, ["--nodes=2"]
     for job in [Job(name, "--output", f"{name}-runs", options=two, **late) for name in SEVERAL]:
         assert job.ended().starts()[0][2]["SLURM_MEM_PER_NODE"] == str(64 * 1024)
-        assert Path(f"{job.name}-runs", "last.pt").exists()
+        assert Path(f"{job.name}-runs", "checkpoint.pt").exists()
 
 
 @on("no gres")
@@ -275,7 +286,7 @@ def test_simple_files_are_requeued(kind, clone):
         words = [start[0] for start in job.ended(restarts=1).starts()]
         words = [[re.sub(r"node\d:", "node:", word) for word in start] for start in words]
         first, second = words[: NODES[job.name]], words[NODES[job.name] :]
-        assert sorted(second) == sorted([*start, "--resume"] for start in first)
+        assert sorted(second) == sorted(first)
         assert "DUE TO JOB REQUEUE" in job.log()
     assert (half.show("JobState"), half.show("Restarts")) == ("RUNNING", "0")
     for job in failing:
@@ -323,10 +334,8 @@ def warn(number):
 
 @on("plain")
 def test_complete_is_requeued(kind, clone, monkeypatch):
-    """Warned or failed after a new checkpoint, with the code that it began with; of an array, the
-    task that is warned. Not if that is forbidden, or if it is cancelled."""
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    Path("complete/beside.py").write_text("first")
+    """Warned or failed after a new checkpoint; of an array, the task that is warned. Not if that is
+    forbidden, or if it is cancelled."""
     failing = Job("complete", TRAIN="if life == 0: save()\nexit(3)")
     forbidden = Job("complete", options=["--no-requeue"], TRAIN="save(); exit(3)")
     monkeypatch.setenv("TRAIN", "if life == 0: save(); stand()")
@@ -338,14 +347,11 @@ def test_complete_is_requeued(kind, clone, monkeypatch):
     assert wait_until(lambda: command(*running).count("\n") == 2, 60)
     tasks = dict(line.split() for line in command(*running).splitlines())
     array.starts(1)  # of the task that has the array's number
-    Path("complete/beside.py").write_text("second")
     warn(job.number)
     warn(f"{array.number}_{tasks[array.number]}")
     command("scancel", cancelled.number)
     first, second = job.ended(restarts=1).starts()
     assert first[0] == second[0]
-    assert Path(f"runs/complete-{job.number}/job-{job.number}/beside.py").read_text() == "first"
-    assert second[2]["PYTHONPATH"] == str(clone / "complete")  # not ":", the working folder
     assert failing.ended("FAILED", 1).show("ExitCode") == "3:0"
     assert "presently disabled" in forbidden.ended("FAILED").log()
     assert len(cancelled.ended("CANCELLED").starts()) == 1
@@ -363,7 +369,7 @@ def test_complete_is_preempted(kind, clone, monkeypatch):
         assert command("sbatch", "--version").split()[1] >= "24.05"
     train = "import os\nif life < 2 and os.environ.get('SLURM_ARRAY_TASK_ID') != '3': stand()"
     monkeypatch.setenv("TRAIN", train)
-    monkeypatch.setenv("CONSTANTS", '{"LOOK_SECONDS": 0.5, "MOST_LIVES": 0}')
+    edit("slurm/complete.sh", "lives=15", "lives=1")
     options = ["-p", "cancel", "--array=1-3%1"]
     array = Job("complete", "--output", "runs/array", options=options)
     names = ["requeue", "grace", "cancel_grace"]
@@ -387,13 +393,13 @@ def test_complete_is_preempted(kind, clone, monkeypatch):
 
 def states(array):
     """Of an array's tasks."""
-    return set(re.findall(r"JobState=(\w*)", command("scontrol", "show", "job", array.number)))
+    return set(re.findall(r"JobState=(\w*)", array.tasks()))
 
 
 @on("plain", "threads", "newer")
 def test_complete_leaves_bad_nodes(kind, clone, monkeypatch):
-    """One where torch cannot use the GPUs, or hangs: the node alone, even where Slurm would end the
-    check of the others, and for all tasks of an array."""
+    """One where torch cannot use the GPUs: the node alone, even where Slurm would end the check of
+    the others, and for all tasks of an array."""
     late = "time.sleep(3)" if kind == "threads" else "pass"
     monkeypatch.setenv("TORCH", f"if node == 'node0': gpus = 0\nelse: {late}")
     options = ["-p", "all"]
@@ -401,66 +407,92 @@ def test_complete_leaves_bad_nodes(kind, clone, monkeypatch):
     jobs[Job("complete", options=[*options, "--exclude=node3"])] = "node0,node3"
     if kind != "threads":
         array = Job("complete", "--output", "runs/array", options=[*options, "--array=1-2%1"])
-        monkeypatch.setenv("TORCH", "if node == 'node0': time.sleep(999)")
-        monkeypatch.setenv("CONSTANTS", '{"LOOK_SECONDS": 0.5, "CHECK_SECONDS": 3}')
-        jobs[Job("complete", options=options)] = "node0"
-        tasks = ["scontrol", "show", "job", array.number]
-        assert wait_until(lambda: command(*tasks).count("ExcNodeList=node0") == 2, 60)
+        assert wait_until(lambda: "ExcNodeList=node0" in array.tasks(), 60)
+        assert wait_until(lambda: states(array) <= {"COMPLETED", "CANCELLED"}, 60, 0.5)
     for job, nodes in jobs.items():
         assert job.ended(restarts=1).show("ExcNodeList") == nodes
-        assert "node0" not in {env["SLURMD_NODENAME"] for *_, env in job.starts()}
+    assert "node0" not in {env["SLURMD_NODENAME"] for *_, env in starts()}
 
 
 @on("plain", "newer")
 def test_arrays(kind, clone):
     """They end after success and after a failure without progress. Where requeueing is forbidden,
-    the next task continues. It waits for one that is still ending."""
+    the next task continues."""
     tasks = ["--array=1-3%1"]
     good = Job("complete", "--output", "runs/good", options=tasks)
     bad = Job("complete", "--output", "runs/bad", options=tasks, TRAIN="exit(3)")
     options, train = [*tasks, "--no-requeue"], "save(); exit(3)"
     forbidden = Job("complete", "--output", "runs/forbidden", options=options, TRAIN=train)
-    train = """
-import os, signal
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-while os.environ["SLURM_ARRAY_TASK_ID"] == "1":
-    open("ending", "w").close()
-    time.sleep(0.1)
-open("next", "w").close()
-"""
-    slow = Job("complete", "--output", "runs/slow", options=["--array=1-2%1"], TRAIN=train)
-    assert wait_until(Path("ending").exists, 60)
-    command("scancel", f"{slow.number}_1")
     jobs = {good: {"CANCELLED", "COMPLETED"}, bad: {"CANCELLED", "FAILED"}, forbidden: {"FAILED"}}
-    jobs[slow] = {"CANCELLED", "COMPLETED"}
     for job, expected in jobs.items():
         assert wait_until(lambda: states(job) == expected, 60, 0.5), (job.number, states(job))
     arrays = [env["SLURM_ARRAY_JOB_ID"] for *_, env in starts()]
-    assert [arrays.count(job.number) for job in jobs] == [1, 1, 3, 2]
-    assert Path("ending").stat().st_mtime < Path("next").stat().st_mtime
+    assert [arrays.count(job.number) for job in jobs] == [1, 1, 3]
 
 
 @on("plain")
-def test_the_newer_job_owns_the_folder(kind, clone):
-    """The older one, which Slurm may have lost, ends with all its processes."""
-    older = Job("complete", "--output", "runs/same", options=["--nodes=2"], TRAIN="stand()")
-    older.starts(2)
-    Job("complete", "--output", "runs/same").ended()
-    assert "A newer job, or life of this one" in older.ended("FAILED").log()
+def test_lives_and_chain(kind, clone):
+    """A script that saves and fails has so many lives. chain.sh continues after a time limit."""
+    edit("slurm/complete.sh", "lives=15", "lives=3")
+    fails = Job("complete", TRAIN="save(); exit(3)")
+    options = ["--time=1", "--signal=B:USR1@60"]  # within 30 s
+    chain = Job("chain", "--lr", "a b", options=options, TRAIN="if life == 0: save(); stand()")
+    assert len(fails.ended("FAILED", restarts=2).starts()) == 3
+    assert "last of its 3 lives" in fails.log()
+    first, second = chain.ended(restarts=1).starts()
+    assert first[0] == second[0] and "DUE TO JOB REQUEUE" in chain.log()
+
+
+FULL = """
+import os
+if life == 0:
+    os.makedirs("runs", exist_ok=True)
+    os.system("mount -t tmpfs -o nr_inodes=1 none runs")
+    save()
+    exit(3)
+"""
 
 
 @on("plain")
-def test_slurmctld_does_not_answer(kind, clone):
-    """The job asks again until it does. Here, it has a slurm.conf of its own, with a wrong port."""
+def test_an_hours_pause(kind, clone, monkeypatch):
+    """After a life without its environment, and while the disks of runs/ and of the log are full:
+    nothing can be written there, and the job continues all the same."""
+    monkeypatch.setenv("CONSTANTS", '{"LOOK_SECONDS": 0.5}')
+    gone = "import os; os.rename('.venv/bin/activate', 'gone')"
+    broken = Job("complete", TRAIN=f"if life == 0: save(); {gone}; exit(3)")
+    broken.wait_for("StartTime=now+1hour")
+    assert "The environment cannot be activated" in broken.log()
+    Path("gone").rename(".venv/bin/activate")
+    options = ["--nodelist=node1", "--output=/dev/full"]
+    full = Job("complete", "--output", "out", options=options, TRAIN=FULL)
+    for job in broken, full:
+        assert wait_until(lambda: job.show("Reason") == "BeginTime" and delay(job) > 3500, 60, 0.2)
+        command("scontrol", "update", f"jobid={job.number}", "StartTime=now")
+    broken.ended(restarts=2)
+    full.ended(restarts=1)
+
+
+def delay(job):
+    """How many seconds it still waits."""
+    return datetime.fromisoformat(job.show("StartTime")).timestamp() - time.time()
+
+
+@on("plain")
+def test_slurmctld_is_away_over_the_warning(kind, clone, monkeypatch):
+    """The job warns itself, and asks until it has an answer. Here, it has a slurm.conf of its own,
+    with a wrong port."""
     good, own = Path(os.environ["SLURM_CONF"]).read_text(), Path("slurm.conf").resolve()
     own.write_text(good)
     with Path(".venv/bin/activate").open("a") as file:
         file.write(f"export SLURM_CONF='{own}'\n")
-    job = Job("complete", TRAIN="if life == 0: save(); stand()")
+    monkeypatch.setenv("CONSTANTS", '{"LOOK_SECONDS": 0.5, "WARNING_SECONDS": 45}')
+    options = ["--time=1", "--signal=B:USR1@1"]
+    job = Job("complete", options=options, TRAIN="if life == 0: save(); stand()")
     job.starts(1)
     own.write_text(re.sub("(SlurmctldPort|MessageTimeout)=.*", r"\1=1", good))
-    warn(job.number)
-    job.wait_for(f" for job {job.number}")  # scontrol's complaint
+    job.wait_for("A warning")
+    count = job.log().count("error")
+    assert wait_until(lambda: job.log().count("error") > count + 2, 60)  # it asks
     own.write_text(good)
     job.ended(restarts=1)
 
@@ -501,19 +533,17 @@ def test_commands_of_the_page(kind, clone):
 
 @on("plain", "newer")
 def test_repairs_of_the_page(kind, clone, monkeypatch):
-    """A node that is lost, a mended script, a bad node, a job that is held."""
+    """A node that is lost, a bad node, a job that is held."""
     job = Job("complete", options=["-p", "requeue"], TRAIN="if life < 3: stand()")
     lost = job.starts(1)[0][2]["SLURMD_NODENAME"]
     command("scontrol", "update", f"node={lost}", "state=down", "reason=test")
     node = job.starts(2)[1][2]["SLURMD_NODENAME"]
     os.system(f"scontrol update node={lost} state=resume")  # it may have come back by itself
-    Path("complete/train.py").write_text("mended")
 
     def run(start):
         [line] = set(re.findall(f"`({start}[^`]*)`", PAGE))
         command("bash", "-c", line.replace("12345", job.number).replace("NODE", node))
 
-    run("cp complete")
     run("scontrol requeue")
     assert wait_until(lambda: job.show("JobState") == "PENDING", 60)
     run(r"scontrol update jobid=12345 ExcNodeList=\$")
@@ -521,7 +551,6 @@ def test_repairs_of_the_page(kind, clone, monkeypatch):
     assert job.show("TimeLimit") == "08:00:00"
     first, _, third = job.starts(3)
     assert third[0][-3:] == first[0][-3:] and third[2]["SLURMD_NODENAME"] != node
-    assert Path(third[0][third[0].index("-u") + 1]).read_text() == "mended"
     command("scontrol", "requeuehold", job.number)
     assert wait_until(lambda: job.show("Reason") == "job_requeued_in_held_state", 60)
     run(r"scontrol update jobid=12345 ExcNodeList=(?!\$)")
@@ -533,83 +562,109 @@ def test_repairs_of_the_page(kind, clone, monkeypatch):
 # ---- Training
 
 
+PYTHON = """#!/usr/bin/env bash
+if [ "$1" = -c ]; then exec "{folder}/pretends/python" "$@"; fi
+exec "{real}" "$@"
+"""
+
+
 @pytest.fixture
 def real(clone):
-    """The clone with the scripts, and the Python that runs the tests."""
+    """The clone with the scripts, and the Python that runs the tests; but where a job file asks
+    whether torch can use the GPUs, it can."""
     for name in "python", "torchrun":
-        Path(".venv/bin", name).unlink()
+        Path("pretends").mkdir(exist_ok=True)
+        Path(".venv/bin", name).rename(f"pretends/{name}")
+    Path(".venv/bin/python").write_text(PYTHON.format(folder=clone, real=sys.executable))
+    Path(".venv/bin/python").chmod(0o755)
     edit(".venv/bin/activate", ":$PATH", f":{Path(sys.executable).parent}:$PATH")
+    for name in "large", "own_loop":
+        shutil.copytree(ROOT / name, name)
     for path in ROOT.glob("train_*.py"):
         shutil.copy(path, clone)
 
 
 @on("plain")
 def test_small_scripts_train_on_two_nodes(kind, real, data):
-    """Together, also the pair; and by the page's changes where a node's own name leads nowhere."""
+    """Together, also the pair; and by the page's change where a node's own name leads nowhere."""
     port = helpers.free_port()
-    [torchrun] = re.findall(r"`(bash -c 'torchrun --local-addr .*? bash)`", PAGE)
-    edit("slurm/ddp_torchrun_nodes.sh", "torchrun --nnodes", f"{torchrun} --nnodes", " gpu ", " 1 ")
+    edit("slurm/ddp_torchrun_nodes.sh", "--nproc-per-node gpu", "--nproc-per-node 1")
     for name in SEVERAL[:2]:
         edit(f"slurm/{name}.sh", "$(hostname)", "$SLURMD_NODENAME")
     for name in "node0", "node1":
         edit(f"slurm/{name}.sh", "23456", str(port))
     flags = ["--dataset", data / "pictures", "--batch-size", 16, "--workers", 0, "--epochs", 1]
     names = [*SEVERAL[:2], "node1", "node0"]
-    for name in names:  # to train on CPUs, the check goes
-        path = Path(f"slurm/{name}.sh")
-        path.write_text(re.sub(r'^srun .* -c "\$check" .*\n', "", path.read_text(), flags=re.M))
     rename = ["srun", "--nodes=2", "bash", "-c"]
     command(*rename, "hostname lost-$SLURMD_NODENAME")
     try:
-        for job in [Job(name, *flags) for name in names]:
+        jobs = [Job(name, *flags) for name in names]
+        for job in jobs:
             assert job.ended().log().count("epoch 0:") == (job.name != "node1"), job.log()
     finally:
         command(*rename, "hostname $SLURMD_NODENAME")
-    for name in "ddp_multigpu_proc", "pair":
-        torch.testing.assert_close(weights(name), weights("ddp_torchrun"), rtol=0, atol=1e-5)
+    torchrun, *others = [weights(name) for name in (jobs[0].number, jobs[1].number, "pair")]
+    for other in others:
+        torch.testing.assert_close(other, torchrun, rtol=0, atol=1e-5)
+
+
+STANDS = """\
+            if step == 3 and "SLURM_RESTART_COUNT" not in os.environ:
+                time.sleep(9999)
+"""
 
 
 @on("plain")
-def test_complete_trains(kind, real):
-    """Beyond a time limit on two nodes, to the weights of an undisturbed run; a loop of one's own,
-    beyond a failure. where.sh shows the ranks, and neither torchrun nor requeue.py."""
+def test_real_scripts_beyond_a_time_limit(kind, real):
+    """Those that complete.sh names: with four minutes, each is warned at once, and requeued as soon
+    as it has a checkpoint. A copy of complete/ is warned by Slurm while it stands still on two
+    nodes, where where.sh shows its ranks, and neither torchrun nor requeue.py; it ends with the
+    weights of an undisturbed run."""
     shutil.copytree("complete", "mine")
-    shutil.copy(ROOT / "own_loop" / "after.py", "mine")
-    first_life = '"SLURM_RESTART_COUNT" not in os.environ'
     backward = "            scaler.scale("
-    stand = f"""\
-            if step == 3 and {first_life}:
-                time.sleep(9999)
-"""
     edit("mine/train.py", "import argparse\n", "import argparse, os, time\n")
-    edit("mine/train.py", backward, stand + backward)
-    epoch = "        model.train()\n"
-    fail = f"""\
-        if epoch == 1 and {first_life}:
-            os.kill(os.getppid(), 9)  # torchrun
-            os._exit(1)
-"""
-    edit("mine/after.py", epoch, fail + epoch, "Discs(2_000", "Discs(64", "Discs(400", "Discs(16")
+    edit("mine/train.py", backward, STANDS + backward)
+    edit("own_loop/after.py", "Discs(2_000", "Discs(500", "Discs(400", "Discs(16")
+    Path("text.txt").write_text("".join(f"word {i} " for i in range(20_000)))
+    prepare = ["text.txt", "--output", "tokens", "--tokenizer", "bytes", "--workers", 1]
+    command(sys.executable, "large/prepare_texts.py", *prepare)
 
-    flags = ["--dataset", "synthetic", "--batch-size", 1000, "--epochs", 1, "--log-every", 1]
-    flags += ["--checkpoint-minutes", 0]
-    edit("slurm/complete.sh", "processes=gpu", "processes=1", "complete/train.py", "mine/train.py")
-    long = Job("complete", *flags, options=["--nodes=2"])
-    edit("slurm/complete.sh", "mine/train.py", "mine/after.py")
-    loop = Job("complete", "--epochs", 2, "--workers", 0)
-    long.wait_for("step 2/")
-    lines = command("bash", "slurm/where.sh", long.number).splitlines()
+    often = ["--checkpoint-minutes", 0]
+    images = ["--dataset", "synthetic", "--batch-size", 1000, "--log-every", 1, *often]
+    tokens = "--tokens tokens --layers 1 --width 64 --heads 2 --length 64 --batch-size 8".split()
+    tokens += ["--steps", 300, "--log-every", 10, "--eval-tokens", 1000, *often]
+    edit("slurm/complete.sh", "processes=gpu", "processes=1")
+    good = Path("slurm/complete.sh").read_text()
+
+    def submit(script, checkpoint, *flags, options=()):
+        changes = "script=complete/train.py", f"script={script}", "=checkpoint.pt", f"={checkpoint}"
+        Path("slurm/complete.sh").write_text(replaced(good, *changes))
+        return Job("complete", *flags, options=options)
+
+    copy = submit("mine/train.py", "checkpoint.pt", *images, "--epochs", 1, options=["--nodes=2"])
+    short = ["--time=4"]
+    jobs = {
+        submit("complete/train.py", "checkpoint.pt", *images, "--epochs", 2, options=short),
+        submit("large/train_lm.py", "latest.json", *tokens, options=short),
+        submit("own_loop/after.py", "last.pt", "--epochs", 2, "--workers", 0, options=short),
+    }
+    copy.wait_for("step 2/")
+    lines = command("bash", "slurm/where.sh", copy.number).splitlines()
     ranks = [line[:12] for line in lines if "RANK=" in line]
     assert ranks == ["RANK=0 node0", "RANK=1 node1"], lines
-    command("scontrol", "update", f"job={long.number}", "endtime=now+300")  # USR1 within 30 s
-    helpers.run("complete/train.py", *flags, "--output", "runs/quiet", processes=2)
-    long.wait_for("DUE TO JOB REQUEUE")
-    command("scontrol", "update", f"job={long.number}", "timelimit=60")  # of its next life
-    assert re.search("0 epochs and [12] steps are done", long.ended(restarts=1).log()), long.log()
-    output = f"complete-{long.number}"
-    torch.testing.assert_close(weights(output), weights("quiet"), rtol=0, atol=0)
-    assert re.findall(r"^epoch (\d)", loop.ended(restarts=1).log(), re.M) == ["0", "1"], loop.log()
+    command("scontrol", "update", f"job={copy.number}", "endtime=now+300")  # USR1 within 30 s
+    quiet = [*images, "--epochs", 1, "--output", "runs/quiet"]
+    helpers.run("complete/train.py", *quiet, processes=2)
+    for job in [*jobs, copy]:
+        job.wait_for("DUE TO JOB REQUEUE")
+        command("scontrol", "update", f"job={job.number}", "timelimit=60")  # of its next life
+    for job in jobs:
+        job.ended(restarts=1)
+        continued = r"[1-9]\d* steps are done|^epoch 1:"
+        assert re.search(continued, job.log().partition("DUE TO JOB REQUEUE")[2], re.M), job.log()
+    assert re.search("0 epochs and [12] steps are done", copy.ended(restarts=1).log()), copy.log()
+    torch.testing.assert_close(weights(copy.number), weights("quiet"), rtol=0, atol=0)
 
 
 def weights(name):
-    return helpers.weights(f"runs/{name}")
+    return helpers.weights(f"runs/{name}", "checkpoint.pt")

@@ -1,0 +1,2262 @@
+"""Runs your unchanged training script on one process and on two, and says where they part.
+
+python compare.py train.py --its --own flags
+python compare.py --steps 40 --short 10 train.py --output runs/{run} --its --own flags
+python compare.py -m package.train --its --own flags
+python compare.py train.py --nproc {n}                  # a script that starts its processes itself
+python compare.py --one "--batch-size 64" train.py --batch-size 32    # a batch size per process
+
+A right script does the same on N processes as on one, up to rounding: samples, losses, gradients,
+weights. To compare them, both runs draw the same random numbers here: noise for a share of the
+batch is that share of what one process draws, and a sample is augmented alike wherever it is
+loaded. Batch norm on one process takes each share's own statistics, as DDP does. Mixed precision,
+TF32, torch.compile and attention's dropout are off. After each step, the N processes get the
+weights that one process has: each step is a test of its own, and rounding cannot grow.
+
+In flags, {run} is "one" or "all", {n} the number of processes, {rank} this one's, {port} a free
+port. What the script creates is removed after each run (with --keep FOLDER, moved there), and what
+it overwrites is put back; what it reads again, such as downloaded data, stays.
+
+"WRONG" needs a change: gradients or weights differ. "look" may be intended: a sample's result
+depends on which others are in its batch (adaptive solvers, k-means, a Dice loss of the batch, a
+GAN's minibatch statistics), or a number that is printed is another one. Status 1 if something is
+WRONG, 2 if nothing could be compared.
+
+It does not see what is wrong in both runs, nor random numbers that should be another's, as they are
+given here: equal seeds of ranks or workers, a number drawn once for a batch by each rank, no
+set_epoch. These are check.py's. Nor: generators of random numbers inside a dataset object, batches
+that are cut into pieces of a fixed size, several machines, processes started by Process(...).
+"""
+
+import argparse
+import contextlib
+import functools
+import gc
+import inspect
+import json
+import linecache
+import math
+import operator
+import os
+import pickle
+import random
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import traceback
+import zlib
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset, Subset, dataloader, get_worker_info
+from torch.utils.data._utils import fetch as fetchers
+
+parser = argparse.ArgumentParser(
+    usage="python compare.py [flags] script.py [script's flags]",
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+)
+parser.add_argument("--steps", type=int, default=20, help="optimizer steps to compare")
+parser.add_argument("--nproc", type=int, default=2, help="processes of the second run")
+parser.add_argument("--short", type=int, help="end each pass over a DataLoader after these batches")
+parser.add_argument("--one", default="", help="further flags of the script on one process")
+parser.add_argument("--tolerance", type=float, help="of gradients [3e-4, on GPUs 3e-3]")
+parser.add_argument("--seed", type=int, default=0, help="of all random numbers, in both runs")
+parser.add_argument("--wait", type=float, default=120, help="seconds without advance: it hangs")
+parser.add_argument("--keep", help="folder for the outputs of both runs")
+parser.add_argument("-m", action="store_true", help="the script is a module, as in python -m")
+parser.add_argument("script", help="your script, followed by its flags")
+parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+HERE = os.path.abspath(__file__)
+START = os.getcwd()  # paths are relative to it, also after os.chdir
+UNKNOWN = "?"  # a place that is in no file of the script's own
+STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
+SCRIPT_FOLDER = [START + os.sep]  # main sets it: also an environment may be in it, or it in one
+LEAVE = os._exit
+SPAWNS = 75  # exit status of a script that would start processes itself
+BATCH_NORM = r"running_mean$|running_var$|num_batches_tracked$"  # averages: each rank's own
+MANY_VALUES = 50  # of a line and step that are noted
+MANY_COLUMNS = 4096
+
+
+# ---- what is started: the script on one process, then on N
+
+
+def launch(words, env, log):
+    """Start a process, with what it starts in a group of its own."""
+    with open(log, "wb") as file:
+        return subprocess.Popen(words, env=env, stdout=file, stderr=file, start_new_session=True)
+
+
+def stop(processes):
+    """End them, and what they have started."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class BothRuns:
+    def __init__(self, args, folder, layout):
+        self.args, self.folder, self.layout = args, folder, layout
+        self.spawns = False  # the script starts its processes itself
+
+    def start(self, name):
+        """Run the script once, to its end or to --steps; and say what went wrong."""
+        args, nproc = self.args, 1 if name == "one" else self.args.nproc
+        options = {"folder": self.folder, "run": name, "layout": self.layout, "spawns": self.spawns}
+        options |= {key: value for key, value in vars(args).items() if key != "flags"}
+        port, processes = free_port(), []
+        env = os.environ | {"COMPARE": json.dumps(options), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        env.setdefault("OMP_NUM_THREADS", "1")
+        if 0 < torch.cuda.device_count() < args.nproc:
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        started = 1 if self.spawns else nproc
+        try:
+            for rank in range(started):
+                own = {} if self.spawns else environment(rank, nproc, port)
+                processes.append(
+                    launch(
+                        [sys.executable, HERE, *self.flags(name, nproc, rank, port)],
+                        env | own,
+                        f"{self.folder}/{name}.{rank}.log",
+                    )
+                )
+            self.wait(name, nproc, processes)
+        finally:
+            stop(processes)
+        if processes[0].returncode == SPAWNS and not self.spawns:
+            self.spawns = True
+            self.put_away(name)
+            self.start(name)
+
+    def flags(self, name, nproc, rank, port):
+        flags = self.args.flags + (shlex.split(self.args.one) if name == "one" else [])
+        values = {"{run}": name, "{n}": nproc, "{rank}": rank, "{port}": port}
+        for key, value in values.items():
+            flags = [flag.replace(key, str(value)) for flag in flags]
+        return flags
+
+    def wait(self, name, nproc, processes):
+        sizes, since = None, time.monotonic()
+        while any(process.poll() is None for process in processes):
+            time.sleep(0.2)
+            now = [
+                os.path.getsize(file)
+                for rank in range(nproc)
+                if os.path.exists(file := f"{self.folder}/{name}.{rank}.notes")
+            ]
+            if now != sizes:
+                sizes, since = now, time.monotonic()
+            failed = [r for r, process in enumerate(processes) if process.poll()]
+            if failed and time.monotonic() - since > 3:  # the others may wait for it
+                break
+            if time.monotonic() - since > self.args.wait:
+                print(f"compare.py: on {nproc}: no advance for {self.args.wait:.0f} s (--wait)")
+                for rank in range(nproc):
+                    self.show_place(name, rank)
+                return
+        failed = [r for r, process in enumerate(processes) if process.poll() not in (0, SPAWNS)]
+        if failed:
+            self.show_failure(name, nproc, failed)
+
+    def show_place(self, name, rank):
+        with contextlib.suppress(FileNotFoundError):
+            with open(f"{self.folder}/{name}.{rank}.where") as file:
+                print(f"  rank {rank} is at {file.read()}")
+
+    def show_failure(self, name, nproc, failed):
+        """The end of what the rank printed that failed first."""
+        ends = {rank: Notes(self.folder, name, rank).end() for rank in failed}
+        first = [rank for rank in failed if "Connection" not in ends[rank]] or failed
+        print(f"compare.py: on {nproc}: rank {first[0]} failed; the end of what it printed:")
+        with open(f"{self.folder}/{name}.{first[0]}.log", errors="replace") as log:
+            print(log.read()[-2500:])
+
+    def put_away(self, name):
+        """What a run has created, but does not read again, must not be met by the next one. What it
+        has overwritten is put back."""
+        ranks = range(1 if name == "one" else self.args.nproc)
+        files = [note for rank in ranks for _, note in Notes(self.folder, name, rank)[File]]
+        read = {file.path for file in files if file.kind == "read"}
+        for path in {file.path for file in files if file.kind == "created"}:
+            if not os.path.lexists(path) or any(is_below(other, path) for other in read):
+                continue
+            if self.args.keep:
+                kept = os.path.join(self.args.keep, name, os.path.relpath(path, START))
+                kept = kept if is_below(kept, self.args.keep) else f"{self.args.keep}/{name}"
+                os.makedirs(os.path.dirname(kept), exist_ok=True)
+                shutil.move(path, kept)
+            elif os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.remove(path)
+        for file in files:
+            if file.kind == "overwritten" and os.path.exists(file.copy):
+                shutil.move(file.copy, file.path)
+
+    def compare(self):
+        for name in ("one", "all"):
+            began = time.monotonic()
+            try:
+                self.start(name)
+            finally:
+                self.put_away(name)
+            print(f"compare.py: {name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+            if not os.path.exists(f"{self.folder}/one.draws"):
+                return "compare.py: the run on one process did not get to an optimizer step", 2
+        tolerance = self.args.tolerance or (3e-3 if torch.cuda.is_available() else 3e-4)
+        return report(self.folder, self.args.nproc, tolerance)
+
+
+def environment(rank, nproc, port):
+    """What torchrun would set."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank}
+    names |= {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "GROUP_WORLD_SIZE": 1}
+    names |= {"ROLE_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    names |= {"TORCHELASTIC_RUN_ID": "compare", "TORCHELASTIC_RESTART_COUNT": 0}
+    return {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_MAX_RESTARTS": "0"}
+
+
+def is_below(path, folder):
+    return path == folder or path.startswith(os.path.join(folder, ""))
+
+
+# ---- what is recorded: the notes of a process
+
+
+@dataclass
+class Value:
+    """What a line of the script has computed, in the order of the script."""
+
+    kind: str  # "value" of one operation, "inputs" and "outputs" of a model, "loss"
+    line: str
+    name: str  # of the operation or model
+    number: int  # the n-th of this line and name in the step
+    parts: list  # a summary of each tensor
+    index: int = 0  # of this value, in this process
+    made_from: list = field(default_factory=list)  # indices of values
+    numbers: list = field(default_factory=list)  # plain numbers among the arguments
+    fixed_divisor: bool = False  # a division by something that has no gradient
+    model: int | None = None  # index of the inputs of the model inside of which it is
+
+
+@dataclass
+class Pass:
+    """A DataLoader is iterated: (line, how often before), and how many batches it has."""
+
+    key: tuple
+    batches: int | None
+
+
+@dataclass
+class PassEnd:
+    key: tuple
+    batches: int
+
+
+@dataclass
+class Batch:
+    key: tuple  # of the pass
+    number: int
+    indices: list | None  # of its samples
+    rows: int | None
+
+
+@dataclass
+class Step:
+    """An optimizer's step: the learning rate and other numbers."""
+
+    key: tuple  # the optimizer's number, its step
+    line: str
+    settings: list
+    made: str  # the line that made the optimizer, and its scheduler
+
+
+@dataclass
+class Compared:
+    """Tensors of run N beside those of run one, at an optimizer's step."""
+
+    kind: str  # "weights" and "gradients" before it, "update", "buffers"
+    line: str
+    parts: dict  # {name: Difference as a tuple}
+    missing: list  # names that only one side has
+
+
+@dataclass
+class Printed:
+    line: str
+    text: str
+
+
+@dataclass
+class Said:
+    """Something for the user to know ("note"), or the "order" of a batch's samples over ranks."""
+
+    kind: str
+    text: str
+
+
+@dataclass
+class File:
+    """A path that the script has created, read, or is about to overwrite (then with a copy)."""
+
+    kind: str
+    path: str
+    copy: str = ""
+
+
+@dataclass
+class End:
+    state: str
+
+
+# ---- in each process: lines, replaced functions, where a rank's samples are
+
+
+def is_library(path):
+    """Whether a file belongs to Python or to an installed package, not to the script."""
+    if path.startswith(SCRIPT_FOLDER[0]):
+        inside = os.sep + path.removeprefix(SCRIPT_FOLDER[0])
+        in_python = path.startswith(STANDARD) and not SCRIPT_FOLDER[0].startswith(STANDARD)
+        return in_python or any(name in inside for name in INSTALLED)
+    return path.startswith(STANDARD) or any(name in path for name in INSTALLED)
+
+
+@functools.cache
+def own_file(name):
+    """The path of a file of the script's own code; None for libraries and this file."""
+    path = os.path.normpath(os.path.join(START, name))
+    if path == HERE or name.startswith("<") or is_library(path) or not os.path.exists(path):
+        return None
+    return min(path, os.path.relpath(path, START), key=len)
+
+
+def own_lines(frame):
+    """`file:line` of the script's own code, innermost first."""
+    found = [(own_file(f.f_code.co_filename), line) for f, line in traceback.walk_stack(frame)]
+    return [f"{file}:{line}" for file, line in found if file] or [UNKNOWN]
+
+
+def place():
+    """The line of the script that we are called from, and those that called it."""
+    return tuple(own_lines(sys._getframe(1)))
+
+
+def replace(owner, name):
+    """A decorator: the function replaces owner.name, and gets the original as its first argument.
+    What torch.compile traces is left alone."""
+
+    def decorate(function):
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def replacement(*args, **kwargs):
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, replacement)
+
+    return decorate
+
+
+class Run:
+    """What this process knows, and the notes that it takes."""
+
+    def __init__(self, in_worker=False):
+        self.options = json.loads(os.environ["COMPARE"])
+        self.folder, self.world = self.options["folder"], self.options["nproc"]
+        self.name, self.rank = self.options["run"], int(os.environ.get("RANK", 0))
+        self.one = self.name == "one"
+        self.thread = threading.local()
+        self.steps, self.counts, self.pid = 0, {}, os.getpid()
+        self.lock = threading.RLock()
+        self.loader_rows = self.model_rows = None  # of this process's batch
+        self.order = None  # where the batch's samples are in one process's batch
+        self.model = None  # the outermost model that computes now
+        self.draws, self.given, self.batches, self.seeds = {}, {}, {}, {}
+        self.seed = {}  # that the script has set since the last step, of each library
+        self.made = {}  # lines that made optimizers and schedulers
+        self.generator = torch.Generator()
+        if in_worker:
+            return
+        self.notes = open(f"{self.folder}/{self.name}.{self.rank}.notes", "wb")
+        if not self.one:
+            with open(f"{self.folder}/one.draws", "rb") as file:
+                self.draws, self.given, self.batches, self.seeds = pickle.load(file)
+
+    def note(self, note):
+        if os.getpid() == self.pid and not self.notes.closed:
+            with self.lock:
+                pickle.dump((self.steps, type(note).__name__, vars(note)), self.notes)
+                self.notes.flush()
+
+    def say(self, text, kind="note"):
+        if not self.number("said", text):
+            self.note(Said(kind, text))
+
+    def number(self, *key):
+        """0, 1, 2, ...: how often this key was asked for."""
+        self.counts[key] = self.counts.get(key, -1) + 1
+        return self.counts[key]
+
+    def hash(self, *key):
+        """A seed."""
+        return zlib.crc32(repr((self.options["seed"], *key)).encode())
+
+    def in_dataset(self):
+        """There, each sample has a seed of its own."""
+        return get_worker_info() is not None or getattr(self.thread, "in_dataset", False)
+
+    def is_quiet(self):
+        return getattr(self.thread, "quiet", False)
+
+    @contextlib.contextmanager
+    def quiet(self):
+        """What happens inside is not the script's."""
+        before, self.thread.quiet = self.is_quiet(), True
+        try:
+            yield
+        finally:
+            self.thread.quiet = before
+
+    def end(self, state):
+        self.note(End(state))
+        if self.one:
+            with open(f"{self.folder}/one.draws", "wb") as file:
+                pickle.dump((self.draws, self.given, self.batches, self.seeds), file)
+        sys.stdout.flush()
+        if state != "--steps":
+            return
+        open(f"{self.folder}/{self.name}.{self.rank}.done", "w").close()
+        for _ in range(300):  # the others may still need this rank
+            others = range(1 if self.one else self.world)
+            if all(os.path.exists(f"{self.folder}/{self.name}.{r}.done") for r in others):
+                break
+            time.sleep(0.1)
+        LEAVE(0)
+
+    # ---- where a rank's samples are among those of one process
+
+    def positions(self, rank, share, one=None):
+        """Where a rank's `share` entries of a dimension are among those of one process."""
+        one = self.one if one is None else one
+
+        def rows(n):
+            return n // self.world if n and one and self.one else n
+
+        loader_rows, model_rows = rows(self.loader_rows), rows(self.model_rows)
+        batch = loader_rows or model_rows or share
+        if model_rows and share % batch and share % model_rows == 0:
+            batch = model_rows
+        times, rest = divmod(share, batch)
+        if rest or not times:
+            batch, times = share, 1
+        base = torch.arange(rank, batch * self.world, self.world)
+        if self.options["layout"] == "blocks":
+            base = torch.arange(batch) + rank * batch
+        if not one and self.order is not None and len(self.order) == batch:
+            base = torch.tensor(self.order)
+        if times == 1:
+            return base
+        if share == model_rows:  # several views, one after the other
+            return torch.cat([base + view * batch * self.world for view in range(times)])
+        return (base[:, None] * times + torch.arange(times)).reshape(-1)  # a sample's entries
+
+    def shared_dimension(self, whole, share):
+        """The dimension of which a rank has its share; None if there is none. The others may be
+        shorter than one process's, whose batch is padded to the longest sample of all."""
+        if len(whole) != len(share) or any(a < b for a, b in zip(whole, share)):
+            return None
+        shared = [d for d in range(len(share)) if whole[d] == self.world * share[d]]
+        equal = sum(a == b for a, b in zip(whole, share))
+        return shared[0] if shared and (equal == len(share) - 1 or shared[0] == 0) else None
+
+    def share_of(self, values, share):
+        """This rank's part of one process's random numbers."""
+        d = self.shared_dimension(values.shape, share)
+        values = values.index_select(d, self.positions(self.rank, share[d]))
+        return values[tuple(slice(n) for n in share)]
+
+
+# ---- how draws are paired: random numbers are those of one process
+
+
+def seeded(run, library, value):
+    """The script seeds a library. Draws are then those after this seed, whichever process makes
+    them; after a seed of each rank's own, those after one process's."""
+    lines = place()
+    ways = [(run.steps, library, where) for where in (lines, lines[0])]
+    numbers = [run.number("seed", *way) for way in ways]
+    if run.one:
+        for way in ways:
+            run.seeds.setdefault(way, []).append(value)
+    else:
+        found = [(run.seeds[way], n) for way, n in zip(ways, numbers) if way in run.seeds]
+        if not found:  # one process does not seed here
+            return None
+        known, n = found[0]
+        value = value if value in known else known[min(n, len(known) - 1)]
+    run.seed[library] = value, run.number("seeds")
+    return value
+
+
+def pair(run, name, shape, library="torch"):
+    """Which draw of one process this is: its key, and its shape. It has the same lines, from the
+    innermost to the outermost, so that what one rank alone draws does not count; or else the same
+    innermost line, or any. Of these, it is the n-th since the last seed, or else in the step."""
+    seed, number = run.seed.get(library, (None, None))
+    lines = place()
+    ways = []
+    for where in ("any", lines[0], lines):
+        since = run.number("draw", run.steps, number, where, name)
+        in_step = run.number("draw", run.steps, where, name)
+        ways[:0] = (run.steps, "seed", seed, where, name, since), (run.steps, where, name, in_step)
+        if where == lines[0]:
+            key = (run.steps if seed is None else "seed", where, name, seed, since)
+    if run.one:
+        for way in ways:
+            run.draws.setdefault(way, (key, shape))
+        return key, shape
+    found = []
+    for first in (0, 2, 4):
+        if first == 4 and found:
+            break
+        near = [run.draws[way] for way in ways[first : first + 2] if way in run.draws]
+        found += near
+        for one, whole in sorted(near, key=lambda draw: draw[1] != shape):
+            if whole == shape or run.shared_dimension(whole, shape) is not None:
+                return one, whole
+    return found[0][0] if found else key, shape
+
+
+def drawn(run, name, shape, draw):
+    """What one process would draw here, or the rank's part of it. `draw` gets a shape and a
+    generator."""
+    shape, library = tuple(shape), "numpy" if name.startswith("numpy") else "torch"
+    key, whole = pair(run, name, shape, library)
+    run.generator.manual_seed(run.hash(key))
+    values = draw(whole, run.generator)
+    if whole != shape:
+        values = run.share_of(values, shape)
+    return values
+
+
+def drawn_by_hand(run, name, values):
+    """Numbers of a generator of the script's own: left alone, unless a rank has drawn its share."""
+    key, shape = pair(run, f"{name} of a generator", tuple(values.shape), None)
+    if run.one and values.numel() < 1_000_000:
+        run.given[key] = values.detach().cpu().clone()
+    if shape == tuple(values.shape) or key not in run.given:
+        return values
+    return run.share_of(run.given[key], tuple(values.shape))
+
+
+def is_plain(tensor):
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
+
+
+def control_torch(run):
+    """Random functions of torch get the numbers of one process."""
+    for module in (torch, torch.random):
+
+        @replace(module, "manual_seed")
+        def seed_torch(original, seed):
+            if not run.in_dataset():
+                seeded(run, "torch", int(seed))
+            return original(seed)
+
+    def noise(name, shape, method, *words, dtype=torch.float, **more):
+        """Numbers by a method that fills a tensor, such as normal_."""
+        fill = inspect.unwrap(getattr(torch.Tensor, method))
+        more.pop("generator", None)
+        return drawn(
+            run,
+            name,
+            shape,
+            lambda s, g: fill(torch.empty(s, dtype=dtype), *words, **more, generator=g),
+        )
+
+    def uniform(name, out, args, kwargs):
+        return noise(name, out.shape, "normal_" if "randn" in name else "uniform_", dtype=out.dtype)
+
+    def integers(name, out, args, kwargs):
+        numbers = [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
+        low = kwargs.get("low", numbers[0] if len(numbers) > 1 else 0)
+        high = kwargs.get("high", numbers[-1] if numbers else None)
+        return noise(name, out.shape, "random_", low, high, dtype=out.dtype)
+
+    def normal(name, out, args, kwargs):
+        mean = kwargs.get("mean", args[0] if args else 0.0)
+        std = kwargs.get("std", args[1] if len(args) > 1 else 1.0)
+        return noise(name, out.shape, "normal_").to(out.device) * std + mean
+
+    def coins(name, out, args, kwargs):
+        given = kwargs.get("input", args[0] if args else None)
+        p = kwargs.get("p", args[1] if len(args) > 1 else 0.5 if name == "bernoulli_" else given)
+        return (noise(name, out.shape, "uniform_").to(out.device) < p).to(out.dtype)
+
+    def categories(name, out, args, kwargs):
+        given = dict(zip(["input", "num_samples", "replacement"], args)) | kwargs
+        weights = given["input"].detach().double().cpu()
+        if given.get("replacement"):
+            sums = weights.cumsum(-1)
+            level = noise(name, out.shape, "uniform_", dtype=torch.double) * sums[..., -1:]
+            return torch.searchsorted(sums, level).clamp(max=weights.shape[-1] - 1)
+        times = noise(name, weights.shape, "exponential_", dtype=torch.double)
+        return (weights / times).topk(given["num_samples"], -1).indices
+
+    def permutation(name, out, args, kwargs):
+        """If it may be one of the batch: within each share, as N processes do."""
+        n, shuffle = len(out), inspect.unwrap(torch.randperm)
+        key, (total,) = pair(run, name, (n,))
+        share, rest = divmod(total, run.world)
+
+        def inner(rank, n):
+            run.generator.manual_seed(run.hash(key, rank))
+            return shuffle(n, generator=run.generator)
+
+        if total != n:
+            return inner(run.rank, n)
+        if rest or run.world > share:
+            return inner(0, n)
+        values = torch.empty(n, dtype=torch.long)
+        for rank in range(run.world):
+            at = run.positions(rank, share, one=True)
+            values[at] = at[inner(rank, share)]
+        return values
+
+    def in_place(name, out, args, kwargs):
+        return noise(name, out.shape, name, *args[1:], dtype=out.dtype, **kwargs)
+
+    def watch(owner, name, values_of):
+        @replace(owner, name)
+        def draw(original, *args, **kwargs):
+            if run.in_dataset() or run.is_quiet():
+                return original(*args, **kwargs)
+            with run.quiet(), torch.no_grad():
+                out = original(*args, **kwargs)
+                if not torch.is_tensor(out) or not is_plain(out):
+                    return out
+                if kwargs.get("generator") is None:
+                    return out.copy_(values_of(name, out, args, kwargs))
+                values = drawn_by_hand(run, name, out)
+                return out if values is out else out.copy_(values)
+
+    functions = {"rand": uniform, "randn": uniform, "rand_like": uniform, "randn_like": uniform}
+    functions |= {"randint": integers, "randint_like": integers, "randperm": permutation}
+    functions |= {"normal": normal, "bernoulli": coins, "multinomial": categories}
+    methods = {"bernoulli": coins, "multinomial": categories, "bernoulli_": coins}
+    for name in "normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_".split():
+        methods[name] = in_place
+    for owner, table in ((torch, functions), (torch.Tensor, methods)):
+        for name, values_of in table.items():
+            watch(owner, name, values_of)
+
+
+def control_dropout(run):
+    def watch(name):
+        @replace(F, name)
+        def dropout(original, input, p=0.5, training=True, inplace=False):
+            if run.in_dataset() or not is_plain(input) or not training or p == 0:
+                return original(input, p, training, inplace)
+            shape = tuple(input.shape)
+            if name != "dropout":  # whole channels
+                shape = shape[:2] + (1,) * (input.dim() - 2)
+            with run.quiet():
+                rand = inspect.unwrap(torch.rand)
+                noise = drawn(run, name, shape, lambda s, g: rand(s, generator=g))
+                mask = (noise >= p).to(input.device, input.dtype) / (1 - p if p < 1 else 1)
+                return input.mul_(mask) if inplace else input * mask
+
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d"):
+        watch(name)
+
+    @replace(F, "scaled_dot_product_attention")
+    def attention(original, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
+        if dropout_p:
+            run.say("attention's dropout is off")
+        return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    def without_dropout(original, self, *args, **kwargs):
+        if self.dropout:
+            run.say("dropout between recurrent layers is off")
+        p, self.dropout = self.dropout, 0.0
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.dropout = p
+
+    for recurrent in (nn.RNN, nn.LSTM, nn.GRU):
+        replace(recurrent, "forward")(without_dropout)
+
+
+def control_python(run):
+    """Python's and numpy's global generators: alike on all ranks, after each rank's own seeds, too,
+    and from each of the script's lines on. numpy's arrays are shared like torch's."""
+
+    def watch_seeds(owner, library):
+        @replace(owner, "seed")
+        def seed(original, *args, **kwargs):
+            if run.in_dataset():
+                return original(*args, **kwargs)
+            value = seeded(run, library, repr((*args, *kwargs.values())))
+            if value is not None:
+                original(run.hash(library, value))
+
+    def watch_arrays(name, size_at):
+        @replace(np.random, name)
+        def draw(original, *args, **kwargs):
+            out = original(*args, **kwargs)
+            if run.in_dataset() or not isinstance(out, np.ndarray):
+                return out
+
+            def again(shape, generator):
+                state = np.random.get_state()
+                inspect.unwrap(np.random.seed)(generator.initial_seed() % 2**32)
+                words, more = list(args), dict(kwargs)
+                if size_at is None:
+                    words = list(shape)
+                elif len(words) > size_at:
+                    words[size_at] = shape
+                else:
+                    more["size"] = shape
+                values = torch.from_numpy(np.ascontiguousarray(original(*words, **more)))
+                np.random.set_state(state)
+                return values
+
+            with run.quiet():
+                return drawn(run, f"numpy {name}", out.shape, again).numpy()
+
+    def watch_numbers(owner, library, name):
+        """Also where one number is drawn for a whole batch, it is the same on all ranks."""
+
+        @replace(owner, name)
+        def draw(original, *args, **kwargs):
+            if not run.in_dataset():
+                where = run.steps, run.seed.get(library), place(), name
+                if run.number("python", *where) < 1000:  # it takes time
+                    key, _ = pair(run, f"{library}.{name}", (), library)
+                    inspect.unwrap(owner.seed)(run.hash(key))
+            return original(*args, **kwargs)
+
+    watch_seeds(random, "random")
+    watch_seeds(np.random, "numpy")
+    sizes = {"rand": None, "randn": None, "random": 0, "random_sample": 0, "standard_normal": 0}
+    for name, size_at in (sizes | {"uniform": 2, "normal": 2, "randint": 2}).items():
+        watch_arrays(name, size_at)
+    for name in "random choice choices uniform randint randrange gauss sample shuffle".split():
+        watch_numbers(random, "random", name)
+    for name in "random rand randn uniform randint choice beta normal permutation shuffle".split():
+        watch_numbers(np.random, "numpy", name)
+    watch_numbers(random, "random", "betavariate")
+
+
+# ---- samples: the same in both runs, augmented alike
+
+
+def seed_all(seed, torch_too=True):
+    if torch_too:
+        torch.default_generator.manual_seed(seed)
+    inspect.unwrap(random.seed)(seed)
+    inspect.unwrap(np.random.seed)(seed)
+    if "imgaug" in sys.modules:
+        sys.modules["imgaug"].seed(seed)
+
+
+@contextlib.contextmanager
+def own_numbers(run):
+    """Random numbers of a dataset, which do not change the script's others."""
+    saved = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    run.thread.in_dataset = True
+    try:
+        yield
+    finally:
+        run.thread.in_dataset = False
+        torch.set_rng_state(saved[0])
+        random.setstate(saved[1])
+        np.random.set_state(saved[2])
+
+
+def base_index(dataset, index):
+    """A sample's index in the dataset itself, below all Subsets."""
+    try:
+        while isinstance(dataset, Subset):
+            dataset, index = dataset.dataset, dataset.indices[index]
+        return operator.index(index)
+    except TypeError:
+        return repr(index)
+
+
+def control_datasets(run):
+    """Each sample is drawn with a seed of its own; what makes the batch, with one of the batch."""
+
+    @replace(fetchers._MapDatasetFetcher, "fetch")
+    def fetch(original, self, indices):
+        number = self.__dict__.setdefault("compare_number", 0)
+        self.compare_number += 1
+        with own_numbers(run):
+            many = hasattr(self.dataset, "__getitems__") and not isinstance(self.dataset, Subset)
+            if not self.auto_collation or many:
+                seed_all(run.hash("batch", number))
+                return original(self, indices)
+            samples = []
+            for index in indices:
+                seed_all(run.hash("sample", base_index(self.dataset, index)))
+                samples.append(self.dataset[index])
+            seed_all(run.hash("batch", number))
+            return self.collate_fn(samples)
+
+    class Seeded:
+        """The k-th sample of a rank is the (k * world + rank)-th of one process."""
+
+        def __init__(self, iterator):
+            self.iterator, self.k = iterator, 0
+
+        def __next__(self):
+            seed_all(run.hash("item", self.k if run.one else self.k * run.world + run.rank))
+            self.k += 1
+            return next(self.iterator)
+
+    @replace(fetchers._IterableDatasetFetcher, "__init__")
+    def init(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.dataset_iter = Seeded(self.dataset_iter)
+
+    @replace(fetchers._IterableDatasetFetcher, "fetch")
+    def fetch_items(original, self, indices):
+        with own_numbers(run):
+            return original(self, indices)
+
+
+STREAM = "a batch of an IterableDataset"
+
+
+class Elsewhere:
+    """A function of this file, for a process that has not imported it: it is pickled by its path.
+    Loader workers may be started by forkserver, and mp.spawn's processes import the script alone.
+    """
+
+    class File:
+        def __reduce__(self):
+            return runpy.run_path, (HERE, None, "elsewhere")
+
+    def __init__(self, name):
+        self.name = name
+
+    def __call__(self, *args):
+        return globals()[self.name](*args)
+
+    def __reduce__(self):
+        return operator.getitem, (self.File(), self.name)
+
+
+def start_worker(theirs, worker):
+    """In each loader worker."""
+    if not hasattr(fetchers._MapDatasetFetcher.fetch, "__wrapped__"):  # not forked
+        control_datasets(Run(in_worker=True))
+    if theirs is not None:
+        theirs(worker)
+
+
+def length(sized):
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):  # some samplers do not know it
+        return None
+
+
+def watch_loaders(run):
+    """The samples of each batch, and the batches of each pass."""
+
+    @replace(dataloader._BaseDataLoaderIter, "_reset")
+    def reset(original, self, *args, **kwargs):
+        self.compare_indices = []
+        return original(self, *args, **kwargs)
+
+    @replace(dataloader._BaseDataLoaderIter, "_next_index")
+    def next_index(original, self):
+        indices = original(self)
+        self.__dict__.setdefault("compare_indices", []).append(indices)
+        return indices
+
+    @replace(DataLoader, "__iter__")
+    def iterate(original, self):
+        line, theirs, workers = place(), self.worker_init_fn, self.num_workers
+        is_map = not isinstance(self.dataset, IterableDataset)
+        if workers and not is_map:
+            run.say("IterableDatasets are read without workers")
+            self.num_workers = 0
+        elif workers:
+            self.worker_init_fn = functools.partial(Elsewhere("start_worker"), theirs)
+        try:
+            iterator = original(self)
+        finally:
+            self.worker_init_fn, self.num_workers = theirs, workers
+        iterator.compare_pass = (line[:2], run.number("pass", line[:2]))
+        iterator.compare_batches = 0
+        run.note(Pass(iterator.compare_pass, length(self) if is_map else None))
+        return iterator
+
+    @replace(dataloader._BaseDataLoaderIter, "__next__")
+    def next_batch(original, self):
+        if not hasattr(self, "compare_pass"):
+            return original(self)
+        number, short = self.compare_batches, run.options["short"]
+        try:
+            if short and number >= short:
+                raise StopIteration
+            batch = original(self)
+        except StopIteration:
+            run.note(PassEnd(self.compare_pass, number))
+            raise
+        self.compare_batches += 1
+        indices = getattr(self, "compare_indices", None)
+        indices = indices[number] if indices and number < len(indices) else None
+        if isinstance(indices, (list, tuple)) and not isinstance(self._dataset, IterableDataset):
+            indices = [base_index(self._dataset, i) for i in indices]
+        else:
+            indices = None
+        tensors = [t for t in tree_leaves(batch) if torch.is_tensor(t) and t.dim()]
+        rows = len(indices) if indices else len(tensors[0]) if tensors else None
+        run.note(Batch(self.compare_pass, number, indices, rows))
+        in_main = threading.current_thread() is threading.main_thread()
+        if torch.is_grad_enabled() and in_main:
+            run.loader_rows = rows
+            find_order(run, (*self.compare_pass, number), indices)
+            name = f"a batch of the DataLoader{made_by(self._dataset)}"
+            name = STREAM if isinstance(self._dataset, IterableDataset) else name
+            note_value(run, "value", place()[0], name, batch)
+        return batch
+
+
+def made_by(dataset):
+    """Where the script's own dataset makes a sample, in words."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+    file = own_file(code.co_filename) if code else None
+    return f", made by {file}:{code.co_firstlineno}" if file else ""
+
+
+def find_order(run, key, indices):
+    """Where this rank's samples are in the batch of one process."""
+    run.order = None
+    if run.one:
+        run.batches[key] = indices
+    elif indices and (whole := run.batches.get(key)):
+        at = {index: i for i, index in enumerate(whole)}
+        usual = run.positions(run.rank, len(indices), one=True).tolist()
+        order = [
+            i if i < len(whole) and whole[i] == index else at.get(index)
+            for i, index in zip(usual, indices)
+        ]
+        run.order = None if None in order else order
+        block = range(run.rank * len(order), (run.rank + 1) * len(order))
+        run.say("blocks" if order == list(block) else "turns", "order")
+
+
+# ---- values: what the lines of the script compute
+
+
+SIGNS = np.cos(np.arange(MANY_COLUMNS) * 1.618 + 0.5)
+
+
+def summary(tensor):
+    """To compare a tensor over processes: its shape; for each entry of its first three dimensions
+    a number by which it is told apart, its sum and its norm."""
+    if not torch.is_tensor(tensor) or isinstance(tensor, nn.Parameter):
+        return None
+    if tensor.layout != torch.strided or not is_plain(tensor) or not tensor.numel():
+        return None
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.dim() == 0:
+        return (), float(tensor)
+    dims = []
+    for d in range(min(3, tensor.dim())):
+        if tensor.shape[d] > MANY_COLUMNS and d:
+            dims.append(None)
+            continue
+        rows = tensor.movedim(d, 0).reshape(tensor.shape[d], -1)
+        rows = rows[:, :: rows.shape[1] // MANY_COLUMNS + 1].cpu().double().numpy()
+        rows = np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
+        dims.append((rows @ SIGNS[: rows.shape[1]], rows.sum(1), np.linalg.norm(rows, axis=1)))
+    return tuple(tensor.shape), dims
+
+
+def note_value(run, kind, line, name, tree, made_from=(), **more):
+    """Note it, and return its index."""
+    leaves = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)][:8]
+    with run.quiet():
+        parts = [summary(leaf) for leaf in leaves]
+    model = run.model
+    number = run.number("value", run.steps, kind, line, name)
+    index = run.number("values")
+    run.note(Value(kind, line, name, number, parts, index, list(made_from), model=model, **more))
+    for leaf in leaves:
+        if is_plain(leaf) and not isinstance(leaf, nn.Parameter):
+            leaf.compare_index = index
+    return index
+
+
+def indices_in(tree):
+    """Of the values that are among the arguments of a function."""
+    return [leaf.compare_index for leaf in tree_leaves(tree) if hasattr(leaf, "compare_index")]
+
+
+class Trace(TorchFunctionMode):
+    """Notes what each line of the script computes, where it calls torch directly. So the line is
+    found whose result is not that of one process."""
+
+    DIVISIONS = ("div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_")
+    SAME_VALUE = ("detach", "__get__", "to", "requires_grad_", "contiguous", "clone")
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        name = getattr(function, "__name__", UNKNOWN)
+        if self.run.is_quiet() or self.run.in_dataset():
+            return out
+        with contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
+            if torch.is_tensor(out) or isinstance(out, (tuple, list)):
+                self.see(name, out, args, kwargs)
+        return out
+
+    def see(self, name, out, args, kwargs):
+        made_from = indices_in((args, kwargs))
+        if name in self.SAME_VALUE:
+            if made_from and is_plain(out) and not isinstance(out, nn.Parameter):
+                out.compare_index = made_from[0]
+            return
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+            if frame.f_code.co_filename.startswith(NOT_THE_SCRIPTS):
+                return
+            frame = frame.f_back
+        file = None if frame is None or "empty" in name else own_file(frame.f_code.co_filename)
+        leaves = [leaf for leaf in tree_leaves(out) if torch.is_tensor(leaf)]
+        if file is None or not leaves or isinstance(leaves[0], nn.Parameter):
+            return
+        line = f"{file}:{frame.f_lineno}"
+        if self.run.number("seen", self.run.steps, line, name) >= MANY_VALUES:
+            return
+        numbers = [float(x) for x in tree_leaves((args, kwargs)) if type(x) in (int, float)]
+        divisor = args[1] if len(args) > 1 else kwargs.get("other")
+        fixed = torch.is_tensor(divisor) and not divisor.requires_grad and name in self.DIVISIONS
+        more = {"numbers": numbers[:4], "fixed_divisor": fixed}
+        note_value(self.run, "value", line, name, out, made_from, **more)
+
+
+TORCH = os.path.dirname(torch.__file__)
+NOT_THE_SCRIPTS = tuple(
+    os.path.join(TORCH, part) for part in ("optim", "utils/data", "nn/init", "nn/utils")
+)
+
+
+def watch_models(run):
+    """What goes into and comes out of each outermost module in training; and the losses."""
+    original = nn.Module.__call__
+
+    def call(module, *args, **kwargs):
+        if torch.compiler.is_compiling() or run.model or run.in_dataset():
+            return original(module, *args, **kwargs)
+        if not (module.training and torch.is_grad_enabled()):
+            return original(module, *args, **kwargs)
+        keep_precise()
+        inner = module.module if isinstance(module, DistributedDataParallel) else module
+        if not any(True for _ in inner.parameters()):
+            return original(module, *args, **kwargs)
+        name, line = type(inner).__name__, place()[0]
+        if not getattr(module, "require_backward_grad_sync", True):
+            name += " in no_sync()"
+        tensors = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t) and t.dim()]
+        if tensors:
+            run.model_rows = len(tensors[0])
+        made_from = indices_in((args, kwargs))
+        index = note_value(run, "inputs", line, name, (args, kwargs), made_from)
+        run.model = index
+        try:
+            outputs = original(module, *args, **kwargs)
+        finally:
+            run.model = None
+        note_value(run, "outputs", line, name, outputs, [*indices_in(outputs), index])
+        return outputs
+
+    nn.Module.__call__ = call
+
+    @replace(torch.autograd, "backward")
+    def backward(original, tensors, *args, **kwargs):
+        leaves = [t for t in tree_leaves(tensors) if torch.is_tensor(t)]
+        with run.quiet(), torch.no_grad():
+            value = sum(t.double().sum() for t in leaves)
+        note_value(run, "loss", place()[0], "backward", value, indices_in(leaves))
+        return original(tensors, *args, **kwargs)
+
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+
+        @replace(torch.Tensor, name)
+        def register(original, self, hook):
+            def traced(*args):
+                with Trace(run):  # which is off in a backward pass
+                    return hook(*args)
+
+            return original(self, traced)
+
+    for name in ("all_reduce", "broadcast"):
+
+        @replace(torch.distributed, name)
+        def communicate(original, tensor, *args, _name=name, **kwargs):
+            out = original(tensor, *args, **kwargs)
+            if not kwargs.get("async_op") and is_plain(tensor) and place()[0] != UNKNOWN:
+                note_value(run, "value", place()[0], _name, tensor, indices_in(tensor))
+            return out
+
+
+def control_batch_norm(run):
+    """On one process: each share's own statistics, and rank 0's averages, as N processes have."""
+
+    @replace(nn.SyncBatchNorm, "forward")
+    def forward(original, self, *args, **kwargs):
+        run.thread.sync = True
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            run.thread.sync = False
+
+    @replace(F, "batch_norm")
+    def batch_norm(original, input, mean, var, weight=None, bias=None, training=False, *more, **kw):
+        words = weight, bias, training
+        if getattr(run.thread, "sync", False) or not training:
+            return original(input, mean, var, *words, *more, **kw)
+        run.say("batch norm: on one process, each share has its own statistics, as in DDP")
+        rows, batch = len(input), run.loader_rows or run.model_rows
+        if not run.one or rows % run.world or rows == run.world or (batch and rows % batch):
+            return original(input, mean, var, *words, *more, **kw)
+        places, outputs = [], []
+        with run.quiet():
+            for rank in range(run.world):
+                places.append(run.positions(rank, rows // run.world).to(input.device))
+                averages = mean, var
+                if rank and mean is not None:
+                    averages = mean.clone(), var.clone()
+                outputs.append(original(input[places[-1]], *averages, *words, *more, **kw))
+            return torch.cat(outputs)[torch.cat(places).argsort()]
+
+
+def keep_precise():
+    """float32 throughout. Not seen on a GPU yet."""
+    if torch.cuda.is_available():
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def control_precision(run):
+    """Nothing is compiled, as its random numbers would be others, and mixed precision is off."""
+
+    @replace(torch, "compile")
+    def compile(original, model=None, *args, **kwargs):
+        run.say("torch.compile is off")
+        return model if model is not None else lambda function: function
+
+    @replace(nn.Module, "compile")
+    def compile_module(original, self, *args, **kwargs):
+        run.say("torch.compile is off")
+
+    @replace(torch.amp.autocast_mode.autocast, "__init__")
+    def autocast(original, self, device_type, *args, **kwargs):
+        original(self, device_type, *args, **kwargs)
+        if self._enabled:
+            run.say("autocast is off")
+        self._enabled = False
+
+    @replace(torch.amp.GradScaler, "__init__")
+    def scaler(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self._enabled = False
+
+    @replace(torch, "set_float32_matmul_precision")
+    def precision(original, *args):
+        pass
+
+
+# ---- steps: gradients and weights, beside those of one process
+
+
+def outer_modules():
+    """All modules that are not part of another one; not DDP, but what it wraps."""
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    modules = [module for module in modules if not isinstance(module, DistributedDataParallel)]
+    inner = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in inner]
+
+
+def whole(tensor):
+    """A tensor as it is on one process."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    return tensor.cpu().clone()
+
+
+def set_to(tensor, value):
+    with torch.no_grad():
+        if hasattr(tensor, "full_tensor"):
+            from torch.distributed.tensor import distribute_tensor
+
+            value = value.to(tensor.device)
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements)
+        tensor.copy_(value)
+
+
+class Trained:
+    """An optimizer's parameters, by name, and the buffers of their modules."""
+
+    def __init__(self, run, optimizer):
+        self.number, self.step = run.number("optimizer"), -1
+        self.names, self.owners = {}, []
+        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for module in outer_modules():
+            found = {id(p): name for name, p in module.named_parameters()}
+            if wanted & found.keys():
+                self.owners.append(module)
+                for key, name in found.items():
+                    self.names.setdefault(key, f"{type(module).__name__}.{name}")
+        self.owners.sort(key=lambda m: (type(m).__name__, len(list(m.parameters()))))
+
+    def parameters(self, optimizer):
+        found, number = {}, 0
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                name = self.names.get(id(p), f"parameter {number} (of no module)")
+                while name in found:
+                    name += "'"
+                found[name], number = p, number + 1
+        return found
+
+    def buffers(self):
+        return {
+            f"{type(m).__name__}.{name}": b
+            for m in self.owners
+            for name, b in m.named_buffers()
+            if b.is_floating_point()
+        }
+
+
+def settings_of(optimizer):
+    return [
+        (key, float(value))
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if isinstance(value, (int, float)) or torch.is_tensor(value) and value.numel() == 1
+    ]
+
+
+def moments(optimizer, parameters):
+    """{name of the parameter: {name: tensor}}"""
+    return {
+        name: {k: v for k, v in optimizer.state.get(p, {}).items() if torch.is_tensor(v)}
+        for name, p in parameters.items()
+    }
+
+
+def differ(one, other):
+    """(|difference|, |one|, |other|, how many times the first the second is, and of each a number
+    by which those of several ranks are compared)"""
+    if one is None or other is None or one.shape != other.shape:
+        sizes = [0.0 if t is None else float(t.double().norm()) for t in (one, other)]
+        return (max(sizes) if sizes[0] != sizes[1] else 0.0, *sizes, 0.0, *sizes)
+    one, other = one.double().reshape(-1), other.double().reshape(-1)
+    if not (torch.isfinite(one).all() and torch.isfinite(other).all()):
+        same = torch.equal(torch.isfinite(one), torch.isfinite(other))
+        return (0.0 if same else 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+    dot, size = float(one @ other), float(one.norm())
+    signs = torch.from_numpy(SIGNS[: len(one)])
+    marks = [float(t[:MANY_COLUMNS] @ signs) for t in (one, other)]
+    ratio = dot / max(size**2, 1e-300)
+    return float((one - other).norm()), size, float(other.norm()), ratio, *marks
+
+
+def watch_steps(run):
+    trained, nested, before = {}, [0], {}
+
+    def path(one):
+        return f"{run.folder}/step.{one.number}.{one.step}.pt"
+
+    @replace(Optimizer, "__init__")
+    def make(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        run.made[id(self)] = f"made at {place()[0]}"
+
+    @replace(LRScheduler, "__init__")
+    def schedule(original, self, optimizer, *args, **kwargs):
+        original(self, optimizer, *args, **kwargs)
+        run.made[id(optimizer)] = f"{run.made.get(id(optimizer), '')}, scheduled at {place()[0]}"
+
+    def before_step(optimizer, args, kwargs):
+        nested[0] += 1
+        if nested[0] > 1:
+            return
+        with run.quiet():
+            if optimizer not in trained:
+                trained[optimizer] = Trained(run, optimizer)
+            one, line = trained[optimizer], place()[0]
+            one.step += 1
+            parameters = one.parameters(optimizer)
+            gradients = {name: whole(p.grad) for name, p in parameters.items()}
+            weights = {name: whole(p) for name, p in parameters.items()}
+            before.update(weights=weights, gradients=gradients, line=line)
+            key, made = (one.number, one.step), run.made.get(id(optimizer), "")
+            run.note(Step(key, line, settings_of(optimizer), made))
+            if not run.one and os.path.exists(path(one)):
+                before["saved"] = compare_before(torch.load(path(one)), gradients, weights, line)
+
+    def compare_before(saved, gradients, weights, line):
+        if saved["weights"].keys() != weights.keys() and len(saved["weights"]) == len(weights):
+            for kind in ("weights", "gradients", "after", "moments"):  # a copy on rank 0 alone
+                saved[kind] = dict(zip(weights, saved[kind].values()))
+        for kind, mine in (("gradients", gradients), ("weights", weights)):
+            names = dict.fromkeys([*saved[kind], *mine])
+            found = {name: differ(saved[kind].get(name), mine.get(name)) for name in names}
+            run.note(Compared(kind, line, found, sorted(set(saved[kind]) ^ set(mine))))
+        return saved
+
+    def after_step(optimizer, args, kwargs):
+        nested[0] -= 1
+        if nested[0]:
+            return
+        with run.quiet():
+            one = trained[optimizer]
+            parameters, buffers = one.parameters(optimizer), one.buffers()
+            after = {name: whole(p) for name, p in parameters.items()}
+            now = {name: whole(b) for name, b in buffers.items()}
+            if run.one:
+                saved = {k: before[k] for k in ("weights", "gradients")}
+                saved |= {"after": after, "buffers": now}
+                saved["moments"] = {
+                    name: {k: whole(v) for k, v in state.items()}
+                    for name, state in moments(optimizer, parameters).items()
+                }
+                torch.save(saved, path(one))
+            elif "saved" in before:
+                saved = before.pop("saved")
+                compare_after(saved, after, now)
+                set_to_one(saved, optimizer, parameters, buffers)
+        run.steps += 1
+        run.seed.clear()
+        seed_all(run.hash("step", run.steps), torch_too=False)
+        if run.steps >= run.options["steps"]:
+            run.end("--steps")
+
+    def compare_after(saved, after, buffers):
+        known = [g.double() for g in saved["gradients"].values() if g is not None]
+        square = sum(float(g.square().sum()) for g in known)
+        noise = 1e-3 * math.sqrt(square / max(1, sum(g.numel() for g in known)))
+        found = {}
+        for name, value in saved["after"].items():
+            if name not in after or after[name].shape != value.shape:
+                continue
+            step = float((value - saved["weights"][name]).double().norm())
+            both = value, after[name]
+            if saved["gradients"][name] is not None:  # not where it is rounding: by Adam,
+                clear = saved["gradients"][name].abs() > noise  # it is as large a step
+                both = value[clear], after[name][clear]
+            found[name] = (*differ(*both)[:4], step)
+        run.note(Compared("update", before["line"], found, []))
+        found = {
+            name: differ(value, buffers[name])
+            for name, value in saved["buffers"].items()
+            if name in buffers and not (run.rank and re.search(BATCH_NORM, name))
+        }
+        run.note(Compared("buffers", before["line"], found, []))
+
+    def set_to_one(saved, optimizer, parameters, buffers):
+        """So that the next step is a test of its own."""
+        for name, value in saved["after"].items():
+            if name in parameters and parameters[name].shape == value.shape:
+                set_to(parameters[name], value)
+        for name, state in moments(optimizer, parameters).items():
+            for k, v in state.items():
+                value = saved["moments"].get(name, {}).get(k)
+                if value is not None and value.shape == v.shape:
+                    set_to(v, value)
+        for name, value in saved["buffers"].items():
+            if name in buffers and not re.search(BATCH_NORM, name):
+                if buffers[name].shape == value.shape:
+                    set_to(buffers[name], value)
+
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
+
+
+# ---- the script in this process: its files, its lines of text, its end
+
+
+CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tmp", ".safetensors")
+
+
+class Files:
+    """Which paths the script creates, and which it reads: what it creates and does not read again
+    is its output, and the second run must not meet that of the first."""
+
+    def __init__(self, run):
+        self.run, self.known, self.began = run, set(), time.time() - 1
+        self.ignored = tuple(
+            os.path.realpath(path) for path in ("/dev", "/proc", "/sys", run.folder)
+        )
+        sys.addaudithook(self.hook)
+
+        @replace(torch, "save")
+        def save(original, obj, f, *args, **kwargs):  # it writes in C++
+            if isinstance(f, (str, os.PathLike)):
+                self.writes(f)
+            return original(obj, f, *args, **kwargs)
+
+    def hook(self, event, args):
+        if event == "open" and isinstance(args[0], (str, bytes)):
+            mode, flags = args[1] or "", args[2] or 0
+            if any(c in mode for c in "wax+") or flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                self.writes(args[0])
+            else:
+                self.reads(args[0])
+        elif event == "os.mkdir":
+            self.writes(args[0])
+        elif event == "os.rename":
+            self.writes(args[1])
+
+    def path(self, path):
+        """Where it is; None if nobody wants to know."""
+        if os.getpid() != self.run.pid or getattr(self.run.thread, "in_files", False):
+            return None
+        path = os.path.abspath(os.fsdecode(path))
+        return None if path.startswith(self.ignored) or "__pycache__" in path else path
+
+    def writes(self, path):
+        path = self.path(path)
+        if path is None or path in self.known:
+            return
+        self.known.add(path)
+        self.run.thread.in_files = True
+        try:
+            if os.path.isfile(path):
+                number = self.run.number("copy")
+                copy = f"{self.run.folder}/copy.{self.run.name}.{self.run.rank}.{number}"
+                shutil.copy2(path, copy)
+                self.run.note(File("overwritten", path, copy))
+            elif not os.path.exists(path):
+                while not os.path.exists(os.path.dirname(path)):
+                    path = os.path.dirname(path)
+                self.run.note(File("created", path))
+        finally:
+            self.run.thread.in_files = False
+
+    def reads(self, path):
+        """Before the first step, if it is new and large: a download, not a checkpoint."""
+        path = self.path(path)
+        if path is None or self.run.steps or ("read", path) in self.known:
+            return
+        with contextlib.suppress(OSError):
+            size, changed = os.stat(path).st_size, os.stat(path).st_ctime
+            if size > 50_000 and changed >= self.began and not path.endswith(CHECKPOINTS):
+                self.known.add(("read", path))
+                self.run.note(File("read", path))
+
+
+class Tee:
+    """Text for the terminal whose lines are noted, too."""
+
+    def __init__(self, run, stream):
+        self.run, self.stream, self.text = run, stream, ""
+
+    def write(self, text):
+        if threading.current_thread() is threading.main_thread() and os.getpid() == self.run.pid:
+            *lines, self.text = (self.text + text).split("\n")
+            for line in lines:
+                self.run.note(Printed(place()[0], line.split("\r")[-1]))
+        return self.stream.write(text)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def watch_parent(run):
+    """End with compare.py. Meanwhile, say where the script is."""
+    parent, main = os.getppid(), threading.main_thread().ident
+    while True:
+        time.sleep(1)
+        if os.getppid() != parent:
+            LEAVE(1)
+        frame = sys._current_frames().get(main)
+        with open(f"{run.folder}/{run.name}.{run.rank}.where", "w") as file:
+            file.write(" < ".join(own_lines(frame)[:3]))
+
+
+def run_watched(run, script):
+    """Run it with the random numbers of one process, and note what it does."""
+    find_script(argparse.Namespace(**run.options))
+    control_torch(run)
+    control_dropout(run)
+    control_python(run)
+    control_datasets(run)
+    control_batch_norm(run)
+    control_precision(run)
+    watch_loaders(run)
+    watch_models(run)
+    watch_steps(run)
+    Files(run)
+    threading.Thread(target=watch_parent, args=(run,), daemon=True).start()
+    if run.rank == 0:
+        sys.stdout, sys.stderr = Tee(run, sys.stdout), Tee(run, sys.stderr)
+    seed_all(0)
+    try:
+        with Trace(run):
+            script()
+    except SystemExit as end:
+        run.end(f"SystemExit {end.code}" if end.code else "its end")
+        raise
+    except BaseException as error:
+        run.end(f"{type(error).__name__}: {str(error)[:300]}")
+        raise
+    run.end("its end")
+
+
+def run_script(args):
+    sys.argv[:] = [args.script, *args.flags]
+    if args.m:
+        sys.path[0] = START
+        runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = SCRIPT_FOLDER[0].rstrip(os.sep)
+        runpy.run_path(os.path.join(START, args.script), run_name="__main__")
+
+
+def find_script(args):
+    """Its file; and let files beside it count as the script's own."""
+    path = os.path.join(START, args.script)
+    if args.m:
+        sys.path[0] = START
+        spec = find_spec(args.script)
+        path = spec.origin if spec and spec.origin else path
+        package = args.script.count(".") + (spec is not None and spec.name != args.script)
+        folder = os.path.dirname(path)
+        for _ in range(package):
+            folder = os.path.dirname(folder)
+    else:
+        folder = os.path.dirname(path)
+    SCRIPT_FOLDER[0] = os.path.normpath(folder) + os.sep
+    return path
+
+
+def run_spawned(function, rank, *words):
+    """In each of mp.spawn's processes."""
+    os.environ["RANK"] = str(rank)
+    run_watched(Run(), lambda: function(rank, *words))
+
+
+def refuse_to_spawn():
+    """Then compare.py starts the script again, as one that starts its processes itself."""
+
+    @replace(torch.multiprocessing, "spawn")
+    def spawn(original, *args, **kwargs):
+        LEAVE(SPAWNS)
+
+
+def run_spawning(args, nproc):
+    """A script that starts its processes by mp.spawn, which are watched instead of this one."""
+
+    @replace(torch.multiprocessing, "spawn")
+    def spawn(original, fn, *others, **options):
+        started = options.get("nprocs", (*others, 1, 1)[1])
+        if started != nproc:
+            print(
+                f"compare.py: the script starts {started} processes by mp.spawn, not {nproc}: "
+                "give it their number in a flag, as {n}",
+                flush=True,
+            )
+            LEAVE(2)
+        return original(functools.partial(Elsewhere("run_spawned"), fn), *others, **options)
+
+    run_script(args)
+
+
+def child():
+    options = json.loads(os.environ["COMPARE"])
+    args = argparse.Namespace(script=options["script"], flags=sys.argv[1:], m=options["m"])
+    find_script(args)
+    if options["spawns"]:
+        run_spawning(args, 1 if options["run"] == "one" else options["nproc"])
+    else:
+        refuse_to_spawn()
+        run_watched(Run(), lambda: run_script(args))
+
+
+# ---- what is compared: the notes of both runs
+
+
+class Notes:
+    """Of one process: {"step": [(steps before it, Step), ...], ...}, by the kind of note."""
+
+    def __init__(self, folder, run, rank):
+        self.of = {}
+        with contextlib.suppress(EOFError, pickle.UnpicklingError, FileNotFoundError):
+            with open(f"{folder}/{run}.{rank}.notes", "rb") as file:
+                while True:
+                    step, kind, fields = pickle.load(file)
+                    self.of.setdefault(kind, []).append((step, globals()[kind](**fields)))
+
+    def __getitem__(self, kind):
+        return self.of.get(kind.__name__, [])
+
+    def leave_out(self, steps):
+        for kind in ("Value", "Compared", "Printed"):
+            self.of[kind] = [note for note in self.of.get(kind, []) if note[0] not in steps]
+
+    def end(self):
+        return self[End][-1][1].state if self[End] else "no end"
+
+
+@dataclass
+class Finding:
+    verdict: str  # "WRONG", "look"
+    what: str
+    step: int
+    text: str
+
+    def __str__(self):
+        return f"{self.verdict:6} {self.what:10} step {self.step + 1}: {self.text}"
+
+
+def relative(one, other):
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return float(math.isfinite(one) != math.isfinite(other))
+    return abs(one - other) / max(abs(one), abs(other), 1e-12)
+
+
+def source(line):
+    """`file:line`, and what stands there."""
+    file, _, number = line.rpartition(":")
+    if not number.isdigit():
+        return line
+    text = linecache.getline(os.path.join(START, file), int(number)).strip()
+    return f"{line}: {text[:90]}" if text else line
+
+
+def fit_numbers(one, others, tolerance):
+    def close(a):
+        return relative(one, a) <= tolerance or abs(one - a) < 1e-9
+
+    if all(close(other) for other in others):
+        return "same"
+    for factor in (1, len(others), 1 / len(others)):
+        if close(factor * sum(others) / len(others)):
+            return "mean" if factor == 1 else "sum"
+    return "extreme" if one in (max(others), min(others)) else None
+
+
+def fit(one, others, tolerance):
+    """How a tensor of run one is made up of those of the ranks: "same", their "mean", "sum", or
+    "rows"; None if it is none of these, "unknown" if it cannot be told."""
+    if one is None or None in others or any(bool(o[0]) != bool(one[0]) for o in others):
+        return "unknown"
+    if not one[0]:
+        return fit_numbers(one[1], [o[1] for o in others], tolerance)
+    if any(len(o[0]) != len(one[0]) for o in others):
+        return "unknown"
+    limit = tolerance * max(float(np.max(one[1][0][2], initial=0)), 1e-12)
+
+    def close(a, b):
+        return len(a) == len(b) and bool(np.all(np.abs(a - b) <= limit))
+
+    if all(o[0] == one[0] for o in others):
+        mine, theirs = one[1][0][0], [o[1][0][0] for o in others]
+        if all(close(mine, other) for other in theirs):
+            return "same"
+        for factor in (1, len(theirs), 1 / len(theirs)):
+            if close(mine, factor * sum(theirs) / len(theirs)):
+                return "mean" if factor == 1 else "sum"
+        return "rows" if all(same_rows(one[1][0], [o[1][0]], limit) for o in others) else None
+    different = {d for o in others for d in range(len(one[0])) if o[0][d] != one[0][d]}
+    if len(different) > 1:  # padded to the longest sample of the rank's batch, or a [B, B] matrix
+        padded = all(max(o[0][d] for o in others) == one[0][d] for d in different - {0})
+        return "unknown" if padded else None
+    d = min(different)
+    if d > 2 or one[1][d] is None or any(o[1][d] is None for o in others):
+        return "unknown"
+    return "rows" if same_rows(one[1][d], [o[1][d] for o in others], limit) else None
+
+
+def same_rows(one, others, limit):
+    """Whether the ranks' rows are those of one process, in any order: also of columns, and each
+    times the number of ranks, or divided by it."""
+    marks, sums, norms = [np.concatenate([o[i] for o in others]) for i in range(3)]
+    if len(marks) != len(one[0]):
+        return False
+    ranks = max(len(others), 1)
+    for factor in {1, ranks, 1 / ranks}:
+        size = max(factor, 1) * limit
+        if np.all(np.abs(np.sort(one[0]) - np.sort(marks * factor)) <= size):
+            return True
+        both = [(one[1], sums), (one[2], norms)]
+        if all(np.all(np.abs(np.sort(a) - np.sort(b * factor)) <= 2 * size) for a, b in both):
+            return True
+    return False
+
+
+class Values:
+    """What the lines of the script have computed: on one process, and on the ranks."""
+
+    def __init__(self, one, ranks, tolerance):
+        self.tolerance, self.ranks, self.known = tolerance, len(ranks), {}
+        theirs = [
+            {(step, v.kind, v.line, v.name, v.number): v for step, v in notes[Value]}
+            for notes in ranks
+        ]
+        self.all, self.others, self.step_of, self.alone = {}, {}, {}, {}
+        for step, value in one[Value]:
+            key = step, value.kind, value.line, value.name, value.number
+            others = [notes.get(key) for notes in theirs]
+            if None not in others:
+                self.all[value.index], self.others[value.index] = value, others
+                self.step_of[value.index] = step
+        self.of_step = {}
+        for index, step in self.step_of.items():
+            self.of_step.setdefault(step, []).append(self.all[index])
+
+        lines = [
+            dict.fromkeys((step, v.line) for step, v in notes[Value]) for notes in [one, *ranks]
+        ]
+        for step, line in lines[0]:
+            if not any((step, line) in other for other in lines[1:]):
+                self.alone.setdefault(step, line)
+        for step, line in (key for other in lines[1:] for key in other):
+            if (step, line) not in lines[0]:
+                self.alone.setdefault(step, line)
+
+    def differs(self, index):
+        """Whether it is not made up of what the ranks have."""
+        if index not in self.known:
+            self.known[index] = self.compare(index)
+        return self.known[index]
+
+    def compare(self, index):
+        value, others = self.all[index], self.others[index]
+        for number, part in enumerate(value.parts):
+            theirs = [o.parts[number] if number < len(o.parts) else None for o in others]
+            found = fit(part, theirs, self.tolerance)
+            if found is None or value.kind == "loss" and found not in ("same", "mean"):
+                return True
+        return False
+
+    def find(self, step, *kinds):
+        """Those of a step that differ, in the order of the script."""
+        values = [v for v in self.of_step.get(step, []) if v.kind in kinds]
+        return [v for v in values if self.differs(v.index)]
+
+    def origin(self, value):
+        """The first value that differs among those that this one is made from."""
+        while True:
+            wrong = [i for i in value.made_from if i in self.all and i < value.index]
+            wrong = [i for i in wrong if self.all[i].kind in ("value", "outputs")]
+            wrong = [i for i in wrong if self.differs(i)]
+            if not wrong:
+                return value
+            value = self.all[min(wrong)]
+
+    def nearest(self, loss):
+        """Where a loss is the same, but not all that it is made from: the last such value."""
+        seen, wrong, todo = set(), [], [loss.index]
+        while todo:
+            index = todo.pop()
+            for i in self.all[index].made_from:
+                if i in self.all and i < index and i not in seen and self.all[i].kind == "value":
+                    seen.add(i)
+                    todo.append(i)
+                    wrong += [i] if self.differs(i) else []
+        return self.origin(self.all[max(wrong)]) if wrong else None
+
+    def coupled(self, step):
+        """The first value inside of a model that differs, where its outputs of a step do, but its
+        inputs do not; or None."""
+        for outputs in self.find(step, "outputs"):
+            inputs = [i for i in outputs.made_from if i in self.all]
+            inputs = [self.all[i] for i in inputs if self.all[i].kind == "inputs"]
+            if not inputs or any(self.differs(v.index) for v in inputs):
+                continue
+            if all(part is None or not part[0] for part in outputs.parts):
+                continue  # only numbers: a loss that the model computes
+            inside = [
+                v
+                for v in self.of_step[step]
+                if v.model == inputs[0].index and v.kind == "value" and self.differs(v.index)
+            ]
+            return (inside or [outputs])[0]
+        return None
+
+    def describe(self, value):
+        """The line, and what it computes on each side."""
+        others, line = self.others[value.index], value.line
+        if value.kind == "loss":  # the line that has made it
+            makers = [i for i in value.made_from if i in self.all]
+            line = self.all[max(makers)].line if makers else line
+        text = f"{source(line)}  [{value.name}]"
+        for number, part in enumerate(value.parts):
+            theirs = [o.parts[number] if number < len(o.parts) else None for o in others]
+            known = part is not None and None not in theirs
+            if not known or value.kind != "loss" and fit(part, theirs, self.tolerance) is not None:
+                continue
+            if part[0]:
+                shapes = ", ".join(str(t[0]) for t in theirs)
+                text += f": shape {part[0]} on one process, {shapes} on the ranks, other numbers"
+            else:
+                numbers = [t[1] for t in theirs if not t[0]]
+                text += f": {part[1]:.7g} on one process, {listed(numbers)} on the ranks"
+                if value.kind == "loss" and abs(part[1]) > 1e-9:
+                    text += meaning(sum(numbers) / len(numbers) / part[1], self.ranks)
+            break
+        for mine, *theirs in zip(value.numbers, *[o.numbers for o in others]):
+            if any(relative(mine, n) > 1e-6 for n in theirs):
+                return f"{text}; a number in it is {mine:.6g} on one process, {listed(theirs)}"
+        return text
+
+
+def listed(numbers):
+    return ", ".join(f"{number:.6g}" for number in numbers)
+
+
+def meaning(ratio, world):
+    """What it usually is, if something is so many times as large as on one process."""
+    for factor, text in {
+        1 / world: "a factor world_size too much in a division? DDP divides already",
+        world: "a factor world_size too much: a sum over ranks where a mean is wanted?",
+        1 / world**2: "divided by world_size twice too often?",
+    }.items():
+        if abs(ratio - factor) < 0.01 * factor:
+            return f"; {ratio:.4g} times one process's: {text}"
+    return f"; {ratio:.4g} times one process's" if abs(ratio - 1) > 0.01 else ""
+
+
+def compare_samples(one, ranks):
+    """What the training loaders give: ([Finding], {step: text of a padded batch})."""
+    trains = {}
+    for step, batch in one[Batch]:
+        trains.setdefault(batch.key, set()).add(step)
+    trains = {key for key, steps in trains.items() if len(steps) > 1}
+    theirs = [{(b.key, b.number): b for _, b in notes[Batch]} for notes in ranks]
+    sizes = {note.key: note.batches for _, note in one[Pass]}
+    found, uneven = [], {}
+    for step, batch in one[Batch]:
+        others = [notes.get((batch.key, batch.number)) for notes in theirs]
+        if batch.key not in trains or None in others:
+            continue
+        line, number = batch.key[0][0], batch.number + 1
+        total = sum(other.rows or 0 for other in others)
+        if batch.rows and total != batch.rows:
+            text = f"batch {number} has {batch.rows} samples on one process, "
+            text += f"{[other.rows for other in others]} on the ranks"
+            if sizes.get(batch.key) == number and total - batch.rows < len(ranks):
+                uneven[step] = f"{line}: the last {text}: not compared"
+                continue
+            text += ": a batch size per process? Then give one process the whole batch by --one"
+            found.append(Finding("look", "samples", step, f"{source(line)}: {text}"))
+        elif batch.indices and all(other.indices for other in others):
+            union = [index for other in others for index in other.indices]
+            if sorted(map(repr, union)) != sorted(map(repr, batch.indices)):
+                only = len(set(map(repr, batch.indices)) - set(map(repr, union)))
+                twice = len(union) - len(set(map(repr, union)))
+                text = f"{source(line)}: batch {number} of pass {batch.key[1] + 1}: {only} of "
+                text += f"{batch.rows} samples of one process are on no rank, {twice} are there "
+                found.append(Finding("look", "samples", step, text + "twice"))
+    return found, uneven, trains
+
+
+def compare_lengths(one, ranks, trains):
+    """Batches of a pass over a training loader. A batch more or less may be due to samples that do
+    not divide; and how many a stream has, nobody knows."""
+    streams = {note.key for _, note in one[Pass] if note.batches is None}
+    for kind, words in ((PassEnd, "a pass ended after"), (Pass, "an epoch has")):
+        theirs = [{note.key: note.batches for _, note in notes[kind]} for notes in ranks]
+        for step, note in one[kind]:
+            others = [notes.get(note.key, note.batches) for notes in theirs]
+            if note.key in trains and None not in [note.batches, *others]:
+                most = max(abs(other - note.batches) for other in others)
+                if most:
+                    text = f"{source(note.key[0][0])}: {words} {note.batches} batches on one "
+                    text += f"process, {others} on the ranks"
+                    verdict = "look" if most == 1 or note.key in streams else "WRONG"
+                    yield Finding(verdict, "epoch", step, text)
+
+
+class Tensors:
+    """The weights, gradients, updates and buffers that were compared."""
+
+    def __init__(self, ranks, tolerance):
+        self.findings, self.largest, self.ratios = [], {}, []
+        by_step = {}
+        for rank, notes in enumerate(ranks):
+            for number, (step, note) in enumerate(notes[Compared]):
+                by_step.setdefault((step, number, note.kind), []).append(note)
+                if note.missing:
+                    text = f"{note.line}: {note.missing[:3]} on one side alone"
+                    self.findings.append(Finding("WRONG", "parameters", step, text))
+                if note.parts:
+                    self.compare(rank, step, note, tolerance)
+        self.of_step = by_step
+
+    def compare(self, rank, step, note, tolerance):
+        parts, on = note.parts, f" on rank {rank}" if rank else ""
+        total = math.sqrt(sum(part[1] ** 2 for part in parts.values()))
+        if note.kind == "update":
+            size = math.sqrt(sum(part[0] ** 2 for part in parts.values()))
+            moved = math.sqrt(sum(part[4] ** 2 for part in parts.values()))
+            size, name, limit = size / max(moved, 1e-6 * total, 1e-30), "", 0.05
+            text = f"the step{on} is another one, by {size:.1e} of its length"
+        elif note.kind == "weights":
+            size = math.sqrt(sum(part[0] ** 2 for part in parts.values())) / max(total, 1e-30)
+            name, limit = "", tolerance
+            text = f"weights before the step{on} differ by {size:.1e} of their size"
+        else:
+            sizes = {}
+            for name, part in parts.items():
+                own = part[1] if note.kind == "buffers" else max(part[1], 1e-2 * total)
+                sizes[name] = part[0] / max(own, part[2] * 1e-3, 1e-30) if part[0] else 0.0
+            name = max(sizes, key=sizes.get)
+            size, limit = sizes[name], tolerance if note.kind == "gradients" else 1e-3
+            many = sum(s > limit for s in sizes.values())
+            text = f"{many} of {len(sizes)} {note.kind} differ{on}; most {name}, by {size:.1e} "
+            text += "of its size"
+            if note.kind == "gradients" and size > limit:
+                text += self.explain(parts, total)
+        self.largest[note.kind] = max(self.largest.get(note.kind, 0.0), size)
+        if size > limit:
+            word = "look" if note.kind == "buffers" and re.search(BATCH_NORM, name) else "WRONG"
+            text = f"{source(note.line)}: {text}"
+            self.findings.append(Finding(word, note.kind, step, text))
+
+    def explain(self, parts, total):
+        for side, size, other in (("one process", 1, 2), ("the ranks", 2, 1)):
+            names = [name for name, part in parts.items() if part[size] == 0 < part[other]]
+            if names:
+                return f"; {len(names)} are zero on {side}: {names[0]}"
+        large = [part for part in parts.values() if part[1] > 1e-2 * total]
+        ratios = [part[3] for part in large]
+        self.ratios.append(sum(p[3] * p[1] ** 2 for p in large) / sum(p[1] ** 2 for p in large))
+        lengths = [part[2] / max(part[1], 1e-30) for part in large]
+        if max(ratios) - min(ratios) < 0.02 * abs(max(ratios)):
+            if max(lengths) < 1.02 * max(ratios):
+                return meaning(sum(ratios) / len(ratios), WORLD)
+        return ""
+
+    def unlike(self, step):
+        """How the ranks' gradients of a step differ from each other; None if they do not."""
+        for (at, _, kind), notes in self.of_step.items():
+            if at != step or kind != "gradients" or len(notes) < 2:
+                continue
+            for name, part in notes[0].parts.items():
+                marks = [note.parts[name][5] for note in notes if name in note.parts]
+                size = max(note.parts[name][2] for note in notes if name in note.parts)
+                if max(marks) - min(marks) > 1e-3 * max(size, 1e-12):
+                    right = abs(part[4] - sum(marks) / len(marks)) < 1e-3 * size
+                    text = f"each rank has its own gradient of {name}"
+                    text += "; their mean is right" if right else ""
+                    return f"{text}: not averaged in this step?"
+        return None
+
+
+WORLD = 2  # how many ranks are compared; set by report()
+
+
+def compare_settings(one, ranks):
+    """Learning rates and such, on any rank."""
+    theirs = [{note.key: note for _, note in notes[Step]} for notes in ranks]
+    for step, note in one[Step]:
+        others = [notes.get(note.key, note) for notes in theirs]
+        for number, (name, mine) in enumerate(note.settings):
+            numbers = [other.settings[number][1] for other in others]
+            if any(relative(mine, other) > 1e-6 for other in numbers):
+                text = f"{name} is {mine:.6g} on one process, "
+                text += listed(numbers) + " on the ranks"
+                by_hand = lines_that_set(note.line, name)
+                if by_hand:
+                    text += f"; set at {by_hand}"
+                ratio = numbers[0] / mine if mine else 0.0
+                if step == 0 and abs(ratio / WORLD - 1) < 0.01:
+                    text += f"; {WORLD} times: is the batch of all ranks that much larger, too?"
+                yield Finding(
+                    "WRONG", "settings", step, f"{source(note.line)}: {text}; {note.made}"
+                )
+
+
+def lines_that_set(line, name):
+    """Where the script itself assigns a setting, as in group["lr"] = ..."""
+    file = line.rpartition(":")[0]
+    lines = linecache.getlines(os.path.join(START, file))
+    pattern = re.compile(rf"""\[["']{re.escape(name)}["']\]\s*[-+*/]?=[^=]""")
+    return ", ".join(f"{file}:{n}" for n, text in enumerate(lines, 1) if pattern.search(text))
+
+
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.I)
+NO_SCORE = re.compile(
+    r"(time|speed|eta|dt|secs?|seconds|elapsed|took|port|pid|rank|size|world|process|processes)"
+    r"[^a-zA-Z]*$|/$",
+    re.I,
+)
+UNIT = re.compile(
+    r"\s*(ms|s|secs?|seconds|min|h|MB|GB|GiB|MiB|processes|[a-zA-Z ]{0,20}/s)\b", re.I
+)
+
+
+def scores(text, losses):
+    """The numbers in a printed line, None for times and for a loss that backward() got."""
+    for m in NUMBER.finditer(text):
+        digits = len(m.group().partition(".")[2]) if "e" not in m.group().lower() else 0
+        number = float(m.group())
+        is_loss = digits > 1 and any(abs(number - x) <= 0.51 * 10**-digits for x in losses)
+        no_score = UNIT.match(text[m.end() :]) or NO_SCORE.search(text[: m.start()])
+        yield None if no_score or is_loss else number
+
+
+def compare_printed(one, ranks):
+    """Numbers that rank 0 prints."""
+    sides = []
+    for notes in (one, ranks[0]):
+        losses = [v.parts[0][1] for _, v in notes[Value] if v.kind == "loss" and v.parts]
+        lines = {}
+        for step, note in notes[Printed]:
+            if step and not re.search(r"it/s|s/it|Warning", note.text):
+                skeleton = NUMBER.sub("#", note.text)
+                lines.setdefault(skeleton, []).append((step, note, losses))
+        sides.append(lines)
+    for skeleton, mine in sides[0].items():
+        for (step, a, losses), (other, b, their) in zip(mine, sides[1].get(skeleton, [])):
+            if not re.search(r"\d\.\d", a.text):
+                continue
+            if step != other:
+                text = f"after step {step} on one process, {other} on rank 0: {a.text.strip()[:70]}"
+                yield Finding("look", "printed", step, f"{source(a.line)}: {text}")
+                break
+            pairs = zip(scores(a.text, losses), scores(b.text, their))
+            if any(
+                None not in (x, y) and relative(x, y) > 2e-3 and abs(x - y) > 1e-6 for x, y in pairs
+            ):
+                text = (
+                    f"{a.text.strip()[:100]!r} on one process, {b.text.strip()[:100]!r} on rank 0"
+                )
+                text += ": of rank 0's share alone, or a mean of means over unequal shares?"
+                yield Finding("look", "printed", step, f"{source(a.line)}: {text}")
+                break
+
+
+# ---- what is said: where it comes from, and what it usually means
+
+
+ADVICE = {
+    "coupled": "of the same inputs and weights: a sample's result depends on which others are in "
+    "its batch, or the model remembers earlier ones. Intended?",
+    "stream": "the ranks' streams have other samples in this step than one process's, as shards of "
+    "files have. What follows from that cannot be compared",
+    "count": "a mean by a number of the rank's own share? all_reduce that number first",
+    "ratio": "a ratio of sums over the rank's own share, as in a Dice loss of the batch. Intended?",
+    "mean": "a mean over a number of elements that differs over ranks? Divide a sum by the number "
+    "on all ranks, times world_size",
+    "other": "not the same on all ranks, nor is one process's their mean, sum or rows: decided by "
+    "the rank's own share?",
+    "same loss": "but the loss is the same",
+    "branch": "computed on one side alone: a decision by numbers of the rank's own share?",
+}
+
+
+def advice_on(value):
+    """The key of ADVICE for the first value that differs."""
+    if value.name == STREAM:
+        return "stream"
+    if value.name in Trace.DIVISIONS:
+        return "count" if value.fixed_divisor else "ratio"
+    return "mean" if value.name in ("mean", "cross_entropy", "nll_loss") else "other"
+
+
+def blame(values, tensors, step):
+    """What the difference of a step comes from: the findings, and whether it may be intended."""
+
+    def finding(what, value, advice):
+        verdict = "look" if advice in ("coupled", "stream", "ratio") else "WRONG"
+        return Finding(verdict, what, step, f"{values.describe(value)}: {ADVICE[advice]}")
+
+    if value := values.coupled(step):
+        return [finding("outputs", value, "coupled")], True
+    inputs = values.find(step, "inputs")
+    losses = [v for v in values.of_step.get(step, []) if v.kind == "loss"]
+    wrong = [v for v in losses if values.differs(v.index)]
+    unlike = tensors.unlike(step)
+    if inputs or wrong:
+        origin = values.origin((inputs + wrong)[0])
+        if origin.kind == "loss":
+            found = [Finding("WRONG", "loss", step, values.describe(origin))]
+        else:
+            found = [finding("inputs" if inputs else "value", origin, advice_on(origin))]
+    else:
+        near = [value for loss in losses if (value := values.nearest(loss))]
+        after = max([v.index for v in losses], default=-1)
+        later = [v for v in values.find(step, "value") if v.index > after]
+        found = [finding("value", value, "same loss") for value in (near + later)[:1]]
+    if step in values.alone and (not found or found[0].what == "loss"):
+        text = f"{source(values.alone[step])}: {ADVICE['branch']}"
+        found.append(Finding("WRONG", "branch", step, text))
+    if unlike and not inputs:
+        passes = [v for v in values.of_step.get(step, []) if v.kind == "outputs"]
+        last = f" The last pass: {source(passes[-1].line)}  [{passes[-1].name}]" if passes else ""
+        found.append(Finding("WRONG", "averaging", step, unlike + last))
+    return found, bool(found) and found[0].verdict == "look"
+
+
+def first_of(findings, *kinds):
+    return sorted([f for f in findings if f.what in kinds], key=lambda f: f.step)
+
+
+def find_all(one, ranks, tolerance):
+    """All findings, in the order of the script."""
+    samples, uneven, trains = compare_samples(one, ranks)
+    lengths = list(compare_lengths(one, ranks, trains))
+    if lengths and lengths[0].verdict == "look":  # from then on, steps have other batches
+        last = max(step for notes in [one, *ranks] for step, _ in notes[Step])
+        lengths[0].text += "; later steps are not compared"
+        samples = [finding for finding in samples if finding.step < lengths[0].step]
+        uneven = {s: text for s, text in uneven.items() if s < lengths[0].step}
+        skipped = set(range(lengths[0].step, last + 1))
+    else:
+        skipped = set()
+    for notes in [one, *ranks]:
+        notes.leave_out(skipped | set(uneven))
+    values, tensors = Values(one, ranks, tolerance / 10), Tensors(ranks, tolerance)
+    kinds = ("gradients", "parameters", "weights", "update")
+    first = first_of(tensors.findings, *kinds)
+    found = [Finding("look", "samples", step, uneven[step]) for step in sorted(uneven)[:1]]
+    for finding in samples[:1]:
+        finding.verdict = "WRONG" if first else "look"
+        found.append(finding)
+    found += lengths[:1]
+    intended = False
+    if first:
+        causes, intended = blame(values, tensors, first[0].step)
+        found += causes
+    median = sorted(tensors.ratios)[len(tensors.ratios) // 2] if tensors.ratios else 1.0
+    if not any(finding.what == "samples" for finding in found):
+        intended = intended and 0.7 < median < 1.4  # a factor is not
+    for kind in ("parameters", "gradients", "weights", "update", "buffers"):
+        of_kind = first_of(tensors.findings, kind)
+        if of_kind:
+            of_kind[0].text += f" (in {len({f.step for f in of_kind})} steps)"
+            if intended:
+                of_kind[0].verdict = "look"
+            if kind != "update" or not first_of(tensors.findings, "gradients"):
+                found.append(of_kind[0])
+    found += list(compare_settings(one, ranks))[:1]
+    found += list(compare_printed(one, ranks))[:4]
+    return found, tensors.largest
+
+
+def report(folder, nproc, tolerance):
+    """The text, and the exit status."""
+    global WORLD
+    WORLD = nproc
+    one, ranks = Notes(folder, "one", 0), [Notes(folder, "all", rank) for rank in range(nproc)]
+    lines = []
+    for _, note in [*one[Said], *ranks[0][Said]]:
+        if note.kind == "note" and f"note   {note.text}" not in lines:
+            lines.append(f"note   {note.text}")
+    counts = [len(notes[Step]) for notes in [one, *ranks]]
+    ends = [notes.end() for notes in [one, *ranks]]
+    steps = min(counts)
+    if not steps:
+        text = f"no optimizer step was compared. One process: {counts[0]} steps, then {ends[0]}; "
+        text += f"ranks: {counts[1:]} steps, then {ends[1:]}"
+        return "\n".join([*lines, f"WRONG  end        {text}"]), 1 if counts[0] else 2
+    found, largest = find_all(one, ranks, tolerance)
+    if len(set(counts)) > 1 or len(set(ends)) > 1:
+        text = f"{counts[0]} steps on one process, then {ends[0]}; {counts[1:]} on the ranks, then "
+        verdict = (
+            "look" if any(f.what == "epoch" and f.verdict == "look" for f in found) else "WRONG"
+        )
+        found.append(Finding(verdict, "end", min(counts), text + f"{ends[1:]}"))
+    lines += map(str, found)
+    wrong = [finding for finding in found if finding.verdict == "WRONG"]
+    sizes = ", ".join(f"{kind} {size:.0e}" for kind, size in largest.items())
+    end = f"compare.py: {steps} steps on one process and on {nproc}: "
+    end += f"they part at step {min(f.step for f in wrong) + 1}" if wrong else "nothing WRONG"
+    lines.append(f"{end} (largest differences: {sizes})")
+    return "\n".join(lines), int(bool(wrong))
+
+
+def compare(args, folder):
+    """The report, and the exit status."""
+    text, status = BothRuns(args, folder, "turns").compare()
+    orders = {note.text for _, note in Notes(folder, "all", 0)[Said] if note.kind == "order"}
+    if status and orders == {"blocks"}:  # rank r has the r-th block of a batch
+        shutil.rmtree(folder)
+        os.makedirs(folder)
+        text, status = BothRuns(args, folder, "blocks").compare()
+    return text, status
+
+
+def main():
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    folder = tempfile.mkdtemp(prefix="compare-")
+    if 0 < torch.cuda.device_count() < args.nproc:
+        print(f"note   {torch.cuda.device_count()} GPUs for {args.nproc} processes: on CPUs")
+    try:
+        text, status = compare(args, folder)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(text)
+    check = os.path.join(os.path.dirname(os.path.relpath(HERE, START)), "check.py")
+    command = shlex.join([check, *["-m"] * args.m, args.script, *args.flags])
+    print("What both runs have in common, check.py sees (no set_epoch, equal seeds, workers):")
+    print(f"torchrun --standalone --nproc-per-node 2 {command}")
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    child() if "COMPARE" in os.environ else main()

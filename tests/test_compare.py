@@ -1,0 +1,228 @@
+"""own_loop/compare.py says nothing of right loops, and names the line where a faulty one parts.
+
+LOOP is right, and has a flag for each of several kinds of loops. A fault is a change of its text.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers import Cold, finish, marked, some_fast, start
+from same_text import ROOT
+
+COMPARE = "own_loop/compare.py"
+FORK = "from faults import Forked as launch  # processes are forks, which need not import torch\n"
+
+LOOP = """
+import contextlib
+import os
+import random
+import sys
+import time
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+KIND = sys.argv[1:]
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+class Points(Dataset):
+    def __len__(self):
+        return 48 + ("uneven" in KIND)
+    def __getitem__(self, i):
+        point = torch.randn(6, generator=torch.Generator().manual_seed(i))
+        return point + 0.1 * torch.randn(6) + random.random() + np.random.rand(), i % 3
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return (Points()[i] for i in range(rank, 48, world))
+
+class Blocks:
+    def __iter__(self):
+        order = np.random.default_rng(0).permutation(48)
+        return iter(order.reshape(4, world, -1)[:, rank].ravel().tolist())
+    def __len__(self):
+        return 48 // world
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.body = nn.BatchNorm1d(16), nn.Linear(6, 16)
+        self.drop, self.head = nn.Dropout(0.2), nn.Linear(16, 3)
+    def forward(self, x):
+        x = F.relu(self.norm(self.body(x)))
+        x = self.drop(torch.utils.checkpoint.checkpoint(F.gelu, x, use_reentrant=False))
+        return self.head(x)
+
+def main(share=12 // world, epochs=3):
+    dist.init_process_group("gloo")
+    sampler = DistributedSampler(Points(), drop_last="uneven" not in KIND)
+    options = {}
+    for method in {"fork", "spawn", "forkserver"} & set(KIND):
+        options = dict(num_workers=1, multiprocessing_context=method)
+    if "stream" in KIND:
+        loader = DataLoader(Stream(), share, **options)
+    else:
+        own = Blocks() if "blocks" in KIND else sampler
+        loader = DataLoader(Points(), share, sampler=own, **options)
+    torch.manual_seed(0)
+    model = Net()
+    ddp = DDP(model, broadcast_buffers="broadcast" in KIND)
+    kind = torch.optim.LBFGS if "lbfgs" in KIND else torch.optim.Adam
+    optimizer = kind(model.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cpu", enabled="scaler" in KIND)
+    if rank == 0:
+        os.makedirs("runs/out", exist_ok=False)
+        torch.save(1, "best.pt")
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for library in torch.manual_seed, np.random.seed, random.seed:
+            library(epoch * world + rank)
+        ddp.train()
+        for number, (x, y) in enumerate(loader):
+            y = F.one_hot(y, 3).float()
+            if "mixup" in KIND:
+                part, other = np.random.beta(1, 1), torch.randperm(len(x))
+                x, y = part * x + (1 - part) * x[other], part * y + (1 - part) * y[other]
+            mask = x[:, 0] > 0
+            count = mask.sum()
+            dist.all_reduce(count)
+            def closure():
+                with torch.autocast("cpu", torch.bfloat16, enabled="scaler" in KIND):
+                    losses = F.cross_entropy(ddp(x), y, reduction="none")
+                    loss = (losses * mask).sum() * world / count
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                return loss
+            if "lbfgs" in KIND:
+                optimizer.step(closure)
+                continue
+            accumulates = "accumulate" in KIND and number % 2 == 0
+            with ddp.no_sync() if accumulates else contextlib.nullcontext():
+                closure()
+            if not accumulates:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        right = torch.tensor([len(Points()[i][0]) * 1.5 for i in range(rank, 5, world)]).sum()
+        dist.all_reduce(right)
+        if rank == 0:
+            print(f"score {right:.3f}")
+            with open("runs/out/log", "a") as file:
+                file.write(f"{epoch}")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def altered(*changes):
+    loop = LOOP
+    for old, new in changes:
+        assert loop.count(old) == 1, old
+        loop = loop.replace(old, new)
+    return loop
+
+
+def line_of(loop, text):
+    return next(n for n, line in enumerate(loop.splitlines(), 1) if text in line)
+
+
+def compare(loop, *flags, script="loop.py", status=None):
+    """Its status, and what it prints of `loop`, with nothing left behind."""
+    Path("loop.py").write_text(loop)
+    Path("best.pt").write_text("of an earlier training")
+    statuses, text = finish(
+        start(COMPARE, *flags, *script.split(), processes=0, more=FORK, TMPDIR=Path.cwd())
+    )
+    assert status is None or statuses == [status], text
+    assert Path("best.pt").read_text() == "of an earlier training"
+    left = [path.name for path in Path.cwd().glob("*") if path.suffix != ".log"]
+    left = {name for name in left if not name.startswith("altered-")}
+    assert left <= {"loop.py", "best.pt", "__pycache__"}, left
+    return text
+
+
+def test_right():
+    """Also with an --output that must not exist, and a file that is overwritten."""
+    text = compare(LOOP, script="loop.py mixup accumulate scaler fork", status=0)
+    assert "6 steps on one process and on 2: nothing WRONG" in text, text
+    assert not re.search("^(WRONG|look   (?!random))", text, re.M), text
+    assert "check.py loop.py mixup" in text
+
+
+NOT_AVERAGED = "F.cross_entropy(model(x), y).backward()"
+FAULTS = [
+    ["on the ranks", "dist.all_reduce(count)", "pass", "* world / count"],
+    ["0.5 times", "* world / count", "/ count", "scaler.scale(loss).backward()"],
+    ["not averaged", "scaler.scale(loss).backward()", NOT_AVERAGED, "scaler.step"],
+    ["are on no rank", "Sampler(Points(),", "Sampler(Points(), seed=rank,", "in enumerate(loader)"],
+    ["lr is 0.01", "(model.parameters(), 0.01)", "(model.parameters(), 0.01 * world)", "0.01"],
+    ["score", "        dist.all_reduce(right)\n", "", "print(f"],
+]
+
+
+@pytest.mark.parametrize("fault", some_fast(FAULTS, *FAULTS[:2]))
+def test_fault(fault):
+    words, old, new, shown = fault
+    loop = altered((old, new))
+    text = compare(loop, "--steps", "5")
+    found = [line for line in text.splitlines() if re.match("WRONG|look", line)]
+    assert any(words in line for line in found), text
+    assert any(f"loop.py:{line_of(loop, shown)}" in line for line in found), text
+
+
+def test_coupled_on_purpose():
+    """A model whose result for a sample depends on the others is not called WRONG."""
+    loop = altered(("x = F.relu(self.norm(self.body(x)))", "x = x / x.std(0); x = self.body(x)"))
+    text = compare(loop, "--steps", "3", status=0)
+    assert re.search(rf"^look +outputs .*loop.py:{line_of(loop, 'x.std(0)')}:.*std", text, re.M)
+    assert "depends on which others are in its batch" in text
+
+
+def test_crash_and_hang():
+    crash = altered(
+        ("        right =", "        if rank == 1: raise OSError('gone')\n        right =")
+    )
+    text = compare(crash, "--steps", "50", status=1)
+    assert "rank 1 failed" in text and "OSError: gone" in text
+    hang = altered(
+        ("            mask =", "            if rank: time.sleep(100)\n            mask =")
+    )
+    text = compare(hang, "--wait", "6")
+    assert f"rank 1 is at loop.py:{line_of(hang, 'time.sleep')}" in text
+    assert not marked()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags, script",
+    [
+        ["", "loop.py blocks mixup"],
+        ["", "loop.py uneven spawn"],
+        ["--nproc 3", "loop.py stream forkserver broadcast"],
+        ["-m", "loop lbfgs"],
+    ],
+)
+def test_other_right_loops(flags, script):
+    text = compare(LOOP, *flags.split(), script=script, status=0)
+    assert not re.search("^WRONG", text, re.M), text
+
+
+@pytest.mark.slow
+def test_small_scripts(work):
+    """The command that a user types, and a script that starts its processes itself."""
+    flags = ["--dataset", "synthetic", "--epochs", "1", "--workers", "0", "--amp"]
+    torchrun = [*flags, "--model", "net"]
+    spawn = [*flags, "--nproc-per-node", "{n}", "--output", "runs/{run}"]
+    for name, words in ("ddp_torchrun", torchrun), ("ddp_spawn", spawn):
+        command = [str(ROOT / COMPARE), "--steps", "4", str(ROOT / f"train_{name}.py"), *words]
+        job = Cold(["python", *command], f"{name}.log")
+        statuses, text = finish([job])
+        assert statuses == [0] and "nothing WRONG" in text, text
+    assert not Path("runs").exists()
