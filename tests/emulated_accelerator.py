@@ -180,6 +180,8 @@ def install(cards):
     torch.emu.manual_seed_all = lambda seed: [tell(f"seeds card {i} with {seed}") for i in seen]
     torch.emu._is_in_bad_fork = lambda: False  # torch.manual_seed asks
     torch.emu.device_count = lambda: cards
+    torch.emu.is_available = lambda: True
+    torch.emu.set_device = lambda device: chosen.set(device.index)
     torch.accelerator.set_device_index = chosen.set
     torch.accelerator.device_index = device_index
     torch.Tensor.pin_memory = pin_memory
@@ -208,5 +210,5 @@ def install(cards):
     dist.init_process_group = lambda *names, device_id=None, **options: init(*names, **options)
     dist.Backend.default_device_backend_map["emu"] = "gloo"
     dist.all_reduce = lambda tensor: all_reduce(real(tensor))
-    dist.broadcast = lambda tensor, source: broadcast(real(tensor), source)
+    dist.broadcast = lambda tensor, src: broadcast(real(tensor), src)
     Mode().__enter__()

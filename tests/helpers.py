@@ -107,6 +107,7 @@ def parse(*flags):
 
 def inside(path, runs, log, folder, environment):
     os.setsid()
+    multiprocessing.set_start_method("fork", force=True)  # loader workers would import torch again
     os.chdir(folder)
     os.environ.update(environment)
     for stream in (1, 2):

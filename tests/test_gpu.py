@@ -159,7 +159,11 @@ def test_small(name):
     if name not in ("dp", "ddp_multigpu_proc") and not OLD:  # DataParallel has no --amp
         jobs += [start(name, *JOB, "amp", "--amp", ranks=ranks)]
     cpu, text, *amp = ends(*jobs)
-    check_devices(text, ranks)
+    if name in ("dp", "ddp_multigpu_proc"):  # one process for all GPUs
+        assert f"{GPUS} GPUs\n" in text, text
+    else:
+        assert text.count(f" of {GPUS} GPUs\n") == ranks, text
+        check_devices(text, ranks)
     check_no_waiting(text, ranks)
     used = GPUS if name in ("dp", "ddp_multigpu_proc") else min(1, GPUS)
     assert f"used {used}\n" in text  # by one process

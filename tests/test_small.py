@@ -434,6 +434,38 @@ def test_what_users_type():
     assert list(epochs(done([helpers.Cold(words, "launch.log")]))) == [1]
 
 
+# ---- GPUs ---------------------------------------------------------------------------------------
+# torch has no make-believe device by the name of "cuda": a copy calls it by the emulated one's.
+EMULATED = "torch.cuda.", "torch.emu.", '"cuda"', '"emu"'
+NO_NCCL = '"nccl"', '"gloo"'
+
+
+@pytest.mark.parametrize("name", some_fast(SMALL[:5], "ddp_torchrun"))
+def test_two_cards(monkeypatch, single, name):
+    """On two make-believe GPUs each process uses its own, DataParallel both; no step waits for its
+    GPU. A checkpoint of a CPU continues there."""
+    pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
+    shutil.copytree(single[0], "out")
+    Path("report").mkdir()
+    monkeypatch.setenv("EMULATED_CARDS", "2")
+    monkeypatch.setenv("EMULATED_REPORT", str(Path("report").resolve()))
+    path = altered(name, *EMULATED, *(NO_NCCL if name in DISTRIBUTED else ()), more=FEW)
+    flags = [*FLAGS, "out", "--epochs", 3, "--resume"]
+    text = done(helpers.start(path, *flags, processes=COUNTS[name]))
+    assert text.count(" of 2 GPUs\n" if "multi" not in name and name != "dp" else ", 2 GPUs\n")
+    assert list(epochs(text)) == [1, 2], text
+    agree(text, single[1])
+    reports = [path.read_text() for path in Path("report").iterdir()]
+    reports = [report for report in reports if "uses card" in report]
+    used = ["".join(sorted(re.findall(r"uses card (\d)", report))) for report in reports]
+    own = {"single": ["0"], "dp": ["01"], "ddp_multigpu_proc": ["01", "01"]}
+    assert sorted(used) == own.get(name, ["0", "1"]), reports
+    for report in reports:
+        steps = re.split(r"^\S+ updated\n", report, flags=re.M)  # the last is what follows them
+        waits = [i for i, part in enumerate(steps) if "waits" in part]
+        assert len(steps) == 21 and set(waits) <= {0, 10, 20}, (waits, report)
+
+
 # ---- Data ----------------------------------------------------------------------------------------
 def test_cifar10(monkeypatch, capsys):
     """With what torchvision has of it, and one of its models."""
