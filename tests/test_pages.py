@@ -1,6 +1,5 @@
 """The pages are true: commands run, links hold, examples train, recipes do what they say."""
 
-import ast
 import difflib
 import re
 import runpy
@@ -21,8 +20,8 @@ FOLDERS = [ROOT, *(ROOT / name for name in ("docs", "large", "slurm", "benchmark
 PAGES = {path: path.read_text() for folder in FOLDERS for path in sorted(folder.glob("*.md"))}
 README = PAGES[ROOT / "README.md"]
 LAUNCHING = PAGES[ROOT / "docs" / "launching.md"]
-DOCS = "".join(text for path, text in PAGES.items() if path.parent.name == "docs")
-SECTIONS = re.split(r"^##+ ", DOCS, flags=re.M)  # each begins with its title
+CHANGES = PAGES[ROOT / "docs" / "what_ddp_changes.md"]
+SECTIONS = re.split(r"^##+ ", CHANGES, flags=re.M)  # each begins with its title
 CODE = re.compile(r"^```(\w*) ?(.*)\n((?:.*\n)*?)```$", re.M)  # language, scripts, content
 SCRIPT = (
     r"((?:(?:complete|large|own_loop)/)?"
@@ -41,7 +40,8 @@ def commands(text):
     lines = "".join(blocks(text, "sh")).splitlines()
     lines += [line[2:] for line in "".join(blocks(text, "console")).splitlines() if line[:1] == "$"]
     lines += re.findall(r"`([^`\n]+)`", CODE.sub("", text))
-    return [line for line in lines if STARTS.match(line)]
+    found = [(line, STARTS.match(line)) for line in lines]
+    return [line for line, match in found if match and match[2] != "train.py"]  # a user's
 
 
 def test_pages():
@@ -189,18 +189,12 @@ def test_a_dozen_lines():
     assert all(torch.allclose(old[name], new[name], atol=1e-6) for name in old)
 
 
-def main_of(name):
-    """The lines of a small script's `main`."""
-    text = (ROOT / f"train_{name}.py").read_text()
-    [main] = [node for node in ast.parse(text).body if getattr(node, "name", "") == "main"]
-    return text.splitlines()[main.lineno - 1 : main.end_lineno]
-
-
 def test_diff():
-    """docs/what_ddp_changes.md shows all of `main`'s, in order; each - may stand beside its +."""
-    page = PAGES[ROOT / "docs" / "what_ddp_changes.md"]
-    shown = "".join(blocks(page, "diff")).splitlines()
-    old, new = main_of("single"), main_of("ddp_torchrun")
+    """docs/what_ddp_changes.md shows all of it, from `main` on, in order; each - may stand beside
+    its +."""
+    shown = "".join(blocks(CHANGES, "diff")).splitlines()
+    texts = ((ROOT / f"train_{name}.py").read_text() for name in ("single", "ddp_torchrun"))
+    old, new = (text[text.index("\ndef main(") :].splitlines() for text in texts)
     real = list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:]
     for sign in "-", "+":
         both = [[x for x in lines if x[:1] == sign != x] for lines in (shown, real)]
@@ -521,7 +515,7 @@ assert not torch.allclose(train(2, False), train(1, False), rtol=1e-3)
 def test_own_loop():
     """What each section says, and its code, in two processes whose data differ. Steps that leave
     parameters without gradients need find_unused_parameters=True; DDP's keys lose "module."."""
-    assert f"`{IOU}`" in DOCS and all(f"\n### {title}\n" in DOCS for title in LISTED)
+    assert f"`{IOU}`" in CHANGES and all(f"\n### {title}\n" in CHANGES for title in LISTED)
     [section] = [part for part in SECTIONS if part.startswith("Different numbers of batches\n")]
     stream = "def share(samples):\n" + textwrap.indent(CODE.findall(section)[0][2], "    ")
     stream += "found = of_all(*share(iter(range(7))))\nassert found == [[0, 2, 4], [1, 3, 5]]"
