@@ -6,6 +6,7 @@ import runpy
 import shlex
 import shutil
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -174,19 +175,42 @@ train_set = TensorDataset(torch.randn(256, 4), torch.randn(256, 2))
 MODEL = "model = Model().to(device)\n"
 
 
+def loop(sign, *changes):
+    """One side of README.md's first diff as a script for CPUs, with these changes."""
+    [diff] = blocks(README, "diff")
+    lines = [line[1:] for line in diff.splitlines() if line[:1] in (" ", sign)]
+    code = "\n".join(line for line in lines if "cuda.set_device" not in line)
+    optimizer = MODEL + "optimizer = torch.optim.SGD(model.parameters(), 0.5)\n"
+    for old, new in ('"cuda', '"cpu'), ('"nccl"', '"gloo"'), (MODEL, optimizer), *changes:
+        code = code.replace(old, new)
+    return FULL_BATCH + code
+
+
 def test_a_dozen_lines():
     """README.md's first diff: both sides train, the new one on two ranks, to the same weights."""
-    [diff] = blocks(README, "diff")
     for sign, output, processes in ("-", "old.pt", 0), ("+", "new.pt", 2):
-        lines = [line[1:] for line in diff.splitlines() if line[:1] in (" ", sign)]
-        code = "\n".join(line for line in lines if "cuda.set_device" not in line)
-        for cuda, cpu in ('"cuda', '"cpu'), ('"nccl"', '"gloo"'), ("model.pt", output):
-            code = code.replace(cuda, cpu)
-        code = code.replace(MODEL, MODEL + "optimizer = torch.optim.SGD(model.parameters(), 0.5)\n")
-        Path("loop.py").write_text(FULL_BATCH + code)
+        Path("loop.py").write_text(loop(sign, ("model.pt", output)))
         run(Path("loop.py").resolve(), processes=processes)
     old, new = torch.load("old.pt"), torch.load("new.pt")
     assert all(torch.allclose(old[name], new[name], atol=1e-6) for name in old)
+
+
+@pytest.mark.slow
+def test_what_the_tools_print():
+    """README.md's reports are those of both tools, but for numbers, on its dozen lines without
+    set_epoch, and with a loss that is divided by world_size."""
+    divided = "loss.backward()", "(loss / dist.get_world_size()).backward()"
+    text = loop("+", ("    sampler.set_epoch(epoch)", ""), divided).replace("(256,", "(2560,")
+    Path("my_script.py").write_text(text)
+    [report] = blocks(README, "console")
+    numbers = re.compile(r"\d+(\.\d+)?")
+    for part in report.split("$ python ")[1:]:
+        command, *shown = part.splitlines()
+        name, *flags = command.replace(" --its --flags", "").split()
+        words = [sys.executable, ROOT / "own_loop" / name, *flags]
+        result = subprocess.run(words, capture_output=True, text=True, timeout=helpers.LIMIT)
+        printed = [numbers.sub("#", line) for line in result.stdout.splitlines()]
+        assert all(numbers.sub("#", line) in printed for line in shown), result.stdout
 
 
 def test_diff():
