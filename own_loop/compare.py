@@ -864,9 +864,9 @@ STREAM = "a batch of an IterableDataset"
 
 
 class Elsewhere:
-    """A function of this file, for a process that has not imported it: it is pickled by its path.
-    Loader workers may be started by forkserver, and mp.spawn's processes import the script alone.
-    """
+    """A function or class of this file, for a process that has not imported it: it is pickled by
+    its path. Loader workers may be started by forkserver, and mp.spawn's processes import the
+    script alone."""
 
     class File:
         def __reduce__(self):
@@ -1572,18 +1572,20 @@ def run_script(args):
 
 
 def find_script(args):
-    """Its file; and let files beside it count as the script's own."""
+    """Its file; and let files beside it, or in its package, count as the script's own. Nothing is
+    imported yet."""
     path = os.path.join(START, args.script)
+    folder = os.path.dirname(path)
     if args.m:
         sys.path[0] = START
-        spec = find_spec(args.script)
-        path = spec.origin if spec and spec.origin else path
-        package = args.script.count(".") + (spec is not None and spec.name != args.script)
-        folder = os.path.dirname(path)
-        for _ in range(package):
-            folder = os.path.dirname(folder)
-    else:
-        folder = os.path.dirname(path)
+        first, *others = args.script.split(".")
+        spec = find_spec(first)
+        if spec and spec.submodule_search_locations:  # a package
+            folder = list(spec.submodule_search_locations)[0]
+            path = os.path.join(folder, *others)
+            path = os.path.join(path, "__main__.py") if os.path.isdir(path) else f"{path}.py"
+        elif spec and spec.origin:
+            path, folder = spec.origin, os.path.dirname(spec.origin)
     SCRIPT_FOLDER[0] = os.path.normpath(folder) + os.sep
     return path
 
