@@ -209,7 +209,8 @@ class BothRuns:
         ranks = range(1 if name == "one" else self.args.nproc)
         files = [note for rank in ranks for _, note in Notes(self.folder, name, rank)[File]]
         read = {file.path for file in files if file.kind == "read"}
-        for path in {file.path for file in files if file.kind == "created"}:
+        created = {file.path for file in files if file.kind == "created"}
+        for path in created:
             if not os.path.lexists(path) or any(is_below(other, path) for other in read):
                 continue
             if self.args.keep:
@@ -222,8 +223,8 @@ class BothRuns:
             else:
                 os.remove(path)
         for file in files:
-            if file.kind == "overwritten" and os.path.exists(file.copy):
-                shutil.move(file.copy, file.path)
+            if file.kind == "overwritten" and not any(is_below(file.path, c) for c in created):
+                shutil.copy2(file.copy, file.path)
 
     def compare(self):
         for name in ("one", "all"):
@@ -1454,7 +1455,7 @@ class Files:
             return original(obj, f, *args, **kwargs)
 
     def hook(self, event, args):
-        if event == "open" and isinstance(args[0], (str, bytes)):
+        if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
             mode, flags = args[1] or "", args[2] or 0
             if any(c in mode for c in "wax+") or flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                 self.writes(args[0])
