@@ -1481,9 +1481,11 @@ class Files:
         self.run.thread.in_files = True
         try:
             if os.path.isfile(path):
-                number = self.run.number("copy")
-                copy = f"{self.run.folder}/copy.{self.run.name}.{self.run.rank}.{number}"
-                shutil.copy2(path, copy)
+                copy = f"{self.run.folder}/copy.{self.run.name}.{zlib.crc32(path.encode())}"
+                if not os.path.exists(copy):
+                    shutil.copy2(path, f"{copy}.{self.run.rank}")
+                    with contextlib.suppress(FileExistsError):  # the first rank's counts
+                        os.link(f"{copy}.{self.run.rank}", copy)
                 self.run.note(File("overwritten", path, copy))
             elif not os.path.exists(path):
                 while not os.path.exists(os.path.dirname(path)):
