@@ -14,8 +14,8 @@ TF32, torch.compile and attention's dropout are off. After each step, the N proc
 weights that one process has: each step is a test of its own, and rounding cannot grow.
 
 In flags, {run} is "one" or "all", {n} the number of processes, {rank} this one's, {port} a free
-port. What the script creates is removed after each run (with --keep FOLDER, moved there), and what
-it overwrites is put back; what it reads again, such as downloaded data, stays.
+port. What the script creates is removed after each run, and what it overwrites is put back; what it
+downloads and reads stays.
 
 "WRONG" needs a change: gradients or weights differ. "look" may be intended: a sample's result
 depends on which others are in its batch (adaptive solvers, k-means, a Dice loss of the batch, a
@@ -84,7 +84,6 @@ parser.add_argument("--one", default="", help="further flags of the script on on
 parser.add_argument("--tolerance", type=float, help="of gradients [3e-4, on GPUs 3e-3]")
 parser.add_argument("--seed", type=int, default=0, help="of all random numbers, in both runs")
 parser.add_argument("--wait", type=float, default=120, help="seconds without advance: it hangs")
-parser.add_argument("--keep", help="folder for the outputs of both runs")
 parser.add_argument("-m", action="store_true", help="the script is a module, as in python -m")
 parser.add_argument("script", help="your script, followed by its flags")
 parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -213,12 +212,7 @@ class BothRuns:
         for path in created:
             if not os.path.lexists(path) or any(is_below(other, path) for other in read):
                 continue
-            if self.args.keep:
-                kept = os.path.join(self.args.keep, name, os.path.relpath(path, START))
-                kept = kept if is_below(kept, self.args.keep) else f"{self.args.keep}/{name}"
-                os.makedirs(os.path.dirname(kept), exist_ok=True)
-                shutil.move(path, kept)
-            elif os.path.isdir(path) and not os.path.islink(path):
+            if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 os.remove(path)
