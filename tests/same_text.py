@@ -1,6 +1,6 @@
-"""The small scripts, and own_loop/'s before.py and after.py, share what they can to the letter:
-functions and flags of one name have one text. `main` may differ, and so may the score of a sharded
-model. Those that use DDP train in the same lines, wherever these stand.
+"""The small scripts share what they can to the letter, and so do before.py and after.py, check.py
+and compare.py: functions and flags of one name have one text. `main` may differ, and so may the
+score of a sharded model. Scripts with DDP train in the same lines, wherever these stand.
 
 python tests/same_text.py                          # says where they differ; status 1 if anywhere
 python tests/same_text.py --fix train_single.py    # copies that script's text into its siblings
@@ -20,9 +20,12 @@ def script_path(name):
 
 
 OWN = [ROOT / "own_loop" / "before.py", ROOT / "own_loop" / "after.py"]
-GROUPS = [[script_path(name) for name in SMALL], OWN]
+TOOLS = [ROOT / "own_loop" / "check.py", ROOT / "own_loop" / "compare.py"]
+GROUPS = [[script_path(name) for name in SMALL], OWN, TOOLS]
 FREE = {"main"}
 SHARDED = {"count_correct"}  # of train_fsdp2.py alone
+OF_TOOLS = {"is_library", "own_file", "own_lines", "place", "replace", "length", "outer_modules"}
+OF_TOOLS |= {"run_script", "find_script", "Elsewhere"}  # their other names are alike by chance
 PER_GPU = {"--batch-size", "--workers"}  # of own_loop/after.py: their help differs
 
 
@@ -54,6 +57,8 @@ def compare(paths, source=None):
         text, free = path.read_text(), FREE | (SHARDED if "fsdp2" in path.name else set())
         free |= PER_GPU if path.name == "after.py" else set()
         for name, own in definitions(path).items():
+            if path in TOOLS and name not in OF_TOOLS:
+                continue
             wanted = shared.setdefault(name, own.replace(folder(path), 'default="FOLDER"'))
             wanted = wanted.replace('default="FOLDER"', folder(path))
             if name not in free and own != wanted:
