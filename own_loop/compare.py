@@ -2252,9 +2252,7 @@ def main():
     print(text)
     check = os.path.join(os.path.dirname(os.path.relpath(HERE, START)), "check.py")
     command = shlex.join([check, *["-m"] * args.m, args.script, *args.flags])
-    print(
-        "What both runs have in common, check.py sees (no set_epoch, equal seeds, workers); run it next:"
-    )
+    print("Run check.py next: it sees what both runs have (no set_epoch, equal seeds, workers):")
     print(f"python {command}")
     sys.exit(status)
 
