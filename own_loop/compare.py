@@ -2252,8 +2252,8 @@ def main():
     print(text)
     check = os.path.join(os.path.dirname(os.path.relpath(HERE, START)), "check.py")
     command = shlex.join([check, *["-m"] * args.m, args.script, *args.flags])
-    print("What both runs have in common, check.py sees (no set_epoch, equal seeds, workers):")
-    print(f"torchrun --standalone --nproc-per-node 2 {command}")
+    print("Run check.py next: it sees what both runs have (no set_epoch, equal seeds, workers):")
+    print(f"python {command}")
     sys.exit(status)
 
 
