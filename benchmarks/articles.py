@@ -455,7 +455,8 @@ def each_way(args, flags, rounds):
         across = list(machines.jobs(flags)) if machines else []
         if args.quick:
             across = across[:1]
-        if args.node_rank == 1:  # of --hosts: it only takes its part, as often as the first one
+        if args.node_rank == 1:  # it only takes its part, as often as the first one
+            print(f"The table is on {args.hosts[0]}.\n", flush=True)
             for job in across:
                 all(start(job)[0] is not None for _ in range(rounds))
             return

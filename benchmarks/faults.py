@@ -447,14 +447,6 @@ FURTHER = [
         "further",
     ),
     Fault(
-        "segmentation",
-        "one of the layers is called outside of DDP and its gradient is not averaged",
-        "logits = ddp(images)",
-        "logits = ddp(images) + 0 * model[0](images).sum() + 0.1 * model[4].bias.sum()",
-        "harmless: gradients still go through DDP's hooks",
-        "harmless",
-    ),
-    Fault(
         "language_model",
         "gradients of the embedding are scaled by the rank's own counts of words",
         "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",

@@ -1,10 +1,11 @@
 """Runs your unchanged training script on several processes, and says what is wrong with its DDP.
 
-torchrun --standalone --nproc-per-node 2 check.py train.py --its --own flags
-torchrun --standalone --nproc-per-node 2 check.py --steps 300 --short 10 train.py --its --own flags
-torchrun --standalone --nproc-per-node 2 check.py -m package.train --its --own flags
-python check.py train.py --its --own flags    # the same by itself; also for mp.spawn
-python check.py --list                        # the checks: what is right, and where the remedy is
+python check.py train.py --its --own flags            # starts two processes, by torchrun
+python check.py --steps 300 --short 10 train.py --its --own flags
+python check.py -m package.train --its --own flags
+torchrun --standalone --nproc-per-node 4 check.py train.py --its --own flags   # also with torchrun
+python check.py train_spawn.py --its --own flags      # a script that calls mp.spawn
+python check.py --list                                # what is right, and where the remedy is
 
 Two processes are enough, on GPUs or on CPUs. Most mistakes end no run: it trains, slightly wrong.
 Every rank notes what it does (checksums of weights, gradients, samples and random numbers), and
@@ -80,7 +81,7 @@ from torch.utils.data import (
 )
 
 parser = argparse.ArgumentParser(
-    usage="torchrun --standalone --nproc-per-node 2 check.py [flags] script.py [script's flags]",
+    usage="python check.py [flags] script.py [script's flags], or with torchrun",
     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
 )
 parser.add_argument("--steps", type=int, default=50, help="optimizer steps before the report")

@@ -14,8 +14,8 @@ TF32, torch.compile and attention's dropout are off. After each step, the N proc
 weights that one process has: each step is a test of its own, and rounding cannot grow.
 
 In flags, {run} is "one" or "all", {n} the number of processes, {rank} this one's, {port} a free
-port. What the script creates is removed after each run (with --keep FOLDER, moved there), and what
-it overwrites is put back; what it reads again, such as downloaded data, stays.
+port. What the script creates is removed after each run, and what it overwrites is put back; what it
+downloads and reads stays.
 
 "WRONG" needs a change: gradients or weights differ. "look" may be intended: a sample's result
 depends on which others are in its batch (adaptive solvers, k-means, a Dice loss of the batch, a
@@ -84,7 +84,6 @@ parser.add_argument("--one", default="", help="further flags of the script on on
 parser.add_argument("--tolerance", type=float, help="of gradients [3e-4, on GPUs 3e-3]")
 parser.add_argument("--seed", type=int, default=0, help="of all random numbers, in both runs")
 parser.add_argument("--wait", type=float, default=120, help="seconds without advance: it hangs")
-parser.add_argument("--keep", help="folder for the outputs of both runs")
 parser.add_argument("-m", action="store_true", help="the script is a module, as in python -m")
 parser.add_argument("script", help="your script, followed by its flags")
 parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -209,21 +208,17 @@ class BothRuns:
         ranks = range(1 if name == "one" else self.args.nproc)
         files = [note for rank in ranks for _, note in Notes(self.folder, name, rank)[File]]
         read = {file.path for file in files if file.kind == "read"}
-        for path in {file.path for file in files if file.kind == "created"}:
+        created = {file.path for file in files if file.kind == "created"}
+        for path in created:
             if not os.path.lexists(path) or any(is_below(other, path) for other in read):
                 continue
-            if self.args.keep:
-                kept = os.path.join(self.args.keep, name, os.path.relpath(path, START))
-                kept = kept if is_below(kept, self.args.keep) else f"{self.args.keep}/{name}"
-                os.makedirs(os.path.dirname(kept), exist_ok=True)
-                shutil.move(path, kept)
-            elif os.path.isdir(path) and not os.path.islink(path):
+            if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 os.remove(path)
         for file in files:
-            if file.kind == "overwritten" and os.path.exists(file.copy):
-                shutil.move(file.copy, file.path)
+            if file.kind == "overwritten" and not any(is_below(file.path, c) for c in created):
+                shutil.copy2(file.copy, file.path)
 
     def compare(self):
         for name in ("one", "all"):
@@ -864,9 +859,9 @@ STREAM = "a batch of an IterableDataset"
 
 
 class Elsewhere:
-    """A function of this file, for a process that has not imported it: it is pickled by its path.
-    Loader workers may be started by forkserver, and mp.spawn's processes import the script alone.
-    """
+    """A function or class of this file, for a process that has not imported it: it is pickled by
+    its path. Loader workers may be started by forkserver, and mp.spawn's processes import the
+    script alone."""
 
     class File:
         def __reduce__(self):
@@ -1454,7 +1449,7 @@ class Files:
             return original(obj, f, *args, **kwargs)
 
     def hook(self, event, args):
-        if event == "open" and isinstance(args[0], (str, bytes)):
+        if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
             mode, flags = args[1] or "", args[2] or 0
             if any(c in mode for c in "wax+") or flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                 self.writes(args[0])
@@ -1480,9 +1475,11 @@ class Files:
         self.run.thread.in_files = True
         try:
             if os.path.isfile(path):
-                number = self.run.number("copy")
-                copy = f"{self.run.folder}/copy.{self.run.name}.{self.run.rank}.{number}"
-                shutil.copy2(path, copy)
+                copy = f"{self.run.folder}/copy.{self.run.name}.{zlib.crc32(path.encode())}"
+                if not os.path.exists(copy):
+                    shutil.copy2(path, f"{copy}.{self.run.rank}")
+                    with contextlib.suppress(FileExistsError):  # the first rank's counts
+                        os.link(f"{copy}.{self.run.rank}", copy)
                 self.run.note(File("overwritten", path, copy))
             elif not os.path.exists(path):
                 while not os.path.exists(os.path.dirname(path)):
@@ -1572,18 +1569,20 @@ def run_script(args):
 
 
 def find_script(args):
-    """Its file; and let files beside it count as the script's own."""
+    """Its file; and let files beside it, or in its package, count as the script's own. Nothing is
+    imported yet."""
     path = os.path.join(START, args.script)
+    folder = os.path.dirname(path)
     if args.m:
         sys.path[0] = START
-        spec = find_spec(args.script)
-        path = spec.origin if spec and spec.origin else path
-        package = args.script.count(".") + (spec is not None and spec.name != args.script)
-        folder = os.path.dirname(path)
-        for _ in range(package):
-            folder = os.path.dirname(folder)
-    else:
-        folder = os.path.dirname(path)
+        first, *others = args.script.split(".")
+        spec = find_spec(first)
+        if spec and spec.submodule_search_locations:  # a package
+            folder = list(spec.submodule_search_locations)[0]
+            path = os.path.join(folder, *others)
+            path = os.path.join(path, "__main__.py") if os.path.isdir(path) else f"{path}.py"
+        elif spec and spec.origin:
+            path, folder = spec.origin, os.path.dirname(spec.origin)
     SCRIPT_FOLDER[0] = os.path.normpath(folder) + os.sep
     return path
 
@@ -2253,8 +2252,8 @@ def main():
     print(text)
     check = os.path.join(os.path.dirname(os.path.relpath(HERE, START)), "check.py")
     command = shlex.join([check, *["-m"] * args.m, args.script, *args.flags])
-    print("What both runs have in common, check.py sees (no set_epoch, equal seeds, workers):")
-    print(f"torchrun --standalone --nproc-per-node 2 {command}")
+    print("Run check.py next: it sees what both runs have (no set_epoch, equal seeds, workers):")
+    print(f"python {command}")
     sys.exit(status)
 
 

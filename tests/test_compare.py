@@ -156,11 +156,10 @@ def test_right():
     assert "check.py loop.py mixup" in text
 
 
-NOT_AVERAGED = "F.cross_entropy(model(x), y).backward()"
 FAULTS = [
     ["on the ranks", "dist.all_reduce(count)", "pass", "* world / count"],
     ["0.5 times", "* world / count", "/ count", "scaler.scale(loss).backward()"],
-    ["not averaged", "scaler.scale(loss).backward()", NOT_AVERAGED, "scaler.step"],
+    ["not averaged", "F.cross_entropy(ddp(x), y", "F.cross_entropy(model(x), y", "scaler.step"],
     ["are on no rank", "Sampler(Points(),", "Sampler(Points(), seed=rank,", "in enumerate(loader)"],
     ["lr is 0.01", "(model.parameters(), 0.01)", "(model.parameters(), 0.01 * world)", "0.01"],
     ["score", "        dist.all_reduce(right)\n", "", "print(f"],

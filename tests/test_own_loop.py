@@ -5,7 +5,6 @@ import os
 import random
 import re
 import runpy
-import sys
 import time
 from pathlib import Path
 
@@ -347,21 +346,3 @@ def test_cards(monkeypatch):
     monkeypatch.delenv("EMULATED_CARDS")
     done(after("cpu", "--epochs", 2, processes=1, more=ALIKE))
     check_same(last("cards"), last("cpu"), rtol=1e-3, atol=1e-4)
-
-
-THREADS = """
-    for path in Path("/proc/self/task").glob("*/comm"):
-        print("thread", path.read_text())
-"""
-
-
-@pytest.mark.slow
-def test_end():
-    """Gloo's threads have ended when Python does: it would abort if one then still had a tensor.
-    (A fork of a process that has imported all of torch would not show it.)"""
-    path = altered(AFTER, "\n    main()\n", f"\n    main()\n{THREADS}", more=FEW)
-    place = {name: str(value) for name, value in places(1)[0].items()}
-    place = os.environ | place | {"MASTER_PORT": str(free_port())}
-    words = [sys.executable, path, *FLAGS, "--epochs", 1]
-    text = done([helpers.Cold(words, "end.log", env=place)])
-    assert "thread" in text and "gloo" not in text, text

@@ -1,12 +1,12 @@
 """The pages are true: commands run, links hold, examples train, recipes do what they say."""
 
-import ast
 import difflib
 import re
 import runpy
 import shlex
 import shutil
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -21,8 +21,8 @@ FOLDERS = [ROOT, *(ROOT / name for name in ("docs", "large", "slurm", "benchmark
 PAGES = {path: path.read_text() for folder in FOLDERS for path in sorted(folder.glob("*.md"))}
 README = PAGES[ROOT / "README.md"]
 LAUNCHING = PAGES[ROOT / "docs" / "launching.md"]
-DOCS = "".join(text for path, text in PAGES.items() if path.parent.name == "docs")
-SECTIONS = re.split(r"^##+ ", DOCS, flags=re.M)  # each begins with its title
+CHANGES = PAGES[ROOT / "docs" / "what_ddp_changes.md"]
+SECTIONS = re.split(r"^##+ ", CHANGES, flags=re.M)  # each begins with its title
 CODE = re.compile(r"^```(\w*) ?(.*)\n((?:.*\n)*?)```$", re.M)  # language, scripts, content
 SCRIPT = (
     r"((?:(?:complete|large|own_loop)/)?"
@@ -41,7 +41,8 @@ def commands(text):
     lines = "".join(blocks(text, "sh")).splitlines()
     lines += [line[2:] for line in "".join(blocks(text, "console")).splitlines() if line[:1] == "$"]
     lines += re.findall(r"`([^`\n]+)`", CODE.sub("", text))
-    return [line for line in lines if STARTS.match(line)]
+    found = [(line, STARTS.match(line)) for line in lines]
+    return [line for line, match in found if match and match[2] != "train.py"]  # a user's
 
 
 def test_pages():
@@ -174,33 +175,50 @@ train_set = TensorDataset(torch.randn(256, 4), torch.randn(256, 2))
 MODEL = "model = Model().to(device)\n"
 
 
+def loop(sign, *changes):
+    """One side of README.md's first diff as a script for CPUs, with these changes."""
+    [diff] = blocks(README, "diff")
+    lines = [line[1:] for line in diff.splitlines() if line[:1] in (" ", sign)]
+    code = "\n".join(line for line in lines if "cuda.set_device" not in line)
+    optimizer = MODEL + "optimizer = torch.optim.SGD(model.parameters(), 0.5)\n"
+    for old, new in ('"cuda', '"cpu'), ('"nccl"', '"gloo"'), (MODEL, optimizer), *changes:
+        code = code.replace(old, new)
+    return FULL_BATCH + code
+
+
 def test_a_dozen_lines():
     """README.md's first diff: both sides train, the new one on two ranks, to the same weights."""
-    [diff] = blocks(README, "diff")
     for sign, output, processes in ("-", "old.pt", 0), ("+", "new.pt", 2):
-        lines = [line[1:] for line in diff.splitlines() if line[:1] in (" ", sign)]
-        code = "\n".join(line for line in lines if "cuda.set_device" not in line)
-        for cuda, cpu in ('"cuda', '"cpu'), ('"nccl"', '"gloo"'), ("model.pt", output):
-            code = code.replace(cuda, cpu)
-        code = code.replace(MODEL, MODEL + "optimizer = torch.optim.SGD(model.parameters(), 0.5)\n")
-        Path("loop.py").write_text(FULL_BATCH + code)
+        Path("loop.py").write_text(loop(sign, ("model.pt", output)))
         run(Path("loop.py").resolve(), processes=processes)
     old, new = torch.load("old.pt"), torch.load("new.pt")
     assert all(torch.allclose(old[name], new[name], atol=1e-6) for name in old)
 
 
-def main_of(name):
-    """The lines of a small script's `main`."""
-    text = (ROOT / f"train_{name}.py").read_text()
-    [main] = [node for node in ast.parse(text).body if getattr(node, "name", "") == "main"]
-    return text.splitlines()[main.lineno - 1 : main.end_lineno]
+@pytest.mark.slow
+def test_what_the_tools_print():
+    """README.md's reports are those of both tools, but for numbers, on its dozen lines without
+    set_epoch, and with a loss that is divided by world_size."""
+    divided = "loss.backward()", "(loss / dist.get_world_size()).backward()"
+    text = loop("+", ("    sampler.set_epoch(epoch)", ""), divided).replace("(256,", "(2560,")
+    Path("my_script.py").write_text(text)
+    [report] = blocks(README, "console")
+    numbers = re.compile(r"\d+(\.\d+)?")
+    for part in report.split("$ python ")[1:]:
+        command, *shown = part.splitlines()
+        name, *flags = command.replace(" --its --flags", "").split()
+        words = [sys.executable, ROOT / "own_loop" / name, *flags]
+        result = subprocess.run(words, capture_output=True, text=True, timeout=helpers.LIMIT)
+        printed = [numbers.sub("#", line) for line in result.stdout.splitlines()]
+        assert all(numbers.sub("#", line) in printed for line in shown), result.stdout
 
 
 def test_diff():
-    """docs/what_ddp_changes.md shows all of `main`'s, in order; each - may stand beside its +."""
-    page = PAGES[ROOT / "docs" / "what_ddp_changes.md"]
-    shown = "".join(blocks(page, "diff")).splitlines()
-    old, new = main_of("single"), main_of("ddp_torchrun")
+    """docs/what_ddp_changes.md shows all of it, from `main` on, in order; each - may stand beside
+    its +."""
+    shown = "".join(blocks(CHANGES, "diff")).splitlines()
+    texts = ((ROOT / f"train_{name}.py").read_text() for name in ("single", "ddp_torchrun"))
+    old, new = (text[text.index("\ndef main(") :].splitlines() for text in texts)
     real = list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:]
     for sign in "-", "+":
         both = [[x for x in lines if x[:1] == sign != x] for lines in (shown, real)]
@@ -521,7 +539,7 @@ assert not torch.allclose(train(2, False), train(1, False), rtol=1e-3)
 def test_own_loop():
     """What each section says, and its code, in two processes whose data differ. Steps that leave
     parameters without gradients need find_unused_parameters=True; DDP's keys lose "module."."""
-    assert f"`{IOU}`" in DOCS and all(f"\n### {title}\n" in DOCS for title in LISTED)
+    assert f"`{IOU}`" in CHANGES and all(f"\n### {title}\n" in CHANGES for title in LISTED)
     [section] = [part for part in SECTIONS if part.startswith("Different numbers of batches\n")]
     stream = "def share(samples):\n" + textwrap.indent(CODE.findall(section)[0][2], "    ")
     stream += "found = of_all(*share(iter(range(7))))\nassert found == [[0, 2, 4], [1, 3, 5]]"

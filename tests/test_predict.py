@@ -267,6 +267,45 @@ def test_report(monkeypatch, capsys, scores):
 
 
 @pytest.mark.slow
+def test_report_of_two_classes(capsys):
+    """The threshold is that of val, as are sensitivity and specificity at it on test. Where all
+    images of a patient are alike, the intervals are those of the patients: far wider."""
+    metrics = pytest.importorskip("sklearn.metrics")
+    [code] = [c for language, c in recipe("A report of two classes") if language == "python"]
+    code = code.replace("range(1000)", "range(100)")
+    random, widths = np.random.default_rng(1), []
+    for per_patient in 1, 20:
+        truth, found = {}, {}
+        for part in "val", "test":
+            true = np.arange(20) % 4 == 0 if per_patient > 1 else np.arange(400) % 4 == 0
+            p = (true / 2 + random.normal(size=len(true)) + 4).clip(0, 9) / 10
+            true, p = (values.repeat(per_patient) for values in (true, p))
+            truth[part], found[part] = true, p.round(4)
+            with open(f"{part}.csv", "w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(["path", "class", "true", "healthy", "ill"])
+                for i, (ill, x) in enumerate(zip(true, found[part])):
+                    path = f"{part}/p{i // per_patient}_{i}.png"
+                    writer.writerow([path, "", "ill" if ill else "healthy", 1 - x, x])
+                writer.writerow(["stray.png", "", "", 0.5, 0.5])
+        exec(code, {})
+        said = capsys.readouterr().out.splitlines()
+        threshold, sensitivity, specificity = (float(x.strip(":,")) for x in said[0].split()[1::2])
+        true, p = truth["test"], found["test"]
+        assert sensitivity == pytest.approx((p[true] >= threshold).mean(), abs=0.03)
+        assert specificity == pytest.approx((p[~true] < threshold).mean(), abs=0.03)
+        true, p = truth["val"], found["val"]
+        both = [(p[true] >= x).mean() + (p[~true] < x).mean() for x in p]
+        assert p[np.argmax(both)] == pytest.approx(threshold, abs=1e-3)
+        value, low, high = (float(said[1].split()[i].strip("(,")) for i in (1, 3, 5))
+        wanted = metrics.roc_auc_score(truth["test"], found["test"])
+        assert value == pytest.approx(wanted, abs=1e-3) and low <= value <= high
+        assert said[1].endswith(f"{400 // per_patient} patients)")
+        widths.append(high - low)
+    assert widths[1] > 2 * widths[0]
+
+
+@pytest.mark.slow
 def test_export(mine, data, monkeypatch):
     """docs/recipes.md: both files have the normalization and the crop in them, and take any number
     of images."""
@@ -297,8 +336,9 @@ def test_export(mine, data, monkeypatch):
 
 
 @pytest.mark.slow
-def test_split_by_patient(monkeypatch):
-    """docs/your_model_and_data.md: no patient in two parts; each is in one fold's test set."""
+def test_split_by_patient(monkeypatch, capsys):
+    """docs/your_model_and_data.md: no patient in two parts; each is in one fold's test set. The
+    patients and images of each part and class are printed."""
     pytest.importorskip("sklearn")
     [code] = [code for language, code in recipe("Split by patient") if language == "python"]
     for i in range(30):
@@ -309,6 +349,7 @@ def test_split_by_patient(monkeypatch):
     for fold in range(5):
         monkeypatch.setattr(sys, "argv", ["split.py", str(fold)])
         exec(code, {})
+        assert capsys.readouterr().out.splitlines()[0] == "test a: 1 patients, 3 images"
         links = [path for path in Path("folds", str(fold)).glob("*/*/*") if path.exists()]
         parts = {(path.parts[2], path.name.split("_")[0]) for path in links}
         assert len(links) == 30 and len(parts) == 10  # each patient is in one of them

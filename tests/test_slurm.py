@@ -332,7 +332,7 @@ def warn(number):
     command("scancel", "--signal=USR1", "--batch", number)  # as Slurm does before a time limit
 
 
-@on("plain")
+@on("plain", "newer")
 def test_complete_is_requeued(kind, clone, monkeypatch):
     """Warned or failed after a new checkpoint; of an array, the task that is warned. Not if that is
     forbidden, or if it is cancelled."""
@@ -430,7 +430,7 @@ def test_arrays(kind, clone):
     assert [arrays.count(job.number) for job in jobs] == [1, 1, 3]
 
 
-@on("plain")
+@on("plain", "newer")
 def test_lives_and_chain(kind, clone):
     """A script that saves and fails has so many lives. chain.sh continues after a time limit."""
     edit("slurm/complete.sh", "lives=15", "lives=3")
@@ -453,7 +453,7 @@ if life == 0:
 """
 
 
-@on("plain")
+@on("plain", "newer")
 def test_an_hours_pause(kind, clone, monkeypatch):
     """After a life without its environment, and while the disks of runs/ and of the log are full:
     nothing can be written there, and the job continues all the same."""
@@ -477,7 +477,7 @@ def delay(job):
     return datetime.fromisoformat(job.show("StartTime")).timestamp() - time.time()
 
 
-@on("plain")
+@on("plain", "newer")
 def test_slurmctld_is_away_over_the_warning(kind, clone, monkeypatch):
     """The job warns itself, and asks until it has an answer. Here, it has a slurm.conf of its own,
     with a wrong port."""

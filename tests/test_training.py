@@ -322,7 +322,8 @@ def test_loader_workers_of_a_large_machine(monkeypatch, capsys):
         helpers.here(path, "--device", "cpu", "--epochs", 0, **place)
         assert f"workers {workers}\n" in capsys.readouterr().out
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    for workers, train_batches, test_batches in (0, 0, 0), (1, 2, 2), (4, 8, 8), (16, 32, 16), (28, 28, 16):
+    ahead = (0, 0, 0), (1, 2, 2), (4, 8, 8), (16, 32, 16), (28, 28, 16)
+    for workers, train_batches, test_batches in ahead:
         args, found = parse("--workers", workers), []
         for name in "train", "test":
             words = args, name, range(4), range(4), None, torch.device("cpu")
