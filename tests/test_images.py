@@ -480,6 +480,7 @@ class Hangs(Dataset):
         time.sleep(2)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_ends_the_run(monkeypatch):
     monkeypatch.setattr(loaders.dist, "get_world_size", lambda: 1)
     args = helpers.parse("--batch-size", 4, "--workers", 1, "--timeout", 1)

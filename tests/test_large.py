@@ -478,7 +478,8 @@ torch.save = save
 """
 
 
-@pytest.mark.parametrize("processes", some_fast([0, 2], 0))
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [0, 2])
 def test_killed_at_each_moment_of_a_save(flags, processes):
     """Before each operation on the folder it is copied, which is what SIGKILL would leave there.
     Copies go on to the end, bit-identical, and nothing is left over in them."""

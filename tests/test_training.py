@@ -236,6 +236,7 @@ def test_what_a_run_says_and_writes(fashion, capsys, monkeypatch):
     assert files("out") == ["best.pt", "checkpoint.pt", "metrics.csv", "model.pt"]
 
 
+@pytest.mark.slow
 def test_float16(data, monkeypatch):
     """--amp on a GPU before Ampere: a gradient that overflows, as the first often do, is left out,
     and halves the loss's factor, with which a resumed run goes on. Gradients are clipped without
