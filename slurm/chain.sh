@@ -16,8 +16,18 @@ checkpoint=checkpoint.pt  # EDIT: its name in --output
 lives=15                  # EDIT: at most so many starts: 15 x 4 h x 4 GPUs = 240 GPU hours
 folder=runs/$SLURM_JOB_ID # EDIT: or that of an old job, to continue it
 
+if scontrol show job "$SLURM_JOB_ID" | grep -q ArrayTaskId=; then
+    echo "chain.sh: an array's last task would requeue all of them: use complete.sh"
+    exit 2
+fi
+if [[ " $* " == *" --output "* || " $* " == *" --output="* ]]; then
+    echo "chain.sh: edit folder= instead of --output"
+    exit 2
+fi
+
 when_saved() {
-    stat --format %Y "$folder/$checkpoint" 2> /dev/null
+    # An empty file only reserves the folder.
+    [ -s "$folder/$checkpoint" ] && stat --format %Y "$folder/$checkpoint"
 }
 before=$(when_saved)
 

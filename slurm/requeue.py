@@ -72,6 +72,10 @@ def main(args):
 
 def live(job):
     """Returns the exit status of the first step that fails, or 0."""
+    if job.array and job.running_tasks() > 1:
+        say(f"Other tasks run in {job.output}, too: submit them one after another, --array=1-100%1")
+        job.has_decided = True
+        return 2
     job.newest_before = newest_checkpoint(job)
     if job.limit == float("inf"):
         job.look_at_limit()
@@ -83,6 +87,8 @@ def live(job):
     for words in others:
         if status == 0 and not job.has_decided:
             status = follow(job, words)
+            if status == 124 and words[0] == "timeout":
+                say(f"The stage did not end within {STAGE_SECONDS} s.")
     return status
 
 
@@ -133,7 +139,15 @@ class Job:
     def facts(self):
         """What Slurm knows of this job; nothing while it does not answer."""
         answer = ask("scontrol", "--oneliner", "show", "job", self.id) or ""
-        return dict(reversed(re.findall(r"(\w+)=(\S*)", answer)))  # the first of a name counts
+        facts = {}
+        for name, value in re.findall(r"(\w+)=(\S*)", answer):
+            facts.setdefault(name, value)  # the first of a name counts
+        return facts
+
+    def running_tasks(self):
+        """How many of the array run now, with this one; 0 if Slurm does not answer."""
+        answer = ask("scontrol", "--oneliner", "show", "job", self.array) or ""
+        return len(re.findall(r" JobState=RUNNING ", answer))
 
     def state(self):
         """requeued, ending, preempted or running; None as long as Slurm does not answer."""
@@ -298,7 +312,9 @@ def decide(job):
         if what != END and state != "preempted":
             note_requeue(job, why)
     except OSError as error:  # the disk is full, or away, and cannot count: Slurm counts all lives
-        what, why = LATER if job.life + 1 < job.args.lives else END, error
+        what, why = LATER, error
+        if job.life + 1 >= job.args.lives:
+            what = END
     say(f"{why}. {what}.")
     if what == END:
         cancel_other_tasks(job)
@@ -308,9 +324,9 @@ def decide(job):
 
 def plan(job, state):
     """What follows, and why."""
-    name, newest, requeues = job.args.checkpoint, newest_checkpoint(job), read_requeues(job)
-    if state == "preempted":
+    if state == "preempted":  # whatever its disk says
         return REQUEUE, "This job is preempted"
+    name, newest, requeues = job.args.checkpoint, newest_checkpoint(job), read_requeues(job)
     if len(requeues) + 1 >= job.args.lives:
         return END, f"This was the last of its {job.args.lives} lives (lives= in complete.sh)"
     if newest > job.newest_before:
@@ -381,7 +397,8 @@ def rehearse(args):
         say(" ".join("CODE" if "\n" in word else shlex.quote(word) for word in words))
     newest = newest_checkpoint(job)
     say(f"{job.output / args.checkpoint} was written: {time.ctime(newest) if newest else 'never'}")
-    say("If a life failed now: {1}. {0}.".format(*plan(job, "running")))
+    what, why = plan(job, "running")
+    say(f"If a life failed now: {why}. {what}.")
     say(f"At most {args.lives} lives, preempted ones aside: at worst {args.lives} x --time x GPUs.")
     return 0
 

@@ -62,6 +62,7 @@ class Slurm:
         self.preempted, self.life_began, self.state = "None", NOW, "RUNNING"
         self.requeues, self.excluded, self.array, self.end = True, "(null)", "100", "Unknown"
         self.check, self.check_status, self.stage_status = WORKS, 0, 0
+        self.others = ()  # the states of the array's other tasks
         self.train = lambda: 0
         self.fails, self.clock, self.tick, self.life, self.place = {}, 0, 0, 0, {}
 
@@ -104,7 +105,8 @@ class Slurm:
             facts = f"JobState={self.state} Restarts={self.restarts()} PreemptTime={self.preempted}"
             facts += f" StartTime={self.life_began} EndTime={self.end} ArrayJobId={self.array}"
             facts += f" ExcNodeList={self.excluded}" if self.excluded else ""
-            return f"JobName=a {facts} Command=x --flag Restarts=99"
+            others = [f"JobId=9 JobName=b JobState={state} Restarts=0" for state in self.others]
+            return "\n".join([f"JobName=a {facts} Command=x --flag Restarts=99", *others])
         return ""
 
     def restarts(self):
@@ -279,6 +281,12 @@ LIVES = {  # what is different in this life, what changes in Slurm, what is said
     "preempted in an earlier life": (fail, {"preempted": EARLIER}, [], "no checkpoint.pt in"),
     "ended by scancel": ("save", {"state": "COMPLETING"}, [], "this job is ending"),
     "staging fails": (None, {"stage_status": 2}, [], "no checkpoint.pt in"),
+    "staging takes too long": (
+        None,
+        {"stage_status": 124},
+        [],
+        "The stage did not end within 7200 s",
+    ),
     "staging, preempted": (None, {"stage_status": 2, "preempted": NOW}, [REQUEUE], "preempted"),
     "a bad node": (None, BAD, [REQUEUE, f"{EXCLUDE}node1"], "all GPUs of node1. Requeue it."),
     "all are bad": (None, {"check": "started node0\n"}, [REQUEUE, f"{EXCLUDE}node0,node1"], ""),
@@ -337,6 +345,9 @@ def test_a_disk_that_does_not_answer(slurm, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "glob", refuse(errno.EIO))
         assert slurm.run() == 1 and slurm.changes == [REQUEUE, LATER] and not slurm.steps
+        slurm.preempted = NOW  # which no disk is asked about
+        assert slurm.run() == 1 and slurm.changes == [REQUEUE]
+        slurm.preempted = "None"
     slurm.life, glob, errors = 1, Path.glob, [errno.EIO] * 2
 
     def sometimes(path, pattern):
@@ -510,6 +521,16 @@ def test_array_continues(task):
     assert task.changes == [CANCEL]
 
 
+def test_tasks_that_run_at_once(task, capfd):
+    """Without %1, they would overwrite one another's checkpoints; not with folders of their own."""
+    task.others = ["PENDING", "RUNNING"]
+    assert task.run(*MINE) == 2 and not task.changes and not task.steps
+    assert "Other tasks run in runs/mine, too" in capfd.readouterr().out
+    assert task.run() == 0 and task.run(options=["--flags=--output runs/seed-3"]) == 0
+    task.others = ["PENDING", "COMPLETED"]
+    assert task.run(*MINE) == 0
+
+
 def test_tasks_of_many_runs_end_alone(task):
     """With an --output of each task's own, or without."""
     task.train = fail
@@ -558,6 +579,7 @@ SCONTROL = """
 if [ "$1" = requeue ]; then touch requeued; fi
 restarts=0
 if [ -e requeued ]; then restarts=99; fi
+if [ "$1" = show ]; then echo "$FACTS"; fi
 if [ "$1" = --oneliner ]; then echo "JobState=RUNNING Restarts=$restarts EndTime=Unknown"; fi
 """
 
@@ -616,16 +638,20 @@ def run(work, monkeypatch):
 @pytest.mark.parametrize("name", FILES)
 def test_each_file(run, name):
     """It passes on flags and the exit status. On several nodes it has all CPUs of the job. Its
-    folder is its own, which its next start finds again, or the user's. With fewer GPUs than
-    granted, or without an environment, it does not train."""
+    folder is its own, which its next start finds again, or the user's; that of chain.sh is edited
+    in the file. With fewer GPUs than granted, or without an environment, it does not train."""
     mine = ["--lr", "a b", "--output", "runs/mine"]
+    if name == "chain":
+        for flags in mine, ["--output=runs/mine"]:
+            status, log, words, _ = run(name, *flags)
+            assert status == 2 and "edit folder=" in log and not words
+        edit("slurm/chain.sh", "folder=runs/$SLURM_JOB_ID", "folder=runs/mine")
+        mine = ["--lr", "a b", "--outputs", "c"]
     status, log, words, environment = run(name, *mine, TRAIN="exit(4)")
     assert status == 4 and {"--resume", *mine} <= {*words}, log
     folders = [word for before, word in zip(words, words[1:]) if before == "--output"]
-    if name in ("complete", "node0", "node1"):
+    if name in ("chain", "complete", "node0", "node1"):
         assert folders[-1] == "runs/mine"
-    elif name == "chain":  # the file has it, as it must know it
-        assert folders == ["runs/mine", "runs/100"]
     else:
         assert folders == ["runs/100", "runs/mine"]
     srun = environment.get("SRUN", "")
@@ -647,6 +673,7 @@ CHAIN = {  # what training does, in which life, and whether it is requeued
     "a new checkpoint": ("save(); warn(); stand()", 0, True),
     "an old one": ("if life == 0: save()\nelse: warn()", 1, False),
     "none": ("warn(); time.sleep(1)", 0, False),
+    "an empty one": ("empty(); warn(); time.sleep(1)", 0, False),
     "the last life": ("save(); warn(); time.sleep(1)", 14, False),
     "a failure": ("save(); exit(3)", 0, False),
     "the end": ("save()", 0, False),
@@ -655,11 +682,13 @@ CHAIN = {  # what training does, in which life, and whether it is requeued
 
 @pytest.mark.parametrize(("train", "life", "requeues"), CHAIN.values(), ids=CHAIN)
 def test_chain(run, train, life, requeues):
-    command("scontrol", "echo $* > requeued; kill $(cat training)")
+    requeued = 'if [ "$1" = requeue ]; then echo $* > requeued; kill $(cat training); fi'
+    command("scontrol", requeued)
     warn = """
 import os, signal
 open("training", "w").write(str(os.getpid()))
 def warn(): os.kill(os.getppid(), signal.SIGUSR1); time.sleep(1)
+def empty(): os.makedirs("runs/100"); open("runs/100/checkpoint.pt", "w")
 """
     for number in range(life % 14 + 1):
         life_number = str(number if life < 14 else life)
@@ -667,6 +696,16 @@ def warn(): os.kill(os.getppid(), signal.SIGUSR1); time.sleep(1)
     assert Path("requeued").exists() == requeues, log
     assert status == (3 if "exit" in train else 143 if requeues else 0), log
     assert not requeues or Path("requeued").read_text() == "requeue 100\n"
+
+
+def test_chain_in_an_array(run):
+    """Its last task would requeue them all. Slurm tells a task from a job that one has submitted,
+    which inherits its variables."""
+    facts = "JobId=100 ArrayJobId=100 ArrayTaskId=7 JobName=chain"
+    status, log, words, _ = run("chain", FACTS=facts)
+    assert status == 2 and "use complete.sh" in log and not words
+    status, log, words, _ = run("chain", FACTS="JobId=100 JobName=chain", SLURM_ARRAY_TASK_ID="7")
+    assert status == 0 and words, log
 
 
 def test_complete(run):
