@@ -328,6 +328,7 @@ class Run:
         progress = self.progress
         # After kill -9 of torchrun its ranks would live on, and write beside a resumed run.
         is_orphan = dist.is_torchelastic_launched() and os.getppid() != self.parent_pid
+        # The others add 0: the sum is rank 0's.
         is_due, wait = self.plan_save(step) if dist.get_rank() == 0 else (False, 0)
         size = nn.utils.get_total_norm(list(self.state["model"].parameters()))  # NaN if a weight is
         # Filled on the device: a copy from the CPU would wait for it once more.
@@ -365,6 +366,7 @@ class Run:
         until_save = max(0, round((self.saved_at + between - now) / step_seconds))  # steps
         if between == 0:
             return True, math.inf  # at progress lines
+        # If now, the next one is a whole interval later.
         return until_save == 0, until_save or math.ceil(between / step_seconds)
 
     def progress_line(self, norm, lr):

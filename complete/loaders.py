@@ -128,7 +128,8 @@ def make_loader(args, name, dataset, sampler, collate, device):
 
 
 class TensorLoader:
-    """Batches of tensors that are on the device as a whole: one call per tensor gathers a batch."""
+    """Batches of tensors that are on the device as a whole: one call per tensor gathers a batch,
+    without `collate`."""
 
     def __init__(self, dataset, sampler, batch_size, device):
         self.tensors = [tensor.to(device) for tensor in dataset.tensors]
@@ -142,8 +143,8 @@ class TensorLoader:
 # ---- Ahead of the model --------------------------------------------------------------------------
 def fetch_ahead(batches, device):
     """The same batches. `batches` is an iterator that copies and prepares a batch when it is asked
-    for the next one. On a GPU it is asked before the one before is used: copies and kernels are put
-    on a stream of their own, where they run while the model computes."""
+    for the next one. On a GPU, batch N + 1 is asked for before batch N is handed out: copies and
+    kernels are put on a stream of their own, where they run while the model computes."""
     if device.type not in ("cuda", "xpu"):
         yield from batches
         return

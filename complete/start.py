@@ -443,6 +443,6 @@ def load_fitting(model, weights, file, new_head):
             print(f"{file}: new and random are {', '.join(random)}", flush=True)
         return ""
     if only_head and misfits:
-        remedy = "new_head=not args.evaluate, in train.py's main, leaves the last layer random"
+        remedy = "new_head=not args.evaluate, in train.py's main, trains a new last layer"
         return f"{file}: {misfits[0]} has another shape here (other classes?): {remedy}"
     return f"{file} is not of this model: {', '.join([*misfits, *random][:6])}"

@@ -85,6 +85,7 @@ def convert_tokenizer(description, length):
     def spelled(token):
         return "".join(letters[byte] for byte in token)
 
+    # All pairs: transformers needs each one by name, tiktoken none.
     merges = [tuple(map(spelled, pair)) for pair in find_merges(ids)]
     vocabulary = special | {spelled(token): i for token, i in ids.items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))

@@ -30,9 +30,12 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import zlib
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +56,8 @@ tokenizer_help = "a name of tiktoken's; without network: bytes, or another machi
 add("--tokenizer", default=default, help=tokenizer_help)
 add("--hold-out", type=int, default=50, help="of so many documents, one is for validation")
 add("--field", default="text", help="what the text is called in .jsonl and .json files")
-add("--workers", type=int, default=os.cpu_count(), help="processes that tokenize")
+cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+add("--workers", type=int, default=cores, help="processes that tokenize")
 
 
 class Bytes:
@@ -179,8 +183,9 @@ class Texts:
             try:
                 text = read_line(line, self.field)
             except ValueError as error:
-                is_text = text_suffix(path.name) == ".jsonl" or documents > 0 or path == self.path
-                if not is_text:
+                is_lines = text_suffix(path.name) == ".jsonl"
+                must_be_text = is_lines or documents > 0 or path == self.path
+                if not must_be_text:
                     self.other_json.append(path)
                     return
                 raise SystemExit(f"{path}, line {number}: {error}") from error
@@ -260,6 +265,14 @@ def make_batches(pieces):
 def start_worker(description):
     global tokenizer
     tokenizer = build_tokenizer(description)
+    if parent := multiprocessing.parent_process():
+        threading.Thread(target=end_with, args=[parent], daemon=True).start()
+
+
+def end_with(parent):
+    """After kill -9 of the main process, a worker would wait for ever."""
+    parent.join()
+    os._exit(1)
 
 
 def tokenize(piece):
@@ -317,7 +330,8 @@ def lock_folder(folder, seconds=0):
             return lock
         if end is None:
             end = time.monotonic() + seconds
-            print(f"{folder} is locked: waits up to {seconds} s", flush=True)
+            if seconds > 0:
+                print(f"{folder} is locked: waits up to {seconds} s", flush=True)
         if time.monotonic() >= end:
             remedy = f"if its machine has died, delete {path}"
             raise SystemExit(f"another run is still in {folder}; {remedy}")
@@ -336,10 +350,16 @@ def main(args):
     texts = Texts(args.texts, args.field, args.output)
     if texts.output in texts.known:
         parser.error("--output must not be the folder of the texts")
-    # In this order, or the pool's processes would have the lock, too.
-    with multiprocessing.Pool(args.workers, start_worker, [description]) as pool:
-        with lock_folder(args.output):
-            write_tokens(args, texts, description, pool)
+    settings = {"initializer": start_worker, "initargs": [description]}
+    try:
+        with ProcessPoolExecutor(args.workers, **settings) as pool:
+            # Starts the workers: forked later, they would have the lock, too.
+            pool.submit(os.getpid).result()
+            with lock_folder(args.output):
+                write_tokens(args, texts, description, pool)
+    except BrokenProcessPool as error:
+        remedy = "if the memory is full, use fewer --workers"
+        raise SystemExit(f"a process that tokenizes has died; {remedy}") from error
 
 
 def write_tokens(args, texts, description, pool):
@@ -348,7 +368,7 @@ def write_tokens(args, texts, description, pool):
     train, val = TokenFile(args.output, "train"), TokenFile(args.output, "val")
     documents, dtype = 0, None
     for batch in make_batches(texts.pieces()):
-        for ids, begins in pool.imap(tokenize, batch, chunksize=8):
+        for ids, begins in pool.map(tokenize, batch, chunksize=8):
             documents, dtype = documents + begins, ids.dtype
             (val if documents % args.hold_out == 0 else train).write(ids)
     for line in texts.left_out():

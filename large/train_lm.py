@@ -1,4 +1,4 @@
-"""Train a language model that does not fit on one GPU: FSDP2, in one file.
+"""Train a language model that does not fit on one GPU: FSDP2, in one file, beside prepare_texts.py.
 
 python large/prepare_texts.py my_texts --output my_tokens                     # texts to token ids
 python large/train_lm.py --tokens my_tokens                                   # one GPU, or the CPU
@@ -240,7 +240,8 @@ def build_optimizer(args, model):
     """Weight decay on matrices that multiply. It would pull norms to 0, and in the embedding the
     rows of rare tokens, which hardly get gradients."""
     multiply = [p for p in [*model.blocks.parameters(), *model.head.parameters()] if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1] + [model.embedding.weight]
+    chosen = set(map(id, multiply))
+    others = [p for p in model.parameters() if id(p) not in chosen]
     groups = [{"params": multiply, "weight_decay": args.weight_decay}]
     groups += [{"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
@@ -311,7 +312,7 @@ def read_step(args, ids, rank, world_size, step):
 
 
 def windows_per_epoch(args, ids):
-    return len(ids) // args.length - 1
+    return len(ids) // args.length - 1  # one less, as an epoch begins at an offset
 
 
 def count_evaluated(args, texts):
@@ -359,6 +360,8 @@ def build_model(args, config, device, world_size):
         shard(block, reshard_after_forward=not args.keep_gathered)
     shard(model.head, reshard_after_forward=False)  # not freed: its backward pass comes next
     shard(model)  # has no more weights; but the outermost unit prepares those within it
+    for name, _ in model.named_buffers():
+        end(f"the buffer {name} would have no values: compute it in forward, as `rotary` does")
     return model.to_empty(device=device)
 
 
@@ -383,7 +386,9 @@ def initialize(model, seed):
     its CPU, and keeps its shard."""
     for number, (name, parameter) in enumerate(model.named_parameters()):
         whole = torch.ones(parameter.shape)  # of a norm
-        if parameter.ndim > 1:
+        if name.endswith("bias"):
+            whole.zero_()
+        elif parameter.ndim > 1:
             generator = torch.Generator().manual_seed(mix(seed, number))
             whole.normal_(0, initial_std(name, len(model.blocks)), generator=generator)
         mesh, placements = parameter.device_mesh, parameter.placements
@@ -398,11 +403,12 @@ def to_device(tensor, device):
 
 
 def train_step(args, model, optimizer, windows, lr):
-    """Returns the mean loss of this rank's windows, and the norm of the gradient before clipping.
-    Waits for neither: while a GPU computes, the CPU goes ahead."""
+    """Returns this rank's part of the loss: its mean over ranks is that of the whole batch; and the
+    norm of the gradient before clipping. Waits for neither: while a GPU computes, the CPU goes
+    ahead."""
     mean_loss = torch.zeros((), device=windows.device)
     # FSDP averages gradients over ranks, of which some may have a window less than others.
-    rank_tokens = args.batch_size * args.length / dist.get_world_size()
+    rank_tokens = args.batch_size * args.length / dist.get_world_size()  # on average
     for number, micro_batch in enumerate(windows.tensor_split(args.accumulate), 1):
         if args.shard > 0 and args.accumulate > 1:  # average over copies in the last one only
             model.set_requires_all_reduce(number == args.accumulate)
@@ -463,6 +469,7 @@ def train(args, model, optimizer, texts, checkpoints, done, device):
                 write_log(args, step=step, val_loss=val_loss, bits_per_byte=bits)
         if due == 0 or is_last:
             checkpoints.start(model, optimizer, step)
+        # After a save (0): the next step. inf, still writing: the next line asks again.
         extra_line = step + max(1, due)
         loss_sum, counted, started = torch.zeros((), device=device), 0, time.perf_counter()
     checkpoints.close()
@@ -485,7 +492,7 @@ def is_orphan():
 def evaluate(args, model, texts, device):
     """The mean loss of windows spread evenly over val.bin, --eval-tokens of them at most, in nats
     per token and in bits per byte. Each is evaluated by one rank. All ranks must call it, and make
-    the same number of forward passes, of a shape that training has compiled."""
+    the same number of forward passes, of one shape, which is compiled once."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     count = count_evaluated(args, texts)
     micro_batch = args.batch_size // world_size // args.accumulate
@@ -668,7 +675,10 @@ def save_model(args, model, config):
         path = args.output / "model.pt"
         tokenizer = json.loads((args.output / "tokenizer.json").read_text())
         about = {"config": config, "length": args.length, "tokenizer": tokenizer}
-        torch.save({"model": weights, **about}, f"{path}.tmp")
+        with open(f"{path}.tmp", "wb") as file:
+            torch.save({"model": weights, **about}, file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(f"{path}.tmp", path)
 
 
@@ -720,10 +730,14 @@ def set_defaults(args, world_size):
 def micro_batch_tokens(args):
     """The most in a micro-batch. As each communicates all weights, large ones are faster: where
     their activations take less than half of the GPU. (In bfloat16 and compiled, these are about 40
-    bytes for each feature of each layer, and 4 for each score of GPT-2's vocabulary.)"""
+    bytes for each feature of each layer, and 4 for each score of the vocabulary.)"""
     if args.device == "cpu":
         return SMALL_MICRO_BATCH
-    activations = LARGE_MICRO_BATCH * (40 * args.layers * args.width + 4 * 50_304)
+    path, vocabulary = args.tokens / "tokens.json", 50_304  # GPT-2's, padded
+    if path.exists():
+        vocabulary = json.loads(path.read_text())["vocabulary"]
+    activations = LARGE_MICRO_BATCH * (40 * args.layers * args.width + 4 * vocabulary)
+    activations *= (2 if args.float32 else 1) * (1 if args.compile else 2)
     index = int(os.environ["LOCAL_RANK"]) if launched else 0
     memory = torch.get_device_module(args.device).get_device_properties(index).total_memory
     return LARGE_MICRO_BATCH if activations < memory / 2 else SMALL_MICRO_BATCH

@@ -5,11 +5,11 @@ import gc
 import gzip
 import json
 import math
-import multiprocessing
 import os
 import re
 import shutil
-from multiprocessing.pool import ThreadPool
+import signal
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -65,10 +65,10 @@ class Checkpoints(Checkpoints):
 """
 
 
-def prepare(*words, pool=ThreadPool):
+def prepare(*words, pool=ThreadPoolExecutor):
     """What prepare_texts.py has written: tokens.json, and the ids for training and validation."""
     words = [*map(str, words), "--workers", "1"]
-    with mock.patch.object(multiprocessing, "Pool", pool):
+    with mock.patch.object(prepare_texts, "ProcessPoolExecutor", pool):
         prepare_texts.main(prepare_texts.parser.parse_args(words))
     output = Path(words[words.index("--output") + 1])
     about = json.loads((output / "tokens.json").read_text())
@@ -165,7 +165,7 @@ def test_prepare_texts():
     Path("texts/sub/b.jsonl").write_text("\n".join(lines[:3]) + "\n\n")
     Path("texts/sub/c.jsonl").write_text(lines[3])
     words = "texts --output out --tokenizer bytes --field body --hold-out".split()
-    about, train, val = prepare(*words, 3, pool=multiprocessing.Pool)
+    about, train, val = prepare(*words, 3, pool=ProcessPoolExecutor)
     tokenizer = prepare_texts.build_tokenizer(json.loads(Path("out/tokenizer.json").read_text()))
 
     def documents(ids):
@@ -315,6 +315,16 @@ def test_killed_while_it_prepares(monkeypatch):
     prepare(*words)
 
 
+def test_a_worker_that_is_killed(monkeypatch):
+    """The command ends, as for want of memory, and says so."""
+    Path("texts.txt").write_text("some text")
+    kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    monkeypatch.setattr(prepare_texts.Bytes, "encode", kill)
+    words = ["texts.txt", "--output", "out", "--tokenizer", "bytes"]
+    with pytest.raises(SystemExit, match="a process that tokenizes has died"):
+        prepare(*words, pool=ProcessPoolExecutor)
+
+
 @pytest.mark.slow
 def test_tiktoken():
     """A tokenizer of tiktoken from a file, as a machine without network takes it from another: a
@@ -414,6 +424,42 @@ def test_a_plain_loop(flags, finished, clip_norm):
     assert min(found[1::2]) > 0.3  # so each step is clipped
     expected = [row for row in rows("out", "loss", "gradient_norm") if row]
     assert sum(expected, []) == pytest.approx(found, rel=1e-4)
+
+
+class Edited(train_lm.LanguageModel):
+    """With an attention bias, a parameter outside of blocks and head, and perhaps a buffer."""
+
+    def __init__(self, *, buffer=False, **config):
+        super().__init__(**config)
+        for block in self.blocks:
+            block.qkv = torch.nn.Linear(config["width"], 3 * config["width"])
+        self.projection = torch.nn.Linear(config["width"], config["width"])
+        if buffer:
+            self.register_buffer("angles", torch.ones(2))
+
+
+def test_an_edited_model(flags, monkeypatch):
+    """Biases begin at 0, each parameter is trained, and a buffer, which would have no values, is
+    refused."""
+    monkeypatch.setattr(train_lm, "LanguageModel", Edited)
+    args = train_lm.parser.parse_args([str(flag) for flag in [*flags, "out"]])
+    args.compile = False
+    config = {"vocabulary": 64, "layers": 1, "width": 32, "heads": 2}
+    device = torch.device("cpu")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = train_lm.build_model(args, config, device, 1)
+        train_lm.initialize(model, 76)
+        for name, parameter in model.named_parameters():
+            values = parameter.full_tensor()
+            assert bool(values.any()) != name.endswith("bias") and values.isfinite().all()
+        groups = train_lm.build_optimizer(args, model).param_groups
+        trained = [id(p) for group in groups for p in group["params"]]
+        assert sorted(trained) == sorted(map(id, model.parameters()))
+        with pytest.raises(SystemExit, match="the buffer angles would have no values"):
+            train_lm.build_model(args, config | {"buffer": True}, device, 1)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_learning_rate():
@@ -940,6 +986,20 @@ def test_micro_batches(monkeypatch):
         Device.total_memory = gigabytes * 2**30
         args = train_lm.parser.parse_args(["--device", "cpu", "--size", size])
         args.device, args.compile = "cuda", True
+        train_lm.set_defaults(args, 8)
+        assert args.accumulate == number
+    # Twice the activations, and a small vocabulary.
+    Path("tokens").mkdir()
+    for vocabulary, size, more, number in (
+        (50_257, "160m", ["--float32"], 4),
+        (50_257, "160m", ["--no-compile"], 4),
+        (257, "tiny", ["--float32"], 1),
+        (2**20, "tiny", [], 4),
+    ):
+        Path("tokens/tokens.json").write_text(json.dumps({"vocabulary": vocabulary}))
+        args = train_lm.parser.parse_args(["--device", "cpu", "--size", size, *more])
+        args.device, args.compile = "cuda", "--no-compile" not in more
+        Device.total_memory = 80 * 2**30
         train_lm.set_defaults(args, 8)
         assert args.accumulate == number
     for ranks, accumulate, length in (

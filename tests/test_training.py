@@ -198,8 +198,8 @@ COLUMNS = "epoch,train_loss,test_loss,test_accuracy,seconds,samples_per_second,p
 
 
 def test_what_a_run_says_and_writes(fashion, capsys, monkeypatch):
-    """A line every 15 steps and at the end of an epoch, with the mean loss since the last one, and
-    the rate and the gradient's norm of this step; a line and a row for the epoch."""
+    """A line every 15 steps and at the end of an epoch, with the mean loss since the last one, the
+    rate of the next step, and the gradient's norm of this one; a line and a row for the epoch."""
     norms, plain = [], torch.optim.SGD.step
 
     def step(optimizer, *words):

@@ -38,7 +38,15 @@ TINY = ["--image-size", 16, "--batch-size", 4, "--workers", 0]
 
 
 # ---- The same data, flags and code on all ranks, and after a resume ------------------------------
-TWO_KINDS = "uses_float16 = lambda args: args.amp and dist.get_rank() == 1  # as of an older GPU\n"
+TWO_KINDS = """
+plain_count, counts_more = count, False
+def uses_float16(args):
+    global counts_more
+    counts_more = args.log_every == 99 and dist.get_rank() == 1
+    return args.amp and dist.get_rank() == 1  # as of an older GPU
+def count(outputs, labels):
+    return plain_count(outputs, labels) | ({"more": 1} if counts_more else {})
+"""
 OF_RANK_1 = {  # flags that it has besides, and what is said
     "--lr 0.1": "--lr is 0.001 on rank 0 and 0.1 on rank 1: start all machines with the same flags",
     "--epochs 0": "--epochs is 2 on rank 0 and 0 on rank 1",
@@ -52,6 +60,7 @@ OF_RANK_1 = {  # flags that it has besides, and what is said
 }
 OF_ALL = {
     "--amp": "--amp is bfloat16 on rank 0 and float16 on rank 1: use GPUs of one kind",
+    "--log-every 99": "the shape of count's more is None on rank 0 and [] on rank 1: return",
     "--seed 1": "out/checkpoint.pt was started with --seed 76, not 1: use the same flags",
     "--output new --batch-size 999": "--batch-size: the training set has only 16 samples",
     "--output new --dataset no": "neither a known name nor a folder",
