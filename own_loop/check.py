@@ -104,6 +104,7 @@ START = os.getcwd()  # paths are relative to it, also after os.chdir
 LEAVE = os._exit  # that of os is watched
 NOT_OUTPUT = r"^/(dev|proc|sys)/|__pycache__|/\.cache/|\.lock$|torchinductor|triton|huggingface"
 PAGE = "docs/what_ddp_changes.md"
+SPAWN = r"\b(mp|multiprocessing)\.spawn\(|\bstart_processes\(|\bimport\b.*\bspawn\b"
 UNKNOWN = "?"  # a place that is in no file of the script's own
 
 # ---------------------------------------------------------------- the script's own lines
@@ -295,8 +296,8 @@ class Run:
         self.rows = None  # samples of the last pass through ddp
         self.at_end = []  # functions to call before the report
         self.state = self.status = self.signal = None  # how the script ended, and its exit status
-        handle, self.drawn_in_workers = tempfile.mkstemp(prefix="check-")  # loader workers append
-        os.close(handle)
+        name = f"check-{os.urandom(8).hex()}"
+        self.drawn_in_workers = os.path.join(tempfile.gettempdir(), name)  # loader workers append
         self.renew_lock()
         os.register_at_fork(after_in_child=self.renew_lock)
 
@@ -326,6 +327,8 @@ class Run:
 
     def finish(self, state, status):
         """Wait here for the report; the thread that watches ends this process."""
+        if os.getpid() != self.pid:  # a process that the script has forked: no thread watches it
+            leave(status)
         with contextlib.suppress(ValueError):  # in another thread
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         with contextlib.suppress(dist.DistError):
@@ -1550,7 +1553,7 @@ class WorkerWatch:
 def note_workers(run):
     """What the loader workers have drawn so far."""
     drawn = {}
-    with open(run.drawn_in_workers) as file:
+    with contextlib.suppress(FileNotFoundError), open(run.drawn_in_workers) as file:
         for text in file:
             if text.endswith(")\n"):
                 line, *states = ast.literal_eval(text)
@@ -2227,6 +2230,8 @@ class RandomNumbers(Check):
                 if same := set.intersection(*[set(note.drawn.items()) for note in group]):
                     line = group[0].line if isinstance(group[0], Step) else group[0].line[0]
                     text = f"{line}: {what} the same numbers on all ranks ({min(same)[0]})"
+                    if isinstance(group[0], Forward) and len(same) < len(group[0].drawn):
+                        return [look(f"{text}, others not: right for LayerDrop")]
                     return [kind(text)]
         workers = [dict(*[note.drawn for note in ranks.of(r, Workers)]) for r in range(ranks.size)]
         for line in workers[0]:
@@ -2358,6 +2363,7 @@ def observe(run):
     """A thread on every rank: tells where this rank is; on one rank, makes the report. Returns how
     many lines are WRONG, None if nothing was trained."""
     patience, busy = Patience(run.args.wait), clock_of(run.main_thread)
+    latest = time.monotonic() + 10 * run.args.wait  # for the others to import torch
     keys = [f"{rank}/end" for rank in range(run.world_size)]
     while not run.store.check(["printed"]):
         note_workers(run)
@@ -2365,7 +2371,10 @@ def observe(run):
         run.store.set(keys[run.rank], pickle.dumps(vars(where_now(run, busy))))
         time.sleep(0.3)
         if not run.store.check(keys):
-            continue  # a rank still imports torch
+            if run.signal or time.monotonic() > latest:
+                missing = [rank for rank, key in enumerate(keys) if not run.store.check([key])]
+                refuse(f"ranks {missing} have not started")
+            continue
         ends = [End(**pickle.loads(run.store.get(key))) for key in keys]
         is_over = patience.is_over(ends, run.signal)
         alive = [rank for rank in range(run.world_size) if patience.is_alive(rank)]
@@ -2406,11 +2415,9 @@ def watch(run):
         )
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
     with contextlib.suppress(OSError):
         os.remove(run.drawn_in_workers)
-    LEAVE(status)
+    leave(status)
 
 
 def answer_signals(run):
@@ -2447,7 +2454,7 @@ def run_watched(run, script):
     run.at_end.append(lambda: note_modules(run))
 
     @replace(os, "_exit")
-    def leave(original, status):
+    def end(original, status):
         if run.is_main():
             run.finish(ENDED, status)
         original(status)
@@ -2509,10 +2516,16 @@ def run_spawned(args, port, world_size, function, rank, *words):
     run_watched(run, lambda: function(rank, *words))
 
 
+def leave(status):
+    sys.stdout.flush()
+    sys.stderr.flush()
+    LEAVE(status)
+
+
 def refuse(why):
     """End this process in a line, before anything is trained."""
-    print(f"check.py: {why}", file=sys.stderr, flush=True)
-    LEAVE(2)
+    print(f"check.py: {why}", file=sys.stderr)
+    leave(2)
 
 
 def refuse_processes(may_start):
@@ -2532,14 +2545,15 @@ def calls_spawn(path):
     if not os.path.isfile(path):
         return False
     with open(path, encoding="utf-8", errors="replace") as file:
-        return bool(re.search(r"\b(spawn|start_processes)\(", file.read()))
+        return bool(re.search(SPAWN, file.read()))
 
 
 def start_by_torchrun(args):
     """Replace this process by torchrun."""
     print(f"check.py: torchrun --standalone --nproc-per-node {args.nproc} ...", flush=True)
     if 0 < torch.cuda.device_count() < args.nproc:
-        print("check.py: fewer GPUs than processes: CUDA_VISIBLE_DEVICES= is for CPUs", flush=True)
+        print("check.py: on CPUs, as there are fewer GPUs than processes", flush=True)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     words = ["--standalone", "--nproc-per-node", str(args.nproc), HERE, *sys.argv[1:]]
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words])
 
