@@ -104,6 +104,7 @@ START = os.getcwd()  # paths are relative to it, also after os.chdir
 LEAVE = os._exit  # that of os is watched
 NOT_OUTPUT = r"^/(dev|proc|sys)/|__pycache__|/\.cache/|\.lock$|torchinductor|triton|huggingface"
 PAGE = "docs/what_ddp_changes.md"
+SPAWN = r"\b(mp|multiprocessing)\.spawn\(|\bstart_processes\(|\bimport\b.*\bspawn\b"
 UNKNOWN = "?"  # a place that is in no file of the script's own
 
 # ---------------------------------------------------------------- the script's own lines
@@ -295,8 +296,8 @@ class Run:
         self.rows = None  # samples of the last pass through ddp
         self.at_end = []  # functions to call before the report
         self.state = self.status = self.signal = None  # how the script ended, and its exit status
-        handle, self.drawn_in_workers = tempfile.mkstemp(prefix="check-")  # loader workers append
-        os.close(handle)
+        name = f"check-{os.urandom(8).hex()}"
+        self.drawn_in_workers = os.path.join(tempfile.gettempdir(), name)  # loader workers append
         self.renew_lock()
         os.register_at_fork(after_in_child=self.renew_lock)
 
@@ -326,6 +327,8 @@ class Run:
 
     def finish(self, state, status):
         """Wait here for the report; the thread that watches ends this process."""
+        if os.getpid() != self.pid:  # a process that the script has forked: no thread watches it
+            leave(status)
         with contextlib.suppress(ValueError):  # in another thread
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         with contextlib.suppress(dist.DistError):
@@ -552,6 +555,13 @@ def watch_steps(run):
             if run.steps >= run.args.steps:
                 run.finish(f"stopped after {run.args.steps} steps", 0)
 
+    @replace(torch.autograd, "backward")
+    def backward(original, tensors, *args, **kwargs):
+        run.step.backwards += 1
+        losses = [loss for loss in tensors_in(tensors) if loss.numel() == 1]
+        run.step.losses += [round(float(loss.detach()), 9) for loss in losses]
+        return original(tensors, *args, **kwargs)
+
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
 
@@ -582,15 +592,6 @@ class ProcessGroup(Check):
     needs = "an optimizer.step()"
     remedy = "call init_process_group and wrap the model in DDP", "#the-diff-one-idea-at-a-time"
 
-    def watch(self, run):
-        @replace(torch, "load")
-        def load(original, *args, **kwargs):
-            content = original(*args, **kwargs)
-            if torch.cuda.is_initialized():
-                places = {t.device.index for t in tensors_in(content) if t.is_cuda}
-                run.add(Load(place(), places, torch.cuda.current_device()))
-            return content
-
     def compare(self, ranks):
         if not (steps := ranks.common(Step)):
             return None
@@ -609,29 +610,16 @@ class ProcessGroup(Check):
         if len(set(cards)) < len(cards):
             remedy = 'use torch.device("cuda", local_rank)', "#device"
             found.append(wrong(f"several ranks train on one GPU: {sorted(set(cards))}", remedy))
-        for loads in ranks.common(Load):
-            for rank, own in enumerate(loads):
-                if own.places - {own.device}:
-                    text = f"{own.line[0]}: rank {rank} loads to GPU {own.places}, but trains on "
-                    remedy = "pass map_location=device to torch.load", "#device"
-                    return [*found, look(f"{text}GPU {own.device}", remedy)]
         return found
-
-
-@dataclass
-class Load(Note):
-    """A torch.load on a machine with GPUs: to which, and the process's own."""
-
-    by = ("line",)
-    line: tuple
-    places: set
-    device: int
 
 
 def trains_together(ranks):
     """Whether an optimizer has parameters that DDP wraps, or FSDP shards."""
     steps = [steps[0] for steps in ranks.common(Step)]
     return any(any(step.wrapped) or "sharded" in step.weights for step in steps)
+
+
+FOR_CLOSURES = "return the mean over ranks from the closure", "#an-optimizer-with-a-closure"
 
 
 class Weights(Check):
@@ -677,8 +665,8 @@ class Weights(Check):
         if earlier and earlier[0][0][0].number < ours.number:
             return [wrong(f"{text}, as the gradients did before", ("see", "the line on gradients"))]
         if ours.closure:
-            remedy = "return the mean over ranks from the closure", "#an-optimizer-with-a-closure"
-            return [wrong(f"{text}, though the gradients were equal: the closure's loss?", remedy)]
+            text = f"{text}, though the gradients were equal: the closure's loss?"
+            return [wrong(text, FOR_CLOSURES)]
         settings, _ = first_unlike(ranks.common(Step), lambda step: step.settings)
         if settings and settings[0].number < ours.number:
             see = "see", "the line on the learning rate"
@@ -713,7 +701,7 @@ class Gradients(Check):
         scales = [own.scales for own in steps]
         if step.closure:
             why = "its closure returns each rank's own loss, by which the optimizer decides?"
-            remedy = "return the mean over ranks from the closure", "#an-optimizer-with-a-closure"
+            remedy = FOR_CLOSURES
         elif not any(any(own[0].wrapped) for own in ranks.common(Step)):
             why, remedy = "nothing is wrapped in DDP", ("wrap the model", "#model")
         elif is_own:
@@ -783,12 +771,12 @@ class LearningRate(Check):
 
 @dataclass
 class Clip(Note):
-    """The gradients' norms as clipping finds them."""
+    """The norm of the gradients that are clipped."""
 
     by = "line", "number"
     line: tuple
     number: int
-    norms: list
+    norm: float
     synced: bool
 
 
@@ -799,29 +787,24 @@ class Clipping(Check):
     remedy = "clip once, after the backward() that communicates", "#gradient-accumulation"
 
     def watch(self, run):
-        def watch(name):
+        for name in "clip_grad_norm_", "clip_grad_value_":
+
             @replace(nn.utils, name)
             def clip(original, parameters, *args, **kwargs):
                 parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
-                line, gradients = place(), [p.grad for p in parameters if p.grad is not None]
-                if any(hasattr(gradient, "placements") for gradient in gradients):
-                    return original(parameters, *args, **kwargs)
-                norms = [gradient.detach().float().norm().item() for gradient in gradients]
-                run.add(Clip(line, run.number("clip", line), norms, run.step.synced))
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                if not any(hasattr(gradient, "placements") for gradient in gradients):
+                    line, norm = place(), float(nn.utils.get_total_norm(gradients))
+                    run.add(Clip(line, run.number("clip", line), norm, run.step.synced))
                 return original(parameters, *args, **kwargs)
 
-        watch("clip_grad_norm_")
-        watch("clip_grad_value_")
-
     def compare(self, ranks):
-        together = trains_together(ranks)  # or the gradients' check says so
-        if not ranks.common(Clip):
+        if not (clipped := ranks.common(Clip)):
             return None
-        if together and not first_differences(ranks, "gradients"):
-            for clips in ranks.common(Clip):
-                totals = [float(np.linalg.norm(own.norms)) for own in clips]
-                if unlike(totals):
-                    text = f"{clips[0].line[0]}: the gradients' norms are {totals} on the ranks"
+        if trains_together(ranks) and not first_differences(ranks, "gradients"):  # or they say so
+            for clips in clipped:
+                if unlike(norms := [own.norm for own in clips]):
+                    text = f"{clips[0].line[0]}: the gradients' norms are {norms} on the ranks"
                     why = "" if clips[0].synced else ": they are in no_sync(), not averaged yet"
                     return [wrong(text + why)]
         return []
@@ -937,11 +920,10 @@ class Shapes(Check):
 
 @dataclass
 class Hooked(Note):
-    """What a hook on a parameter makes of its gradient: the ratio of some elements."""
+    """What a hook on a parameter makes of its gradient: the ratios of some elements."""
 
-    by = "line", "hook", "number"
+    by = "line", "number"
     line: tuple
-    hook: int
     number: int
     ratios: list
 
@@ -956,103 +938,33 @@ class Hooks(Check):
         @replace(torch.Tensor, "register_hook")
         def register(original, self, hook):
             line = place()
-            if not isinstance(self, nn.Parameter) or line[0] == UNKNOWN:
-                return original(self, hook)
-            which = run.number("hook", line)
 
             @functools.wraps(hook)
             def watched(gradient):
-                number = run.number("hooked", line, which)
-                if number >= 20 or id(self) not in run.wrapped or gradient.is_sparse:
+                number = run.number("hooked", line)
+                if number >= 200 or id(self) not in run.wrapped or gradient.is_sparse:
                     return hook(gradient)
                 before = part_of(gradient, 64).copy()
                 result = hook(gradient)
                 after = part_of(gradient if result is None else result, 64)
                 with np.errstate(all="ignore"):
-                    run.add(Hooked(line, which, number, (after / before).tolist()))
+                    run.add(Hooked(line, number, (after / before).tolist()))
                 return result
 
-            return original(self, watched)
+            is_own = isinstance(self, nn.Parameter) and line[0] != UNKNOWN
+            return original(self, watched if is_own else hook)
 
     def compare(self, ranks):
-        for calls in ranks.common(Hooked):
-            first = np.array(calls[0].ratios)
-            for own in calls[1:]:
-                pair = first, np.array(own.ratios)
-                if len(pair[0]) != len(pair[1]):
-                    continue
-                known = np.isfinite(pair[0]) & np.isfinite(pair[1])
-                if not np.allclose(pair[0][known], pair[1][known], rtol=1e-3, atol=1e-6):
-                    text = f"{calls[0].line[0]}: this hook changes each rank's own gradient in its "
-                    return [
-                        look(f"{text}own way, before DDP averages them: clipping, a threshold?")
-                    ]
+        for first, *others in ranks.common(Hooked):
+            for own in others:
+                if len(own.ratios) == len(first.ratios):
+                    known = np.isfinite(first.ratios) & np.isfinite(own.ratios)
+                    alike = np.isclose(first.ratios, own.ratios, rtol=1e-3, atol=1e-6)
+                    if not all(alike[known]):
+                        text = f"{own.line[0]}: this hook changes each rank's own gradient in its "
+                        text += "own way, before DDP averages them: clipping, a threshold?"
+                        return [look(text)]
         return [] if ranks.common(Hooked) else None
-
-
-@dataclass
-class Divisors(Note):
-    """By which numbers a loss's graph divides, near its end: (kind, number, all-reduced)."""
-
-    by = "line", "number"
-    line: tuple
-    number: int
-    divisors: list
-
-
-class Denominators(Check):
-    name = "denominators"
-    right = "the losses' graphs divide by the same numbers on all ranks"
-    needs = "a loss that is divided, or a mean"
-    remedy = (
-        "divide the sum by the number on all ranks",
-        "#a-loss-that-is-a-mean-over-what-is-valid",
-    )
-
-    def watch(self, run):
-        recomputes = []  # reading what such a graph has saved would compute it again
-
-        @replace(torch.autograd, "backward")
-        def backward(original, tensors, *args, **kwargs):
-            run.step.backwards += 1
-            leaves = tensors_in(tensors)
-            losses = [loss for loss in leaves if loss.numel() == 1]
-            run.step.losses += [round(float(loss.detach()), 9) for loss in losses]
-            if not recomputes and leaves and leaves[0].grad_fn is not None:
-                line, found = place(), self.divisors(leaves[0].grad_fn, run.reduced)
-                run.add(Divisors(line, run.number("divisors", line), found))
-            return original(tensors, *args, **kwargs)
-
-        @replace(torch.utils.checkpoint, "checkpoint")
-        def recompute(original, *args, **kwargs):
-            recomputes.append(True)
-            return original(*args, **kwargs)
-
-    def divisors(self, node, reduced):
-        """Near the end of a loss's graph: by which numbers it divides, and over how many elements
-        it takes means; and whether these were all-reduced."""
-        found, nodes = [], [node]
-        for node in itertools.islice(iter(lambda: nodes.pop(0) if nodes else None, None), 40):
-            nodes += [following for following, _ in node.next_functions if following is not None]
-            if node.name() == "MeanBackward0":
-                found.append(("mean", node._saved_self_sym_numel))
-            if node.name() == "DivBackward0" and node.next_functions[1][0] is None:
-                with contextlib.suppress(RuntimeError):  # changed in place since
-                    other = node._saved_other
-                    if other is not None and other.numel() == 1:
-                        found.append(("division", round(float(other), 6)))
-        return [(kind, number, number in reduced) for kind, number in found]
-
-    def compare(self, ranks):
-        for losses in ranks.common(Divisors):
-            if len({tuple(kind for kind, _, _ in loss.divisors) for loss in losses}) > 1:
-                continue  # other branches of the loss
-            for facts in zip(*[loss.divisors for loss in losses]):
-                numbers = [number for _, number, _ in facts]
-                if len(set(numbers)) > 1 and not all(is_reduced for _, _, is_reduced in facts):
-                    text = f"{losses[0].line[0]}: the loss divides by {numbers}"
-                    return [look(f"{text}: right if it is a number of each sample's own")]
-        return [] if any(own[0].divisors for own in ranks.common(Divisors)) else None
 
 
 @dataclass
@@ -1071,7 +983,7 @@ class MeanLosses(Check):
     name = "mean losses"
     right = "a loss of torch that is a mean is one over as many elements on all ranks"
     needs = "a mean of torch.nn.functional, such as cross_entropy"
-    remedy = Denominators.remedy
+    remedy = "divide by the number on all ranks", "#a-loss-that-is-a-mean-over-what-is-valid"
 
     COUNTED = ["cross_entropy", "nll_loss"]  # classes, of which some may be ignored or weighted
     ELEMENTS = ["binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss"]
@@ -1550,7 +1462,7 @@ class WorkerWatch:
 def note_workers(run):
     """What the loader workers have drawn so far."""
     drawn = {}
-    with open(run.drawn_in_workers) as file:
+    with contextlib.suppress(FileNotFoundError), open(run.drawn_in_workers) as file:
         for text in file:
             if text.endswith(")\n"):
                 line, *states = ast.literal_eval(text)
@@ -1749,10 +1661,10 @@ def note_datasets(run, loaders):
             random.seed(0)
             np.random.seed(0)
             samples = [dataset[i] for i in indices]
-            fetches.append([[leaf_summary(leaf) for leaf in parts_of(one)] for one in samples])
+            fetches.append([list(map(leaf_summary, tree_leaves(one))) for one in samples])
             with contextlib.suppress(Exception):  # a collate_fn may want another number of them
-                batch = parts_of(loader.collate_fn(samples))
-                fetches[-1].append([leaf_summary(leaf) for leaf in batch])
+                batch = tree_leaves(loader.collate_fn(samples))
+                fetches[-1].append(list(map(leaf_summary, batch)))
         again = [[one == other for one, other in zip(*pair)] for pair in zip(*fetches)]
         value = [[x if ok else None for x, ok in zip(*pair)] for pair in zip(fetches[0], again)]
         fields = vars(dataset) if hasattr(dataset, "__dict__") else {}
@@ -1760,32 +1672,17 @@ def note_datasets(run, loaders):
         run.send()
 
 
-def parts_of(sample):
-    """Its leaves; a list of numbers, such as a text's, is one."""
-
-    def is_row(tree):
-        return isinstance(tree, (list, tuple)) and all(isinstance(x, (int, float)) for x in tree)
-
-    return [np.array(x) if is_row(x) else x for x in tree_leaves(sample, is_leaf=is_row)]
-
-
 def leaf_summary(leaf):
-    """(checksum, the value if it is short, its pattern) of a part of a sample, None if unknown. The
-    pattern of whole numbers is their order of appearance, which no renumbering of them changes."""
+    """(checksum, the value if it is short) of a part of a sample; None if unknown."""
     if isinstance(leaf, (str, bytes, bool, int, float, np.generic)):
-        return zlib.crc32(repr(leaf).encode()), repr(leaf)[:40], None
+        return zlib.crc32(repr(leaf).encode()), repr(leaf)[:40]
     if torch.is_tensor(leaf):
         leaf = leaf.detach().cpu().numpy() if leaf.layout == torch.strided else None
     elif hasattr(leaf, "mode") and hasattr(leaf, "size"):  # an image of PIL
         leaf = np.asarray(leaf)
     if not isinstance(leaf, np.ndarray) or leaf.dtype == object:
         return None
-    pattern = None
-    if leaf.dtype.kind in "iu" and 8 <= leaf.size <= MANY:
-        values, first, inverse = np.unique(leaf, return_index=True, return_inverse=True)
-        if len(values) > 2:
-            pattern = zlib.crc32(np.argsort(np.argsort(first))[inverse.ravel()].tobytes())
-    return zlib.crc32(np.ascontiguousarray(leaf)), str(leaf)[:40] if leaf.size < 3 else "", pattern
+    return zlib.crc32(np.ascontiguousarray(leaf)), str(leaf)[:40] if leaf.size < 3 else ""
 
 
 def strings_in(fields):
@@ -1809,7 +1706,7 @@ def strings_in(fields):
 
 def same_samples(ranks, line):
     """Whether a dataset has the same samples on all ranks, as far as they were compared; None if
-    not known. And where they differ first: (index, rank, the two values, kind)."""
+    not known. And where they differ first, in words."""
     found = [ranks.get(rank, Probe, line) for rank in range(ranks.size)]
     if None in found:
         return None, None
@@ -1817,37 +1714,14 @@ def same_samples(ranks, line):
     for rank, other in enumerate(found[1:], 1):
         if ours.size != other.size:
             return False, None
-        parts = {}
-        for index, pair in zip([*ours.indices, "batch"], zip(ours.samples, other.samples)):
-            for part, (one, two) in enumerate(zip(*pair)):
-                if one and two:
-                    known = True
-                    parts.setdefault((index == "batch", part), []).append((index, one, two))
-        different = [c for each in parts.values() for c in each if c[1][0] != c[2][0]]
-        if different:
-            kind = "renumbered" if any(map(renumbered, parts.values())) else "other"
-            if kind == "other" and any(map(is_equal, parts.values())):
-                kind = "mixed"
-            return False, (different[0][0], rank, [c[1] for c in different[0][1:]], kind)
+        names = [*(f"sample {index}" for index in ours.indices), "a batch"]
+        for name, *samples in zip(names, ours.samples, other.samples):
+            for one, two in zip(*samples):
+                known |= bool(one and two)
+                if one and two and one[0] != two[0]:
+                    values = f": {one[1]} and {two[1]}" if one[1] or two[1] else ""
+                    return False, f"{name} differs on rank {rank}{values}"
     return known or None, None
-
-
-def is_equal(comparisons):
-    """Whether a part of all samples is equal on both ranks, and not a constant."""
-    values = {one[0] for _, one, _ in comparisons}
-    return len(values) > 1 and all(one[0] == two[0] for _, one, two in comparisons)
-
-
-def renumbered(comparisons):
-    """Whether one rank's values are the other's, numbered in another way: a shuffled vocabulary."""
-    differ = [(one, two) for _, one, two in comparisons if one[0] != two[0]]
-    patterns = [one[2] == two[2] for one, two in differ if one[2]]
-    if len(patterns) > len(comparisons) / 2:
-        return all(patterns)
-    pairs = {(one[0], two[0]) for _, one, two in comparisons}
-    ones, twos = zip(*pairs)
-    is_bijection = len(set(ones)) == len(set(twos)) == len(pairs)
-    return bool(differ) and is_bijection and 2 < len(pairs) < len(comparisons) / 2
 
 
 class Datasets(Check):
@@ -1896,15 +1770,8 @@ class Datasets(Check):
                 if reordered and by_index:
                     text = f"{line[0]}: the dataset's {name} has another order on each rank"
                     return [wrong(text)]
-            if where and (by_index or where[3] == "renumbered"):
-                index, rank, values, kind = where
-                text = f"{line[0]}: {'a batch' if index == 'batch' else f'sample {index}'} differs "
-                text += f"on rank {rank}" + (
-                    f": {values[0]} and {values[1]}" if any(values) else ""
-                )
-                if kind == "renumbered" or kind == "mixed" and about.distributed:
-                    return [wrong(text)]
-                return [look(f"{text}: data of its own on each rank?")]
+            if where and by_index:
+                return [look(f"{line[0]}: {where}: data of its own on each rank?")]
             if same is not None:
                 found = []
         return found
@@ -2227,6 +2094,8 @@ class RandomNumbers(Check):
                 if same := set.intersection(*[set(note.drawn.items()) for note in group]):
                     line = group[0].line if isinstance(group[0], Step) else group[0].line[0]
                     text = f"{line}: {what} the same numbers on all ranks ({min(same)[0]})"
+                    if isinstance(group[0], Forward) and len(same) < len(group[0].drawn):
+                        return [look(f"{text}, others not: right for LayerDrop")]
                     return [kind(text)]
         workers = [dict(*[note.drawn for note in ranks.of(r, Workers)]) for r in range(ranks.size)]
         for line in workers[0]:
@@ -2358,6 +2227,7 @@ def observe(run):
     """A thread on every rank: tells where this rank is; on one rank, makes the report. Returns how
     many lines are WRONG, None if nothing was trained."""
     patience, busy = Patience(run.args.wait), clock_of(run.main_thread)
+    latest = time.monotonic() + 10 * run.args.wait  # for the others to import torch
     keys = [f"{rank}/end" for rank in range(run.world_size)]
     while not run.store.check(["printed"]):
         note_workers(run)
@@ -2365,7 +2235,10 @@ def observe(run):
         run.store.set(keys[run.rank], pickle.dumps(vars(where_now(run, busy))))
         time.sleep(0.3)
         if not run.store.check(keys):
-            continue  # a rank still imports torch
+            if run.signal or time.monotonic() > latest:
+                missing = [rank for rank, key in enumerate(keys) if not run.store.check([key])]
+                refuse(f"ranks {missing} have not started")
+            continue
         ends = [End(**pickle.loads(run.store.get(key))) for key in keys]
         is_over = patience.is_over(ends, run.signal)
         alive = [rank for rank in range(run.world_size) if patience.is_alive(rank)]
@@ -2406,11 +2279,9 @@ def watch(run):
         )
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
     with contextlib.suppress(OSError):
         os.remove(run.drawn_in_workers)
-    LEAVE(status)
+    leave(status)
 
 
 def answer_signals(run):
@@ -2447,7 +2318,7 @@ def run_watched(run, script):
     run.at_end.append(lambda: note_modules(run))
 
     @replace(os, "_exit")
-    def leave(original, status):
+    def watched_exit(original, status):
         if run.is_main():
             run.finish(ENDED, status)
         original(status)
@@ -2509,10 +2380,16 @@ def run_spawned(args, port, world_size, function, rank, *words):
     run_watched(run, lambda: function(rank, *words))
 
 
+def leave(status):
+    sys.stdout.flush()
+    sys.stderr.flush()
+    LEAVE(status)
+
+
 def refuse(why):
     """End this process in a line, before anything is trained."""
-    print(f"check.py: {why}", file=sys.stderr, flush=True)
-    LEAVE(2)
+    print(f"check.py: {why}", file=sys.stderr)
+    leave(2)
 
 
 def refuse_processes(may_start):
@@ -2527,19 +2404,26 @@ def refuse_processes(may_start):
         original(self)
 
 
+def replace_spawn(function):
+    """A decorator, as `replace`: of both functions of torch that start processes."""
+    for name in "spawn", "start_processes":
+        replace(torch.multiprocessing, name)(function)
+
+
 def calls_spawn(path):
     """Whether a script starts its processes by mp.spawn, not by torchrun."""
     if not os.path.isfile(path):
         return False
     with open(path, encoding="utf-8", errors="replace") as file:
-        return bool(re.search(r"\b(spawn|start_processes)\(", file.read()))
+        return bool(re.search(SPAWN, file.read()))
 
 
 def start_by_torchrun(args):
     """Replace this process by torchrun."""
     print(f"check.py: torchrun --standalone --nproc-per-node {args.nproc} ...", flush=True)
     if 0 < torch.cuda.device_count() < args.nproc:
-        print("check.py: fewer GPUs than processes: CUDA_VISIBLE_DEVICES= is for CPUs", flush=True)
+        print("check.py: on CPUs, as there are fewer GPUs than processes", flush=True)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     words = ["--standalone", "--nproc-per-node", str(args.nproc), HERE, *sys.argv[1:]]
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words])
 
@@ -2548,14 +2432,12 @@ def check_spawning_script(args):
     """Run a script that starts its processes itself. This one only has the store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    for name in "spawn", "start_processes":
-
-        @replace(torch.multiprocessing, name)
-        def spawn(original, fn, *others, **options):
-            nprocs = options.get("nprocs", (*others, 1, 1)[1])
-            in_process = Elsewhere("run_spawned")
-            fn = functools.partial(in_process, args, store.port, nprocs, fn)
-            return original(fn, *others, **options)
+    @replace_spawn
+    def spawn(original, fn, *others, **options):
+        nprocs = options.get("nprocs", (*others, 1, 1)[1])
+        in_process = Elsewhere("run_spawned")
+        fn = functools.partial(in_process, args, store.port, nprocs, fn)
+        return original(fn, *others, **options)
 
     def use_torchrun(*_):
         if os.getpid() == own:
@@ -2606,13 +2488,9 @@ def main():
     hour = timedelta(hours=1)
     store = dist.TCPStore(host, port, is_master=not agent and rank == 0, timeout=hour)
 
-    for name in "spawn", "start_processes":
-
-        @replace(torch.multiprocessing, name)
-        def spawn(original, *args, **kwargs):
-            refuse(
-                "start it with python check.py --spawn, not torchrun: this script calls mp.spawn"
-            )
+    @replace_spawn
+    def spawn(*_):
+        refuse("start it with python check.py --spawn, not torchrun: this script calls mp.spawn")
 
     @replace(dist, "init_process_group")
     def init(original, *args, **kwargs):
