@@ -4,6 +4,7 @@ LOOP is right, and has a flag for each of several kinds of loops. A fault is a c
 """
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -222,7 +223,7 @@ def test_small_scripts(work):
     spawn = [*flags, "--nproc-per-node", "{n}", "--output", "runs/{run}"]
     for name, words in ("ddp_torchrun", torchrun), ("ddp_spawn", spawn):
         command = [str(ROOT / COMPARE), "--steps", "4", str(ROOT / f"train_{name}.py"), *words]
-        job = Cold(["python", *command], f"{name}.log")
+        job = Cold([sys.executable, *command], f"{name}.log")
         statuses, text = finish([job])
         assert statuses == [0] and "nothing WRONG" in text, text
     assert not Path("runs").exists()
