@@ -9,7 +9,8 @@ python compare.py --one "--batch-size 64" train.py --batch-size 32    # a batch 
 A right script does the same on N processes as on one, up to rounding: samples, losses, gradients,
 weights. To compare them, both runs draw the same random numbers here: noise for a share of the
 batch is that share of what one process draws, and a sample is augmented alike wherever it is
-loaded. Batch norm on one process takes each share's own statistics, as DDP does. Mixed precision,
+loaded. On one process, batch norm takes each share's own statistics, as DDP does, and MixUp and
+CutMix (a batch that is rolled or flipped) mix the samples of a share. Mixed precision,
 TF32, torch.compile, and dropout in attention and between recurrent layers are off, and streams
 (IterableDatasets) are read without workers. After each step, the N processes get the weights that
 one process has: each step is a test of its own, and rounding cannot grow. For that, each step
@@ -297,8 +298,8 @@ class BothRuns:
             if not os.path.exists(f"{self.folder}/one.draws"):
                 return "compare.py: the run on one process was cut off before its end (above)", 2
             if not one[Step]:
-                text = "look   end        no optimizer.step() on one process, which came to "
-                return text + one.end(), 2
+                text = "look   end        no optimizer.step() on one process, whose run ended with "
+                return f"{text}{one.end()}: nothing can be compared", 2
         on_gpus = torch.cuda.device_count() >= self.args.nproc
         tolerance = self.args.tolerance or (3e-3 if on_gpus else 3e-4)
         return report(self.folder, self.args.nproc, tolerance)
@@ -578,6 +579,15 @@ class Run:
         d = self.shared_dimension(values.shape, share)
         values = values.index_select(d, self.positions(self.rank, share[d]))
         return values[tuple(slice(n) for n in share)]
+
+    def by_share(self, tensor, function):
+        """On one process: what `function` makes of the rows of each rank, as rows of the batch."""
+        ranks = range(self.world)
+        places = [self.positions(rank, len(tensor) // self.world) for rank in ranks]
+        places = [at.to(tensor.device) for at in places]
+        with self.quiet():
+            outputs = [function(rank, tensor[at]) for rank, at in zip(ranks, places)]
+            return torch.cat(outputs)[torch.cat(places).argsort()]
 
 
 # ---- how draws are paired: random numbers are those of one process
@@ -923,7 +933,11 @@ def control_datasets(run):
                 seed_all(run.hash("sample", base_index(self.dataset, index)))
                 samples.append(self.dataset[index])
             seed_all(run.hash("batch", number))
-            return self.collate_fn(samples)
+            run.thread.batch = len(samples)
+            try:
+                return self.collate_fn(samples)
+            finally:
+                del run.thread.batch
 
     class Seeded:
         """The k-th sample of a rank is the (k * world + rank)-th of one process."""
@@ -972,7 +986,9 @@ class Elsewhere:
 def start_worker(theirs, worker):
     """In each loader worker."""
     if not hasattr(fetchers._MapDatasetFetcher.fetch, "__wrapped__"):  # not forked
-        control_datasets(Run(in_worker=True))
+        run = Run(in_worker=True)
+        control_datasets(run)
+        control_order(run)
     if theirs is not None:
         theirs(worker)
 
@@ -1266,15 +1282,34 @@ def control_batch_norm(run):
             if run.one and rows != run.world and run.world > 1:
                 run.say(f"batch norm over {rows} rows, not split into shares at {place()[0]}")
             return original(input, mean, var, *words, *more, **kw)
-        places, outputs = [], []
-        with run.quiet():
-            for rank in range(run.world):
-                places.append(run.positions(rank, rows // run.world).to(input.device))
-                averages = mean, var
-                if rank and mean is not None:
-                    averages = mean.clone(), var.clone()
-                outputs.append(original(input[places[-1]], *averages, *words, *more, **kw))
-            return torch.cat(outputs)[torch.cat(places).argsort()]
+
+        def normalize(rank, share):
+            averages = mean, var
+            if rank and mean is not None:
+                averages = mean.clone(), var.clone()
+            return original(share, *averages, *words, *more, **kw)
+
+        return run.by_share(input, normalize)
+
+
+def control_order(run):
+    """Where a batch is rolled or flipped along its samples, as MixUp and CutMix do, on one process
+    each share is, as on N processes."""
+
+    def watch(name):
+        @replace(torch.Tensor, name)
+        def move(original, self, *args, **kwargs):
+            dims = args[-1] if args else None
+            dims = kwargs.get("dims", dims if len(args) > (name == "roll") else None)
+            batch = getattr(run.thread, "batch", None if run.in_dataset() else run.loader_rows)
+            if dims not in (0, (0,), [0]) or not is_plain(self) or not self.dim():
+                return original(self, *args, **kwargs)
+            if not run.one or len(self) != batch or batch % run.world:
+                return original(self, *args, **kwargs)
+            return run.by_share(self, lambda rank, share: original(share, *args, **kwargs))
+
+    watch("roll")
+    watch("flip")
 
 
 def keep_precise():
@@ -1704,6 +1739,7 @@ def run_watched(run, script):
     control_python(run)
     control_datasets(run)
     control_batch_norm(run)
+    control_order(run)
     control_precision(run)
     watch_loaders(run)
     watch_models(run)
@@ -2110,9 +2146,10 @@ def compare_lengths(one, ranks, trains):
     streams = {note.key for _, note in one[Pass] if note.batches is None}
     found = {PassEnd: [], Pass: []}
     for kind, words in ((PassEnd, "a pass ended after"), (Pass, "an epoch has")):
-        theirs = [{note.key: note.batches for _, note in notes[kind]} for notes in ranks]
+        theirs = [{note.key: (note.batches, step) for step, note in notes[kind]} for notes in ranks]
         for step, note in one[kind]:
-            others = [notes.get(note.key, note.batches) for notes in theirs]
+            both = [notes.get(note.key, (note.batches, step)) for notes in theirs]
+            others, step = [batches for batches, _ in both], min(step, *[at for _, at in both])
             if note.key in trains and None not in [note.batches, *others]:
                 most = max(abs(other - note.batches) for other in others)
                 if most:
