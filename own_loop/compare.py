@@ -11,7 +11,7 @@ weights. To compare them, both runs draw the same random numbers here: noise for
 batch is that share of what one process draws, and a sample is augmented alike wherever it is
 loaded. On one process, batch norm takes each share's own statistics, as DDP does, and MixUp and
 CutMix (a batch that is rolled or flipped) mix the samples of a share. Mixed precision,
-TF32, torch.compile, and dropout in attention and between recurrent layers are off, and streams
+TF32, torch.compile and dropout are off, and streams
 (IterableDatasets) are read without workers. After each step, the N processes get the weights that
 one process has: each step is a test of its own, and rounding cannot grow. For that, each step
 writes weights, gradients and the optimizer's moments to TMPDIR, about five times the model.
@@ -472,8 +472,7 @@ class Run:
         self.loader_rows = self.model_rows = None  # of this process's batch
         self.order = None  # where the batch's samples are in one process's batch
         self.model = None  # the outermost model that computes now
-        self.draws, self.given, self.batches, self.seeds = {}, {}, {}, {}
-        self.seed = {}  # that the script has set since the last step, of each library
+        self.draws, self.given, self.batches = {}, {}, {}
         self.made = {}  # lines that made optimizers and schedulers
         self.generator = torch.Generator()
         if in_worker:
@@ -482,7 +481,7 @@ class Run:
         self.texts = open(f"{self.folder}/{self.name}.{self.rank}.texts", "wb")  # no advance
         if not self.one:
             with open(f"{self.folder}/one.draws", "rb") as file:
-                steps, self.draws, self.given, self.batches, self.seeds = pickle.load(file)
+                steps, self.draws, self.given, self.batches = pickle.load(file)
                 self.options["steps"] = steps
 
     def note(self, note):
@@ -525,8 +524,8 @@ class Run:
         self.note(End(state))
         if self.one:
             with open(f"{self.folder}/one.draws", "wb") as file:
-                known = self.draws, self.given, self.batches, self.seeds
-                pickle.dump((self.options["steps"], *known), file)
+                known = self.options["steps"], self.draws, self.given, self.batches
+                pickle.dump(known, file)
         sys.stdout.flush()
         if state != "--steps":
             return
@@ -593,59 +592,32 @@ class Run:
 # ---- how draws are paired: random numbers are those of one process
 
 
-def seeded(run, library, value):
-    """The script seeds a library. Draws are then those after this seed, whichever process makes
-    them; after a seed of each rank's own, those after one process's."""
-    lines = place()
-    ways = [(run.steps, library, where) for where in (lines, lines[0])]
-    numbers = [run.number("seed", *way) for way in ways]
-    if run.one:
-        for way in ways:
-            run.seeds.setdefault(way, []).append(value)
-    else:
-        found = [(run.seeds[way], n) for way, n in zip(ways, numbers) if way in run.seeds]
-        if not found:  # one process does not seed here
-            return None
-        known, n = found[0]
-        value = value if value in known else known[min(n, len(known) - 1)]
-    run.seed[library] = value, run.number("seeds")
-    return value
-
-
-def pair(run, name, shape, library="torch"):
+def pair(run, name, shape):
     """Which draw of one process this is: its key, and its shape. It has the same lines, from the
     innermost to the outermost, so that what one rank alone draws does not count; or else the same
-    innermost line, or any. Of these, it is the n-th since the last seed, or else in the step."""
-    seed, number = run.seed.get(library, (None, None))
-    lines = place()
-    ways = []
-    for where in ("any", lines[0], lines):
-        since = run.number("draw", run.steps, number, where, name)
-        in_step = run.number("draw", run.steps, where, name)
-        ways[:0] = (run.steps, "seed", seed, where, name, since), (run.steps, where, name, in_step)
-        if where == lines[0]:
-            key = (run.steps if seed is None else "seed", where, name, seed, since)
+    innermost line, or any. Of these, it is the n-th in the step."""
+    lines, ways = place(), []
+    for where in (lines, lines[0], "any"):
+        ways.append((run.steps, where, name, run.number("draw", run.steps, where, name)))
+    key = ways[1]
     if run.one:
         for way in ways:
             run.draws.setdefault(way, (key, shape))
         return key, shape
-    found = []
-    for first in (0, 2, 4):
-        if first == 4 and found:
-            break
-        near = [run.draws[way] for way in ways[first : first + 2] if way in run.draws]
-        found += near
-        for one, whole in sorted(near, key=lambda draw: draw[1] != shape):
-            if whole == shape or run.shared_dimension(whole, shape) is not None:
-                return one, whole
+    found = [run.draws[way] for way in ways if way in run.draws]
+    if len(found) > 1:
+        found = found[:-1]  # "any"
+    for key_of_one, whole in found:
+        if whole == shape or run.shared_dimension(whole, shape) is not None:
+            return key_of_one, whole
     return found[0][0] if found else key, shape
 
 
 def drawn(run, name, shape, draw):
     """What one process would draw here, or the rank's part of it. `draw` gets a shape and a
     generator."""
-    shape, library = tuple(shape), "numpy" if name.startswith("numpy") else "torch"
-    key, whole = pair(run, name, shape, library)
+    shape = tuple(shape)
+    key, whole = pair(run, name, shape)
     run.generator.manual_seed(run.hash(key))
     values = draw(whole, run.generator)
     if whole != shape:
@@ -655,7 +627,7 @@ def drawn(run, name, shape, draw):
 
 def drawn_by_hand(run, name, values):
     """Numbers of a generator of the script's own: left alone, unless a rank has drawn its share."""
-    key, shape = pair(run, f"{name} of a generator", tuple(values.shape), None)
+    key, shape = pair(run, f"{name} of a generator", tuple(values.shape))
     if run.one and values.numel() < 1_000_000:
         run.given[key] = values.detach().cpu().clone()
     if shape == tuple(values.shape) or key not in run.given:
@@ -669,13 +641,6 @@ def is_plain(tensor):
 
 def control_torch(run):
     """Random functions of torch get the numbers of one process."""
-    for module in (torch, torch.random):
-
-        @replace(module, "manual_seed")
-        def seed_torch(original, seed):
-            if not run.in_dataset():
-                seeded(run, "torch", int(seed))
-            return original(seed)
 
     def noise(name, shape, method, *words, dtype=torch.float, **more):
         """Numbers by a method that fills a tensor, such as normal_."""
@@ -780,33 +745,20 @@ def control_torch(run):
             watch(owner, name, values_of)
 
 
-def control_dropout(run):
-    def watch(name):
-        @replace(F, name)
-        def dropout(original, input, p=0.5, training=True, inplace=False):
-            if run.in_dataset() or not is_plain(input) or not training or p == 0:
-                return original(input, p, training, inplace)
-            shape = tuple(input.shape)
-            if name != "dropout":  # whole channels
-                shape = shape[:2] + (1,) * (input.dim() - 2)
-            with run.quiet():
-                rand = inspect.unwrap(torch.rand)
-                noise = drawn(run, name, shape, lambda s, g: rand(s, generator=g))
-                mask = (noise >= p).to(input.device, input.dtype) / (1 - p if p < 1 else 1)
-                return input.mul_(mask) if inplace else input * mask
+def control_dropout():
+    """It is off."""
+    for name in dir(F):
+        if "dropout" in name and name.rstrip("_") == name and not name.startswith("_"):
 
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d"):
-        watch(name)
+            @replace(F, name)
+            def dropout(original, input, p=0.5, training=True, inplace=False):
+                return original(input, p, False, inplace)
 
     @replace(F, "scaled_dot_product_attention")
     def attention(original, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
-        if dropout_p:
-            run.say("attention's dropout is off")
         return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     def without_dropout(original, self, *args, **kwargs):
-        if self.dropout:
-            run.say("dropout between recurrent layers is off")
         p, self.dropout = self.dropout, 0.0
         try:
             return original(self, *args, **kwargs)
@@ -826,9 +778,7 @@ def control_python(run):
         def seed(original, *args, **kwargs):
             if run.in_dataset():
                 return original(*args, **kwargs)
-            value = seeded(run, library, repr((*args, *kwargs.values())))
-            if value is not None:
-                original(run.hash(library, value))
+            return original(run.hash(library, run.steps))
 
     def watch_arrays(name, size_at):
         @replace(np.random, name)
@@ -860,9 +810,8 @@ def control_python(run):
         @replace(owner, name)
         def draw(original, *args, **kwargs):
             if not run.in_dataset():
-                where = run.steps, run.seed.get(library), place(), name
-                if run.number("python", *where) < 1000:  # it takes time
-                    key, _ = pair(run, f"{library}.{name}", (), library)
+                if run.number("python", run.steps, place(), name) < 1000:  # it takes time
+                    key, _ = pair(run, f"{library}.{name}", ())
                     inspect.unwrap(owner.seed)(run.hash(key))
             return original(*args, **kwargs)
 
@@ -1020,7 +969,6 @@ def watch_loaders(run):
         workers, timeout = self.num_workers, self.timeout
         is_map = not isinstance(self.dataset, IterableDataset)
         if workers and not is_map:
-            run.say("IterableDatasets are read without workers")
             self.num_workers = self.timeout = 0
         elif workers:
             self.worker_init_fn = functools.partial(Elsewhere("start_worker"), theirs)
@@ -1276,7 +1224,6 @@ def control_batch_norm(run):
         words = weight, bias, training
         if getattr(run.thread, "sync", False) or not training:
             return original(input, mean, var, *words, *more, **kw)
-        run.say("batch norm: on one process, each share has its own statistics, as in DDP")
         rows, batch = len(input), run.loader_rows or run.model_rows
         if not run.one or rows % run.world or rows == run.world or (batch and rows % batch):
             if run.one and rows != run.world and run.world > 1:
@@ -1320,23 +1267,20 @@ def keep_precise():
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def control_precision(run):
+def control_precision():
     """Nothing is compiled, as its random numbers would be others, and mixed precision is off."""
 
     @replace(torch, "compile")
     def compile(original, model=None, *args, **kwargs):
-        run.say("torch.compile is off")
         return model if model is not None else lambda function: function
 
     @replace(nn.Module, "compile")
     def compile_module(original, self, *args, **kwargs):
-        run.say("torch.compile is off")
+        pass
 
     @replace(torch.amp.autocast_mode.autocast, "__init__")
     def autocast(original, self, device_type, *args, **kwargs):
         original(self, device_type, *args, **kwargs)
-        if self._enabled:
-            run.say("autocast is off")
         self._enabled = False
 
     @replace(torch.amp.GradScaler, "__init__")
@@ -1527,7 +1471,6 @@ def watch_steps(run):
                 compare_after(saved, after, now)
                 set_to_one(saved, optimizer, parameters, buffers)
         run.steps += 1
-        run.seed.clear()
         seed_all(run.hash("step", run.steps), torch_too=False)
         if run.steps >= run.options["steps"]:
             run.end("--steps")
@@ -1735,12 +1678,12 @@ def run_watched(run, script):
     """Run it with the random numbers of one process, and note what it does."""
     find_script(argparse.Namespace(**run.options))
     control_torch(run)
-    control_dropout(run)
+    control_dropout()
     control_python(run)
     control_datasets(run)
     control_batch_norm(run)
     control_order(run)
-    control_precision(run)
+    control_precision()
     watch_loaders(run)
     watch_models(run)
     watch_steps(run)
@@ -2006,18 +1949,6 @@ class Values:
             if not wrong:
                 return value
             value = self.all[min(wrong)]
-
-    def nearest(self, loss):
-        """Where a loss is the same, but not all that it is made from: the last such value."""
-        seen, wrong, todo = set(), [], [loss.index]
-        while todo:
-            index = todo.pop()
-            for i in self.all[index].made_from:
-                if i in self.all and i < index and i not in seen and self.all[i].kind == "value":
-                    seen.add(i)
-                    todo.append(i)
-                    wrong += [i] if self.differs(i) else []
-        return self.origin(self.all[max(wrong)]) if wrong else None
 
     def coupled(self, step):
         """The first value inside of a model that differs, where its outputs of a step do, but its
@@ -2339,7 +2270,6 @@ ADVICE = {
     "on all ranks, times world_size",
     "other": "one process has neither these numbers nor their mean or sum: decided by the rank's "
     "own share?",
-    "same loss": "but the loss is the same",
     "branch": "a decision by numbers of the rank's own share?",
 }
 
@@ -2373,10 +2303,9 @@ def blame(values, tensors, step):
         else:
             found = [finding("inputs" if inputs else "value", origin, advice_on(origin))]
     else:
-        near = [value for loss in losses if (value := values.nearest(loss))]
         after = max([v.index for v in losses], default=-1)
         later = [v for v in values.find(step, "value") if v.index > after]
-        found = [finding("value", value, "same loss") for value in (near + later)[:1]]
+        found = [finding("value", value, advice_on(value)) for value in later[:1]]
     if step in values.alone and (not found or found[0].what == "loss"):
         line, side = values.alone[step]
         text = f"{source(line)}: computed {side} alone: {ADVICE['branch']}"
