@@ -67,6 +67,7 @@ import traceback
 import zlib
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -286,7 +287,8 @@ class BothRuns:
         if failed:
             raise NotRestored
 
-    def compare(self):
+    def run_both(self):
+        """The report, and the exit status."""
         for name in ("one", "all"):
             began = time.monotonic()
             try:
@@ -338,15 +340,9 @@ class Value:
 
 
 @dataclass
-class Pass:
-    """A DataLoader is iterated: (line, how often before), and how many batches it has."""
-
-    key: tuple
-    batches: int | None
-
-
-@dataclass
 class PassEnd:
+    """A DataLoader has been iterated: (line, how often before), and how many batches it gave."""
+
     key: tuple
     batches: int
 
@@ -357,6 +353,7 @@ class Batch:
     number: int
     indices: list | None  # of its samples
     rows: int | None
+    batches: int | None  # that the pass is to have
 
 
 @dataclass
@@ -369,13 +366,25 @@ class Step:
     made: str  # the line that made the optimizer, and its scheduler
 
 
+class Difference(NamedTuple):
+    """Of a tensor of run N from that of run one."""
+
+    size: float  # these three are norms
+    one: float
+    other: float
+    ratio: float  # how many times run one's it is
+    mark_one: float  # a number by which those of several ranks are compared
+    mark_other: float
+    step: float = 0.0  # of an update: how far it goes on one process
+
+
 @dataclass
 class Compared:
     """Tensors of run N beside those of run one, at an optimizer's step."""
 
     kind: str  # "weights" and "gradients" before it, "update", "buffers"
     line: str
-    parts: dict  # {name: Difference as a tuple}
+    parts: dict  # {name: Difference}; a plain tuple in the file, as a process may not know it
     missing: list  # names that only one side has
 
 
@@ -487,6 +496,8 @@ class Run:
     def note(self, note):
         if os.getpid() == self.pid and not self.notes.closed:
             with self.lock:
+                if isinstance(note, Compared):
+                    note.parts = {name: tuple(part) for name, part in note.parts.items()}
                 file = self.texts if isinstance(note, (Printed, Said, File)) else self.notes
                 pickle.dump((self.steps, type(note).__name__, vars(note)), file)
                 file.flush()
@@ -979,7 +990,7 @@ def watch_loaders(run):
             self.num_workers, self.timeout = workers, timeout
         iterator.compare_pass = (line[:2], run.number("pass", line[:2]))
         iterator.compare_batches = 0
-        run.note(Pass(iterator.compare_pass, length(self) if is_map else None))
+        iterator.compare_length = length(self) if is_map else None
         return iterator
 
     @replace(dataloader._BaseDataLoaderIter, "__next__")
@@ -1003,7 +1014,7 @@ def watch_loaders(run):
             indices = None
         tensors = [t for t in tree_leaves(batch) if torch.is_tensor(t) and t.dim()]
         rows = len(indices) if indices else len(tensors[0]) if tensors else None
-        run.note(Batch(self.compare_pass, number, indices, rows))
+        run.note(Batch(self.compare_pass, number, indices, rows, self.compare_length))
         in_main = threading.current_thread() is threading.main_thread()
         if torch.is_grad_enabled() and in_main:
             run.loader_rows = rows
@@ -1198,15 +1209,6 @@ def watch_models(run):
 
             return original(self, traced)
 
-    for name in ("all_reduce", "broadcast"):
-
-        @replace(torch.distributed, name)
-        def communicate(original, tensor, *args, _name=name, **kwargs):
-            out = original(tensor, *args, **kwargs)
-            if not kwargs.get("async_op") and is_plain(tensor) and place()[0] != UNKNOWN:
-                note_value(run, "value", place()[0], _name, tensor, indices_in(tensor))
-            return out
-
 
 def control_batch_norm(run):
     """On one process: each share's own statistics, and rank 0's averages, as N processes have."""
@@ -1304,8 +1306,8 @@ def outer_modules():
     return [module for module in modules if id(module) not in inner]
 
 
-def whole(tensor):
-    """A tensor as it is on one process."""
+def on_cpu(tensor):
+    """A copy of all of a tensor, also of one that is sharded."""
     if tensor is None:
         return None
     tensor = tensor.detach()
@@ -1378,26 +1380,24 @@ def moments(optimizer, parameters):
 
 
 def differ(one, other):
-    """(|difference|, |one|, |other|, how many times the first the second is, and of each a number
-    by which those of several ranks are compared)"""
     if one is None or other is None or one.shape != other.shape:
         sizes = [0.0 if t is None else float(t.double().norm()) for t in (one, other)]
-        return (max(sizes) if sizes[0] != sizes[1] else 0.0, *sizes, 0.0, *sizes)
+        return Difference(max(sizes) if sizes[0] != sizes[1] else 0.0, *sizes, 0.0, *sizes)
     one, other = one.double().reshape(-1), other.double().reshape(-1)
     if not (torch.isfinite(one).all() and torch.isfinite(other).all()):
         same = torch.equal(torch.isfinite(one), torch.isfinite(other))
-        return (0.0 if same else 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+        return Difference(0.0 if same else 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
     dot, size = float(one @ other), float(one.norm())
     signs = torch.from_numpy(SIGNS[: len(one)])
     marks = [float(t[:MANY_COLUMNS] @ signs) for t in (one, other)]
     ratio = dot / max(size**2, 1e-300)
-    return float((one - other).norm()), size, float(other.norm()), ratio, *marks
+    return Difference(float((one - other).norm()), size, float(other.norm()), ratio, *marks)
 
 
 def differ_in_any_order(one, other):
     """A queue of features, as in MoCo, has the ranks' rows one rank after the other."""
     found = differ(one, other)
-    if not found[0] or one.shape != other.shape:
+    if not found.size or one.shape != other.shape:
         return found
     return min(found, differ(one.reshape(-1).sort().values, other.reshape(-1).sort().values))
 
@@ -1430,8 +1430,8 @@ def watch_steps(run):
             parameters = one.parameters(optimizer)
             if any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values()):
                 run.say("weights of 16 bits: rounding alone differs by more; see --tolerance")
-            gradients = {name: whole(p.grad) for name, p in parameters.items()}
-            weights = {name: whole(p) for name, p in parameters.items()}
+            gradients = {name: on_cpu(p.grad) for name, p in parameters.items()}
+            weights = {name: on_cpu(p) for name, p in parameters.items()}
             before.update(weights=weights, gradients=gradients, line=line)
             key, made = (one.number, one.step), run.made.get(id(optimizer), "")
             run.note(Step(key, line, settings_of(optimizer), made))
@@ -1455,13 +1455,13 @@ def watch_steps(run):
         with run.quiet():
             one = trained[optimizer]
             parameters, buffers = one.parameters(optimizer), one.buffers()
-            after = {name: whole(p) for name, p in parameters.items()}
-            now = {name: whole(b) for name, b in buffers.items()}
+            after = {name: on_cpu(p) for name, p in parameters.items()}
+            now = {name: on_cpu(b) for name, b in buffers.items()}
             if run.one:
                 saved = {k: before[k] for k in ("weights", "gradients")}
                 saved |= {"after": after, "buffers": now}
                 saved["moments"] = {
-                    name: {k: whole(v) for k, v in state.items()}
+                    name: {k: on_cpu(v) for k, v in state.items()}
                     for name, state in moments(optimizer, parameters).items()
                 }
                 torch.save(saved, path(one))
@@ -1497,7 +1497,7 @@ def watch_steps(run):
             if saved["gradients"][name] is not None:  # not where it is rounding: by Adam,
                 clear = saved["gradients"][name].abs() > noise  # it is as large a step
                 both = value[clear], after[name][clear]
-            found[name] = (*differ(*both)[:4], step)
+            found[name] = differ(*both)._replace(step=step)
         run.note(Compared("update", before["line"], found, []))
         found = {
             name: differ_in_any_order(value, buffers[name])
@@ -1790,7 +1790,10 @@ class Notes:
                 with open(f"{folder}/{run}.{rank}.{part}", "rb") as file:
                     while True:
                         step, kind, fields = pickle.load(file)
-                        self.of.setdefault(kind, []).append((step, globals()[kind](**fields)))
+                        note = globals()[kind](**fields)
+                        if kind == "Compared":
+                            note.parts = {k: Difference(*part) for k, part in note.parts.items()}
+                        self.of.setdefault(kind, []).append((step, note))
 
     def __getitem__(self, kind):
         return self.of.get(kind.__name__, [])
@@ -1923,10 +1926,10 @@ class Values:
     def differs(self, index):
         """Whether it is not made up of what the ranks have."""
         if index not in self.known:
-            self.known[index] = self.compare(index)
+            self.known[index] = self.compute_differs(index)
         return self.known[index]
 
-    def compare(self, index):
+    def compute_differs(self, index):
         value, others = self.all[index], self.others[index]
         for number, part in enumerate(value.parts):
             theirs = [o.parts[number] if number < len(o.parts) else None for o in others]
@@ -1949,6 +1952,18 @@ class Values:
             if not wrong:
                 return value
             value = self.all[min(wrong)]
+
+    def nearest(self, loss):
+        """Where a loss is the same, but not all that it is made from: the last such value."""
+        seen, wrong, todo = set(), [], [loss.index]
+        while todo:
+            index = todo.pop()
+            for i in self.all[index].made_from:
+                if i in self.all and i < index and i not in seen and self.all[i].kind == "value":
+                    seen.add(i)
+                    todo.append(i)
+                    wrong += [i] if self.differs(i) else []
+        return self.origin(self.all[max(wrong)]) if wrong else None
 
     def coupled(self, step):
         """The first value inside of a model that differs, where its outputs of a step do, but its
@@ -2040,7 +2055,6 @@ def compare_samples(one, ranks):
     """What the training loaders give: ([Finding], {step: text of a padded batch})."""
     trains = training_passes(one)
     theirs = [{(b.key, b.number): b for _, b in notes[Batch]} for notes in ranks]
-    sizes = {note.key: note.batches for _, note in one[Pass]}
     found, uneven = [], {}
     for step, batch in one[Batch]:
         others = [notes.get((batch.key, batch.number)) for notes in theirs]
@@ -2051,7 +2065,7 @@ def compare_samples(one, ranks):
         if batch.rows and total != batch.rows:
             text = f"batch {number} has {batch.rows} samples on one process, "
             text += f"{[other.rows for other in others]} on the ranks"
-            if sizes.get(batch.key) == number and total - batch.rows < len(ranks):
+            if batch.batches == number and total - batch.rows < len(ranks):
                 uneven[step] = f"{line}: the last {text}: not compared"
                 continue
             text += (
@@ -2070,17 +2084,22 @@ def compare_samples(one, ranks):
     return found, uneven, trains
 
 
+def first_of_pass(notes):
+    """{key of the pass: (step, the first note)}"""
+    return {note.key: (step, note) for step, note in reversed(notes)}
+
+
 def compare_lengths(one, ranks, trains):
     """Passes over a training loader that ended after other numbers of batches, and those that are
     to have other numbers. A batch more or less may be due to samples that do not divide; and how
     many a stream has, nobody knows."""
-    streams = {note.key for _, note in one[Pass] if note.batches is None}
-    found = {PassEnd: [], Pass: []}
-    for kind, words in ((PassEnd, "a pass ended after"), (Pass, "an epoch has")):
-        theirs = [{note.key: (note.batches, step) for step, note in notes[kind]} for notes in ranks]
-        for step, note in one[kind]:
-            both = [notes.get(note.key, (note.batches, step)) for notes in theirs]
-            others, step = [batches for batches, _ in both], min(step, *[at for _, at in both])
+    streams = {note.key for _, note in one[Batch] if note.batches is None}
+    found = {PassEnd: [], Batch: []}
+    for kind, words in ((PassEnd, "a pass ended after"), (Batch, "an epoch has")):
+        mine, *theirs = [first_of_pass(notes[kind]) for notes in (one, *ranks)]
+        for key, (step, note) in reversed(mine.items()):
+            both = [notes.get(key, (step, note)) for notes in theirs]
+            others, step = [other.batches for _, other in both], min(step, *[at for at, _ in both])
             if note.key in trains and None not in [note.batches, *others]:
                 most = max(abs(other - note.batches) for other in others)
                 if most:
@@ -2104,26 +2123,26 @@ class Tensors:
                     text = f"{note.line}: {note.missing[:3]} on one side alone"
                     self.findings.append(Finding("WRONG", "parameters", step, text))
                 if note.parts:
-                    self.compare(rank, step, note, tolerance)
+                    self.check(rank, step, note, tolerance)
         self.of_step = by_step
 
-    def compare(self, rank, step, note, tolerance):
+    def check(self, rank, step, note, tolerance):
         parts, on = note.parts, f" on rank {rank}" if rank else ""
-        total = math.sqrt(sum(part[1] ** 2 for part in parts.values()))
+        total = math.sqrt(sum(part.one**2 for part in parts.values()))
         if note.kind == "update":
-            size = math.sqrt(sum(part[0] ** 2 for part in parts.values()))
-            moved = math.sqrt(sum(part[4] ** 2 for part in parts.values()))
+            size = math.sqrt(sum(part.size**2 for part in parts.values()))
+            moved = math.sqrt(sum(part.step**2 for part in parts.values()))
             size, name, limit = size / max(moved, 1e-6 * total, 1e-30), "", 0.05
             text = f"the optimizer's step{on} differs, by {size:.1e} of its length"
         elif note.kind == "weights":
-            size = math.sqrt(sum(part[0] ** 2 for part in parts.values())) / max(total, 1e-30)
+            size = math.sqrt(sum(part.size**2 for part in parts.values())) / max(total, 1e-30)
             name, limit = "", tolerance
             text = f"weights before the step{on} differ by {size:.1e} of their size"
         else:
             sizes = {}
             for name, part in parts.items():
-                own = part[1] if note.kind == "buffers" else max(part[1], 1e-2 * total)
-                sizes[name] = part[0] / max(own, part[2] * 1e-3, 1e-30) if part[0] else 0.0
+                own = part.one if note.kind == "buffers" else max(part.one, 1e-2 * total)
+                sizes[name] = part.size / max(own, part.other * 1e-3, 1e-30) if part.size else 0.0
             name = max(sizes, key=sizes.get)
             size, limit = sizes[name], tolerance if note.kind == "gradients" else 1e-3
             many = sum(s > limit for s in sizes.values())
@@ -2138,16 +2157,19 @@ class Tensors:
             self.findings.append(Finding(word, note.kind, step, text))
 
     def explain(self, parts, total):
-        for side, size, other in (("one process", 1, 2), ("the ranks", 2, 1)):
-            names = [name for name, part in parts.items() if part[size] == 0 < part[other]]
+        zero = {
+            "one process": [name for name, part in parts.items() if part.one == 0 < part.other],
+            "the ranks": [name for name, part in parts.items() if part.other == 0 < part.one],
+        }
+        for side, names in zero.items():
             if names:
                 return f"; {len(names)} are zero on {side}: {names[0]}"
-        large = [part for part in parts.values() if part[1] > 1e-2 * total]
+        large = [part for part in parts.values() if part.one > 1e-2 * total]
         if not large:
             return ""
-        ratios = [part[3] for part in large]
-        self.ratios.append(sum(p[3] * p[1] ** 2 for p in large) / sum(p[1] ** 2 for p in large))
-        lengths = [part[2] / max(part[1], 1e-30) for part in large]
+        ratios = [part.ratio for part in large]
+        self.ratios.append(sum(p.ratio * p.one**2 for p in large) / sum(p.one**2 for p in large))
+        lengths = [part.other / max(part.one, 1e-30) for part in large]
         if max(ratios) - min(ratios) < 0.02 * abs(max(ratios)):
             if max(lengths) < 1.02 * max(ratios):
                 return meaning(sum(ratios) / len(ratios), WORLD)
@@ -2159,10 +2181,10 @@ class Tensors:
             if at != step or kind != "gradients" or len(notes) < 2:
                 continue
             for name, part in notes[0].parts.items():
-                marks = [note.parts[name][5] for note in notes if name in note.parts]
-                size = max(note.parts[name][2] for note in notes if name in note.parts)
+                marks = [note.parts[name].mark_other for note in notes if name in note.parts]
+                size = max(note.parts[name].other for note in notes if name in note.parts)
                 if max(marks) - min(marks) > 1e-3 * max(size, 1e-12):
-                    right = abs(part[4] - sum(marks) / len(marks)) < 1e-3 * size
+                    right = abs(part.mark_one - sum(marks) / len(marks)) < 1e-3 * size
                     text = f"each rank has its own gradient of {name}"
                     text += "; their mean is right" if right else ""
                     return f"{text}: not averaged in this step?"
@@ -2270,6 +2292,7 @@ ADVICE = {
     "on all ranks, times world_size",
     "other": "one process has neither these numbers nor their mean or sum: decided by the rank's "
     "own share?",
+    "same loss": "but the loss is the same",
     "branch": "a decision by numbers of the rank's own share?",
 }
 
@@ -2303,9 +2326,10 @@ def blame(values, tensors, step):
         else:
             found = [finding("inputs" if inputs else "value", origin, advice_on(origin))]
     else:
+        near = [value for loss in losses if (value := values.nearest(loss))]
         after = max([v.index for v in losses], default=-1)
         later = [v for v in values.find(step, "value") if v.index > after]
-        found = [finding("value", value, advice_on(value)) for value in later[:1]]
+        found = [finding("value", value, "same loss") for value in (near + later)[:1]]
     if step in values.alone and (not found or found[0].what == "loss"):
         line, side = values.alone[step]
         text = f"{source(line)}: computed {side} alone: {ADVICE['branch']}"
@@ -2403,12 +2427,12 @@ def report(folder, nproc, tolerance):
 
 def compare(args, folder):
     """The report, and the exit status."""
-    text, status = BothRuns(args, folder, "turns").compare()
+    text, status = BothRuns(args, folder, "turns").run_both()
     orders = {note.text for _, note in Notes(folder, "all", 0)[Said] if note.kind == "order"}
     if status and orders == {"blocks"}:  # rank r has the r-th block of a batch
         shutil.rmtree(folder)
         os.makedirs(folder)
-        text, status = BothRuns(args, folder, "blocks").compare()
+        text, status = BothRuns(args, folder, "blocks").run_both()
     return text, status
 
 
