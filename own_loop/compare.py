@@ -758,12 +758,11 @@ def control_torch(run):
 
 def control_dropout():
     """It is off."""
-    for name in dir(F):
-        if "dropout" in name and name.rstrip("_") == name and not name.startswith("_"):
+    for name in [name for name in dir(F) if "dropout" in name]:
 
-            @replace(F, name)
-            def dropout(original, input, p=0.5, training=True, inplace=False):
-                return original(input, p, False, inplace)
+        @replace(F, name)
+        def dropout(original, input, p=0.5, training=True, inplace=False):
+            return original(input, p, False, inplace)
 
     @replace(F, "scaled_dot_product_attention")
     def attention(original, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
