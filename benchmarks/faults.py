@@ -589,7 +589,7 @@ def run_compare(script):
     linecache.clearcache()
     args = compare.parser.parse_args(["--wait", "40", script])
     with tempfile.TemporaryDirectory() as folder:
-        return compare.BothRuns(args, folder, "turns").compare()[0]
+        return compare.BothRuns(args, folder, "turns").run_both()[0]
 
 
 def run_check(script):

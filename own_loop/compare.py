@@ -9,23 +9,34 @@ python compare.py --one "--batch-size 64" train.py --batch-size 32    # a batch 
 A right script does the same on N processes as on one, up to rounding: samples, losses, gradients,
 weights. To compare them, both runs draw the same random numbers here: noise for a share of the
 batch is that share of what one process draws, and a sample is augmented alike wherever it is
-loaded. Batch norm on one process takes each share's own statistics, as DDP does. Mixed precision,
-TF32, torch.compile and attention's dropout are off. After each step, the N processes get the
-weights that one process has: each step is a test of its own, and rounding cannot grow.
+loaded. On one process, batch norm takes each share's own statistics, as DDP does, and MixUp and
+CutMix (a batch that is rolled or flipped) mix the samples of a share. Mixed precision,
+TF32, torch.compile and dropout are off, and streams
+(IterableDatasets) are read without workers. After each step, the N processes get the weights that
+one process has: each step is a test of its own, and rounding cannot grow. For that, each step
+writes weights, gradients and the optimizer's moments to TMPDIR, about five times the model.
 
 In flags, {run} is "one" or "all", {n} the number of processes, {rank} this one's, {port} a free
-port. What the script creates is removed after each run, and what it overwrites is put back; what it
-downloads and reads stays.
+port; a value that begins with a dash needs a =, as in --one=--amp. After each run, what the script
+has created is removed, and what it has overwritten, removed or renamed is put back; what it
+downloads and reads stays. That is seen of torch.save and of Python's files, not of what C++ writes
+(safetensors, cv2.imwrite, torch.jit.save, h5py), loader workers, or programs that it starts.
 
 "WRONG" needs a change: gradients or weights differ. "look" may be intended: a sample's result
 depends on which others are in its batch (adaptive solvers, k-means, a Dice loss of the batch, a
 GAN's minibatch statistics), or a number that is printed is another one. Status 1 if something is
-WRONG, 2 if nothing could be compared.
+WRONG, 2 if nothing could be compared, as with the same batch size on each side.
 
 It does not see what is wrong in both runs, nor random numbers that should be another's, as they are
 given here: equal seeds of ranks or workers, a number drawn once for a batch by each rank, no
-set_epoch. These are check.py's. Nor: generators of random numbers inside a dataset object, batches
+set_epoch. These are check.py's. Nor: weights that no optimizer has (an average of them, a teacher),
+settings that are no single number (Adam's betas), a step that differs by less than 5 %, batches
 that are cut into pieces of a fixed size, several machines, processes started by Process(...).
+
+Right, but WRONG here: random numbers for each sample of a batch in a Python loop, or by
+np.random.permutation(len(x)), or of generators of the script's own (np.random.default_rng,
+random.Random) seeded by rank, in the loop or in a dataset; loaders other than torch's that shuffle;
+weights of 16 bits and hooks that round gradients (give a larger --tolerance).
 """
 
 import argparse
@@ -56,6 +67,7 @@ import traceback
 import zlib
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -95,6 +107,7 @@ STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "plats
 INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 SCRIPT_FOLDER = [START + os.sep]  # main sets it: also an environment may be in it, or it in one
 LEAVE = os._exit
+ENDS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 SPAWNS = 75  # exit status of a script that would start processes itself
 BATCH_NORM = r"running_mean$|running_var$|num_batches_tracked$"  # averages: each rank's own
 MANY_VALUES = 50  # of a line and step that are noted
@@ -120,9 +133,47 @@ def stop(processes):
         process.wait()
 
 
+@contextlib.contextmanager
+def uninterrupted():
+    """Until its end, Ctrl-C and other signals do nothing."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class NotRestored(Exception):
+    """A file of the user's is still where compare.py has kept it."""
+
+
+def remove(path):
+    with contextlib.suppress(OSError):
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.remove(path)
+
+
+def put_back(path, kept, moved):
+    """A path as it was before the run."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if moved or os.path.islink(kept) or os.path.isdir(path):
+        remove(path)
+    if moved:
+        os.rename(kept, path)
+    else:
+        shutil.copy2(kept, path, follow_symlinks=False)
+
+
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+def side_of(nproc):
+    return "on one process" if nproc == 1 else f"on {nproc} processes"
 
 
 class BothRuns:
@@ -135,8 +186,12 @@ class BothRuns:
         args, nproc = self.args, 1 if name == "one" else self.args.nproc
         options = {"folder": self.folder, "run": name, "layout": self.layout, "spawns": self.spawns}
         options |= {key: value for key, value in vars(args).items() if key != "flags"}
+        options["began"] = time.time()
         port, processes = free_port(), []
-        env = os.environ | {"COMPARE": json.dumps(options), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        env = os.environ | {
+            "OWN_LOOP_COMPARE": json.dumps(options),
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        }
         env.setdefault("OMP_NUM_THREADS", "1")
         if 0 < torch.cuda.device_count() < args.nproc:
             env["CUDA_VISIBLE_DEVICES"] = ""
@@ -153,7 +208,8 @@ class BothRuns:
                 )
             self.wait(name, nproc, processes)
         finally:
-            stop(processes)
+            with uninterrupted():
+                stop(processes)
         if processes[0].returncode == SPAWNS and not self.spawns:
             self.spawns = True
             self.put_away(name)
@@ -181,7 +237,10 @@ class BothRuns:
             if failed and time.monotonic() - since > 3:  # the others may wait for it
                 break
             if time.monotonic() - since > self.args.wait:
-                print(f"compare.py: on {nproc}: no advance for {self.args.wait:.0f} s (--wait)")
+                print(
+                    f"compare.py: {side_of(nproc)}: no step, batch or value for "
+                    f"{self.args.wait:.0f} s; if it is only slow, --wait {5 * self.args.wait:.0f}"
+                )
                 for rank in range(nproc):
                     self.show_place(name, rank)
                 return
@@ -198,29 +257,38 @@ class BothRuns:
         """The end of what the rank printed that failed first."""
         ends = {rank: Notes(self.folder, name, rank).end() for rank in failed}
         first = [rank for rank in failed if "Connection" not in ends[rank]] or failed
-        print(f"compare.py: on {nproc}: rank {first[0]} failed; the end of what it printed:")
+        print(f"compare.py: {side_of(nproc)}: rank {first[0]} failed; the end of what it printed:")
         with open(f"{self.folder}/{name}.{first[0]}.log", errors="replace") as log:
             print(log.read()[-2500:])
 
+    @uninterrupted()
     def put_away(self, name):
-        """What a run has created, but does not read again, must not be met by the next one. What it
-        has overwritten is put back."""
-        ranks = range(1 if name == "one" else self.args.nproc)
-        files = [note for rank in ranks for _, note in Notes(self.folder, name, rank)[File]]
-        read = {file.path for file in files if file.kind == "read"}
-        created = {file.path for file in files if file.kind == "created"}
-        for path in created:
-            if not os.path.lexists(path) or any(is_below(other, path) for other in read):
-                continue
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                os.remove(path)
-        for file in files:
-            if file.kind == "overwritten" and not any(is_below(file.path, c) for c in created):
-                shutil.copy2(file.copy, file.path)
+        """Undo what a run has done to files, newest first: what it has created must not be met by
+        the next run, unless it reads it again, and what it has overwritten or moved is put back."""
+        files = []
+        for rank in (*range(1 if name == "one" else self.args.nproc), "parent"):
+            files += [note for _, note in Notes(self.folder, name, rank)[File]]
+        files.sort(key=lambda file: file.time)
+        read = [file.path for file in files if file.kind == "read"]
+        failed = []
+        while files:
+            file = files.pop()
+            created = [earlier.path for earlier in files if earlier.kind == "created"]
+            if file.kind == "created":
+                if not any(is_below(path, file.path) for path in read):
+                    remove(file.path)
+            elif file.kind != "read" and not any(is_below(file.path, c) for c in created):
+                try:
+                    put_back(file.path, file.kept, file.kind == "moved")
+                except OSError as error:
+                    print(f"compare.py: {file.path} could not be put back: {error}")
+                    print(f"  as it was before, it is kept as {file.kept}", flush=True)
+                    failed.append(file.path)
+        if failed:
+            raise NotRestored
 
-    def compare(self):
+    def run_both(self):
+        """The report, and the exit status."""
         for name in ("one", "all"):
             began = time.monotonic()
             try:
@@ -228,9 +296,14 @@ class BothRuns:
             finally:
                 self.put_away(name)
             print(f"compare.py: {name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+            one = Notes(self.folder, "one", 0)
             if not os.path.exists(f"{self.folder}/one.draws"):
-                return "compare.py: the run on one process did not get to an optimizer step", 2
-        tolerance = self.args.tolerance or (3e-3 if torch.cuda.is_available() else 3e-4)
+                return "compare.py: the run on one process was cut off before its end (above)", 2
+            if not one[Step]:
+                text = "look   end        no optimizer.step() on one process, whose run ended with "
+                return f"{text}{one.end()}: nothing can be compared", 2
+        on_gpus = torch.cuda.device_count() >= self.args.nproc
+        tolerance = self.args.tolerance or (3e-3 if on_gpus else 3e-4)
         return report(self.folder, self.args.nproc, tolerance)
 
 
@@ -267,15 +340,9 @@ class Value:
 
 
 @dataclass
-class Pass:
-    """A DataLoader is iterated: (line, how often before), and how many batches it has."""
-
-    key: tuple
-    batches: int | None
-
-
-@dataclass
 class PassEnd:
+    """A DataLoader has been iterated: (line, how often before), and how many batches it gave."""
+
     key: tuple
     batches: int
 
@@ -286,6 +353,7 @@ class Batch:
     number: int
     indices: list | None  # of its samples
     rows: int | None
+    batches: int | None  # that the pass is to have
 
 
 @dataclass
@@ -298,13 +366,25 @@ class Step:
     made: str  # the line that made the optimizer, and its scheduler
 
 
+class Difference(NamedTuple):
+    """Of a tensor of run N from that of run one."""
+
+    size: float  # these three are norms
+    one: float
+    other: float
+    ratio: float  # how many times run one's it is
+    mark_one: float  # a number by which those of several ranks are compared
+    mark_other: float
+    step: float = 0.0  # of an update: how far it goes on one process
+
+
 @dataclass
 class Compared:
     """Tensors of run N beside those of run one, at an optimizer's step."""
 
     kind: str  # "weights" and "gradients" before it, "update", "buffers"
     line: str
-    parts: dict  # {name: Difference as a tuple}
+    parts: dict  # {name: Difference}; a plain tuple in the file, as a process may not know it
     missing: list  # names that only one side has
 
 
@@ -324,11 +404,12 @@ class Said:
 
 @dataclass
 class File:
-    """A path that the script has created, read, or is about to overwrite (then with a copy)."""
+    """A path that the script has created, read, or is about to overwrite, remove or move."""
 
-    kind: str
+    kind: str  # "created", "read", "overwritten", "moved"
     path: str
-    copy: str = ""
+    kept: str = ""  # where what was there is kept: a copy of a file, a folder itself
+    time: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -389,10 +470,10 @@ def replace(owner, name):
 class Run:
     """What this process knows, and the notes that it takes."""
 
-    def __init__(self, in_worker=False):
-        self.options = json.loads(os.environ["COMPARE"])
+    def __init__(self, in_worker=False, rank=None):
+        self.options = json.loads(os.environ["OWN_LOOP_COMPARE"])
         self.folder, self.world = self.options["folder"], self.options["nproc"]
-        self.name, self.rank = self.options["run"], int(os.environ.get("RANK", 0))
+        self.name, self.rank = self.options["run"], rank or int(os.environ.get("RANK", 0))
         self.one = self.name == "one"
         self.thread = threading.local()
         self.steps, self.counts, self.pid = 0, {}, os.getpid()
@@ -400,22 +481,26 @@ class Run:
         self.loader_rows = self.model_rows = None  # of this process's batch
         self.order = None  # where the batch's samples are in one process's batch
         self.model = None  # the outermost model that computes now
-        self.draws, self.given, self.batches, self.seeds = {}, {}, {}, {}
-        self.seed = {}  # that the script has set since the last step, of each library
+        self.draws, self.given, self.batches = {}, {}, {}
         self.made = {}  # lines that made optimizers and schedulers
         self.generator = torch.Generator()
         if in_worker:
             return
         self.notes = open(f"{self.folder}/{self.name}.{self.rank}.notes", "wb")
+        self.texts = open(f"{self.folder}/{self.name}.{self.rank}.texts", "wb")  # no advance
         if not self.one:
             with open(f"{self.folder}/one.draws", "rb") as file:
-                self.draws, self.given, self.batches, self.seeds = pickle.load(file)
+                steps, self.draws, self.given, self.batches = pickle.load(file)
+                self.options["steps"] = steps
 
     def note(self, note):
         if os.getpid() == self.pid and not self.notes.closed:
             with self.lock:
-                pickle.dump((self.steps, type(note).__name__, vars(note)), self.notes)
-                self.notes.flush()
+                if isinstance(note, Compared):
+                    note.parts = {name: tuple(part) for name, part in note.parts.items()}
+                file = self.texts if isinstance(note, (Printed, Said, File)) else self.notes
+                pickle.dump((self.steps, type(note).__name__, vars(note)), file)
+                file.flush()
 
     def say(self, text, kind="note"):
         if not self.number("said", text):
@@ -450,7 +535,8 @@ class Run:
         self.note(End(state))
         if self.one:
             with open(f"{self.folder}/one.draws", "wb") as file:
-                pickle.dump((self.draws, self.given, self.batches, self.seeds), file)
+                known = self.options["steps"], self.draws, self.given, self.batches
+                pickle.dump(known, file)
         sys.stdout.flush()
         if state != "--steps":
             return
@@ -504,63 +590,45 @@ class Run:
         values = values.index_select(d, self.positions(self.rank, share[d]))
         return values[tuple(slice(n) for n in share)]
 
+    def by_share(self, tensor, function):
+        """On one process: what `function` makes of the rows of each rank, as rows of the batch."""
+        ranks = range(self.world)
+        places = [self.positions(rank, len(tensor) // self.world) for rank in ranks]
+        places = [at.to(tensor.device) for at in places]
+        with self.quiet():
+            outputs = [function(rank, tensor[at]) for rank, at in zip(ranks, places)]
+            return torch.cat(outputs)[torch.cat(places).argsort()]
+
 
 # ---- how draws are paired: random numbers are those of one process
 
 
-def seeded(run, library, value):
-    """The script seeds a library. Draws are then those after this seed, whichever process makes
-    them; after a seed of each rank's own, those after one process's."""
-    lines = place()
-    ways = [(run.steps, library, where) for where in (lines, lines[0])]
-    numbers = [run.number("seed", *way) for way in ways]
-    if run.one:
-        for way in ways:
-            run.seeds.setdefault(way, []).append(value)
-    else:
-        found = [(run.seeds[way], n) for way, n in zip(ways, numbers) if way in run.seeds]
-        if not found:  # one process does not seed here
-            return None
-        known, n = found[0]
-        value = value if value in known else known[min(n, len(known) - 1)]
-    run.seed[library] = value, run.number("seeds")
-    return value
-
-
-def pair(run, name, shape, library="torch"):
+def pair(run, name, shape):
     """Which draw of one process this is: its key, and its shape. It has the same lines, from the
     innermost to the outermost, so that what one rank alone draws does not count; or else the same
-    innermost line, or any. Of these, it is the n-th since the last seed, or else in the step."""
-    seed, number = run.seed.get(library, (None, None))
-    lines = place()
-    ways = []
-    for where in ("any", lines[0], lines):
-        since = run.number("draw", run.steps, number, where, name)
-        in_step = run.number("draw", run.steps, where, name)
-        ways[:0] = (run.steps, "seed", seed, where, name, since), (run.steps, where, name, in_step)
-        if where == lines[0]:
-            key = (run.steps if seed is None else "seed", where, name, seed, since)
+    innermost line, or any. Of these, it is the n-th in the step."""
+    lines, ways = place(), []
+    for where in (lines, lines[0], "any"):
+        ways.append((run.steps, where, name, run.number("draw", run.steps, where, name)))
+    key = ways[1]
     if run.one:
         for way in ways:
             run.draws.setdefault(way, (key, shape))
         return key, shape
-    found = []
-    for first in (0, 2, 4):
-        if first == 4 and found:
-            break
-        near = [run.draws[way] for way in ways[first : first + 2] if way in run.draws]
-        found += near
-        for one, whole in sorted(near, key=lambda draw: draw[1] != shape):
-            if whole == shape or run.shared_dimension(whole, shape) is not None:
-                return one, whole
+    found = [run.draws[way] for way in ways if way in run.draws]
+    if len(found) > 1:
+        found = found[:-1]  # "any"
+    for key_of_one, whole in found:
+        if whole == shape or run.shared_dimension(whole, shape) is not None:
+            return key_of_one, whole
     return found[0][0] if found else key, shape
 
 
 def drawn(run, name, shape, draw):
     """What one process would draw here, or the rank's part of it. `draw` gets a shape and a
     generator."""
-    shape, library = tuple(shape), "numpy" if name.startswith("numpy") else "torch"
-    key, whole = pair(run, name, shape, library)
+    shape = tuple(shape)
+    key, whole = pair(run, name, shape)
     run.generator.manual_seed(run.hash(key))
     values = draw(whole, run.generator)
     if whole != shape:
@@ -570,7 +638,7 @@ def drawn(run, name, shape, draw):
 
 def drawn_by_hand(run, name, values):
     """Numbers of a generator of the script's own: left alone, unless a rank has drawn its share."""
-    key, shape = pair(run, f"{name} of a generator", tuple(values.shape), None)
+    key, shape = pair(run, f"{name} of a generator", tuple(values.shape))
     if run.one and values.numel() < 1_000_000:
         run.given[key] = values.detach().cpu().clone()
     if shape == tuple(values.shape) or key not in run.given:
@@ -584,13 +652,6 @@ def is_plain(tensor):
 
 def control_torch(run):
     """Random functions of torch get the numbers of one process."""
-    for module in (torch, torch.random):
-
-        @replace(module, "manual_seed")
-        def seed_torch(original, seed):
-            if not run.in_dataset():
-                seeded(run, "torch", int(seed))
-            return original(seed)
 
     def noise(name, shape, method, *words, dtype=torch.float, **more):
         """Numbers by a method that fills a tensor, such as normal_."""
@@ -652,6 +713,19 @@ def control_torch(run):
             values[at] = at[inner(rank, share)]
         return values
 
+    def by_seed(name, out, args, kwargs):
+        """By torch's own seed. The parameters of a share stand for those of the others."""
+        key, whole = pair(run, name, tuple(out.shape))
+        if whole != tuple(out.shape):
+            times = [n // m for n, m in zip(whole, out.shape)]
+            args = [a.repeat(times) if a.shape == out.shape else a for a in args]
+        draw = inspect.unwrap(getattr(torch, name))
+        args = [a.cpu() if torch.is_tensor(a) else a for a in args]
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(run.hash(key))
+            values = draw(*args, **kwargs)
+        return values if whole == tuple(out.shape) else run.share_of(values, out.shape)
+
     def in_place(name, out, args, kwargs):
         return noise(name, out.shape, name, *args[1:], dtype=out.dtype, **kwargs)
 
@@ -672,6 +746,8 @@ def control_torch(run):
     functions = {"rand": uniform, "randn": uniform, "rand_like": uniform, "randn_like": uniform}
     functions |= {"randint": integers, "randint_like": integers, "randperm": permutation}
     functions |= {"normal": normal, "bernoulli": coins, "multinomial": categories}
+    for name in "_sample_dirichlet _standard_gamma poisson binomial".split():
+        functions[name] = by_seed
     methods = {"bernoulli": coins, "multinomial": categories, "bernoulli_": coins}
     for name in "normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_".split():
         methods[name] = in_place
@@ -680,33 +756,19 @@ def control_torch(run):
             watch(owner, name, values_of)
 
 
-def control_dropout(run):
-    def watch(name):
+def control_dropout():
+    """It is off."""
+    for name in [name for name in dir(F) if "dropout" in name]:
+
         @replace(F, name)
         def dropout(original, input, p=0.5, training=True, inplace=False):
-            if run.in_dataset() or not is_plain(input) or not training or p == 0:
-                return original(input, p, training, inplace)
-            shape = tuple(input.shape)
-            if name != "dropout":  # whole channels
-                shape = shape[:2] + (1,) * (input.dim() - 2)
-            with run.quiet():
-                rand = inspect.unwrap(torch.rand)
-                noise = drawn(run, name, shape, lambda s, g: rand(s, generator=g))
-                mask = (noise >= p).to(input.device, input.dtype) / (1 - p if p < 1 else 1)
-                return input.mul_(mask) if inplace else input * mask
-
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d"):
-        watch(name)
+            return original(input, p, False, inplace)
 
     @replace(F, "scaled_dot_product_attention")
     def attention(original, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
-        if dropout_p:
-            run.say("attention's dropout is off")
         return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     def without_dropout(original, self, *args, **kwargs):
-        if self.dropout:
-            run.say("dropout between recurrent layers is off")
         p, self.dropout = self.dropout, 0.0
         try:
             return original(self, *args, **kwargs)
@@ -726,9 +788,7 @@ def control_python(run):
         def seed(original, *args, **kwargs):
             if run.in_dataset():
                 return original(*args, **kwargs)
-            value = seeded(run, library, repr((*args, *kwargs.values())))
-            if value is not None:
-                original(run.hash(library, value))
+            return original(run.hash(library, run.steps))
 
     def watch_arrays(name, size_at):
         @replace(np.random, name)
@@ -760,16 +820,17 @@ def control_python(run):
         @replace(owner, name)
         def draw(original, *args, **kwargs):
             if not run.in_dataset():
-                where = run.steps, run.seed.get(library), place(), name
-                if run.number("python", *where) < 1000:  # it takes time
-                    key, _ = pair(run, f"{library}.{name}", (), library)
+                if run.number("python", run.steps, place(), name) < 1000:  # it takes time
+                    key, _ = pair(run, f"{library}.{name}", ())
                     inspect.unwrap(owner.seed)(run.hash(key))
             return original(*args, **kwargs)
 
     watch_seeds(random, "random")
     watch_seeds(np.random, "numpy")
     sizes = {"rand": None, "randn": None, "random": 0, "random_sample": 0, "standard_normal": 0}
-    for name, size_at in (sizes | {"uniform": 2, "normal": 2, "randint": 2}).items():
+    sizes |= {"uniform": 2, "normal": 2, "randint": 2, "beta": 2, "binomial": 2}
+    sizes |= {"exponential": 1, "poisson": 1, "choice": 1}
+    for name, size_at in sizes.items():
         watch_arrays(name, size_at)
     for name in "random choice choices uniform randint randrange gauss sample shuffle".split():
         watch_numbers(random, "random", name)
@@ -831,7 +892,11 @@ def control_datasets(run):
                 seed_all(run.hash("sample", base_index(self.dataset, index)))
                 samples.append(self.dataset[index])
             seed_all(run.hash("batch", number))
-            return self.collate_fn(samples)
+            run.thread.batch = len(samples)
+            try:
+                return self.collate_fn(samples)
+            finally:
+                del run.thread.batch
 
     class Seeded:
         """The k-th sample of a rank is the (k * world + rank)-th of one process."""
@@ -880,7 +945,9 @@ class Elsewhere:
 def start_worker(theirs, worker):
     """In each loader worker."""
     if not hasattr(fetchers._MapDatasetFetcher.fetch, "__wrapped__"):  # not forked
-        control_datasets(Run(in_worker=True))
+        run = Run(in_worker=True)
+        control_datasets(run)
+        control_order(run)
     if theirs is not None:
         theirs(worker)
 
@@ -908,20 +975,21 @@ def watch_loaders(run):
 
     @replace(DataLoader, "__iter__")
     def iterate(original, self):
-        line, theirs, workers = place(), self.worker_init_fn, self.num_workers
+        line, theirs = place(), self.worker_init_fn
+        workers, timeout = self.num_workers, self.timeout
         is_map = not isinstance(self.dataset, IterableDataset)
         if workers and not is_map:
-            run.say("IterableDatasets are read without workers")
-            self.num_workers = 0
+            self.num_workers = self.timeout = 0
         elif workers:
             self.worker_init_fn = functools.partial(Elsewhere("start_worker"), theirs)
         try:
             iterator = original(self)
         finally:
-            self.worker_init_fn, self.num_workers = theirs, workers
+            self.worker_init_fn = theirs
+            self.num_workers, self.timeout = workers, timeout
         iterator.compare_pass = (line[:2], run.number("pass", line[:2]))
         iterator.compare_batches = 0
-        run.note(Pass(iterator.compare_pass, length(self) if is_map else None))
+        iterator.compare_length = length(self) if is_map else None
         return iterator
 
     @replace(dataloader._BaseDataLoaderIter, "__next__")
@@ -945,7 +1013,7 @@ def watch_loaders(run):
             indices = None
         tensors = [t for t in tree_leaves(batch) if torch.is_tensor(t) and t.dim()]
         rows = len(indices) if indices else len(tensors[0]) if tensors else None
-        run.note(Batch(self.compare_pass, number, indices, rows))
+        run.note(Batch(self.compare_pass, number, indices, rows, self.compare_length))
         in_main = threading.current_thread() is threading.main_thread()
         if torch.is_grad_enabled() and in_main:
             run.loader_rows = rows
@@ -979,7 +1047,8 @@ def find_order(run, key, indices):
         ]
         run.order = None if None in order else order
         block = range(run.rank * len(order), (run.rank + 1) * len(order))
-        run.say("blocks" if order == list(block) else "turns", "order")
+        if len(order) > 1:
+            run.say("blocks" if order == list(block) else "turns", "order")
 
 
 # ---- values: what the lines of the script compute
@@ -1015,9 +1084,9 @@ def summary(tensor):
 def note_value(run, kind, line, name, tree, made_from=(), **more):
     """Note it, and return its index."""
     leaves = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)][:8]
-    with run.quiet():
+    parts, model = [None] * len(leaves), run.model
+    with run.quiet(), contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
         parts = [summary(leaf) for leaf in leaves]
-    model = run.model
     number = run.number("value", run.steps, kind, line, name)
     index = run.number("values")
     run.note(Value(kind, line, name, number, parts, index, list(made_from), model=model, **more))
@@ -1090,7 +1159,7 @@ def watch_models(run):
     original = nn.Module.__call__
 
     def call(module, *args, **kwargs):
-        if torch.compiler.is_compiling() or run.model or run.in_dataset():
+        if torch.compiler.is_compiling() or run.model is not None or run.in_dataset():
             return original(module, *args, **kwargs)
         if not (module.training and torch.is_grad_enabled()):
             return original(module, *args, **kwargs)
@@ -1116,6 +1185,11 @@ def watch_models(run):
 
     nn.Module.__call__ = call
 
+    @replace(DistributedDataParallel, "register_comm_hook")
+    def register_comm_hook(original, self, *args, **kwargs):
+        run.say("a hook communicates gradients: if it rounds them, see --tolerance")
+        return original(self, *args, **kwargs)
+
     @replace(torch.autograd, "backward")
     def backward(original, tensors, *args, **kwargs):
         leaves = [t for t in tree_leaves(tensors) if torch.is_tensor(t)]
@@ -1134,15 +1208,6 @@ def watch_models(run):
 
             return original(self, traced)
 
-    for name in ("all_reduce", "broadcast"):
-
-        @replace(torch.distributed, name)
-        def communicate(original, tensor, *args, _name=name, **kwargs):
-            out = original(tensor, *args, **kwargs)
-            if not kwargs.get("async_op") and is_plain(tensor) and place()[0] != UNKNOWN:
-                note_value(run, "value", place()[0], _name, tensor, indices_in(tensor))
-            return out
-
 
 def control_batch_norm(run):
     """On one process: each share's own statistics, and rank 0's averages, as N processes have."""
@@ -1160,19 +1225,39 @@ def control_batch_norm(run):
         words = weight, bias, training
         if getattr(run.thread, "sync", False) or not training:
             return original(input, mean, var, *words, *more, **kw)
-        run.say("batch norm: on one process, each share has its own statistics, as in DDP")
         rows, batch = len(input), run.loader_rows or run.model_rows
         if not run.one or rows % run.world or rows == run.world or (batch and rows % batch):
+            if run.one and rows != run.world and run.world > 1:
+                run.say(f"batch norm over {rows} rows, not split into shares at {place()[0]}")
             return original(input, mean, var, *words, *more, **kw)
-        places, outputs = [], []
-        with run.quiet():
-            for rank in range(run.world):
-                places.append(run.positions(rank, rows // run.world).to(input.device))
-                averages = mean, var
-                if rank and mean is not None:
-                    averages = mean.clone(), var.clone()
-                outputs.append(original(input[places[-1]], *averages, *words, *more, **kw))
-            return torch.cat(outputs)[torch.cat(places).argsort()]
+
+        def normalize(rank, share):
+            averages = mean, var
+            if rank and mean is not None:
+                averages = mean.clone(), var.clone()
+            return original(share, *averages, *words, *more, **kw)
+
+        return run.by_share(input, normalize)
+
+
+def control_order(run):
+    """Where a batch is rolled or flipped along its samples, as MixUp and CutMix do, on one process
+    each share is, as on N processes."""
+
+    def watch(name):
+        @replace(torch.Tensor, name)
+        def move(original, self, *args, **kwargs):
+            dims = args[-1] if args else None
+            dims = kwargs.get("dims", dims if len(args) > (name == "roll") else None)
+            batch = getattr(run.thread, "batch", None if run.in_dataset() else run.loader_rows)
+            if dims not in (0, (0,), [0]) or not is_plain(self) or not self.dim():
+                return original(self, *args, **kwargs)
+            if not run.one or len(self) != batch or batch % run.world:
+                return original(self, *args, **kwargs)
+            return run.by_share(self, lambda rank, share: original(share, *args, **kwargs))
+
+    watch("roll")
+    watch("flip")
 
 
 def keep_precise():
@@ -1183,23 +1268,20 @@ def keep_precise():
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def control_precision(run):
+def control_precision():
     """Nothing is compiled, as its random numbers would be others, and mixed precision is off."""
 
     @replace(torch, "compile")
     def compile(original, model=None, *args, **kwargs):
-        run.say("torch.compile is off")
         return model if model is not None else lambda function: function
 
     @replace(nn.Module, "compile")
     def compile_module(original, self, *args, **kwargs):
-        run.say("torch.compile is off")
+        pass
 
     @replace(torch.amp.autocast_mode.autocast, "__init__")
     def autocast(original, self, device_type, *args, **kwargs):
         original(self, device_type, *args, **kwargs)
-        if self._enabled:
-            run.say("autocast is off")
         self._enabled = False
 
     @replace(torch.amp.GradScaler, "__init__")
@@ -1223,8 +1305,8 @@ def outer_modules():
     return [module for module in modules if id(module) not in inner]
 
 
-def whole(tensor):
-    """A tensor as it is on one process."""
+def on_cpu(tensor):
+    """A copy of all of a tensor, also of one that is sharded."""
     if tensor is None:
         return None
     tensor = tensor.detach()
@@ -1297,20 +1379,26 @@ def moments(optimizer, parameters):
 
 
 def differ(one, other):
-    """(|difference|, |one|, |other|, how many times the first the second is, and of each a number
-    by which those of several ranks are compared)"""
     if one is None or other is None or one.shape != other.shape:
         sizes = [0.0 if t is None else float(t.double().norm()) for t in (one, other)]
-        return (max(sizes) if sizes[0] != sizes[1] else 0.0, *sizes, 0.0, *sizes)
+        return Difference(max(sizes) if sizes[0] != sizes[1] else 0.0, *sizes, 0.0, *sizes)
     one, other = one.double().reshape(-1), other.double().reshape(-1)
     if not (torch.isfinite(one).all() and torch.isfinite(other).all()):
         same = torch.equal(torch.isfinite(one), torch.isfinite(other))
-        return (0.0 if same else 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+        return Difference(0.0 if same else 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
     dot, size = float(one @ other), float(one.norm())
     signs = torch.from_numpy(SIGNS[: len(one)])
     marks = [float(t[:MANY_COLUMNS] @ signs) for t in (one, other)]
     ratio = dot / max(size**2, 1e-300)
-    return float((one - other).norm()), size, float(other.norm()), ratio, *marks
+    return Difference(float((one - other).norm()), size, float(other.norm()), ratio, *marks)
+
+
+def differ_in_any_order(one, other):
+    """A queue of features, as in MoCo, has the ranks' rows one rank after the other."""
+    found = differ(one, other)
+    if not found.size or one.shape != other.shape:
+        return found
+    return min(found, differ(one.reshape(-1).sort().values, other.reshape(-1).sort().values))
 
 
 def watch_steps(run):
@@ -1339,8 +1427,10 @@ def watch_steps(run):
             one, line = trained[optimizer], place()[0]
             one.step += 1
             parameters = one.parameters(optimizer)
-            gradients = {name: whole(p.grad) for name, p in parameters.items()}
-            weights = {name: whole(p) for name, p in parameters.items()}
+            if any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values()):
+                run.say("weights of 16 bits: rounding alone differs by more; see --tolerance")
+            gradients = {name: on_cpu(p.grad) for name, p in parameters.items()}
+            weights = {name: on_cpu(p) for name, p in parameters.items()}
             before.update(weights=weights, gradients=gradients, line=line)
             key, made = (one.number, one.step), run.made.get(id(optimizer), "")
             run.note(Step(key, line, settings_of(optimizer), made))
@@ -1364,25 +1454,34 @@ def watch_steps(run):
         with run.quiet():
             one = trained[optimizer]
             parameters, buffers = one.parameters(optimizer), one.buffers()
-            after = {name: whole(p) for name, p in parameters.items()}
-            now = {name: whole(b) for name, b in buffers.items()}
+            after = {name: on_cpu(p) for name, p in parameters.items()}
+            now = {name: on_cpu(b) for name, b in buffers.items()}
             if run.one:
                 saved = {k: before[k] for k in ("weights", "gradients")}
                 saved |= {"after": after, "buffers": now}
                 saved["moments"] = {
-                    name: {k: whole(v) for k, v in state.items()}
+                    name: {k: on_cpu(v) for k, v in state.items()}
                     for name, state in moments(optimizer, parameters).items()
                 }
                 torch.save(saved, path(one))
+                keep_space(os.path.getsize(path(one)))
             elif "saved" in before:
                 saved = before.pop("saved")
                 compare_after(saved, after, now)
                 set_to_one(saved, optimizer, parameters, buffers)
         run.steps += 1
-        run.seed.clear()
         seed_all(run.hash("step", run.steps), torch_too=False)
         if run.steps >= run.options["steps"]:
             run.end("--steps")
+
+    def keep_space(size):
+        """Fewer steps, if those to come would take more than half of what is free on the disk."""
+        free = shutil.disk_usage(run.folder).free
+        steps = run.steps + 1 + int(free / 2 / size)
+        if steps < run.options["steps"]:
+            run.options["steps"] = steps
+            text = f"{steps} steps only: each writes {size / 1e9:.2g} GB to {run.folder}, where "
+            run.say(f"{text}{free / 1e9:.2g} GB are free; another TMPDIR may have more")
 
     def compare_after(saved, after, buffers):
         known = [g.double() for g in saved["gradients"].values() if g is not None]
@@ -1397,10 +1496,10 @@ def watch_steps(run):
             if saved["gradients"][name] is not None:  # not where it is rounding: by Adam,
                 clear = saved["gradients"][name].abs() > noise  # it is as large a step
                 both = value[clear], after[name][clear]
-            found[name] = (*differ(*both)[:4], step)
+            found[name] = differ(*both)._replace(step=step)
         run.note(Compared("update", before["line"], found, []))
         found = {
-            name: differ(value, buffers[name])
+            name: differ_in_any_order(value, buffers[name])
             for name, value in saved["buffers"].items()
             if name in buffers and not (run.rank and re.search(BATCH_NORM, name))
         }
@@ -1436,10 +1535,9 @@ class Files:
     is its output, and the second run must not meet that of the first."""
 
     def __init__(self, run):
-        self.run, self.known, self.began = run, set(), time.time() - 1
-        self.ignored = tuple(
-            os.path.realpath(path) for path in ("/dev", "/proc", "/sys", run.folder)
-        )
+        self.run, self.known, self.began = run, set(), run.options["began"]
+        folders = "/dev", "/proc", "/sys", run.folder
+        self.ignored = tuple(os.path.join(os.path.realpath(path), "") for path in folders)
         sys.addaudithook(self.hook)
 
         @replace(torch, "save")
@@ -1455,38 +1553,84 @@ class Files:
                 self.writes(args[0])
             else:
                 self.reads(args[0])
-        elif event == "os.mkdir":
+        elif event in ("os.mkdir", "os.truncate"):
             self.writes(args[0])
-        elif event == "os.rename":
+        elif event in ("os.symlink", "os.link"):
             self.writes(args[1])
+        elif event == "os.remove" and args[1] == -1:  # not within a folder that goes as a whole
+            self.takes_away(args[0])
+        elif event == "shutil.rmtree":
+            self.takes_away(args[0])
+        elif event == "os.rename" and args[2] == args[3] == -1:
+            if not self.takes_away(args[0], args[1]):
+                self.writes(args[1])
 
     def path(self, path):
         """Where it is; None if nobody wants to know."""
         if os.getpid() != self.run.pid or getattr(self.run.thread, "in_files", False):
             return None
+        if isinstance(path, int):  # of an open file
+            return None
         path = os.path.abspath(os.fsdecode(path))
-        return None if path.startswith(self.ignored) or "__pycache__" in path else path
+        ignored = os.path.join(path, "").startswith(self.ignored) or "__pycache__" in path
+        return None if ignored else path
+
+    @contextlib.contextmanager
+    def unseen(self):
+        self.run.thread.in_files = True
+        try:
+            yield
+        finally:
+            self.run.thread.in_files = False
+
+    def keep_copy(self, path, follow_symlinks=True):
+        kept = f"{self.run.folder}/copy.{self.run.name}.{zlib.crc32(path.encode())}"
+        if not os.path.lexists(kept):
+            own = f"{kept}.{self.run.rank}"
+            shutil.copy2(path, own, follow_symlinks=follow_symlinks)
+            with contextlib.suppress(FileExistsError):  # the first rank's counts
+                os.link(own, kept, follow_symlinks=False)
+        self.run.note(File("overwritten", path, kept))
 
     def writes(self, path):
         path = self.path(path)
         if path is None or path in self.known:
             return
         self.known.add(path)
-        self.run.thread.in_files = True
-        try:
+        with self.unseen():
             if os.path.isfile(path):
-                copy = f"{self.run.folder}/copy.{self.run.name}.{zlib.crc32(path.encode())}"
-                if not os.path.exists(copy):
-                    shutil.copy2(path, f"{copy}.{self.run.rank}")
-                    with contextlib.suppress(FileExistsError):  # the first rank's counts
-                        os.link(f"{copy}.{self.run.rank}", copy)
-                self.run.note(File("overwritten", path, copy))
-            elif not os.path.exists(path):
+                self.keep_copy(path)
+            elif not os.path.lexists(path):
                 while not os.path.exists(os.path.dirname(path)):
                     path = os.path.dirname(path)
                 self.run.note(File("created", path))
-        finally:
-            self.run.thread.in_files = False
+
+    def takes_away(self, path, target=None):
+        """It is about to be removed, or renamed to a target: keep what is older than this run.
+        Whether it is a folder that is renamed."""
+        path = self.path(path)
+        if path is None or path in self.known or not os.path.lexists(path):
+            return False
+        with self.unseen():
+            if os.path.islink(path) or os.path.isfile(path):
+                if os.lstat(path).st_ctime < self.began:
+                    self.known.add(path)
+                    self.keep_copy(path, follow_symlinks=False)
+            elif os.path.isdir(path):
+                self.known.add(path)
+                if target is None:  # move it aside, and let an empty one be removed
+                    folder, name = os.path.split(path)
+                    number = f"{self.run.name}-{self.run.rank}-{self.run.number('kept')}"
+                    kept = os.path.join(folder, f".{name}.compare-{number}")
+                    os.rename(path, kept)
+                    os.mkdir(path)
+                else:
+                    kept = os.path.abspath(os.fsdecode(target))
+                    if os.path.lexists(kept):
+                        return True  # it fails, or replaces an empty folder
+                self.run.note(File("moved", path, kept))
+                return True
+        return False
 
     def reads(self, path):
         """Before the first step, if it is new and large: a download, not a checkpoint."""
@@ -1495,7 +1639,7 @@ class Files:
             return
         with contextlib.suppress(OSError):
             size, changed = os.stat(path).st_size, os.stat(path).st_ctime
-            if size > 50_000 and changed >= self.began and not path.endswith(CHECKPOINTS):
+            if size > 50_000 and changed >= self.began - 1 and not path.endswith(CHECKPOINTS):
                 self.known.add(("read", path))
                 self.run.note(File("read", path))
 
@@ -1533,11 +1677,12 @@ def run_watched(run, script):
     """Run it with the random numbers of one process, and note what it does."""
     find_script(argparse.Namespace(**run.options))
     control_torch(run)
-    control_dropout(run)
+    control_dropout()
     control_python(run)
     control_datasets(run)
     control_batch_norm(run)
-    control_precision(run)
+    control_order(run)
+    control_precision()
     watch_loaders(run)
     watch_models(run)
     watch_steps(run)
@@ -1616,11 +1761,12 @@ def run_spawning(args, nproc):
             LEAVE(2)
         return original(functools.partial(Elsewhere("run_spawned"), fn), *others, **options)
 
+    Files(Run(rank="parent"))
     run_script(args)
 
 
 def child():
-    options = json.loads(os.environ["COMPARE"])
+    options = json.loads(os.environ["OWN_LOOP_COMPARE"])
     args = argparse.Namespace(script=options["script"], flags=sys.argv[1:], m=options["m"])
     find_script(args)
     if options["spawns"]:
@@ -1638,11 +1784,15 @@ class Notes:
 
     def __init__(self, folder, run, rank):
         self.of = {}
-        with contextlib.suppress(EOFError, pickle.UnpicklingError, FileNotFoundError):
-            with open(f"{folder}/{run}.{rank}.notes", "rb") as file:
-                while True:
-                    step, kind, fields = pickle.load(file)
-                    self.of.setdefault(kind, []).append((step, globals()[kind](**fields)))
+        for part in ("notes", "texts"):
+            with contextlib.suppress(EOFError, pickle.UnpicklingError, FileNotFoundError):
+                with open(f"{folder}/{run}.{rank}.{part}", "rb") as file:
+                    while True:
+                        step, kind, fields = pickle.load(file)
+                        note = globals()[kind](**fields)
+                        if kind == "Compared":
+                            note.parts = {k: Difference(*part) for k, part in note.parts.items()}
+                        self.of.setdefault(kind, []).append((step, note))
 
     def __getitem__(self, kind):
         return self.of.get(kind.__name__, [])
@@ -1657,7 +1807,7 @@ class Notes:
 
 @dataclass
 class Finding:
-    verdict: str  # "WRONG", "look"
+    verdict: str  # "WRONG", "look", "note"
     what: str
     step: int
     text: str
@@ -1767,18 +1917,18 @@ class Values:
         ]
         for step, line in lines[0]:
             if not any((step, line) in other for other in lines[1:]):
-                self.alone.setdefault(step, line)
+                self.alone.setdefault(step, (line, "on one process"))
         for step, line in (key for other in lines[1:] for key in other):
             if (step, line) not in lines[0]:
-                self.alone.setdefault(step, line)
+                self.alone.setdefault(step, (line, "on ranks"))
 
     def differs(self, index):
         """Whether it is not made up of what the ranks have."""
         if index not in self.known:
-            self.known[index] = self.compare(index)
+            self.known[index] = self.compute_differs(index)
         return self.known[index]
 
-    def compare(self, index):
+    def compute_differs(self, index):
         value, others = self.all[index], self.others[index]
         for number, part in enumerate(value.parts):
             theirs = [o.parts[number] if number < len(o.parts) else None for o in others]
@@ -1875,14 +2025,35 @@ def meaning(ratio, world):
     return f"; {ratio:.4g} times one process's" if abs(ratio - 1) > 0.01 else ""
 
 
+def training_passes(one):
+    """The keys of passes in which there are steps."""
+    steps = {}
+    for step, batch in one[Batch]:
+        steps.setdefault(batch.key, set()).add(step)
+    return {key for key in steps if len(steps[key]) > 1}
+
+
+def batch_size_per_process(one, ranks):
+    """The finding that each rank's first batch has as many samples as one process's."""
+    trains = training_passes(one)
+    for step, batch in one[Batch]:
+        if batch.key in trains and batch.rows:
+            key = batch.key, batch.number
+            rows = [b.rows for notes in ranks for _, b in notes[Batch] if (b.key, b.number) == key]
+            if len(ranks) == 1 or rows != [batch.rows] * len(ranks):
+                return None
+            total = batch.rows * len(ranks)
+            text = f"{source(batch.key[0][0])}: a batch has {batch.rows} samples on one process, "
+            text += "and on each rank: a batch size per process? Not compared. Give one process "
+            text += f'all of them: --one "--batch-size {total}", or whatever your flag is called'
+            return Finding("look", "samples", step, text)
+    return None
+
+
 def compare_samples(one, ranks):
     """What the training loaders give: ([Finding], {step: text of a padded batch})."""
-    trains = {}
-    for step, batch in one[Batch]:
-        trains.setdefault(batch.key, set()).add(step)
-    trains = {key for key, steps in trains.items() if len(steps) > 1}
+    trains = training_passes(one)
     theirs = [{(b.key, b.number): b for _, b in notes[Batch]} for notes in ranks]
-    sizes = {note.key: note.batches for _, note in one[Pass]}
     found, uneven = [], {}
     for step, batch in one[Batch]:
         others = [notes.get((batch.key, batch.number)) for notes in theirs]
@@ -1893,10 +2064,13 @@ def compare_samples(one, ranks):
         if batch.rows and total != batch.rows:
             text = f"batch {number} has {batch.rows} samples on one process, "
             text += f"{[other.rows for other in others]} on the ranks"
-            if sizes.get(batch.key) == number and total - batch.rows < len(ranks):
+            if batch.batches == number and total - batch.rows < len(ranks):
                 uneven[step] = f"{line}: the last {text}: not compared"
                 continue
-            text += ": a batch size per process? Then give one process the whole batch by --one"
+            text += (
+                f': a batch size per process? Then give one process --one "--batch-size {total}"'
+            )
+            text += ", or whatever your flag is called"
             found.append(Finding("look", "samples", step, f"{source(line)}: {text}"))
         elif batch.indices and all(other.indices for other in others):
             union = [index for other in others for index in other.indices]
@@ -1909,21 +2083,30 @@ def compare_samples(one, ranks):
     return found, uneven, trains
 
 
+def first_of_pass(notes):
+    """{key of the pass: (step, the first note)}"""
+    return {note.key: (step, note) for step, note in reversed(notes)}
+
+
 def compare_lengths(one, ranks, trains):
-    """Batches of a pass over a training loader. A batch more or less may be due to samples that do
-    not divide; and how many a stream has, nobody knows."""
-    streams = {note.key for _, note in one[Pass] if note.batches is None}
-    for kind, words in ((PassEnd, "a pass ended after"), (Pass, "an epoch has")):
-        theirs = [{note.key: note.batches for _, note in notes[kind]} for notes in ranks]
-        for step, note in one[kind]:
-            others = [notes.get(note.key, note.batches) for notes in theirs]
+    """Passes over a training loader that ended after other numbers of batches, and those that are
+    to have other numbers. A batch more or less may be due to samples that do not divide; and how
+    many a stream has, nobody knows."""
+    streams = {note.key for _, note in one[Batch] if note.batches is None}
+    found = {PassEnd: [], Batch: []}
+    for kind, words in ((PassEnd, "a pass ended after"), (Batch, "an epoch has")):
+        mine, *theirs = [first_of_pass(notes[kind]) for notes in (one, *ranks)]
+        for key, (step, note) in reversed(mine.items()):
+            both = [notes.get(key, (step, note)) for notes in theirs]
+            others, step = [other.batches for _, other in both], min(step, *[at for at, _ in both])
             if note.key in trains and None not in [note.batches, *others]:
                 most = max(abs(other - note.batches) for other in others)
                 if most:
                     text = f"{source(note.key[0][0])}: {words} {note.batches} batches on one "
                     text += f"process, {others} on the ranks"
                     verdict = "look" if most == 1 or note.key in streams else "WRONG"
-                    yield Finding(verdict, "epoch", step, text)
+                    found[kind].append(Finding(verdict, "epoch", step, text))
+    return found.values()
 
 
 class Tensors:
@@ -1939,26 +2122,26 @@ class Tensors:
                     text = f"{note.line}: {note.missing[:3]} on one side alone"
                     self.findings.append(Finding("WRONG", "parameters", step, text))
                 if note.parts:
-                    self.compare(rank, step, note, tolerance)
+                    self.check(rank, step, note, tolerance)
         self.of_step = by_step
 
-    def compare(self, rank, step, note, tolerance):
+    def check(self, rank, step, note, tolerance):
         parts, on = note.parts, f" on rank {rank}" if rank else ""
-        total = math.sqrt(sum(part[1] ** 2 for part in parts.values()))
+        total = math.sqrt(sum(part.one**2 for part in parts.values()))
         if note.kind == "update":
-            size = math.sqrt(sum(part[0] ** 2 for part in parts.values()))
-            moved = math.sqrt(sum(part[4] ** 2 for part in parts.values()))
+            size = math.sqrt(sum(part.size**2 for part in parts.values()))
+            moved = math.sqrt(sum(part.step**2 for part in parts.values()))
             size, name, limit = size / max(moved, 1e-6 * total, 1e-30), "", 0.05
-            text = f"the step{on} is another one, by {size:.1e} of its length"
+            text = f"the optimizer's step{on} differs, by {size:.1e} of its length"
         elif note.kind == "weights":
-            size = math.sqrt(sum(part[0] ** 2 for part in parts.values())) / max(total, 1e-30)
+            size = math.sqrt(sum(part.size**2 for part in parts.values())) / max(total, 1e-30)
             name, limit = "", tolerance
             text = f"weights before the step{on} differ by {size:.1e} of their size"
         else:
             sizes = {}
             for name, part in parts.items():
-                own = part[1] if note.kind == "buffers" else max(part[1], 1e-2 * total)
-                sizes[name] = part[0] / max(own, part[2] * 1e-3, 1e-30) if part[0] else 0.0
+                own = part.one if note.kind == "buffers" else max(part.one, 1e-2 * total)
+                sizes[name] = part.size / max(own, part.other * 1e-3, 1e-30) if part.size else 0.0
             name = max(sizes, key=sizes.get)
             size, limit = sizes[name], tolerance if note.kind == "gradients" else 1e-3
             many = sum(s > limit for s in sizes.values())
@@ -1973,14 +2156,19 @@ class Tensors:
             self.findings.append(Finding(word, note.kind, step, text))
 
     def explain(self, parts, total):
-        for side, size, other in (("one process", 1, 2), ("the ranks", 2, 1)):
-            names = [name for name, part in parts.items() if part[size] == 0 < part[other]]
+        zero = {
+            "one process": [name for name, part in parts.items() if part.one == 0 < part.other],
+            "the ranks": [name for name, part in parts.items() if part.other == 0 < part.one],
+        }
+        for side, names in zero.items():
             if names:
                 return f"; {len(names)} are zero on {side}: {names[0]}"
-        large = [part for part in parts.values() if part[1] > 1e-2 * total]
-        ratios = [part[3] for part in large]
-        self.ratios.append(sum(p[3] * p[1] ** 2 for p in large) / sum(p[1] ** 2 for p in large))
-        lengths = [part[2] / max(part[1], 1e-30) for part in large]
+        large = [part for part in parts.values() if part.one > 1e-2 * total]
+        if not large:
+            return ""
+        ratios = [part.ratio for part in large]
+        self.ratios.append(sum(p.ratio * p.one**2 for p in large) / sum(p.one**2 for p in large))
+        lengths = [part.other / max(part.one, 1e-30) for part in large]
         if max(ratios) - min(ratios) < 0.02 * abs(max(ratios)):
             if max(lengths) < 1.02 * max(ratios):
                 return meaning(sum(ratios) / len(ratios), WORLD)
@@ -1992,10 +2180,10 @@ class Tensors:
             if at != step or kind != "gradients" or len(notes) < 2:
                 continue
             for name, part in notes[0].parts.items():
-                marks = [note.parts[name][5] for note in notes if name in note.parts]
-                size = max(note.parts[name][2] for note in notes if name in note.parts)
+                marks = [note.parts[name].mark_other for note in notes if name in note.parts]
+                size = max(note.parts[name].other for note in notes if name in note.parts)
                 if max(marks) - min(marks) > 1e-3 * max(size, 1e-12):
-                    right = abs(part[4] - sum(marks) / len(marks)) < 1e-3 * size
+                    right = abs(part.mark_one - sum(marks) / len(marks)) < 1e-3 * size
                     text = f"each rank has its own gradient of {name}"
                     text += "; their mean is right" if right else ""
                     return f"{text}: not averaged in this step?"
@@ -2010,6 +2198,8 @@ def compare_settings(one, ranks):
     theirs = [{note.key: note for _, note in notes[Step]} for notes in ranks]
     for step, note in one[Step]:
         others = [notes.get(note.key, note) for notes in theirs]
+        if any(len(other.settings) != len(note.settings) for other in others):
+            continue  # other groups of parameters
         for number, (name, mine) in enumerate(note.settings):
             numbers = [other.settings[number][1] for other in others]
             if any(relative(mine, other) > 1e-6 for other in numbers):
@@ -2020,7 +2210,8 @@ def compare_settings(one, ranks):
                     text += f"; set at {by_hand}"
                 ratio = numbers[0] / mine if mine else 0.0
                 if step == 0 and abs(ratio / WORLD - 1) < 0.01:
-                    text += f"; {WORLD} times: is the batch of all ranks that much larger, too?"
+                    text += f"; {WORLD} times: is the batch of all ranks that much larger, too? "
+                    text += "If so, give one process this rate by --one"
                 yield Finding(
                     "WRONG", "settings", step, f"{source(note.line)}: {text}; {note.made}"
                 )
@@ -2098,10 +2289,10 @@ ADVICE = {
     "ratio": "a ratio of sums over the rank's own share, as in a Dice loss of the batch. Intended?",
     "mean": "a mean over a number of elements that differs over ranks? Divide a sum by the number "
     "on all ranks, times world_size",
-    "other": "not the same on all ranks, nor is one process's their mean, sum or rows: decided by "
-    "the rank's own share?",
+    "other": "one process has neither these numbers nor their mean or sum: decided by the rank's "
+    "own share?",
     "same loss": "but the loss is the same",
-    "branch": "computed on one side alone: a decision by numbers of the rank's own share?",
+    "branch": "a decision by numbers of the rank's own share?",
 }
 
 
@@ -2139,7 +2330,8 @@ def blame(values, tensors, step):
         later = [v for v in values.find(step, "value") if v.index > after]
         found = [finding("value", value, "same loss") for value in (near + later)[:1]]
     if step in values.alone and (not found or found[0].what == "loss"):
-        text = f"{source(values.alone[step])}: {ADVICE['branch']}"
+        line, side = values.alone[step]
+        text = f"{source(line)}: computed {side} alone: {ADVICE['branch']}"
         found.append(Finding("WRONG", "branch", step, text))
     if unlike and not inputs:
         passes = [v for v in values.of_step.get(step, []) if v.kind == "outputs"]
@@ -2155,21 +2347,22 @@ def first_of(findings, *kinds):
 def find_all(one, ranks, tolerance):
     """All findings, in the order of the script."""
     samples, uneven, trains = compare_samples(one, ranks)
-    lengths = list(compare_lengths(one, ranks, trains))
-    if lengths and lengths[0].verdict == "look":  # from then on, steps have other batches
+    ended, lengths = compare_lengths(one, ranks, trains)
+    skipped = set()
+    if ended and ended[0].verdict == "look":  # from then on, steps have other batches
         last = max(step for notes in [one, *ranks] for step, _ in notes[Step])
-        lengths[0].text += "; later steps are not compared"
-        samples = [finding for finding in samples if finding.step < lengths[0].step]
-        uneven = {s: text for s, text in uneven.items() if s < lengths[0].step}
-        skipped = set(range(lengths[0].step, last + 1))
-    else:
-        skipped = set()
+        ended[0].text += "; later steps are not compared"
+        samples = [finding for finding in samples if finding.step < ended[0].step]
+        uneven = {s: text for s, text in uneven.items() if s < ended[0].step}
+        skipped = set(range(ended[0].step, last + 1))
+    lengths = ended + lengths
+    due = bool(lengths) and lengths[0].verdict == "look"  # so is a schedule by len(loader)
     for notes in [one, *ranks]:
         notes.leave_out(skipped | set(uneven))
     values, tensors = Values(one, ranks, tolerance / 10), Tensors(ranks, tolerance)
     kinds = ("gradients", "parameters", "weights", "update")
     first = first_of(tensors.findings, *kinds)
-    found = [Finding("look", "samples", step, uneven[step]) for step in sorted(uneven)[:1]]
+    found = [Finding("note", "samples", step, uneven[step]) for step in sorted(uneven)[:1]]
     for finding in samples[:1]:
         finding.verdict = "WRONG" if first else "look"
         found.append(finding)
@@ -2178,18 +2371,21 @@ def find_all(one, ranks, tolerance):
     if first:
         causes, intended = blame(values, tensors, first[0].step)
         found += causes
+    settings = list(compare_settings(one, ranks))[:1]
     median = sorted(tensors.ratios)[len(tensors.ratios) // 2] if tensors.ratios else 1.0
-    if not any(finding.what == "samples" for finding in found):
+    if not samples:
         intended = intended and 0.7 < median < 1.4  # a factor is not
     for kind in ("parameters", "gradients", "weights", "update", "buffers"):
         of_kind = first_of(tensors.findings, kind)
         if of_kind:
             of_kind[0].text += f" (in {len({f.step for f in of_kind})} steps)"
-            if intended:
+            if intended or due and kind == "update" and settings:
                 of_kind[0].verdict = "look"
             if kind != "update" or not first_of(tensors.findings, "gradients"):
                 found.append(of_kind[0])
-    found += list(compare_settings(one, ranks))[:1]
+    for finding in settings:
+        finding.verdict = "look" if due else finding.verdict
+    found += settings
     found += list(compare_printed(one, ranks))[:4]
     return found, tensors.largest
 
@@ -2210,6 +2406,8 @@ def report(folder, nproc, tolerance):
         text = f"no optimizer step was compared. One process: {counts[0]} steps, then {ends[0]}; "
         text += f"ranks: {counts[1:]} steps, then {ends[1:]}"
         return "\n".join([*lines, f"WRONG  end        {text}"]), 1 if counts[0] else 2
+    if per_process := batch_size_per_process(one, ranks):
+        return "\n".join([*lines, str(per_process)]), 2
     found, largest = find_all(one, ranks, tolerance)
     if len(set(counts)) > 1 or len(set(ends)) > 1:
         text = f"{counts[0]} steps on one process, then {ends[0]}; {counts[1:]} on the ranks, then "
@@ -2228,34 +2426,41 @@ def report(folder, nproc, tolerance):
 
 def compare(args, folder):
     """The report, and the exit status."""
-    text, status = BothRuns(args, folder, "turns").compare()
+    text, status = BothRuns(args, folder, "turns").run_both()
     orders = {note.text for _, note in Notes(folder, "all", 0)[Said] if note.kind == "order"}
     if status and orders == {"blocks"}:  # rank r has the r-th block of a batch
         shutil.rmtree(folder)
         os.makedirs(folder)
-        text, status = BothRuns(args, folder, "blocks").compare()
+        text, status = BothRuns(args, folder, "blocks").run_both()
     return text, status
 
 
 def main():
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    folder = tempfile.mkdtemp(prefix="compare-")
+    for number in ENDS[1:]:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    folder = os.path.realpath(tempfile.mkdtemp(prefix="compare-"))  # as the script's paths are
     if 0 < torch.cuda.device_count() < args.nproc:
         print(f"note   {torch.cuda.device_count()} GPUs for {args.nproc} processes: on CPUs")
     try:
         text, status = compare(args, folder)
     except KeyboardInterrupt:
         sys.exit(130)
+    except NotRestored:
+        folder = None
+        sys.exit(1)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
     print(text)
     check = os.path.join(os.path.dirname(os.path.relpath(HERE, START)), "check.py")
-    command = shlex.join([check, *["-m"] * args.m, args.script, *args.flags])
+    flags = BothRuns(args, "", "").flags("all", args.nproc, 0, free_port())
+    command = shlex.join([check, *["-m"] * args.m, args.script, *flags])
     print("Run check.py next: it sees what both runs have (no set_epoch, equal seeds, workers):")
     print(f"python {command}")
     sys.exit(status)
 
 
 if __name__ == "__main__":
-    child() if "COMPARE" in os.environ else main()
+    child() if "OWN_LOOP_COMPARE" in os.environ else main()

@@ -4,6 +4,7 @@ LOOP is right, and has a flag for each of several kinds of loops. A fault is a c
 """
 
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ LOOP = """
 import contextlib
 import os
 import random
+import shutil
 import sys
 import time
 import numpy as np
@@ -54,6 +56,7 @@ class Net(nn.Module):
         super().__init__()
         self.norm, self.body = nn.BatchNorm1d(16), nn.Linear(6, 16)
         self.drop, self.head = nn.Dropout(0.2), nn.Linear(16, 3)
+        self.register_buffer("queue", torch.zeros(12, 6))
     def forward(self, x):
         x = F.relu(self.norm(self.body(x)))
         x = self.drop(torch.utils.checkpoint.checkpoint(F.gelu, x, use_reentrant=False))
@@ -78,7 +81,8 @@ def main(share=12 // world, epochs=3):
     scaler = torch.amp.GradScaler("cpu", enabled="scaler" in KIND)
     if rank == 0:
         os.makedirs("runs/out", exist_ok=False)
-        torch.save(1, "best.pt")
+        shutil.rmtree("old")
+        os.mkdir("old")
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for library in torch.manual_seed, np.random.seed, random.seed:
@@ -87,8 +91,15 @@ def main(share=12 // world, epochs=3):
         for number, (x, y) in enumerate(loader):
             y = F.one_hot(y, 3).float()
             if "mixup" in KIND:
-                part, other = np.random.beta(1, 1), torch.randperm(len(x))
+                part = torch.from_numpy(np.random.beta(1, 1, (len(x), 1))).float()
+                part = part * torch.distributions.Beta(1.0, 1.0).sample() * np.random.rand()
+                other = torch.randperm(len(x))
                 x, y = part * x + (1 - part) * x[other], part * y + (1 - part) * y[other]
+                x = 0.9 * x + 0.1 * x.roll(1, 0)  # as MixUp of torchvision
+            if "queue" in KIND:
+                shares = [torch.zeros_like(x) for _ in range(world)]
+                dist.all_gather(shares, x)
+                model.queue.copy_(torch.cat(shares))
             mask = x[:, 0] > 0
             count = mask.sum()
             dist.all_reduce(count)
@@ -115,6 +126,8 @@ def main(share=12 // world, epochs=3):
             print(f"score {right:.3f}")
             with open("runs/out/log", "a") as file:
                 file.write(f"{epoch}")
+            os.rename("best.pt", "previous.pt")
+            torch.save(1, "best.pt")
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -138,20 +151,23 @@ def compare(loop, *flags, script="loop.py", status=None):
     """Its status, and what it prints of `loop`, with nothing left behind."""
     Path("loop.py").write_text(loop)
     Path("best.pt").write_text("of an earlier training")
+    Path("old").mkdir(exist_ok=True)
+    Path("old", "score").write_text("0.9")
     statuses, text = finish(
         start(COMPARE, *flags, *script.split(), processes=0, more=FORK, TMPDIR=Path.cwd())
     )
     assert status is None or statuses == [status], text
     assert Path("best.pt").read_text() == "of an earlier training"
+    assert Path("old", "score").read_text() == "0.9"
     left = [path.name for path in Path.cwd().glob("*") if path.suffix != ".log"]
     left = {name for name in left if not name.startswith("altered-")}
-    assert left <= {"loop.py", "best.pt", "__pycache__"}, left
+    assert left <= {"loop.py", "best.pt", "old", "__pycache__"}, left
     return text
 
 
 def test_right():
-    """Also with an --output that must not exist, and a file that is overwritten."""
-    text = compare(LOOP, script="loop.py mixup accumulate scaler fork", status=0)
+    """Also with an --output that must not exist, and checkpoints that are removed and renamed."""
+    text = compare(LOOP, script="loop.py mixup queue accumulate scaler fork", status=0)
     assert "6 steps on one process and on 2: nothing WRONG" in text, text
     assert not re.search("^(WRONG|look   (?!random))", text, re.M), text
     assert "check.py loop.py mixup" in text
@@ -183,6 +199,40 @@ def test_coupled_on_purpose():
     text = compare(loop, "--steps", "3", status=0)
     assert re.search(rf"^look +outputs .*loop.py:{line_of(loop, 'x.std(0)')}:.*std", text, re.M)
     assert "depends on which others are in its batch" in text
+
+
+def test_batch_size_per_process():
+    """It has other batches on one process: nothing can be compared, nor is WRONG."""
+    text = compare(altered(("share=12 // world", "share=12")), "--steps", "3", status=2)
+    assert re.search('^look   samples .*--one "--batch-size 24"', text, re.M), text
+    assert len(re.findall("^(WRONG|look)", text, re.M)) == 1, text
+
+
+def test_not_put_back(tmp_path, monkeypatch, capsys):
+    """What cannot be put back is kept, and the rest is put back nevertheless."""
+    monkeypatch.syspath_prepend(ROOT / "own_loop")
+    import compare as tool
+
+    (tmp_path / "copy").write_text("old")
+    files = [tool.File("overwritten", f"{tmp_path}/{n}/best.pt", f"{tmp_path}/{n}") for n in "ab"]
+    files[0].kept = f"{tmp_path}/copy"
+    monkeypatch.setattr(tool, "Notes", lambda _, name, rank: {tool.File: enumerate(files)})
+
+    def compare(args, folder):
+        Path(folder, "kept").touch()
+        tool.BothRuns(args, folder, "turns").put_away("one")
+
+    monkeypatch.setattr(tool, "compare", compare)
+    monkeypatch.setattr(sys, "argv", ["compare.py", "loop.py"])
+    monkeypatch.setattr(tool.tempfile, "tempdir", str(tmp_path))
+    handlers = {number: signal.getsignal(number) for number in tool.ENDS}
+    with pytest.raises(SystemExit, match="1"):
+        tool.main()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert (tmp_path / "a" / "best.pt").read_text() == "old"
+    assert f"it is kept as {tmp_path}/b" in capsys.readouterr().out
+    assert list(tmp_path.glob("compare-*/kept"))
 
 
 @pytest.mark.slow
