@@ -156,6 +156,32 @@ def test_amp(single):
         agree(run(name, name, "--epochs", 1, "--amp"), text, 5e-3, images=5)
 
 
+SAVED = """
+saved, plain_loss = [], F.cross_entropy
+kept = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
+kept.__enter__()
+def cross_entropy(*words):  # a forward pass is over
+    whole = {tuple(weight.shape) for weight in models.get_model("resnet18").parameters()}
+    weights = [x for x in saved if x.dtype == torch.bfloat16 and tuple(x.shape) in whole]
+    storages = {id(x): x.untyped_storage().nbytes() for x in weights if x.dim() == 4}
+    print("saved", len(storages), "bytes", sum(storages.values()), flush=True)
+    saved.clear()
+    return plain_loss(*words)
+F.cross_entropy = cross_entropy
+"""
+
+
+@pytest.mark.slow
+def test_amp_of_fsdp2_keeps_no_weights():
+    """In bfloat16, a block's weights are freed after its forward pass, and gathered again: autocast
+    would keep its copies of all of them until backward(). What stays is outside of the blocks."""
+    flags = ["--model", "resnet18", "--amp", "--batch-size", 320, "--epochs", 1]
+    text = run("fsdp2", "out", *flags, more=SAVED, processes=2)
+    found = re.findall(r"^saved (\d+) bytes (\d+)$", text, re.M)
+    first = 64 * 3 * 7 * 7 * 2  # of conv1, which is in no block
+    assert found and all(int(n) >= 20 and int(size) <= first for n, size in found), text
+
+
 NORM = """
 def build_model(name, num_classes):
     return nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 32 * 32, num_classes))
