@@ -4,11 +4,11 @@ what the page says, on one process and on several, also in a run that is resumed
 import csv
 import io
 import re
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
-import images
 import numpy as np
 import predict
 import pytest
@@ -17,11 +17,11 @@ import torch.nn.functional as F
 import train
 from helpers import (
     COMPLETE,
+    ROOT,
     altered,
     checkpoint,
     close,
     command,
-    here,
     metrics,
     parse,
     run,
@@ -31,6 +31,7 @@ from helpers import (
 )
 from runs import recipe
 
+PAGE = ROOT / "docs/recipes.md"
 SHORT = ["--batch-size", 16, "--lr", 0.001, "--log-every", 10, "--resume"]
 
 
@@ -154,10 +155,6 @@ PAIRS = """
 single = build_model
 def build_model(*args):
     return nn.Sequential(single(*args), nn.Unflatten(1, (2, 5)))
-def count(outputs, labels):
-    return {"labels": labels.numel()}
-def metrics(sums):
-    return {}
 """
 
 
@@ -313,18 +310,37 @@ class Rings(Dataset):  # of 3 to 9 nodes; a class is the parity of a count
 def load_data(args):
     return Rings(320, 1), Rings(67, 2), 2
 """
+PAIRS_OF_GRAPHS = """
+class Pairs(Rings):  # two views of a ring, each with a node's features moved
+    def __getitem__(self, i):
+        (nodes, edges), _ = super().__getitem__(i)
+        return [(nodes + 0.1 * torch.randn(2), edges) for _ in range(2)]
+def load_data(args):
+    return Pairs(320, 1), Pairs(67, 2), 8
+"""
 
 
 @pytest.mark.slow
 def test_graphs():
-    """Learned; and the same on one process and on two, whatever the sizes. A node sees the one from
-    which an edge leads to it."""
+    """Learned; and the same on one process and on two, whatever the sizes, also with pairs of them.
+    A node sees the one from which an edge leads to it."""
     path = pasted("Graphs, and other samples of different sizes", more=GRAPHS)
     flags = [*SHORT, "--lr", 0.05, "--epochs", 4, "--workers", 1, "--output"]
     for n in (1, 2):
         together([*flags, n], path=path, processes=n)
     close("2", "1", 1e-3)
     assert metrics("1")[-1]["test_accuracy"] > 0.9
+    pairs = pasted(
+        "Graphs, and other samples of different sizes",
+        "A contrastive loss over the whole batch",
+        more=GRAPHS + PAIRS_OF_GRAPHS,
+    )
+    line, model = re.findall(r"`((?:graphs, labels|self\.head).*?)`", PAGE.read_text())
+    replace(pairs, "graphs, labels = zip(*samples)", line)
+    replace(pairs, "self.head(means)", model)
+    for n in (1, 2):
+        together([*flags, f"pairs{n}"], path=pairs, processes=n)
+    close("pairs2", "pairs1", 1e-3, keys=["train_loss"])
     space = defined("Graphs, and other samples of different sizes")
     edges = torch.tensor([[0], [1]])
     graphs = [((torch.rand(n, 2), edges), 1) for n in (2, 3)]
@@ -338,24 +354,30 @@ def test_graphs():
 
 def write_tar(name, paths):
     with tarfile.open(name, "w") as shard:
-        for path in paths:
-            shard.add(path, path.name)
+        for i, path in enumerate(paths):
             label = tarfile.TarInfo(f"{path.stem}.cls")
-            label.size = 1
-            shard.addfile(label, io.BytesIO(b"%d" % "abc".index(path.parent.name)))
+            label.size = 2
+            files = [(path, path.name), (label, b"%d\n" % "abc".index(path.parent.name))]
+            for file, content in files if i % 2 else files[::-1]:  # in any order
+                if file == path:
+                    shard.add(path, content)
+                else:
+                    shard.addfile(label, io.BytesIO(content))
 
 
 def test_tar_shards(data):
-    """The pixels and labels of the files, also in workers, in any order; a run trains on them."""
+    """Each image is in its class's folder."""
     paths = sorted(Path(data, "pictures/train").glob("*/*"), key=lambda path: path.name)
+    Path("shards").mkdir()
     for i in range(3):
-        write_tar(f"shard{i}.tar", paths[32 * i :][:32])
-    shards = defined("Tar shards")["TarImages"](sorted(Path().glob("*.tar")), 40)
-    plain = images.Images(paths, [0] * len(paths), None, 40)
-    loader = torch.utils.data.DataLoader(shards, 5, num_workers=2)
-    found = [x for batch, labels in loader for x in zip(batch, labels.tolist())]
-    for (pixels, label), path, (wanted, _) in zip(found, paths, plain, strict=True):
-        assert torch.equal(pixels, wanted) and "abc"[label] == path.parent.name
-    flags = ["--dataset", ".", "--batch-size", 16, "--epochs", 1, "--workers", 1, "--device", "cpu"]
-    here(pasted("Tar shards"), *flags, "--output", "out")
-    assert len(metrics("out")) == 1 and torch.load("out/best.pt")["image"] == [3, 32, 32]
+        write_tar(f"shards/train{i}.tar", paths[32 * i :][:32])
+    Path("unpack_shards.py").write_text(code_of("Tar shards"))
+    commands = [code for language, code in recipe("Tar shards") if language == "sh"][0]
+    line = commands.splitlines()[0].replace("python", sys.executable)
+    subprocess.run(["bash", "-c", line], check=True)
+    found = {path: path.read_bytes() for path in Path("imagenet/train").glob("*/*")}
+    wanted = {
+        Path("imagenet/train", f"{'abc'.index(path.parent.name):04}", path.name): path.read_bytes()
+        for path in paths
+    }
+    assert found == wanted
