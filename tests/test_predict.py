@@ -1,18 +1,22 @@
 """complete/predict.py: the pixels of the evaluation, a table from which a report can be made, and
-files of every kind. The pages' scripts for a report, for export and for splits."""
+files of every kind. split.py, report.py, and the pages' scripts for a report and for export."""
 
 import csv
 import os
+import re
+import runpy
 import shutil
 import sys
 from pathlib import Path
 
 import helpers
+import images
 import numpy as np
 import predict
 import pytest
 import torch
 import train
+from helpers import ROOT
 from PIL import Image
 from runs import recipe
 from test_images import pack
@@ -266,43 +270,74 @@ def test_report(monkeypatch, capsys, scores):
     assert Path("confusion.png").exists()
 
 
+def write_images(path, patients, random):
+    """A table of predict.py: four images of each patient, of which the first two are alike."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["path", "class", "true", "healthy", "ill"])
+        for name in patients:
+            first = round(random.uniform(0, 0.6) + 0.3 * (name % 3 == 0), 4)
+            for i, p in enumerate([first, first, first / 2, 0.05]):
+                true = "ill" if name % 3 == 0 and i < 3 else "healthy"
+                writer.writerow([f"{path.stem}/{true}/p{name}/{i}.png", "", true, 1 - p, p])
+        writer.writerow(["stray.png", "", "", 0.5, 0.5])
+
+
+def read_images(path):
+    with open(path, newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["true"]]
+    return [(row["true"] == "ill", float(row["ill"]), row["path"].split("/")[2]) for row in rows]
+
+
 @pytest.mark.slow
-def test_report_of_two_classes(capsys):
-    """The threshold is that of val, as are sensitivity and specificity at it on test. Where all
-    images of a patient are alike, the intervals are those of the patients: far wider."""
+def test_report_of_patients(monkeypatch, capsys):
+    """complete/report.py: counts over all folds at each fold's threshold, which is the one with the
+    highest F1 on val; of patients, by their highest probability. Intervals hold the value; those of
+    patients whose images are all alike are not narrower for it."""
     metrics = pytest.importorskip("sklearn.metrics")
-    [code] = [c for language, c in recipe("A report of two classes") if language == "python"]
-    code = code.replace("range(1000)", "range(100)")
-    random, widths = np.random.default_rng(1), []
-    for per_patient in 1, 20:
-        truth, found = {}, {}
+    random = np.random.default_rng(0)
+    for fold in range(2):
         for part in "val", "test":
-            true = np.arange(20) % 4 == 0 if per_patient > 1 else np.arange(400) % 4 == 0
-            p = (true / 2 + random.normal(size=len(true)) + 4).clip(0, 9) / 10
-            true, p = (values.repeat(per_patient) for values in (true, p))
-            truth[part], found[part] = true, p.round(4)
-            with open(f"{part}.csv", "w", newline="") as file:
-                writer = csv.writer(file)
-                writer.writerow(["path", "class", "true", "healthy", "ill"])
-                for i, (ill, x) in enumerate(zip(true, found[part])):
-                    path = f"{part}/p{i // per_patient}_{i}.png"
-                    writer.writerow([path, "", "ill" if ill else "healthy", 1 - x, x])
-                writer.writerow(["stray.png", "", "", 0.5, 0.5])
-        exec(code, {})
-        said = capsys.readouterr().out.splitlines()
-        threshold, sensitivity, specificity = (float(x.strip(":,")) for x in said[0].split()[1::2])
-        true, p = truth["test"], found["test"]
-        assert sensitivity == pytest.approx((p[true] >= threshold).mean(), abs=0.03)
-        assert specificity == pytest.approx((p[~true] < threshold).mean(), abs=0.03)
-        true, p = truth["val"], found["val"]
-        both = [(p[true] >= x).mean() + (p[~true] < x).mean() for x in p]
-        assert p[np.argmax(both)] == pytest.approx(threshold, abs=1e-3)
-        value, low, high = (float(said[1].split()[i].strip("(,")) for i in (1, 3, 5))
-        wanted = metrics.roc_auc_score(truth["test"], found["test"])
-        assert value == pytest.approx(wanted, abs=1e-3) and low <= value <= high
-        assert said[1].endswith(f"{400 // per_patient} patients)")
-        widths.append(high - low)
-    assert widths[1] > 2 * widths[0]
+            write_images(
+                Path(f"fold{fold}", f"{part}.csv"), range(60 * fold, 60 * fold + 60), random
+            )
+    monkeypatch.setattr(sys, "argv", ["report.py", "ill", "fold0", "fold1"])
+    runpy.run_path(str(ROOT / "complete/report.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "480 images, 120 of them ill" in said and "120 patients, 40 of them ill" in said
+    for unit, printed in zip(("images", "patients"), said.split(" of them ill\n")[1:]):
+        true, found, aucs = [], [], []
+        for fold in range(2):
+            sets = []
+            for part in "val", "test":
+                images = read_images(Path(f"fold{fold}", f"{part}.csv"))
+                names = sorted({name for *_, name in images})
+                if unit == "patients":
+                    images = [
+                        (
+                            any(ill for ill, _, other in images if other == name),
+                            max(p for _, p, other in images if other == name),
+                            name,
+                        )
+                        for name in names
+                    ]
+                sets.append([np.array(values) for values in list(zip(*images))[:2]])
+            (val, val_p), (test, p) = sets
+            limit = max(sorted(val_p), key=lambda x: metrics.f1_score(val, val_p >= x))
+            true, found = np.append(true, test), np.append(found, p >= limit)
+            aucs.append(metrics.roc_auc_score(test, p))
+        wanted = {
+            "recall": metrics.recall_score(true, found),
+            "precision": metrics.precision_score(true, found),
+            "F1": metrics.f1_score(true, found),
+            "AUC": np.mean(aucs),
+        }
+        for name, value in wanted.items():
+            [row] = re.findall(rf"^  {name} +(\S+) \((\S+) to (\S+)\)$", printed, re.M)
+            shown, low, high = map(float, row)
+            assert shown == pytest.approx(value, abs=6e-4) and low <= shown <= high, (unit, name)
+            assert high - low > 0.01 or value > 0.98
 
 
 @pytest.mark.slow
@@ -336,22 +371,32 @@ def test_export(mine, data, monkeypatch):
 
 
 @pytest.mark.slow
-def test_split_by_patient(monkeypatch, capsys):
-    """docs/your_model_and_data.md: no patient in two parts; each is in one fold's test set. The
-    patients and images of each part and class are printed."""
+def test_split_by_patient(monkeypatch, capsys, data):
+    """complete/split.py: no patient in two parts; each is in one fold's test set. What
+    pack_images.py, train.py and predict.py find in a fold are its images."""
     pytest.importorskip("sklearn")
-    [code] = [code for language, code in recipe("Split by patient") if language == "python"]
+    photos = sorted(Path(data, "pictures/train").glob("*/*"))
     for i in range(30):
-        path = Path("my_images", "ab"[i // 3 % 2], f"p{i // 3}_{i % 3}.png")
+        path = Path("my_images", "ab"[i // 3 % 2], f"p{i // 3}_{i % 3}{photos[i].suffix}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        shutil.copy(photos[i], path)
+    monkeypatch.setattr(sys, "argv", ["split.py", "my_images", "folds"])
+    runpy.run_path(str(ROOT / "complete/split.py"), run_name="__main__")
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["p0_0.jpg is of patient p0", "folds/0/test a: 1 patients, 3 images"]
     tested = []
     for fold in range(5):
-        monkeypatch.setattr(sys, "argv", ["split.py", str(fold)])
-        exec(code, {})
-        assert capsys.readouterr().out.splitlines()[0] == "test a: 1 patients, 3 images"
-        links = [path for path in Path("folds", str(fold)).glob("*/*/*") if path.exists()]
-        parts = {(path.parts[2], path.name.split("_")[0]) for path in links}
+        links = [path for path in Path("folds", str(fold)).glob("*/*/*/*") if path.exists()]
+        parts = {(path.parts[2], path.parts[4]) for path in links}
         assert len(links) == 30 and len(parts) == 10  # each patient is in one of them
+        assert all(path.name.startswith(f"{path.parts[4]}_") for path in links)
         tested += [patient for part, patient in parts if part == "test"]
     assert sorted(tested) == sorted(f"p{i}" for i in range(10))
+    classes, found, _ = images.find_images(Path("folds/0"))
+    sizes = {part: len(paths) for part, (paths, _) in found.items()}
+    assert classes == ["a", "b"] and sizes == {"train": 18, "val": 6, "test": 6}
+    for pattern in "x", ".*":
+        monkeypatch.setattr(sys, "argv", ["split.py", "my_images", "other", "--patient", pattern])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(ROOT / "complete/split.py"), run_name="__main__")
+        assert "--patient" in capsys.readouterr().err and not Path("other").exists()
