@@ -9,6 +9,7 @@ is tested with it, as in its own evaluation.
 
 In a program of your own (PYTHONPATH=complete python my_program.py):
 
+    import torch
     from predict import load
     model, classes, transform = load("runs/mine")  # in float32
     with torch.no_grad():
