@@ -271,7 +271,6 @@ def test_gpu_sh(work, part):
 @pytest.mark.parametrize(
     "words, rows",
     [
-        (["throughput.py", "--rounds", 1, "--only", "limit", "complete"], 2),
         (["image_loading.py", "--sizes", "ImageNet", "--rounds", 1, "--seconds", 1], 4),
         (["image_loading.py", "--images", 9, "--rounds", 1, "--seconds", 1, "--folder"], 4),
     ],
