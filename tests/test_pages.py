@@ -37,7 +37,7 @@ def blocks(text, language):
 
 def commands(text):
     """Those that start a script of ours, of a page's blocks and within its sentences."""
-    lines = "".join(blocks(text, "sh")).splitlines()
+    lines = [line.strip() for line in "".join(blocks(text, "sh")).splitlines()]
     lines += [line[2:] for line in "".join(blocks(text, "console")).splitlines() if line[:1] == "$"]
     lines += re.findall(r"`([^`\n]+)`", CODE.sub("", text))
     found = [(line, STARTS.match(line)) for line in lines]
@@ -60,7 +60,7 @@ def test_pages():
             wrong += [(page, target)] * (anchor not in titles)
         for name, content in [(name, content) for _, name, content in CODE.findall(text) if name]:
             wrong += [(page, content)] * (f"\n{content}" not in (ROOT / name).read_text())
-        for line in "".join(blocks(text, "sh")).splitlines():
+        for line in map(str.strip, "".join(blocks(text, "sh")).splitlines()):
             known = re.match("(srun|docker|apptainer|git|cp) ", line) or STARTS.match(line)
             if re.search(rf"(?<![/\w]){SCRIPT}", line):
                 wrong += [(page, line)] * (not known)
