@@ -40,9 +40,10 @@ def link_some(folder, source, count):
     """About `count` training images of the folder `source`, as many of each class, and a test image
     of each: a whole ImageNet would not fit where temporary files are."""
     classes, parts, _ = find_images(source)
-    for part, limit in ("train", max(1, count // len(classes))), ("test", 1):
+    for part, samples in parts.items():  # "train", and "val" or "test" or both
+        limit = max(1, count // len(classes)) if part == "train" else 1
         seen = Counter()
-        for path, label in zip(*parts[part]):
+        for path, label in zip(*samples):
             seen[label] += 1
             if seen[label] <= limit:
                 place = folder / part / classes[label] / f"{seen[label]}{Path(path).suffix}"

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import articles
 import gpu
 import helpers
+import image_loading
 import pytest
 import runs
 from helpers import command
@@ -280,6 +282,14 @@ def test_tables_of_cpus(data, words, rows):
     text = command(sys.executable, ROOT / "benchmarks" / words[0], *words[1:], *own)
     assert not own or "train: 9 files" in text
     assert len(re.findall(r"^\|.*\d.*\|$", text, re.M)) == rows and "nan" not in text, text
+
+
+def test_a_folder_with_val(data):
+    """image_loading.py --folder takes some images of each part, also of val/ without test/."""
+    for part, place in ("train", "train"), ("test", "val"):
+        shutil.copytree(data / "pictures" / part, Path("mine", place))
+    image_loading.link_some(Path("some"), Path("mine"), 9)
+    assert [len([*Path("some", part).glob("*/*")]) for part in ("train", "val")] == [9, 3]
 
 
 @pytest.mark.long
