@@ -66,9 +66,7 @@ class Net(nn.Module):
 def main(share=12 // world, epochs=3):
     dist.init_process_group("gloo")
     sampler = DistributedSampler(Points(), drop_last="uneven" not in KIND)
-    options = {}
-    for method in {"fork", "spawn", "forkserver"} & set(KIND):
-        options = dict(num_workers=1, multiprocessing_context=method)
+    options = dict(num_workers="workers" in KIND, persistent_workers="workers" in KIND)
     if "stream" in KIND:
         loader = DataLoader(Stream(), share, **options)
     else:
@@ -168,7 +166,7 @@ def compare(loop, *flags, script="loop.py", status=None):
 
 def test_right():
     """Also with an --output that must not exist, and checkpoints that are removed and renamed."""
-    text = compare(LOOP, script="loop.py mixup queue accumulate scaler fork", status=0)
+    text = compare(LOOP, script="loop.py mixup queue accumulate scaler workers", status=0)
     assert "6 steps on one process and on 2: nothing WRONG" in text, text
     assert not re.search("^(WRONG|look   (?!random))", text, re.M), text
     assert "check.py loop.py mixup" in text
@@ -214,14 +212,13 @@ def test_not_put_back(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "own_loop")
     import compare as tool
 
-    (tmp_path / "copy").write_text("old")
-    files = [tool.File("overwritten", f"{tmp_path}/{n}/best.pt", f"{tmp_path}/{n}") for n in "ab"]
-    files[0].kept = f"{tmp_path}/copy"
+    (tmp_path / "a.copy").write_text("old")  # and no b.copy
+    files = [tool.File("changed", f"{tmp_path}/{n}/best.pt", f"{tmp_path}/{n}.copy") for n in "ab"]
     monkeypatch.setattr(tool, "Notes", lambda _, name, rank: {tool.File: enumerate(files)})
 
     def compare(args, folder):
         Path(folder, "kept").touch()
-        tool.BothRuns(args, folder, "turns").put_away("one")
+        tool.BothRuns(args, folder, "turns").restore_files("one")
 
     monkeypatch.setattr(tool, "compare", compare)
     monkeypatch.setattr(sys, "argv", ["compare.py", "loop.py"])
@@ -232,7 +229,7 @@ def test_not_put_back(tmp_path, monkeypatch, capsys):
     for number, handler in handlers.items():
         signal.signal(number, handler)
     assert (tmp_path / "a" / "best.pt").read_text() == "old"
-    assert f"it is kept as {tmp_path}/b" in capsys.readouterr().out
+    assert f"it is kept as {tmp_path}/b.copy" in capsys.readouterr().out
     assert list(tmp_path.glob("compare-*/kept"))
 
 
@@ -258,8 +255,8 @@ def test_crash_and_hang():
     "flags, script",
     [
         ["", "loop.py blocks mixup"],
-        ["", "loop.py uneven spawn"],
-        ["--nproc 3", "loop.py stream forkserver broadcast"],
+        ["", "loop.py uneven"],
+        ["--nproc 3", "loop.py stream workers broadcast"],
         ["-m", "loop lbfgs"],
     ],
 )
