@@ -11,16 +11,17 @@ weights. To compare them, both runs draw the same random numbers here: noise for
 batch is that share of what one process draws, and a sample is augmented alike wherever it is
 loaded. On one process, batch norm takes each share's own statistics, as DDP does, and MixUp and
 CutMix (a batch that is rolled or flipped) mix the samples of a share. Mixed precision,
-TF32, torch.compile and dropout are off, and streams
-(IterableDatasets) are read without workers. After each step, the N processes get the weights that
+TF32, torch.compile and dropout are off, and samples are made without loader workers (and without
+worker_init_fn). After each step, the N processes get the weights that
 one process has: each step is a test of its own, and rounding cannot grow. For that, each step
 writes weights, gradients and the optimizer's moments to TMPDIR, about five times the model.
 
 In flags, {run} is "one" or "all", {n} the number of processes, {rank} this one's, {port} a free
 port; a value that begins with a dash needs a =, as in --one=--amp. After each run, what the script
-has created is removed, and what it has overwritten, removed or renamed is put back; what it
-downloads and reads stays. That is seen of torch.save and of Python's files, not of what C++ writes
-(safetensors, cv2.imwrite, torch.jit.save, h5py), loader workers, or programs that it starts.
+has created is removed, and what it has overwritten, removed or renamed is put back, from a copy in
+TMPDIR; what it downloads and reads stays, and ~/.cache. That is seen of torch.save and of Python's
+files, not of what C++ writes (safetensors, cv2.imwrite, torch.jit.save, h5py), or of processes that
+the script starts itself.
 
 "WRONG" needs a change: gradients or weights differ. "look" may be intended: a sample's result
 depends on which others are in its batch (adaptive solvers, k-means, a Dice loss of the batch, a
@@ -44,6 +45,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import itertools
 import json
 import linecache
 import math
@@ -178,19 +180,31 @@ def free_port():
             return port
 
 
-def side_of(nproc):
-    return "on one process" if nproc == 1 else f"on {nproc} processes"
-
-
 class BothRuns:
     def __init__(self, args, folder, layout):
         self.args, self.folder, self.layout = args, folder, layout
         self.spawns = False  # the script starts its processes itself
 
-    def start(self, name):
-        """Run the script once, to its end or to --steps; and say what went wrong."""
-        nproc, port, processes = 1 if name == "one" else self.args.nproc, free_port(), []
-        options = vars(self.args) | {"folder": self.folder, "run": name, "began": time.time()}
+    def run_both(self):
+        """The report, and the exit status."""
+        for name, nproc in (("one", 1), ("all", self.args.nproc)):
+            began = time.monotonic()
+            self.run(name, nproc)
+            print(f"compare.py: {name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+            one = Notes(self.folder, "one", 0)
+            if not os.path.exists(f"{self.folder}/one.draws"):
+                return "compare.py: the run on one process was cut off before its end (above)", 2
+            if not one[Step]:
+                text = "look   end        no optimizer.step() on one process, whose run ended with "
+                return f"{text}{one.end()}: nothing can be compared", 2
+        on_gpus = torch.cuda.device_count() >= self.args.nproc
+        tolerance = self.args.tolerance or (3e-3 if on_gpus else 3e-4)
+        return report(self.folder, self.args.nproc, tolerance)
+
+    def run(self, name, nproc):
+        """Run the script once, to its end or to --steps, and undo what it has done to files."""
+        port, processes = free_port(), []
+        options = vars(self.args) | {"folder": self.folder, "run": name}
         options |= {"layout": self.layout, "spawns": self.spawns}
         env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         env.setdefault("OMP_NUM_THREADS", "1")
@@ -207,10 +221,10 @@ class BothRuns:
         finally:
             with uninterrupted():
                 stop(processes)
+                self.restore_files(name, nproc)
         if processes[0].returncode == SPAWNS:
             self.spawns = True
-            self.restore_files(name)
-            self.start(name)
+            self.run(name, nproc)
 
     def flags(self, name, nproc, rank, port):
         flags = self.args.flags + (shlex.split(self.args.one) if name == "one" else [])
@@ -221,7 +235,8 @@ class BothRuns:
 
     def wait(self, name, nproc, processes):
         """Until all have ended, or one has failed and the others wait for it, or all hang."""
-        sizes, since, side = None, time.monotonic(), side_of(nproc)
+        sizes, since = None, time.monotonic()
+        side = "on one process" if nproc == 1 else f"on {nproc} processes"
         while any(process.poll() is None for process in processes):
             time.sleep(0.2)
             notes = [f"{self.folder}/{name}.{rank}.notes" for rank in range(nproc)]
@@ -249,12 +264,11 @@ class BothRuns:
             with open(f"{self.folder}/{name}.{first[0]}.log", errors="replace") as log:
                 print(log.read()[-2500:])
 
-    @uninterrupted()
-    def restore_files(self, name):
+    def restore_files(self, name, nproc):
         """Undo what a run has done to files, newest first: what was there before is put back, and
         what it has created goes, or the next run would meet it; but not what it reads again."""
-        ranks = [*range(1 if name == "one" else self.args.nproc), "parent"]
-        files = [note for rank in ranks for _, note in Notes(self.folder, name, rank)[File]]
+        notes = [Notes(self.folder, name, rank) for rank in (*range(nproc), "parent")]
+        files = [file for of_rank in notes for _, file in of_rank[File]]
         read = [Path(file.path) for file in files if file.kind == "read"]
         needed = {str(path) for file in read for path in (file, *file.parents)}
         failed = False
@@ -272,25 +286,6 @@ class BothRuns:
                     failed = True
         if failed:
             raise NotRestored
-
-    def run_both(self):
-        """The report, and the exit status."""
-        for name in ("one", "all"):
-            began = time.monotonic()
-            try:
-                self.start(name)
-            finally:
-                self.restore_files(name)
-            print(f"compare.py: {name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-            one = Notes(self.folder, "one", 0)
-            if not os.path.exists(f"{self.folder}/one.draws"):
-                return "compare.py: the run on one process was cut off before its end (above)", 2
-            if not one[Step]:
-                text = "look   end        no optimizer.step() on one process, whose run ended with "
-                return f"{text}{one.end()}: nothing can be compared", 2
-        on_gpus = torch.cuda.device_count() >= self.args.nproc
-        tolerance = self.args.tolerance or (3e-3 if on_gpus else 3e-4)
-        return report(self.folder, self.args.nproc, tolerance)
 
 
 def environment(rank, nproc, port):
@@ -497,7 +492,7 @@ class Run:
         return self.counts[key]
 
     def hash(self, *key):
-        """A seed."""
+        """A seed, which differs between keys."""
         return zlib.crc32(repr((self.options["seed"], *key)).encode())
 
     def in_dataset(self):
@@ -536,43 +531,44 @@ class Run:
     # ---- where a rank's samples are among those of one process
 
     def rows_of(self, rank, batch):
-        """Which rows of one process's batch a rank has, whose own has so many."""
+        """Which rows of one process's batch a rank has, whose own batch has so many."""
         if self.options["layout"] == "blocks":
             return torch.arange(rank * batch, (rank + 1) * batch)
         return torch.arange(rank, batch * self.world, self.world)
 
-    def positions(self, rank, share, order=None):
-        """Where a rank's `share` entries of a dimension are among those of one process. A sample
-        may have several. `order`: the rows of one process's batch that the rank has, if known."""
+    def positions(self, rank, size, order=None):
+        """Where a rank's `size` entries of a dimension are among those of one process. A sample may
+        have several. `order`: the rows of one process's batch that the rank has, if known."""
         ranks = self.world if self.one else 1
         loader_rows, model_rows = [(n or 0) // ranks for n in (self.loader_rows, self.model_rows)]
-        batch = loader_rows or model_rows or share
-        if model_rows and share % batch and share % model_rows == 0:
+        batch = loader_rows or model_rows or size
+        if model_rows and size % batch and size % model_rows == 0:
             batch = model_rows
-        if share < batch or share % batch:
-            batch = share
+        if size < batch or size % batch:
+            batch = size
         rows = self.rows_of(rank, batch)
         if order is not None and len(order) == batch:
             rows = torch.tensor(order)
-        times = share // max(batch, 1)
-        if share == model_rows:  # several views of the batch, one after the other
+        times = size // max(batch, 1)
+        if size == model_rows:  # several views of the batch, one after the other
             return torch.cat([rows + view * batch * self.world for view in range(times)])
         return (rows[:, None] * times + torch.arange(times)).reshape(-1)
 
-    def shared_dimension(self, whole, share):
-        """The dimension of one process's shape of which a rank has its share; None if there is
-        none. The others may be shorter, where a batch is padded to its longest sample."""
-        if len(whole) != len(share) or any(a < b for a, b in zip(whole, share)):
+    def shared_dimension(self, shape_of_one, shape):
+        """The dimension of which a rank has its share of one process's; None if there is none. The
+        others may be shorter, where a batch is padded to its longest sample."""
+        both = list(zip(shape_of_one, shape))
+        if len(shape_of_one) != len(shape) or any(one < own for one, own in both):
             return None
-        shared = [d for d in range(len(share)) if whole[d] == self.world * share[d]]
-        equal = sum(a == b for a, b in zip(whole, share))
-        return shared[0] if shared and (equal == len(share) - 1 or shared[0] == 0) else None
+        shared = [d for d, (one, own) in enumerate(both) if one == self.world * own]
+        equal = sum(one == own for one, own in both)
+        return shared[0] if shared and (equal == len(shape) - 1 or shared[0] == 0) else None
 
-    def share_of(self, values, share):
+    def share_of(self, values, shape):
         """This rank's part of one process's random numbers."""
-        d = self.shared_dimension(values.shape, share)
-        values = values.index_select(d, self.positions(self.rank, share[d], self.order))
-        return values[tuple(slice(n) for n in share)]
+        d = self.shared_dimension(values.shape, shape)
+        values = values.index_select(d, self.positions(self.rank, shape[d], self.order))
+        return values[tuple(slice(n) for n in shape)]
 
     def by_share(self, tensor, function):
         """On one process: what `function` makes of the rows of each rank, as rows of the batch."""
@@ -725,15 +721,10 @@ def control_dropout():
     def attention(original, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
         return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
-    def without_dropout(original, self, *args, **kwargs):
-        p, self.dropout = self.dropout, 0.0
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            self.dropout = p
-
-    for recurrent in (nn.RNN, nn.LSTM, nn.GRU):
-        replace(recurrent, "forward")(without_dropout)
+    @replace(nn.RNNBase, "__init__")
+    def recurrent(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.dropout = 0.0
 
 
 def control_python(run):
@@ -841,8 +832,8 @@ def control_datasets(run):
                     batch = self.collate_fn(samples)
                 finally:
                     del run.thread.batch
-        if isinstance(indices, (list, tuple)):
-            run.thread.indices = [base_index(self.dataset, i) for i in indices]
+        is_list = isinstance(indices, (list, tuple))
+        run.thread.indices = [base_index(self.dataset, i) for i in indices] if is_list else None
         return batch
 
     class Seeded:
@@ -895,18 +886,11 @@ def watch_loaders(run):
         return batches(iterator, self, (lines, run.number("pass", lines)))
 
     def batches(iterator, loader, key):
-        is_map, short = not isinstance(loader.dataset, IterableDataset), run.options["short"]
-        name, total = "a batch of the DataLoader" if is_map else STREAM, None
-        if is_map:
-            total = length(loader)
-        number = 0
-        while number != short:
-            run.thread.indices = None
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                break
-            indices = run.thread.indices
+        is_map = not isinstance(loader.dataset, IterableDataset)
+        name = "a batch of the DataLoader" if is_map else STREAM
+        total, number = length(loader) if is_map else None, 0
+        for batch in itertools.islice(iterator, run.options["short"]):
+            indices = run.thread.indices if is_map else None
             tensors = [t for t in tree_leaves(batch) if torch.is_tensor(t) and t.dim()]
             rows = len(indices) if indices else len(tensors[0]) if tensors else None
             run.note(Batch(key, number, indices, rows, total))
@@ -1416,70 +1400,55 @@ def watch_steps(run):
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tmp", ".safetensors")
 
 
-# Events of Python's audit hooks: the place of a path among their arguments, and how many paths come
-# first, before descriptors of the folders that these are relative to.
-CHANGES = {"os.mkdir": 0, "os.truncate": 0, "os.symlink": 1, "os.link": 1}
-REMOVALS = {"os.remove": 1, "os.rmdir": 1, "shutil.rmtree": 1, "os.rename": 2}
+# Python's audit events that change paths: which of their arguments these are. The last argument may
+# be the descriptor of a folder that they are relative to.
+CHANGES = {"os.mkdir": [0], "os.symlink": [1], "os.link": [1], "os.rename": [0, 1]}
+CHANGES |= {"os.remove": [0], "os.rmdir": [0], "shutil.rmtree": [0]}
 
 
 def watch_files(run):
-    """Notes what the script creates, a copy of what it is about to change or remove for the first
-    time, and what it downloads and reads: see BothRuns.restore_files."""
-    folders = "/dev", "/proc", "/sys", run.folder
+    """Notes what the script creates, with a copy what it changes or removes for the first time, and
+    what it downloads and reads: see BothRuns.restore_files."""
+    folders = "/dev", "/proc", "/sys", os.path.expanduser("~/.cache"), run.folder
     ignored = tuple(os.path.join(os.path.realpath(path), "") for path in folders)
     known = set()
 
-    def is_ignored(path):
-        others = os.getpid() != run.pid or isinstance(path, int)  # a forked process, an open file
-        return others or os.path.join(path, "").startswith(ignored) or "__pycache__" in path
-
-    def before_change(path, removal=False):
-        path = path if isinstance(path, int) else os.path.abspath(os.fsdecode(path))
-        if is_ignored(path):
+    def before_change(path, removal):
+        path = os.path.abspath(os.fsdecode(path))
+        if os.getpid() != run.pid or path.startswith(ignored) or "__pycache__" in path:
             return
-        path = path if removal else os.path.realpath(path)  # what a link leads to
-        if path in known or is_folder(path) and not removal:
+        if not removal and is_folder(path) or path in known:
             return
-        known.add(path)
+        kept = ""
         if os.path.lexists(path):
-            kept = f"{run.folder}/{run.name}.{run.rank}.kept{len(known)}"
+            kept = f"{run.folder}/kept.{run.pid}.{len(known)}"
             copy(path, kept)
-            run.note(File("changed", path, kept))
-        else:
-            while not os.path.exists(os.path.dirname(path)):
-                path = os.path.dirname(path)
-            run.note(File("created", path))
+        known.add(path)
+        run.note(File("changed" if kept else "created", path, kept))
 
     def before_reading(path):
-        """Before the first step, what is new and large is a download, if not a checkpoint."""
-        path = os.path.abspath(os.fsdecode(path))
-        if run.steps or is_ignored(path) or ("read", path) in known:
-            return
-        with contextlib.suppress(OSError):
-            size, changed = os.stat(path).st_size, os.stat(path).st_ctime
-            is_new = changed >= run.options["began"] - 1
-            if size > 50_000 and is_new and not path.endswith(CHECKPOINTS):
-                known.add(("read", path))
+        """What is large and read again before the first step is a download, not an output."""
+        path = os.path.realpath(os.fsdecode(path))
+        if path in known and not run.steps and not path.endswith(CHECKPOINTS):
+            if os.path.exists(path) and os.path.getsize(path) > 50_000:
                 run.note(File("read", path))
 
     def hook(event, args):
         if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
-            writes = args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            before_change(args[0]) if writes else before_reading(args[0])
-        elif event in CHANGES:
-            before_change(args[CHANGES[event]])
-        elif event in REMOVALS:
-            paths, folders = args[: REMOVALS[event]], args[REMOVALS[event] :]
-            if set(folders) <= {-1, None}:  # not one by one, in a folder that goes as a whole
-                for path in paths:
-                    before_change(path, removal=True)
+            if args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                before_change(os.path.realpath(args[0]), removal=False)  # where a link leads to
+            else:
+                before_reading(args[0])
+        elif event in CHANGES and not (isinstance(args[-1], int) and args[-1] >= 0):
+            for number in CHANGES[event]:
+                before_change(args[number], removal=event != "os.mkdir")
 
     sys.addaudithook(hook)
 
     @replace(torch, "save")
     def save(original, obj, f, *args, **kwargs):  # it writes in C++
         if isinstance(f, (str, os.PathLike)):
-            before_change(f)
+            before_change(os.path.realpath(f), removal=False)
         return original(obj, f, *args, **kwargs)
 
 

@@ -3,6 +3,7 @@
 LOOP is right, and has a flag for each of several kinds of loops. A fault is a change of its text.
 """
 
+import json
 import re
 import signal
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import Cold, finish, marked, some_fast, start
 from same_text import ROOT
 
@@ -80,6 +82,7 @@ def main(share=12 // world, epochs=3):
     scaler = torch.amp.GradScaler("cpu", enabled="scaler" in KIND)
     if rank == 0:
         os.makedirs("runs/out", exist_ok=False)
+        os.makedirs("old", exist_ok=True)
         shutil.rmtree("old")
         os.mkdir("old")
     for epoch in range(epochs):
@@ -207,6 +210,29 @@ def test_batch_size_per_process():
     assert len(re.findall("^(WRONG|look)", text, re.M)) == 1, text
 
 
+def test_shares_of_random_numbers(tmp_path, monkeypatch):
+    """A rank draws its rows of what one process draws, and each sample has its own parameters."""
+    monkeypatch.syspath_prepend(ROOT / "own_loop")
+    import compare as tool
+
+    options = {"folder": str(tmp_path), "nproc": 2, "layout": "turns", "seed": 0, "steps": 1}
+    runs = []
+    for name, rank in ("one", 0), ("all", 0), ("all", 1):
+        monkeypatch.setenv("OWN_LOOP_COMPARE", json.dumps(options | {"run": name}))
+        run, x = tool.Run(rank), torch.arange(1.0, 9) / 8
+        x = x if run.one else x[rank::2]
+        with run.quiet(), tool.Draws(run):
+            numbers = [torch.rand(len(x), 3), torch.rand(size=(len(x),)), torch.randn_like(x)]
+            numbers += [torch.normal(x, x), torch.bernoulli(x), torch.empty(3, len(x)).normal_().T]
+            numbers += [torch.multinomial(x[:, None] ** torch.arange(9), 2)]
+            numbers += [torch.distributions.Beta(0.2, 0.2).sample((len(x),))]
+            numbers += [torch.randn(len(x), generator=torch.Generator().manual_seed(rank))]
+        run.end("its end")
+        runs.append(numbers)
+    for one, *ranks in zip(*runs):
+        assert torch.equal(torch.stack(ranks, 1).flatten(0, 1), one)
+
+
 def test_not_put_back(tmp_path, monkeypatch, capsys):
     """What cannot be put back is kept, and the rest is put back nevertheless."""
     monkeypatch.syspath_prepend(ROOT / "own_loop")
@@ -218,7 +244,7 @@ def test_not_put_back(tmp_path, monkeypatch, capsys):
 
     def compare(args, folder):
         Path(folder, "kept").touch()
-        tool.BothRuns(args, folder, "turns").restore_files("one")
+        tool.BothRuns(args, folder, "turns").restore_files("one", 1)
 
     monkeypatch.setattr(tool, "compare", compare)
     monkeypatch.setattr(sys, "argv", ["compare.py", "loop.py"])
