@@ -256,8 +256,9 @@ class BothRuns:
                         with open(f"{self.folder}/{name}.{rank}.where") as file:
                             print(f"  rank {rank} is at {file.read()}")
                 return
-        failed = [r for r, process in enumerate(processes) if process.poll() not in (0, SPAWNS)]
-        if failed:  # show the one that failed first: it did not lose its connection to another
+        statuses = [process.poll() for process in processes]
+        failed = [rank for rank, status in enumerate(statuses) if status != 0]
+        if failed and SPAWNS not in statuses:  # show the first, which lost no connection to another
             ends = {rank: Notes(self.folder, name, rank).end() for rank in failed}
             first = [rank for rank in failed if "Connection" not in ends[rank]] or failed
             print(f"compare.py: {side}: rank {first[0]} failed; the end of what it printed:")
@@ -649,7 +650,7 @@ class Draws(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs, name, run = kwargs or {}, op._schema.name, self.run
-        out = op(*args, **kwargs)
+        out = op(*args, **kwargs)  # has the shape that the rank wants
         if torch.Tag.nondeterministic_seeded not in op.tags or not is_plain(out):
             return out
         if kwargs.get("generator") is not None:
@@ -1399,7 +1400,6 @@ def watch_steps(run):
 
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tmp", ".safetensors")
 
-
 # Python's audit events that change paths: which of their arguments these are. The last argument may
 # be the descriptor of a folder that they are relative to.
 CHANGES = {"os.mkdir": [0], "os.symlink": [1], "os.link": [1], "os.rename": [0, 1]}
@@ -1564,26 +1564,29 @@ def run_spawned(function, rank, *words):
     run_watched(Run(rank), lambda: function(rank, *words))
 
 
-def watch_spawn(args):
-    """mp.spawn starts the processes that are watched: this one is started again, alone."""
+def control_spawn(options):
+    """Watches the processes that the script starts by mp.spawn, if compare.py knows that it does,
+    and has started it once, not as one of N ranks."""
+    nproc = 1 if options["run"] == "one" else options["nproc"]
 
     @replace(torch.multiprocessing, "spawn")
-    def spawn(original, fn, arguments=(), nprocs=1, *others, **options):
-        if not args.spawns:
+    def spawn(original, fn, args=(), nprocs=1, *others, **more):
+        if not options["spawns"]:
             LEAVE(SPAWNS)
-        wanted = 1 if args.run == "one" else args.nproc
-        if nprocs != wanted:
-            text = f"the script starts {nprocs} processes by mp.spawn, not {wanted}: give it their "
+        if nprocs != nproc:
+            text = f"the script starts {nprocs} processes by mp.spawn, not {nproc}: give it their "
             print(f"compare.py: {text}number in a flag, as {{n}}", flush=True)
             LEAVE(2)
         fn = functools.partial(Elsewhere("run_spawned"), fn)
-        return original(fn, arguments, nprocs, *others, **options)
+        return original(fn, args, nprocs, *others, **more)
 
 
 def child():
-    args = argparse.Namespace(**json.loads(os.environ["OWN_LOOP_COMPARE"]))
-    watch_spawn(args)
-    if args.spawns:
+    """In each process that compare.py starts."""
+    options = json.loads(os.environ["OWN_LOOP_COMPARE"])
+    args = argparse.Namespace(**options)
+    control_spawn(options)
+    if options["spawns"]:
         find_script(args)
         watch_files(Run("parent"))
         run_script(args)
