@@ -642,7 +642,8 @@ def is_plain(tensor):
 
 
 class Draws(TorchDispatchMode):
-    """Inside of it, torch draws the random numbers that one process draws, or the rank's share."""
+    """Inside of it, torch draws the random numbers that one process draws, or the rank's share.
+    What it sees are operators, whose arguments have names, however they were called."""
 
     def __init__(self, run):
         super().__init__()
@@ -848,13 +849,10 @@ def control_datasets(run):
             self.k += 1
             return next(self.iterator)
 
-    @replace(fetchers._IterableDatasetFetcher, "__init__")
-    def init(original, self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        self.dataset_iter = Seeded(self.dataset_iter)
-
     @replace(fetchers._IterableDatasetFetcher, "fetch")
     def fetch_items(original, self, indices):
+        if not isinstance(self.dataset_iter, Seeded):
+            self.dataset_iter = Seeded(self.dataset_iter)
         with own_numbers(run):
             return original(self, indices)
 
