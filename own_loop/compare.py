@@ -10,8 +10,8 @@ A right script does the same on N processes as on one, up to rounding: samples, 
 weights. To compare them, both runs draw the same random numbers here: noise for a share of the
 batch is that share of what one process draws, and a sample is augmented alike wherever it is
 loaded. On one process, batch norm takes each share's own statistics, as DDP does, and MixUp and
-CutMix (a batch that is rolled or flipped) mix the samples of a share. Mixed precision,
-TF32, torch.compile and dropout are off, and samples are made without loader workers (and without
+CutMix (a batch that is rolled or flipped) mix the samples of a share. Mixed precision, TF32,
+torch.compile and dropout are off, and samples are made without loader workers (and without
 worker_init_fn). After each step, the N processes get the weights that
 one process has: each step is a test of its own, and rounding cannot grow. For that, each step
 writes weights, gradients and the optimizer's moments to TMPDIR, about five times the model.
@@ -19,9 +19,9 @@ writes weights, gradients and the optimizer's moments to TMPDIR, about five time
 In flags, {run} is "one" or "all", {n} the number of processes, {rank} this one's, {port} a free
 port; a value that begins with a dash needs a =, as in --one=--amp. After each run, what the script
 has created is removed, and what it has overwritten, removed or renamed is put back, from a copy in
-TMPDIR; what it downloads and reads stays, and ~/.cache. That is seen of torch.save and of Python's
-files, not of what C++ writes (safetensors, cv2.imwrite, torch.jit.save, h5py), or of processes that
-the script starts itself.
+TMPDIR; what it downloads stays, and ~/.cache. That is seen of torch.save and of Python's files, not
+of what C++ writes (safetensors, cv2.imwrite, torch.jit.save, h5py), or of processes that the script
+starts itself.
 
 "WRONG" needs a change: gradients or weights differ. "look" may be intended: a sample's result
 depends on which others are in its batch (adaptive solvers, k-means, a Dice loss of the batch, a
@@ -248,7 +248,7 @@ class BothRuns:
                 break
             if idle > self.args.wait:
                 print(
-                    f"compare.py: {side}: no step, batch or value for {self.args.wait:.0f} s; "
+                    f"compare.py: {side}: nothing new for {self.args.wait:.0f} s; "
                     f"if it is only slow, --wait {5 * self.args.wait:.0f}"
                 )
                 for rank in range(nproc):
@@ -267,14 +267,13 @@ class BothRuns:
 
     def restore_files(self, name, nproc):
         """Undo what a run has done to files, newest first: what was there before is put back, and
-        what it has created goes, or the next run would meet it; but not what it reads again."""
+        what it has created goes, or the next run would meet it, but not downloads."""
         notes = [Notes(self.folder, name, rank) for rank in (*range(nproc), "parent")]
-        files = [file for of_rank in notes for _, file in of_rank[File]]
-        read = [Path(file.path) for file in files if file.kind == "read"]
-        needed = {str(path) for file in read for path in (file, *file.parents)}
-        failed = False
-        for file in sorted(files, key=lambda file: file.time, reverse=True):
-            if file.kind == "created" and file.path not in needed:
+        files = [(step, file) for of_rank in notes for step, file in of_rank[File]]
+        downloads, failed = {file.path for _, file in files if file.kind == "downloaded"}, False
+        for step, file in sorted(files, key=lambda each: each[1].time, reverse=True):
+            around = {file.path, *map(str, Path(file.path).parents)}
+            if file.kind == "created" and (step or not around & downloads):
                 remove(file.path)
             elif file.kind == "changed":
                 remove(file.path)
@@ -389,9 +388,9 @@ class Said:
 
 @dataclass
 class File:
-    """A path that the script has created or read, or is about to change or remove."""
+    """A path that the script creates, changes or removes, or to which it has downloaded data."""
 
-    kind: str  # "created", "read", "changed"
+    kind: str  # "created", "changed", "downloaded"
     path: str
     kept: str = ""  # a copy of what was there
     time: float = field(default_factory=time.time)
@@ -819,11 +818,10 @@ def control_datasets(run):
         number = self.__dict__.setdefault("compare_number", 0)
         self.compare_number += 1
         with own_numbers(run):
-            many = hasattr(self.dataset, "__getitems__") and not isinstance(self.dataset, Subset)
-            if not self.auto_collation or many:
+            if not self.auto_collation:
                 seed_all(run.hash("batch", number))
                 batch = original(self, indices)
-            else:
+            else:  # one by one, also from a dataset that has __getitems__
                 samples = []
                 for index in indices:
                     seed_all(run.hash("sample", base_index(self.dataset, index)))
@@ -1406,7 +1404,7 @@ CHANGES |= {"os.remove": [0], "os.rmdir": [0], "shutil.rmtree": [0]}
 
 def watch_files(run):
     """Notes what the script creates, with a copy what it changes or removes for the first time, and
-    what it downloads and reads: see BothRuns.restore_files."""
+    what it downloads: see BothRuns.restore_files."""
     folders = "/dev", "/proc", "/sys", os.path.expanduser("~/.cache"), run.folder
     ignored = tuple(os.path.join(os.path.realpath(path), "") for path in folders)
     known = set()
@@ -1425,11 +1423,13 @@ def watch_files(run):
         run.note(File("changed" if kept else "created", path, kept))
 
     def before_reading(path):
-        """What is large and read again before the first step is a download, not an output."""
+        """What is large and read again before the first step is a download, not an output, with all
+        that came before that step into the outermost folder that is new."""
         path = os.path.realpath(os.fsdecode(path))
         if path in known and not run.steps and not path.endswith(CHECKPOINTS):
             if os.path.exists(path) and os.path.getsize(path) > 50_000:
-                run.note(File("read", path))
+                around = [path, *map(str, Path(path).parents)]
+                run.note(File("downloaded", [each for each in around if each in known][-1]))
 
     def hook(event, args):
         if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
