@@ -10,17 +10,18 @@ A right script does the same on N processes as on one, up to rounding: samples, 
 weights. To compare them, both runs draw the same random numbers here: noise for a share of the
 batch is that share of what one process draws, and a sample is augmented alike wherever it is
 loaded. On one process, batch norm takes each share's own statistics, as DDP does, and MixUp and
-CutMix (a batch that is rolled or flipped) mix the samples of a share. Mixed precision,
-TF32, torch.compile and dropout are off, and streams
-(IterableDatasets) are read without workers. After each step, the N processes get the weights that
+CutMix (a batch that is rolled or flipped) mix the samples of a share. Mixed precision, TF32,
+torch.compile and dropout are off, and samples are made without loader workers (and without
+worker_init_fn). After each step, the N processes get the weights that
 one process has: each step is a test of its own, and rounding cannot grow. For that, each step
 writes weights, gradients and the optimizer's moments to TMPDIR, about five times the model.
 
 In flags, {run} is "one" or "all", {n} the number of processes, {rank} this one's, {port} a free
 port; a value that begins with a dash needs a =, as in --one=--amp. After each run, what the script
-has created is removed, and what it has overwritten, removed or renamed is put back; what it
-downloads and reads stays. That is seen of torch.save and of Python's files, not of what C++ writes
-(safetensors, cv2.imwrite, torch.jit.save, h5py), loader workers, or programs that it starts.
+has created is removed, and what it has overwritten, removed or renamed is put back, from a copy in
+TMPDIR; what it downloads stays, and ~/.cache. That is seen of torch.save and of Python's files, not
+of what C++ writes (safetensors, cv2.imwrite, torch.jit.save, h5py), or of processes that the script
+starts itself.
 
 "WRONG" needs a change: gradients or weights differ. "look" may be intended: a sample's result
 depends on which others are in its batch (adaptive solvers, k-means, a Dice loss of the batch, a
@@ -44,6 +45,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import itertools
 import json
 import linecache
 import math
@@ -67,6 +69,7 @@ import traceback
 import zlib
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -81,8 +84,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, Subset, dataloader, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data._utils import fetch as fetchers
 
 parser = argparse.ArgumentParser(
@@ -126,7 +130,7 @@ def launch(words, env, log):
 def stop(processes):
     """End them, and what they have started."""
     for process in processes:
-        with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         if process.poll() is None:
             process.kill()
@@ -148,23 +152,24 @@ class NotRestored(Exception):
     """A file of the user's is still where compare.py has kept it."""
 
 
+def is_folder(path):
+    return os.path.isdir(path) and not os.path.islink(path)
+
+
 def remove(path):
     with contextlib.suppress(OSError):
-        if os.path.isdir(path) and not os.path.islink(path):
+        if is_folder(path):
             shutil.rmtree(path, ignore_errors=True)
         else:
             os.remove(path)
 
 
-def put_back(path, kept, moved):
-    """A path as it was before the run."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    if moved or os.path.islink(kept) or os.path.isdir(path):
-        remove(path)
-    if moved:
-        os.rename(kept, path)
+def copy(path, target):
+    """Of a file, a link, or a folder with all that is in it."""
+    if is_folder(path):
+        shutil.copytree(path, target, symlinks=True)
     else:
-        shutil.copy2(kept, path, follow_symlinks=False)
+        shutil.copy2(path, target, follow_symlinks=False)
 
 
 def free_port():
@@ -175,129 +180,16 @@ def free_port():
             return port
 
 
-def side_of(nproc):
-    return "on one process" if nproc == 1 else f"on {nproc} processes"
-
-
 class BothRuns:
     def __init__(self, args, folder, layout):
         self.args, self.folder, self.layout = args, folder, layout
         self.spawns = False  # the script starts its processes itself
 
-    def start(self, name):
-        """Run the script once, to its end or to --steps; and say what went wrong."""
-        args, nproc = self.args, 1 if name == "one" else self.args.nproc
-        options = {"folder": self.folder, "run": name, "layout": self.layout, "spawns": self.spawns}
-        options |= {key: value for key, value in vars(args).items() if key != "flags"}
-        options["began"] = time.time()
-        port, processes = free_port(), []
-        env = os.environ | {
-            "OWN_LOOP_COMPARE": json.dumps(options),
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        }
-        env.setdefault("OMP_NUM_THREADS", "1")
-        if 0 < torch.cuda.device_count() < args.nproc:
-            env["CUDA_VISIBLE_DEVICES"] = ""
-        started = 1 if self.spawns else nproc
-        try:
-            for rank in range(started):
-                own = {} if self.spawns else environment(rank, nproc, port)
-                processes.append(
-                    launch(
-                        [sys.executable, HERE, *self.flags(name, nproc, rank, port)],
-                        env | own,
-                        f"{self.folder}/{name}.{rank}.log",
-                    )
-                )
-            self.wait(name, nproc, processes)
-        finally:
-            with uninterrupted():
-                stop(processes)
-        if processes[0].returncode == SPAWNS and not self.spawns:
-            self.spawns = True
-            self.put_away(name)
-            self.start(name)
-
-    def flags(self, name, nproc, rank, port):
-        flags = self.args.flags + (shlex.split(self.args.one) if name == "one" else [])
-        values = {"{run}": name, "{n}": nproc, "{rank}": rank, "{port}": port}
-        for key, value in values.items():
-            flags = [flag.replace(key, str(value)) for flag in flags]
-        return flags
-
-    def wait(self, name, nproc, processes):
-        sizes, since = None, time.monotonic()
-        while any(process.poll() is None for process in processes):
-            time.sleep(0.2)
-            now = [
-                os.path.getsize(file)
-                for rank in range(nproc)
-                if os.path.exists(file := f"{self.folder}/{name}.{rank}.notes")
-            ]
-            if now != sizes:
-                sizes, since = now, time.monotonic()
-            failed = [r for r, process in enumerate(processes) if process.poll()]
-            if failed and time.monotonic() - since > 3:  # the others may wait for it
-                break
-            if time.monotonic() - since > self.args.wait:
-                print(
-                    f"compare.py: {side_of(nproc)}: no step, batch or value for "
-                    f"{self.args.wait:.0f} s; if it is only slow, --wait {5 * self.args.wait:.0f}"
-                )
-                for rank in range(nproc):
-                    self.show_place(name, rank)
-                return
-        failed = [r for r, process in enumerate(processes) if process.poll() not in (0, SPAWNS)]
-        if failed:
-            self.show_failure(name, nproc, failed)
-
-    def show_place(self, name, rank):
-        with contextlib.suppress(FileNotFoundError):
-            with open(f"{self.folder}/{name}.{rank}.where") as file:
-                print(f"  rank {rank} is at {file.read()}")
-
-    def show_failure(self, name, nproc, failed):
-        """The end of what the rank printed that failed first."""
-        ends = {rank: Notes(self.folder, name, rank).end() for rank in failed}
-        first = [rank for rank in failed if "Connection" not in ends[rank]] or failed
-        print(f"compare.py: {side_of(nproc)}: rank {first[0]} failed; the end of what it printed:")
-        with open(f"{self.folder}/{name}.{first[0]}.log", errors="replace") as log:
-            print(log.read()[-2500:])
-
-    @uninterrupted()
-    def put_away(self, name):
-        """Undo what a run has done to files, newest first: what it has created must not be met by
-        the next run, unless it reads it again, and what it has overwritten or moved is put back."""
-        files = []
-        for rank in (*range(1 if name == "one" else self.args.nproc), "parent"):
-            files += [note for _, note in Notes(self.folder, name, rank)[File]]
-        files.sort(key=lambda file: file.time)
-        read = [file.path for file in files if file.kind == "read"]
-        failed = []
-        while files:
-            file = files.pop()
-            created = [earlier.path for earlier in files if earlier.kind == "created"]
-            if file.kind == "created":
-                if not any(is_below(path, file.path) for path in read):
-                    remove(file.path)
-            elif file.kind != "read" and not any(is_below(file.path, c) for c in created):
-                try:
-                    put_back(file.path, file.kept, file.kind == "moved")
-                except OSError as error:
-                    print(f"compare.py: {file.path} could not be put back: {error}")
-                    print(f"  as it was before, it is kept as {file.kept}", flush=True)
-                    failed.append(file.path)
-        if failed:
-            raise NotRestored
-
     def run_both(self):
         """The report, and the exit status."""
-        for name in ("one", "all"):
+        for name, nproc in (("one", 1), ("all", self.args.nproc)):
             began = time.monotonic()
-            try:
-                self.start(name)
-            finally:
-                self.put_away(name)
+            self.run(name, nproc)
             print(f"compare.py: {name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
             one = Notes(self.folder, "one", 0)
             if not os.path.exists(f"{self.folder}/one.draws"):
@@ -309,18 +201,107 @@ class BothRuns:
         tolerance = self.args.tolerance or (3e-3 if on_gpus else 3e-4)
         return report(self.folder, self.args.nproc, tolerance)
 
+    def run(self, name, nproc):
+        """Run the script once, to its end or to --steps, and undo what it has done to files."""
+        port, processes = free_port(), []
+        options = vars(self.args) | {"folder": self.folder, "run": name}
+        options |= {"layout": self.layout, "spawns": self.spawns}
+        env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        env.setdefault("OMP_NUM_THREADS", "1")
+        if 0 < torch.cuda.device_count() < self.args.nproc:
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        try:
+            for rank in range(1 if self.spawns else nproc):
+                options["flags"] = self.flags(name, nproc, rank, port)
+                own = {} if self.spawns else environment(rank, nproc, port)
+                own["OWN_LOOP_COMPARE"] = json.dumps(options)
+                log = f"{self.folder}/{name}.{rank}.log"
+                processes.append(launch([sys.executable, HERE], env | own, log))
+            self.wait(name, nproc, processes)
+        finally:
+            with uninterrupted():
+                stop(processes)
+                self.restore_files(name, nproc)
+        if processes[0].returncode == SPAWNS:
+            self.spawns = True
+            self.run(name, nproc)
+
+    def flags(self, name, nproc, rank, port):
+        flags = self.args.flags + (shlex.split(self.args.one) if name == "one" else [])
+        values = {"{run}": name, "{n}": nproc, "{rank}": rank, "{port}": port}
+        for key, value in values.items():
+            flags = [flag.replace(key, str(value)) for flag in flags]
+        return flags
+
+    def wait(self, name, nproc, processes):
+        """Until all have ended, or one has failed and the others wait for it, or all hang."""
+        sizes, since = None, time.monotonic()
+        side = "on one process" if nproc == 1 else f"on {nproc} processes"
+        while any(process.poll() is None for process in processes):
+            time.sleep(0.2)
+            notes = [f"{self.folder}/{name}.{rank}.notes" for rank in range(nproc)]
+            now = [os.path.getsize(file) for file in notes if os.path.exists(file)]
+            if now != sizes:
+                sizes, since = now, time.monotonic()
+            idle = time.monotonic() - since
+            if idle > 3 and any(process.poll() for process in processes):
+                break
+            if idle > self.args.wait:
+                print(
+                    f"compare.py: {side}: nothing new for {self.args.wait:.0f} s; "
+                    f"if it is only slow, --wait {5 * self.args.wait:.0f}"
+                )
+                for rank in range(nproc):
+                    with contextlib.suppress(FileNotFoundError):
+                        with open(f"{self.folder}/{name}.{rank}.where") as file:
+                            print(f"  rank {rank} is at {file.read()}")
+                return
+        statuses = [process.poll() for process in processes]
+        failed = [rank for rank, status in enumerate(statuses) if status != 0]
+        if failed and SPAWNS not in statuses:  # show the first, which lost no connection to another
+            ends = {rank: Notes(self.folder, name, rank).end() for rank in failed}
+            first = [rank for rank in failed if "Connection" not in ends[rank]] or failed
+            print(f"compare.py: {side}: rank {first[0]} failed; the end of what it printed:")
+            with open(f"{self.folder}/{name}.{first[0]}.log", errors="replace") as log:
+                print(log.read()[-2500:])
+
+    def restore_files(self, name, nproc):
+        """Undo what a run has done to files, newest first: what was there before is put back, and
+        what it has created goes, or the next run would meet it, but not downloads."""
+        notes = [Notes(self.folder, name, rank) for rank in (*range(nproc), "parent")]
+        files = [(step, file) for of_rank in notes for step, file in of_rank[File]]
+        downloads, failed = {file.path for _, file in files if file.kind == "downloaded"}, False
+        for step, file in sorted(files, key=lambda each: each[1].time, reverse=True):
+            around = {file.path, *map(str, Path(file.path).parents)}
+            if file.kind == "created" and (step or not around & downloads):
+                remove(file.path)
+            elif file.kind == "changed":
+                remove(file.path)
+                try:
+                    os.makedirs(os.path.dirname(file.path), exist_ok=True)
+                    copy(file.kept, file.path)
+                except OSError as error:
+                    print(f"compare.py: {file.path} could not be put back: {error}")
+                    print(f"  as it was before, it is kept as {file.kept}", flush=True)
+                    failed = True
+        if failed:
+            raise NotRestored
+
 
 def environment(rank, nproc, port):
     """What torchrun would set."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "ROLE_RANK": rank}
-    names |= {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "GROUP_WORLD_SIZE": 1}
-    names |= {"ROLE_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    names |= {"TORCHELASTIC_RUN_ID": "compare", "TORCHELASTIC_RESTART_COUNT": 0}
-    return {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_MAX_RESTARTS": "0"}
-
-
-def is_below(path, folder):
-    return path == folder or path.startswith(os.path.join(folder, ""))
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": nproc,
+        "LOCAL_WORLD_SIZE": nproc,
+        "GROUP_WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "compare",
+    }
+    return {name: str(value) for name, value in values.items()}
 
 
 # ---- what is recorded: the notes of a process
@@ -407,11 +388,11 @@ class Said:
 
 @dataclass
 class File:
-    """A path that the script has created, read, or is about to overwrite, remove or move."""
+    """A path that the script creates, changes or removes, or to which it has downloaded data."""
 
-    kind: str  # "created", "read", "overwritten", "moved"
+    kind: str  # "created", "changed", "downloaded"
     path: str
-    kept: str = ""  # where what was there is kept: a copy of a file, a folder itself
+    kept: str = ""  # a copy of what was there
     time: float = field(default_factory=time.time)
 
 
@@ -473,24 +454,21 @@ def replace(owner, name):
 class Run:
     """What this process knows, and the notes that it takes."""
 
-    def __init__(self, in_worker=False, rank=None):
+    def __init__(self, rank=None):
         self.options = json.loads(os.environ["OWN_LOOP_COMPARE"])
         self.folder, self.world = self.options["folder"], self.options["nproc"]
-        self.name, self.rank = self.options["run"], rank or int(os.environ.get("RANK", 0))
-        self.one = self.name == "one"
+        self.name = self.options["run"]
+        self.one = self.name == "one"  # the run on one process, not on all
+        self.rank = int(os.environ.get("RANK", 0)) if rank is None else rank
         self.thread = threading.local()
         self.steps, self.counts, self.pid = 0, {}, os.getpid()
         self.lock = threading.RLock()
         self.loader_rows = self.model_rows = None  # of this process's batch
         self.order = None  # where the batch's samples are in one process's batch
         self.model = None  # the outermost model that computes now
-        self.draws, self.given, self.batches = {}, {}, {}
+        self.draws, self.given, self.batches = {}, {}, {}  # of the run on one process
         self.made = {}  # lines that made optimizers and schedulers
-        self.generator = torch.Generator()
-        if in_worker:
-            return
         self.notes = open(f"{self.folder}/{self.name}.{self.rank}.notes", "wb")
-        self.texts = open(f"{self.folder}/{self.name}.{self.rank}.texts", "wb")  # no advance
         if not self.one:
             with open(f"{self.folder}/one.draws", "rb") as file:
                 steps, self.draws, self.given, self.batches = pickle.load(file)
@@ -501,9 +479,8 @@ class Run:
             with self.lock:
                 if isinstance(note, Compared):
                     note.parts = {name: tuple(part) for name, part in note.parts.items()}
-                file = self.texts if isinstance(note, (Printed, Said, File)) else self.notes
-                pickle.dump((self.steps, type(note).__name__, vars(note)), file)
-                file.flush()
+                pickle.dump((self.steps, type(note).__name__, vars(note)), self.notes)
+                self.notes.flush()
 
     def say(self, text, kind="note"):
         if not self.number("said", text):
@@ -515,12 +492,12 @@ class Run:
         return self.counts[key]
 
     def hash(self, *key):
-        """A seed."""
+        """A seed, which differs between keys."""
         return zlib.crc32(repr((self.options["seed"], *key)).encode())
 
     def in_dataset(self):
         """There, each sample has a seed of its own."""
-        return get_worker_info() is not None or getattr(self.thread, "in_dataset", False)
+        return getattr(self.thread, "in_dataset", False)
 
     def is_quiet(self):
         return getattr(self.thread, "quiet", False)
@@ -553,45 +530,45 @@ class Run:
 
     # ---- where a rank's samples are among those of one process
 
-    def positions(self, rank, share, one=None):
-        """Where a rank's `share` entries of a dimension are among those of one process."""
-        one = self.one if one is None else one
-
-        def rows(n):
-            return n // self.world if n and one and self.one else n
-
-        loader_rows, model_rows = rows(self.loader_rows), rows(self.model_rows)
-        batch = loader_rows or model_rows or share
-        if model_rows and share % batch and share % model_rows == 0:
-            batch = model_rows
-        times, rest = divmod(share, batch)
-        if rest or not times:
-            batch, times = share, 1
-        base = torch.arange(rank, batch * self.world, self.world)
+    def rows_of(self, rank, batch):
+        """Which rows of one process's batch a rank has, whose own batch has so many."""
         if self.options["layout"] == "blocks":
-            base = torch.arange(batch) + rank * batch
-        if not one and self.order is not None and len(self.order) == batch:
-            base = torch.tensor(self.order)
-        if times == 1:
-            return base
-        if share == model_rows:  # several views, one after the other
-            return torch.cat([base + view * batch * self.world for view in range(times)])
-        return (base[:, None] * times + torch.arange(times)).reshape(-1)  # a sample's entries
+            return torch.arange(rank * batch, (rank + 1) * batch)
+        return torch.arange(rank, batch * self.world, self.world)
 
-    def shared_dimension(self, whole, share):
-        """The dimension of which a rank has its share; None if there is none. The others may be
-        shorter than one process's, whose batch is padded to the longest sample of all."""
-        if len(whole) != len(share) or any(a < b for a, b in zip(whole, share)):
+    def positions(self, rank, size, order=None):
+        """Where a rank's `size` entries of a dimension are among those of one process. A sample may
+        have several. `order`: the rows of one process's batch that the rank has, if known."""
+        ranks = self.world if self.one else 1
+        loader_rows, model_rows = [(n or 0) // ranks for n in (self.loader_rows, self.model_rows)]
+        batch = loader_rows or model_rows or size
+        if model_rows and size % batch and size % model_rows == 0:
+            batch = model_rows
+        if size < batch or size % batch:
+            batch = size
+        rows = self.rows_of(rank, batch)
+        if order is not None and len(order) == batch:
+            rows = torch.tensor(order)
+        times = size // max(batch, 1)
+        if size == model_rows:  # several views of the batch, one after the other
+            return torch.cat([rows + view * batch * self.world for view in range(times)])
+        return (rows[:, None] * times + torch.arange(times)).reshape(-1)
+
+    def shared_dimension(self, shape_of_one, shape):
+        """The dimension of which a rank has its share of one process's; None if there is none. The
+        others may be shorter, where a batch is padded to its longest sample."""
+        both = list(zip(shape_of_one, shape))
+        if len(shape_of_one) != len(shape) or any(one < own for one, own in both):
             return None
-        shared = [d for d in range(len(share)) if whole[d] == self.world * share[d]]
-        equal = sum(a == b for a, b in zip(whole, share))
-        return shared[0] if shared and (equal == len(share) - 1 or shared[0] == 0) else None
+        shared = [d for d, (one, own) in enumerate(both) if one == self.world * own]
+        equal = sum(one == own for one, own in both)
+        return shared[0] if shared and (equal == len(shape) - 1 or shared[0] == 0) else None
 
-    def share_of(self, values, share):
+    def share_of(self, values, shape):
         """This rank's part of one process's random numbers."""
-        d = self.shared_dimension(values.shape, share)
-        values = values.index_select(d, self.positions(self.rank, share[d]))
-        return values[tuple(slice(n) for n in share)]
+        d = self.shared_dimension(values.shape, shape)
+        values = values.index_select(d, self.positions(self.rank, shape[d], self.order))
+        return values[tuple(slice(n) for n in shape)]
 
     def by_share(self, tensor, function):
         """On one process: what `function` makes of the rows of each rank, as rows of the batch."""
@@ -607,156 +584,130 @@ class Run:
 
 
 def pair(run, name, shape):
-    """Which draw of one process this is: its key, and its shape. It has the same lines, from the
-    innermost to the outermost, so that what one rank alone draws does not count; or else the same
-    innermost line, or any. Of these, it is the n-th in the step."""
-    lines, ways = place(), []
-    for where in (lines, lines[0], "any"):
-        ways.append((run.steps, where, name, run.number("draw", run.steps, where, name)))
+    """Which draw of one process this is: a key for its seed, and its shape. It has the same lines,
+    from the innermost to the outermost, so that what one rank alone draws does not count; or else
+    the same innermost line, or else any. Of these, it is the n-th in the step."""
+    lines = place()
+    ways = [
+        (run.steps, where, name, run.number("draw", run.steps, where, name))
+        for where in (lines, lines[0], "any")
+    ]
     key = ways[1]
     if run.one:
         for way in ways:
             run.draws.setdefault(way, (key, shape))
         return key, shape
     found = [run.draws[way] for way in ways if way in run.draws]
-    if len(found) > 1:
-        found = found[:-1]  # "any"
-    for key_of_one, whole in found:
-        if whole == shape or run.shared_dimension(whole, shape) is not None:
-            return key_of_one, whole
+    found = found[:-1] or found
+    for key_of_one, shape_of_one in found:
+        if shape_of_one == shape or run.shared_dimension(shape_of_one, shape) is not None:
+            return key_of_one, shape_of_one
     return found[0][0] if found else key, shape
 
 
-def drawn(run, name, shape, draw):
-    """What one process would draw here, or the rank's part of it. `draw` gets a shape and a
-    generator."""
-    shape = tuple(shape)
-    key, whole = pair(run, name, shape)
-    run.generator.manual_seed(run.hash(key))
-    values = draw(whole, run.generator)
-    if whole != shape:
-        values = run.share_of(values, shape)
-    return values
-
-
-def drawn_by_hand(run, name, values):
-    """Numbers of a generator of the script's own: left alone, unless a rank has drawn its share."""
-    key, shape = pair(run, f"{name} of a generator", tuple(values.shape))
+def of_own_generator(run, name, values):
+    """Numbers of a generator that the script has made: left alone, but where a rank has drawn its
+    share, they are that share of what one process has drawn."""
+    shape = tuple(values.shape)
+    key, shape_of_one = pair(run, f"{name} of a generator", shape)
     if run.one and values.numel() < 1_000_000:
         run.given[key] = values.detach().cpu().clone()
-    if shape == tuple(values.shape) or key not in run.given:
+    if shape_of_one == shape or key not in run.given:
         return values
-    return run.share_of(run.given[key], tuple(values.shape))
+    return run.share_of(run.given[key], shape)
+
+
+def permutation(run, name, n):
+    """If it may be one of the batch: within each share, as N processes do."""
+    key, (total,) = pair(run, name, (n,))
+    share = n // run.world
+
+    def shuffled(rank, n):
+        return torch.randperm(n, generator=torch.Generator().manual_seed(run.hash(key, rank)))
+
+    if total != n:
+        return shuffled(run.rank, n)
+    if n % run.world or run.world > share:
+        return shuffled(0, n)
+    values = torch.empty(n, dtype=torch.long)
+    for rank in range(run.world):
+        at = run.positions(rank, share)
+        values[at] = at[shuffled(rank, share)]
+    return values
 
 
 def is_plain(tensor):
     return type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
 
 
+class Draws(TorchDispatchMode):
+    """Inside of it, torch draws the random numbers that one process draws, or the rank's share.
+    What it sees are operators, whose arguments have names, however they were called."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs, name, run = kwargs or {}, op._schema.name, self.run
+        out = op(*args, **kwargs)  # has the shape that the rank wants
+        if torch.Tag.nondeterministic_seeded not in op.tags or not is_plain(out):
+            return out
+        if kwargs.get("generator") is not None:
+            return out.copy_(of_own_generator(run, name, out))
+        if name == "aten::randperm":
+            return out.copy_(permutation(run, name, len(out)))
+        shape = tuple(out.shape)
+        key, shape_of_one = pair(run, name, shape)
+        names = [argument.name for argument in op._schema.arguments]
+        args = [self.of_one(*each, shape, shape_of_one) for each in zip(names, args)]
+        kwargs = {k: self.of_one(k, value, shape, shape_of_one) for k, value in kwargs.items()}
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(run.hash(key))
+            values = op(*args, **kwargs)
+        return out.copy_(values if shape == shape_of_one else run.share_of(values, shape))
+
+    def of_one(self, name, value, shape, shape_of_one):
+        """An argument, on the CPU, for a result of one process's shape. Of a tensor of parameters,
+        this rank's have their places there, and stand for those of the others."""
+        if name == "size":
+            return shape_of_one
+        if name == "num_samples":
+            return shape_of_one[-1]
+        if name == "device":
+            return torch.device("cpu")
+        if not torch.is_tensor(value):
+            return value
+        value = value.cpu().contiguous()
+        d = self.run.shared_dimension(shape_of_one, shape)
+        if shape == shape_of_one or value.dim() != len(shape) or value.shape[d] != shape[d]:
+            return value
+        sizes = [m if n == k else n for n, k, m in zip(value.shape, shape, shape_of_one)]
+        times = [math.ceil(m / n) for n, m in zip(value.shape, sizes)]
+        wide = value.repeat(times)[tuple(slice(m) for m in sizes)]
+        part = wide[tuple(slice(None if i == d else n) for i, n in enumerate(value.shape))]
+        part.index_copy_(d, self.run.positions(self.run.rank, shape[d], self.run.order), value)
+        return wide
+
+
 def control_torch(run):
     """Random functions of torch get the numbers of one process."""
 
-    def noise(name, shape, method, *words, dtype=torch.float, **more):
-        """Numbers by a method that fills a tensor, such as normal_."""
-        fill = inspect.unwrap(getattr(torch.Tensor, method))
-        more.pop("generator", None)
-        return drawn(
-            run,
-            name,
-            shape,
-            lambda s, g: fill(torch.empty(s, dtype=dtype), *words, **more, generator=g),
-        )
-
-    def uniform(name, out, args, kwargs):
-        return noise(name, out.shape, "normal_" if "randn" in name else "uniform_", dtype=out.dtype)
-
-    def integers(name, out, args, kwargs):
-        numbers = [a for a in args if isinstance(a, int) and not isinstance(a, bool)]
-        low = kwargs.get("low", numbers[0] if len(numbers) > 1 else 0)
-        high = kwargs.get("high", numbers[-1] if numbers else None)
-        return noise(name, out.shape, "random_", low, high, dtype=out.dtype)
-
-    def normal(name, out, args, kwargs):
-        mean = kwargs.get("mean", args[0] if args else 0.0)
-        std = kwargs.get("std", args[1] if len(args) > 1 else 1.0)
-        return noise(name, out.shape, "normal_").to(out.device) * std + mean
-
-    def coins(name, out, args, kwargs):
-        given = kwargs.get("input", args[0] if args else None)
-        p = kwargs.get("p", args[1] if len(args) > 1 else 0.5 if name == "bernoulli_" else given)
-        return (noise(name, out.shape, "uniform_").to(out.device) < p).to(out.dtype)
-
-    def categories(name, out, args, kwargs):
-        given = dict(zip(["input", "num_samples", "replacement"], args)) | kwargs
-        weights = given["input"].detach().double().cpu()
-        if given.get("replacement"):
-            sums = weights.cumsum(-1)
-            level = noise(name, out.shape, "uniform_", dtype=torch.double) * sums[..., -1:]
-            return torch.searchsorted(sums, level).clamp(max=weights.shape[-1] - 1)
-        times = noise(name, weights.shape, "exponential_", dtype=torch.double)
-        return (weights / times).topk(given["num_samples"], -1).indices
-
-    def permutation(name, out, args, kwargs):
-        """If it may be one of the batch: within each share, as N processes do."""
-        n, shuffle = len(out), inspect.unwrap(torch.randperm)
-        key, (total,) = pair(run, name, (n,))
-        share, rest = divmod(total, run.world)
-
-        def inner(rank, n):
-            run.generator.manual_seed(run.hash(key, rank))
-            return shuffle(n, generator=run.generator)
-
-        if total != n:
-            return inner(run.rank, n)
-        if rest or run.world > share:
-            return inner(0, n)
-        values = torch.empty(n, dtype=torch.long)
-        for rank in range(run.world):
-            at = run.positions(rank, share, one=True)
-            values[at] = at[inner(rank, share)]
-        return values
-
-    def by_seed(name, out, args, kwargs):
-        """By torch's own seed. The parameters of a share stand for those of the others."""
-        key, whole = pair(run, name, tuple(out.shape))
-        if whole != tuple(out.shape):
-            times = [n // m for n, m in zip(whole, out.shape)]
-            args = [a.repeat(times) if a.shape == out.shape else a for a in args]
-        draw = inspect.unwrap(getattr(torch, name))
-        args = [a.cpu() if torch.is_tensor(a) else a for a in args]
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(run.hash(key))
-            values = draw(*args, **kwargs)
-        return values if whole == tuple(out.shape) else run.share_of(values, out.shape)
-
-    def in_place(name, out, args, kwargs):
-        return noise(name, out.shape, name, *args[1:], dtype=out.dtype, **kwargs)
-
-    def watch(owner, name, values_of):
+    def watch(owner, name):
         @replace(owner, name)
         def draw(original, *args, **kwargs):
             if run.in_dataset() or run.is_quiet():
                 return original(*args, **kwargs)
-            with run.quiet(), torch.no_grad():
-                out = original(*args, **kwargs)
-                if not torch.is_tensor(out) or not is_plain(out):
-                    return out
-                if kwargs.get("generator") is None:
-                    return out.copy_(values_of(name, out, args, kwargs))
-                values = drawn_by_hand(run, name, out)
-                return out if values is out else out.copy_(values)
+            with run.quiet(), Draws(run):
+                return original(*args, **kwargs)
 
-    functions = {"rand": uniform, "randn": uniform, "rand_like": uniform, "randn_like": uniform}
-    functions |= {"randint": integers, "randint_like": integers, "randperm": permutation}
-    functions |= {"normal": normal, "bernoulli": coins, "multinomial": categories}
-    for name in "_sample_dirichlet _standard_gamma poisson binomial".split():
-        functions[name] = by_seed
-    methods = {"bernoulli": coins, "multinomial": categories, "bernoulli_": coins}
-    for name in "normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_".split():
-        methods[name] = in_place
-    for owner, table in ((torch, functions), (torch.Tensor, methods)):
-        for name, values_of in table.items():
-            watch(owner, name, values_of)
+    functions = "rand randn rand_like randn_like randint randint_like randperm normal bernoulli"
+    functions += " multinomial poisson binomial _sample_dirichlet _standard_gamma"
+    methods = "bernoulli multinomial bernoulli_ normal_ uniform_ random_ exponential_ log_normal_"
+    methods += " cauchy_ geometric_"
+    for owner, names in ((torch, functions), (torch.Tensor, methods)):
+        for name in names.split():
+            watch(owner, name)
 
 
 def control_dropout():
@@ -771,75 +722,58 @@ def control_dropout():
     def attention(original, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
         return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
-    def without_dropout(original, self, *args, **kwargs):
-        p, self.dropout = self.dropout, 0.0
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            self.dropout = p
-
-    for recurrent in (nn.RNN, nn.LSTM, nn.GRU):
-        replace(recurrent, "forward")(without_dropout)
+    @replace(nn.RNNBase, "__init__")
+    def recurrent(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.dropout = 0.0
 
 
 def control_python(run):
-    """Python's and numpy's global generators: alike on all ranks, after each rank's own seeds, too,
-    and from each of the script's lines on. numpy's arrays are shared like torch's."""
+    """Python's and numpy's global generators: alike on all ranks, whatever seeds these set, and
+    from each of the script's lines on. numpy's arrays are shared like torch's."""
 
-    def watch_seeds(owner, library):
+    def watch_seed(owner):
         @replace(owner, "seed")
         def seed(original, *args, **kwargs):
             if run.in_dataset():
                 return original(*args, **kwargs)
-            return original(run.hash(library, run.steps))
+            return original(run.hash(owner.__name__, run.steps))
 
-    def watch_arrays(name, size_at):
-        @replace(np.random, name)
-        def draw(original, *args, **kwargs):
-            out = original(*args, **kwargs)
-            if run.in_dataset() or not isinstance(out, np.ndarray):
-                return out
-
-            def again(shape, generator):
-                state = np.random.get_state()
-                inspect.unwrap(np.random.seed)(generator.initial_seed() % 2**32)
-                words, more = list(args), dict(kwargs)
-                if size_at is None:
-                    words = list(shape)
-                elif len(words) > size_at:
-                    words[size_at] = shape
-                else:
-                    more["size"] = shape
-                values = torch.from_numpy(np.ascontiguousarray(original(*words, **more)))
-                np.random.set_state(state)
-                return values
-
-            with run.quiet():
-                return drawn(run, f"numpy {name}", out.shape, again).numpy()
-
-    def watch_numbers(owner, library, name):
-        """Also where one number is drawn for a whole batch, it is the same on all ranks."""
+    def watch(owner, name, size_at=math.inf):
+        """A function that takes a `size` after so many other arguments."""
 
         @replace(owner, name)
         def draw(original, *args, **kwargs):
-            if not run.in_dataset():
-                if run.number("python", run.steps, place(), name) < 1000:  # it takes time
-                    key, _ = pair(run, f"{library}.{name}", ())
-                    inspect.unwrap(owner.seed)(run.hash(key))
-            return original(*args, **kwargs)
+            if run.in_dataset() or run.number("python", run.steps, place(), name) >= 1000:
+                return original(*args, **kwargs)  # so many would take time
+            args = list(args)
+            size = args[size_at] if len(args) > size_at else kwargs.get("size")
+            shape = () if size is None else tuple(map(int, np.ravel(size)))
+            key, shape_of_one = pair(run, f"{owner.__name__}.{name}", shape)
+            inspect.unwrap(owner.seed)(run.hash(key))
+            if shape == shape_of_one:
+                return original(*args, **kwargs)
+            if len(args) > size_at:
+                args[size_at] = shape_of_one
+            else:
+                kwargs["size"] = shape_of_one
+            values = original(*args, **kwargs)
+            with run.quiet():
+                at = torch.arange(values.size).reshape(shape_of_one)
+                return values.ravel()[run.share_of(at, shape).numpy()]
 
-    watch_seeds(random, "random")
-    watch_seeds(np.random, "numpy")
-    sizes = {"rand": None, "randn": None, "random": 0, "random_sample": 0, "standard_normal": 0}
-    sizes |= {"uniform": 2, "normal": 2, "randint": 2, "beta": 2, "binomial": 2}
-    sizes |= {"exponential": 1, "poisson": 1, "choice": 1}
+    watch_seed(random)
+    watch_seed(np.random)
+    names = "random choice choices uniform randint randrange gauss sample shuffle betavariate"
+    for name in names.split():
+        watch(random, name)
+    sizes = {"random": 0, "random_sample": 0, "standard_normal": 0, "exponential": 1, "poisson": 1}
+    sizes |= {"choice": 1, "uniform": 2, "normal": 2, "randint": 2, "beta": 2, "binomial": 2}
+    sizes |= {"permutation": math.inf, "shuffle": math.inf}
     for name, size_at in sizes.items():
-        watch_arrays(name, size_at)
-    for name in "random choice choices uniform randint randrange gauss sample shuffle".split():
-        watch_numbers(random, "random", name)
-    for name in "random rand randn uniform randint choice beta normal permutation shuffle".split():
-        watch_numbers(np.random, "numpy", name)
-    watch_numbers(random, "random", "betavariate")
+        watch(np.random, name, size_at)
+    replace(np.random, "rand")(lambda original, *size: np.random.random_sample(size or None))
+    replace(np.random, "randn")(lambda original, *size: np.random.standard_normal(size or None))
 
 
 # ---- samples: the same in both runs, augmented alike
@@ -850,8 +784,6 @@ def seed_all(seed, torch_too=True):
         torch.default_generator.manual_seed(seed)
     inspect.unwrap(random.seed)(seed)
     inspect.unwrap(np.random.seed)(seed)
-    if "imgaug" in sys.modules:
-        sys.modules["imgaug"].seed(seed)
 
 
 @contextlib.contextmanager
@@ -886,20 +818,23 @@ def control_datasets(run):
         number = self.__dict__.setdefault("compare_number", 0)
         self.compare_number += 1
         with own_numbers(run):
-            many = hasattr(self.dataset, "__getitems__") and not isinstance(self.dataset, Subset)
-            if not self.auto_collation or many:
+            if not self.auto_collation:
                 seed_all(run.hash("batch", number))
-                return original(self, indices)
-            samples = []
-            for index in indices:
-                seed_all(run.hash("sample", base_index(self.dataset, index)))
-                samples.append(self.dataset[index])
-            seed_all(run.hash("batch", number))
-            run.thread.batch = len(samples)
-            try:
-                return self.collate_fn(samples)
-            finally:
-                del run.thread.batch
+                batch = original(self, indices)
+            else:  # one by one, also from a dataset that has __getitems__
+                samples = []
+                for index in indices:
+                    seed_all(run.hash("sample", base_index(self.dataset, index)))
+                    samples.append(self.dataset[index])
+                seed_all(run.hash("batch", number))
+                run.thread.batch = len(samples)
+                try:
+                    batch = self.collate_fn(samples)
+                finally:
+                    del run.thread.batch
+        is_list = isinstance(indices, (list, tuple))
+        run.thread.indices = [base_index(self.dataset, i) for i in indices] if is_list else None
+        return batch
 
     class Seeded:
         """The k-th sample of a rank is the (k * world + rank)-th of one process."""
@@ -912,47 +847,15 @@ def control_datasets(run):
             self.k += 1
             return next(self.iterator)
 
-    @replace(fetchers._IterableDatasetFetcher, "__init__")
-    def init(original, self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        self.dataset_iter = Seeded(self.dataset_iter)
-
     @replace(fetchers._IterableDatasetFetcher, "fetch")
     def fetch_items(original, self, indices):
+        if not isinstance(self.dataset_iter, Seeded):
+            self.dataset_iter = Seeded(self.dataset_iter)
         with own_numbers(run):
             return original(self, indices)
 
 
 STREAM = "a batch of an IterableDataset"
-
-
-class Elsewhere:
-    """A function or class of this file, for a process that has not imported it: it is pickled by
-    its path. Loader workers may be started by forkserver, and mp.spawn's processes import the
-    script alone."""
-
-    class File:
-        def __reduce__(self):
-            return runpy.run_path, (HERE, None, "elsewhere")
-
-    def __init__(self, name):
-        self.name = name
-
-    def __call__(self, *args):
-        return globals()[self.name](*args)
-
-    def __reduce__(self):
-        return operator.getitem, (self.File(), self.name)
-
-
-def start_worker(theirs, worker):
-    """In each loader worker."""
-    if not hasattr(fetchers._MapDatasetFetcher.fetch, "__wrapped__"):  # not forked
-        run = Run(in_worker=True)
-        control_datasets(run)
-        control_order(run)
-    if theirs is not None:
-        theirs(worker)
 
 
 def length(sized):
@@ -963,77 +866,39 @@ def length(sized):
 
 
 def watch_loaders(run):
-    """The samples of each batch, and the batches of each pass."""
-
-    @replace(dataloader._BaseDataLoaderIter, "_reset")
-    def reset(original, self, *args, **kwargs):
-        self.compare_indices = []
-        return original(self, *args, **kwargs)
-
-    @replace(dataloader._BaseDataLoaderIter, "_next_index")
-    def next_index(original, self):
-        indices = original(self)
-        self.__dict__.setdefault("compare_indices", []).append(indices)
-        return indices
+    """The samples of each batch, and the batches of each pass. There are no workers: samples are
+    made where random numbers and files are watched."""
 
     @replace(DataLoader, "__iter__")
     def iterate(original, self):
-        line, theirs = place(), self.worker_init_fn
         workers, timeout = self.num_workers, self.timeout
-        is_map = not isinstance(self.dataset, IterableDataset)
-        if workers and not is_map:
-            self.num_workers = self.timeout = 0
-        elif workers:
-            self.worker_init_fn = functools.partial(Elsewhere("start_worker"), theirs)
+        self.num_workers = self.timeout = 0
         try:
             iterator = original(self)
         finally:
-            self.worker_init_fn = theirs
             self.num_workers, self.timeout = workers, timeout
-        iterator.compare_pass = (line[:2], run.number("pass", line[:2]))
-        iterator.compare_batches = 0
-        iterator.compare_length = length(self) if is_map else None
-        return iterator
+        if run.in_dataset():
+            return iterator
+        lines = place()[:2]
+        return batches(iterator, self, (lines, run.number("pass", lines)))
 
-    @replace(dataloader._BaseDataLoaderIter, "__next__")
-    def next_batch(original, self):
-        if not hasattr(self, "compare_pass"):
-            return original(self)
-        number, short = self.compare_batches, run.options["short"]
-        try:
-            if short and number >= short:
-                raise StopIteration
-            batch = original(self)
-        except StopIteration:
-            run.note(PassEnd(self.compare_pass, number))
-            raise
-        self.compare_batches += 1
-        indices = getattr(self, "compare_indices", None)
-        indices = indices[number] if indices and number < len(indices) else None
-        if isinstance(indices, (list, tuple)) and not isinstance(self._dataset, IterableDataset):
-            indices = [base_index(self._dataset, i) for i in indices]
-        else:
-            indices = None
-        tensors = [t for t in tree_leaves(batch) if torch.is_tensor(t) and t.dim()]
-        rows = len(indices) if indices else len(tensors[0]) if tensors else None
-        run.note(Batch(self.compare_pass, number, indices, rows, self.compare_length))
-        in_main = threading.current_thread() is threading.main_thread()
-        if torch.is_grad_enabled() and in_main:
-            run.loader_rows = rows
-            find_order(run, (*self.compare_pass, number), indices)
-            name = f"a batch of the DataLoader{made_by(self._dataset)}"
-            name = STREAM if isinstance(self._dataset, IterableDataset) else name
-            note_value(run, "value", place()[0], name, batch)
-        return batch
-
-
-def made_by(dataset):
-    """Where the script's own dataset makes a sample, in words."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
-    file = own_file(code.co_filename) if code else None
-    return f", made by {file}:{code.co_firstlineno}" if file else ""
+    def batches(iterator, loader, key):
+        is_map = not isinstance(loader.dataset, IterableDataset)
+        name = "a batch of the DataLoader" if is_map else STREAM
+        total, number = length(loader) if is_map else None, 0
+        for batch in itertools.islice(iterator, run.options["short"]):
+            indices = run.thread.indices if is_map else None
+            tensors = [t for t in tree_leaves(batch) if torch.is_tensor(t) and t.dim()]
+            rows = len(indices) if indices else len(tensors[0]) if tensors else None
+            run.note(Batch(key, number, indices, rows, total))
+            in_main = threading.current_thread() is threading.main_thread()
+            if torch.is_grad_enabled() and in_main:
+                run.loader_rows = rows
+                find_order(run, (*key, number), indices)
+                note_value(run, "value", place()[0], name, batch)
+            number += 1
+            yield batch
+        run.note(PassEnd(key, number))
 
 
 def find_order(run, key, indices):
@@ -1041,12 +906,11 @@ def find_order(run, key, indices):
     run.order = None
     if run.one:
         run.batches[key] = indices
-    elif indices and (whole := run.batches.get(key)):
-        at = {index: i for i, index in enumerate(whole)}
-        usual = run.positions(run.rank, len(indices), one=True).tolist()
-        order = [
-            i if i < len(whole) and whole[i] == index else at.get(index)
-            for i, index in zip(usual, indices)
+    elif indices and (batch := run.batches.get(key)):
+        last = {index: i for i, index in enumerate(batch)}
+        order = [  # a sample may be there twice: rather where the layout has it
+            i if i < len(batch) and batch[i] == index else last.get(index)
+            for i, index in zip(run.positions(run.rank, len(indices)).tolist(), indices)
         ]
         run.order = None if None in order else order
         block = range(run.rank * len(order), (run.rank + 1) * len(order))
@@ -1532,119 +1396,58 @@ def watch_steps(run):
 
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tmp", ".safetensors")
 
+# Python's audit events that change paths: which of their arguments these are. The last argument may
+# be the descriptor of a folder that they are relative to.
+CHANGES = {"os.mkdir": [0], "os.symlink": [1], "os.link": [1], "os.rename": [0, 1]}
+CHANGES |= {"os.remove": [0], "os.rmdir": [0], "shutil.rmtree": [0]}
 
-class Files:
-    """Which paths the script creates, and which it reads: what it creates and does not read again
-    is its output, and the second run must not meet that of the first."""
 
-    def __init__(self, run):
-        self.run, self.known, self.began = run, set(), run.options["began"]
-        folders = "/dev", "/proc", "/sys", run.folder
-        self.ignored = tuple(os.path.join(os.path.realpath(path), "") for path in folders)
-        sys.addaudithook(self.hook)
+def watch_files(run):
+    """Notes what the script creates, with a copy what it changes or removes for the first time, and
+    what it downloads: see BothRuns.restore_files."""
+    folders = "/dev", "/proc", "/sys", os.path.expanduser("~/.cache"), run.folder
+    ignored = tuple(os.path.join(os.path.realpath(path), "") for path in folders)
+    known = set()
 
-        @replace(torch, "save")
-        def save(original, obj, f, *args, **kwargs):  # it writes in C++
-            if isinstance(f, (str, os.PathLike)):
-                self.writes(f)
-            return original(obj, f, *args, **kwargs)
-
-    def hook(self, event, args):
-        if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
-            mode, flags = args[1] or "", args[2] or 0
-            if any(c in mode for c in "wax+") or flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-                self.writes(args[0])
-            else:
-                self.reads(args[0])
-        elif event in ("os.mkdir", "os.truncate"):
-            self.writes(args[0])
-        elif event in ("os.symlink", "os.link"):
-            self.writes(args[1])
-        elif event == "os.remove" and args[1] == -1:  # not within a folder that goes as a whole
-            self.takes_away(args[0])
-        elif event == "shutil.rmtree":
-            self.takes_away(args[0])
-        elif event == "os.rename" and args[2] == args[3] == -1:
-            if not self.takes_away(args[0], args[1]):
-                self.writes(args[1])
-
-    def path(self, path):
-        """Where it is; None if nobody wants to know."""
-        if os.getpid() != self.run.pid or getattr(self.run.thread, "in_files", False):
-            return None
-        if isinstance(path, int):  # of an open file
-            return None
+    def before_change(path, removal):
         path = os.path.abspath(os.fsdecode(path))
-        ignored = os.path.join(path, "").startswith(self.ignored) or "__pycache__" in path
-        return None if ignored else path
-
-    @contextlib.contextmanager
-    def unseen(self):
-        self.run.thread.in_files = True
-        try:
-            yield
-        finally:
-            self.run.thread.in_files = False
-
-    def keep_copy(self, path, follow_symlinks=True):
-        kept = f"{self.run.folder}/copy.{self.run.name}.{zlib.crc32(path.encode())}"
-        if not os.path.lexists(kept):
-            own = f"{kept}.{self.run.rank}"
-            shutil.copy2(path, own, follow_symlinks=follow_symlinks)
-            with contextlib.suppress(FileExistsError):  # the first rank's counts
-                os.link(own, kept, follow_symlinks=False)
-        self.run.note(File("overwritten", path, kept))
-
-    def writes(self, path):
-        path = self.path(path)
-        if path is None or path in self.known:
+        if os.getpid() != run.pid or path.startswith(ignored) or "__pycache__" in path:
             return
-        self.known.add(path)
-        with self.unseen():
-            if os.path.isfile(path):
-                self.keep_copy(path)
-            elif not os.path.lexists(path):
-                while not os.path.exists(os.path.dirname(path)):
-                    path = os.path.dirname(path)
-                self.run.note(File("created", path))
-
-    def takes_away(self, path, target=None):
-        """It is about to be removed, or renamed to a target: keep what is older than this run.
-        Whether it is a folder that is renamed."""
-        path = self.path(path)
-        if path is None or path in self.known or not os.path.lexists(path):
-            return False
-        with self.unseen():
-            if os.path.islink(path) or os.path.isfile(path):
-                if os.lstat(path).st_ctime < self.began:
-                    self.known.add(path)
-                    self.keep_copy(path, follow_symlinks=False)
-            elif os.path.isdir(path):
-                self.known.add(path)
-                if target is None:  # move it aside, and let an empty one be removed
-                    folder, name = os.path.split(path)
-                    number = f"{self.run.name}-{self.run.rank}-{self.run.number('kept')}"
-                    kept = os.path.join(folder, f".{name}.compare-{number}")
-                    os.rename(path, kept)
-                    os.mkdir(path)
-                else:
-                    kept = os.path.abspath(os.fsdecode(target))
-                    if os.path.lexists(kept):
-                        return True  # it fails, or replaces an empty folder
-                self.run.note(File("moved", path, kept))
-                return True
-        return False
-
-    def reads(self, path):
-        """Before the first step, if it is new and large: a download, not a checkpoint."""
-        path = self.path(path)
-        if path is None or self.run.steps or ("read", path) in self.known:
+        if not removal and is_folder(path) or path in known:
             return
-        with contextlib.suppress(OSError):
-            size, changed = os.stat(path).st_size, os.stat(path).st_ctime
-            if size > 50_000 and changed >= self.began - 1 and not path.endswith(CHECKPOINTS):
-                self.known.add(("read", path))
-                self.run.note(File("read", path))
+        kept = ""
+        if os.path.lexists(path):
+            kept = f"{run.folder}/kept.{run.pid}.{len(known)}"
+            copy(path, kept)
+        known.add(path)
+        run.note(File("changed" if kept else "created", path, kept))
+
+    def before_reading(path):
+        """What is large and read again before the first step is a download, not an output, with all
+        that came before that step into the outermost folder that is new."""
+        path = os.path.realpath(os.fsdecode(path))
+        if path in known and not run.steps and not path.endswith(CHECKPOINTS):
+            if os.path.exists(path) and os.path.getsize(path) > 50_000:
+                around = [path, *map(str, Path(path).parents)]
+                run.note(File("downloaded", [each for each in around if each in known][-1]))
+
+    def hook(event, args):
+        if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
+            if args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                before_change(os.path.realpath(args[0]), removal=False)  # where a link leads to
+            else:
+                before_reading(args[0])
+        elif event in CHANGES and not (isinstance(args[-1], int) and args[-1] >= 0):
+            for number in CHANGES[event]:
+                before_change(args[number], removal=event != "os.mkdir")
+
+    sys.addaudithook(hook)
+
+    @replace(torch, "save")
+    def save(original, obj, f, *args, **kwargs):  # it writes in C++
+        if isinstance(f, (str, os.PathLike)):
+            before_change(os.path.realpath(f), removal=False)
+        return original(obj, f, *args, **kwargs)
 
 
 class Tee:
@@ -1689,7 +1492,7 @@ def run_watched(run, script):
     watch_loaders(run)
     watch_models(run)
     watch_steps(run)
-    Files(run)
+    watch_files(run)
     threading.Thread(target=watch_parent, args=(run,), daemon=True).start()
     if run.rank == 0:
         sys.stdout, sys.stderr = Tee(run, sys.stdout), Tee(run, sys.stderr)
@@ -1735,47 +1538,57 @@ def find_script(args):
     return path
 
 
+class Elsewhere:
+    """A function or class of this file, for a process that has not imported it: it is pickled by
+    its path. Loader workers may be started by forkserver, and mp.spawn's processes import the
+    script alone."""
+
+    class File:
+        def __reduce__(self):
+            return runpy.run_path, (HERE, None, "elsewhere")
+
+    def __init__(self, name):
+        self.name = name
+
+    def __call__(self, *args):
+        return globals()[self.name](*args)
+
+    def __reduce__(self):
+        return operator.getitem, (self.File(), self.name)
+
+
 def run_spawned(function, rank, *words):
     """In each of mp.spawn's processes."""
-    os.environ["RANK"] = str(rank)
-    run_watched(Run(), lambda: function(rank, *words))
+    run_watched(Run(rank), lambda: function(rank, *words))
 
 
-def refuse_to_spawn():
-    """Then compare.py starts the script again, as one that starts its processes itself."""
-
-    @replace(torch.multiprocessing, "spawn")
-    def spawn(original, *args, **kwargs):
-        LEAVE(SPAWNS)
-
-
-def run_spawning(args, nproc):
-    """A script that starts its processes by mp.spawn, which are watched instead of this one."""
+def control_spawn(options):
+    """Watches the processes that the script starts by mp.spawn, if compare.py knows that it does,
+    and has started it once, not as one of N ranks."""
+    nproc = 1 if options["run"] == "one" else options["nproc"]
 
     @replace(torch.multiprocessing, "spawn")
-    def spawn(original, fn, *others, **options):
-        started = options.get("nprocs", (*others, 1, 1)[1])
-        if started != nproc:
-            print(
-                f"compare.py: the script starts {started} processes by mp.spawn, not {nproc}: "
-                "give it their number in a flag, as {n}",
-                flush=True,
-            )
+    def spawn(original, fn, args=(), nprocs=1, *others, **more):
+        if not options["spawns"]:
+            LEAVE(SPAWNS)
+        if nprocs != nproc:
+            text = f"the script starts {nprocs} processes by mp.spawn, not {nproc}: give it their "
+            print(f"compare.py: {text}number in a flag, as {{n}}", flush=True)
             LEAVE(2)
-        return original(functools.partial(Elsewhere("run_spawned"), fn), *others, **options)
-
-    Files(Run(rank="parent"))
-    run_script(args)
+        fn = functools.partial(Elsewhere("run_spawned"), fn)
+        return original(fn, args, nprocs, *others, **more)
 
 
 def child():
+    """In each process that compare.py starts."""
     options = json.loads(os.environ["OWN_LOOP_COMPARE"])
-    args = argparse.Namespace(script=options["script"], flags=sys.argv[1:], m=options["m"])
-    find_script(args)
+    args = argparse.Namespace(**options)
+    control_spawn(options)
     if options["spawns"]:
-        run_spawning(args, 1 if options["run"] == "one" else options["nproc"])
+        find_script(args)
+        watch_files(Run("parent"))
+        run_script(args)
     else:
-        refuse_to_spawn()
         run_watched(Run(), lambda: run_script(args))
 
 

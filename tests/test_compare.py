@@ -3,6 +3,7 @@
 LOOP is right, and has a flag for each of several kinds of loops. A fault is a change of its text.
 """
 
+import json
 import re
 import signal
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import Cold, finish, marked, some_fast, start
 from same_text import ROOT
 
@@ -66,9 +68,7 @@ class Net(nn.Module):
 def main(share=12 // world, epochs=3):
     dist.init_process_group("gloo")
     sampler = DistributedSampler(Points(), drop_last="uneven" not in KIND)
-    options = {}
-    for method in {"fork", "spawn", "forkserver"} & set(KIND):
-        options = dict(num_workers=1, multiprocessing_context=method)
+    options = dict(num_workers="workers" in KIND, persistent_workers="workers" in KIND)
     if "stream" in KIND:
         loader = DataLoader(Stream(), share, **options)
     else:
@@ -82,8 +82,14 @@ def main(share=12 // world, epochs=3):
     scaler = torch.amp.GradScaler("cpu", enabled="scaler" in KIND)
     if rank == 0:
         os.makedirs("runs/out", exist_ok=False)
+        os.makedirs("old", exist_ok=True)
         shutil.rmtree("old")
         os.mkdir("old")
+        if not os.path.exists("data"):  # a download
+            os.mkdir("data")
+            open("data/names", "w").close()
+            np.save("data/numbers.npy", np.zeros(9000))
+        assert np.load("data/numbers.npy").size and os.path.exists("data/names")
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for library in torch.manual_seed, np.random.seed, random.seed:
@@ -162,13 +168,13 @@ def compare(loop, *flags, script="loop.py", status=None):
     assert Path("old", "score").read_text() == "0.9"
     left = [path.name for path in Path.cwd().glob("*") if path.suffix != ".log"]
     left = {name for name in left if not name.startswith("altered-")}
-    assert left <= {"loop.py", "best.pt", "old", "__pycache__"}, left
+    assert left <= {"loop.py", "best.pt", "old", "data", "__pycache__"}, left
     return text
 
 
 def test_right():
     """Also with an --output that must not exist, and checkpoints that are removed and renamed."""
-    text = compare(LOOP, script="loop.py mixup queue accumulate scaler fork", status=0)
+    text = compare(LOOP, script="loop.py mixup queue accumulate scaler workers", status=0)
     assert "6 steps on one process and on 2: nothing WRONG" in text, text
     assert not re.search("^(WRONG|look   (?!random))", text, re.M), text
     assert "check.py loop.py mixup" in text
@@ -209,19 +215,41 @@ def test_batch_size_per_process():
     assert len(re.findall("^(WRONG|look)", text, re.M)) == 1, text
 
 
+def test_shares_of_random_numbers(tmp_path, monkeypatch):
+    """A rank draws its rows of what one process draws, and each sample has its own parameters."""
+    monkeypatch.syspath_prepend(ROOT / "own_loop")
+    import compare as tool
+
+    options = {"folder": str(tmp_path), "nproc": 2, "layout": "turns", "seed": 0, "steps": 1}
+    runs = []
+    for name, rank in ("one", 0), ("all", 0), ("all", 1):
+        monkeypatch.setenv("OWN_LOOP_COMPARE", json.dumps(options | {"run": name}))
+        run, x = tool.Run(rank), torch.arange(1.0, 9) / 8
+        x = x if run.one else x[rank::2]
+        with run.quiet(), tool.Draws(run):
+            numbers = [torch.rand(len(x), 3), torch.rand(size=(len(x),)), torch.randn_like(x)]
+            numbers += [torch.normal(x, x), torch.bernoulli(x), torch.empty(3, len(x)).normal_().T]
+            numbers += [torch.multinomial(x[:, None] ** torch.arange(9), 2)]
+            numbers += [torch.distributions.Beta(0.2, 0.2).sample((len(x),))]
+            numbers += [torch.randn(len(x), generator=torch.Generator().manual_seed(rank))]
+        run.end("its end")
+        runs.append(numbers)
+    for one, *ranks in zip(*runs):
+        assert torch.equal(torch.stack(ranks, 1).flatten(0, 1), one)
+
+
 def test_not_put_back(tmp_path, monkeypatch, capsys):
     """What cannot be put back is kept, and the rest is put back nevertheless."""
     monkeypatch.syspath_prepend(ROOT / "own_loop")
     import compare as tool
 
-    (tmp_path / "copy").write_text("old")
-    files = [tool.File("overwritten", f"{tmp_path}/{n}/best.pt", f"{tmp_path}/{n}") for n in "ab"]
-    files[0].kept = f"{tmp_path}/copy"
+    (tmp_path / "a.copy").write_text("old")  # and no b.copy
+    files = [tool.File("changed", f"{tmp_path}/{n}/best.pt", f"{tmp_path}/{n}.copy") for n in "ab"]
     monkeypatch.setattr(tool, "Notes", lambda _, name, rank: {tool.File: enumerate(files)})
 
     def compare(args, folder):
         Path(folder, "kept").touch()
-        tool.BothRuns(args, folder, "turns").put_away("one")
+        tool.BothRuns(args, folder, "turns").restore_files("one", 1)
 
     monkeypatch.setattr(tool, "compare", compare)
     monkeypatch.setattr(sys, "argv", ["compare.py", "loop.py"])
@@ -232,7 +260,7 @@ def test_not_put_back(tmp_path, monkeypatch, capsys):
     for number, handler in handlers.items():
         signal.signal(number, handler)
     assert (tmp_path / "a" / "best.pt").read_text() == "old"
-    assert f"it is kept as {tmp_path}/b" in capsys.readouterr().out
+    assert f"it is kept as {tmp_path}/b.copy" in capsys.readouterr().out
     assert list(tmp_path.glob("compare-*/kept"))
 
 
@@ -258,8 +286,8 @@ def test_crash_and_hang():
     "flags, script",
     [
         ["", "loop.py blocks mixup"],
-        ["", "loop.py uneven spawn"],
-        ["--nproc 3", "loop.py stream forkserver broadcast"],
+        ["", "loop.py uneven"],
+        ["--nproc 3", "loop.py stream workers broadcast"],
         ["-m", "loop lbfgs"],
     ],
 )
