@@ -593,51 +593,6 @@ def trains_together(ranks):
 FOR_CLOSURES = "return the mean over ranks from the closure", "#an-optimizer-with-a-closure"
 
 
-class Weights(Check):
-    name = "weights"
-    right = "what the optimizers train is equal on all ranks at each step"
-    needs = "an optimizer.step()"
-    remedy = "wrap all that is trained, and change it only before", "#model"
-
-    def compare(self, ranks):
-        steps = ranks.common(Step)
-        for rank, other in enumerate(steps[0][1:] if steps else [], 1):
-            ours = steps[0][0]
-            if ours.is_reordered(other):
-                where = [a != b for a, b in zip(ours.names, other.names)].index(True)
-                text = f"{ours.line}: the optimizer has its parameters in another order, such as "
-                text += f"{ours.names[where]} on rank 0, {other.names[where]} on rank {rank}"
-                remedy = "give it a list in a fixed order, no set", "#what-must-be-equal"
-                return [wrong(text, remedy)]
-        if differences := first_differences(ranks, "weights"):
-            return self.explain(ranks, *differences[0])
-        if any("sharded" in own[0].weights for own in steps):
-            return [look("sharded weights are not compared", ("see", "#check-your-script"))]
-        return [] if steps else None
-
-    def explain(self, ranks, steps, _, text):
-        """What came before the first difference."""
-        ours = steps[0]
-        for rank, other in enumerate(steps[1:], 1):
-            if only := sorted(set(ours.names) ^ set(other.names)):
-                text = f"{ours.line}: {only[0]} is in the optimizer of rank 0 or {rank} only"
-                return [wrong(text, ("give it the same parameters", "#what-must-be-equal"))]
-        if ours.number == 0:
-            return [wrong(f"{text} when it starts: not wrapped in DDP, or changed after it?")]
-        earlier = first_differences(ranks, "gradients")
-        if earlier and earlier[0][0][0].number < ours.number:
-            return [wrong(f"{text}, as the gradients did before", ("see", "the line on gradients"))]
-        if ours.closure:
-            text = f"{text}, though the gradients were equal: the closure's loss?"
-            return [wrong(text, FOR_CLOSURES)]
-        settings, _ = first_unlike(ranks.common(Step), lambda step: step.settings)
-        if settings and settings[0].number < ours.number:
-            see = "see", "the line on the learning rate"
-            return [wrong(f"{text}, as the learning rate did before", see)]
-        remedy = "load weights and optimizer on every rank, change them alike", "#checkpoints"
-        return [wrong(f"{text}, though the gradients were equal", remedy)]
-
-
 class Gradients(Check):
     name = "gradients"
     right = "they are equal on all ranks at each optimizer.step()"
@@ -689,6 +644,51 @@ class Gradients(Check):
             why = "autograd.grad, backward() in forward, or a pass not through ddp?"
             remedy = "average them yourself", "#gradients-without-the-wrapper"
         return [wrong(f"{text}: {why}", remedy)]
+
+
+class Weights(Check):
+    name = "weights"
+    right = "what the optimizers train is equal on all ranks at each step"
+    needs = "an optimizer.step()"
+    remedy = "wrap all that is trained, and change it only before", "#model"
+
+    def compare(self, ranks):
+        steps = ranks.common(Step)
+        for rank, other in enumerate(steps[0][1:] if steps else [], 1):
+            ours = steps[0][0]
+            if ours.is_reordered(other):
+                where = [a != b for a, b in zip(ours.names, other.names)].index(True)
+                text = f"{ours.line}: the optimizer has its parameters in another order, such as "
+                text += f"{ours.names[where]} on rank 0, {other.names[where]} on rank {rank}"
+                remedy = "give it a list in a fixed order, no set", "#what-must-be-equal"
+                return [wrong(text, remedy)]
+        if differences := first_differences(ranks, "weights"):
+            return self.explain(ranks, *differences[0])
+        if any("sharded" in own[0].weights for own in steps):
+            return [look("sharded weights are not compared", ("see", "#check-your-script"))]
+        return [] if steps else None
+
+    def explain(self, ranks, steps, _, text):
+        """What came before the first difference."""
+        ours = steps[0]
+        for rank, other in enumerate(steps[1:], 1):
+            if only := sorted(set(ours.names) ^ set(other.names)):
+                text = f"{ours.line}: {only[0]} is in the optimizer of rank 0 or {rank} only"
+                return [wrong(text, ("give it the same parameters", "#what-must-be-equal"))]
+        if ours.number == 0:
+            return [wrong(f"{text} when it starts: not wrapped in DDP, or changed after it?")]
+        earlier = first_differences(ranks, "gradients")
+        if earlier and earlier[0][0][0].number < ours.number:
+            return [wrong(f"{text}, as the gradients did before", ("see", "the line on gradients"))]
+        if ours.closure:
+            text = f"{text}, though the gradients were equal: the closure's loss?"
+            return [wrong(text, FOR_CLOSURES)]
+        settings, _ = first_unlike(ranks.common(Step), lambda step: step.settings)
+        if settings and settings[0].number < ours.number:
+            see = "see", "the line on the learning rate"
+            return [wrong(f"{text}, as the learning rate did before", see)]
+        remedy = "load weights and optimizer on every rank, change them alike", "#checkpoints"
+        return [wrong(f"{text}, though the gradients were equal", remedy)]
 
 
 @dataclass
