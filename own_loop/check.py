@@ -12,7 +12,7 @@ Every rank notes what it does (checksums of weights, gradients, samples and rand
 the notes are compared when the script ends, after --steps, when no rank advances any more, or when
 a rank has died. Notes go through a store of their own, nothing here waits for another rank, and no
 random number is drawn: the losses are those without check.py. The script really trains, and writes
-its files.
+its files. (Of processes that are killed, a small file check-... may stay in TMPDIR.)
 
 "WRONG" needs a change; "look" may be intended; "not seen": the script did not get there.
 --short ends each pass over a DataLoader after so many batches, so that epoch 2 is seen, too.
@@ -52,6 +52,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 import weakref
 import zlib
 from dataclasses import dataclass, field
@@ -64,6 +65,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import (
@@ -86,7 +88,7 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("--steps", type=int, default=50, help="optimizer steps before the report")
 parser.add_argument("--short", type=int, help="end each pass over a DataLoader after these batches")
-parser.add_argument("--wait", type=float, default=60, help="seconds until a hang is reported")
+parser.add_argument("--wait", type=float, default=120, help="seconds without progress: a hang")
 parser.add_argument("--nproc", type=int, default=2, help="processes, if started without torchrun")
 parser.add_argument("--spawn", action="store_true", help="the script calls mp.spawn, in a module")
 parser.add_argument("--strict", action="store_true", help="status 1 if something is WRONG")
@@ -175,12 +177,6 @@ def checksum(tensor):
     return zlib.crc32(tensor.view(-1).view(torch.uint8).numpy())
 
 
-def part_of(tensor, many):
-    """At most so many elements of a tensor, on the CPU, in float64."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: flat.numel() // many + 1].cpu().double().numpy()  # not every device has float64
-
-
 def summary(tensor):
     """To compare a tensor over ranks: a checksum, the norm, and four sums with random signs, whose
     differences estimate the norm of a difference. "sharded" for a rank's shard of FSDP."""
@@ -197,7 +193,8 @@ def summary(tensor):
         tensor = tensor.to_dense()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    part = part_of(tensor, MANY)
+    flat = tensor.reshape(-1)
+    part = flat[:: flat.numel() // MANY + 1].cpu().double().numpy()  # not each GPU has float64
     with np.errstate(all="ignore"):  # gradients may overflow under a GradScaler
         sums = SIGNS[:, : len(part)] @ part
         norm = float(np.linalg.norm(part))
@@ -221,14 +218,6 @@ def difference(one, other):
     if size == size:
         return float(size)
     return float(np.isfinite(one[1]) != np.isfinite(other[1]))  # NaN on one rank alone
-
-
-def unlike(numbers):
-    """Whether these numbers of all ranks differ by more than rounding."""
-    if any(np.isfinite(number) != np.isfinite(numbers[0]) for number in numbers):
-        return True
-    low, high = min(numbers), max(numbers)
-    return high - low > TOLERANCE * max(abs(low), abs(high))  # not of NaN
 
 
 def random_states():
@@ -290,9 +279,9 @@ class Run:
         self.step = Step()  # the next one, as far as it is known
         self.reduced, self.means = set(), []  # since the last step: all-reduced numbers, Mean notes
         self.random = self.before_fetch = None  # the generators' states then, and after a step
-        self.taken = {}  # of each pass over a loader: the number of its last batch
-        self.wrapped, self.trained = set(), set()  # ids of parameters that DDP and optimizers have
-        self.waits_for_workers = self.compiles = False
+        self.taken = {}  # by line: the last pass over a loader, and how many batches it has given
+        self.wrapped = {}  # by the id of a parameter: that of its DDP
+        self.trained = set()  # ids of parameters that optimizers have
         self.rows = None  # samples of the last pass through ddp
         self.at_end = []  # functions to call before the report
         self.state = self.status = self.signal = None  # how the script ended, and its exit status
@@ -350,9 +339,12 @@ class Ranks:
         self.size = len(notes)
         self.notes = [{} for _ in notes]
         self.batches_of_pass = [{} for _ in notes]
+        self.trained = set()  # passes over a loader in which a rank trains
         for rank, own in enumerate(notes):
             for note in own:
                 self.notes[rank].setdefault(type(note), {})[note.key()] = note
+                if isinstance(note, Trained):
+                    self.trained.add(note.key())
                 if isinstance(note, Batch):
                     where = note.line, note.pass_number
                     self.batches_of_pass[rank].setdefault(where, []).append(note)
@@ -453,24 +445,20 @@ class Step(Note):
     number: int = 0
     line: str = ""
     names: list = ()
-    wrapped: list = ()
+    wrapped: list = ()  # ids of the DDP of each, or None
     weights: list = ()
     gradients: list = ()
     settings: list = ()
-    cards: set = ()  # GPUs
     group: int = None  # the process group's size
-    taken: dict = None  # of each pass over a loader: the number of its last batch
+    taken: dict = None  # by line: the last pass over a loader, and how many batches it has given
     closure: bool = False
     # Since the last step:
     drawn: dict = None  # random numbers
     new_pass: bool = False  # over a loader
-    forwards: int = 0
+    forwards: dict = field(default_factory=dict)  # by the id of a DDP: how often it was called
     backwards: int = 0
     synced: bool = True  # the last pass through ddp
-    unsynced: int = 0
-    finds_unused: bool = False
     losses: list = field(default_factory=list)
-    scales: list = field(default_factory=list)
 
     def is_reordered(self, other):
         """Whether another rank's optimizer has the same parameters, in another order."""
@@ -494,12 +482,6 @@ class Step(Note):
                 name = [*self.names, "a further one"][min(number, len(self.names))]
                 text = f"{self.line}, step {self.number + 1}: {name} differs on rank {rank}, "
                 yield number, text + f"by about {size:.0e} of its size"
-
-
-def card(device):
-    """What tells a GPU from all others."""
-    properties = torch.cuda.get_device_properties(device)
-    return f"{socket.gethostname()} {getattr(properties, 'uuid', device)}"
 
 
 @watcher
@@ -529,11 +511,10 @@ def watch_steps(run):
         step.optimizer = optimizer.check_number
         step.number, step.line = run.number("step", step.optimizer), place()[0]
         step.names = [name_of(p, number) for number, p in enumerate(parameters)]
-        step.wrapped = [id(p) in run.wrapped for p in parameters]
+        step.wrapped = [run.wrapped.get(id(p)) for p in parameters]
         step.weights = [of(p, p) for p in parameters]
         step.gradients = [of(p, p.grad) for p in parameters]
         step.settings = [(k, v) for k, v in settings if isinstance(v, (int, float, tuple))]
-        step.cards = {card(p.device) for p in parameters if p.is_cuda}
         step.group = dist.get_world_size() if dist.is_initialized() else None
         step.taken = dict(run.taken)
         step.closure = callable((*args, None, None)[1]) or callable(kwargs.get("closure"))
@@ -565,12 +546,6 @@ def watch_steps(run):
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
 
-    @replace(torch.amp.GradScaler, "step")
-    def scaled_step(original, self, *args, **kwargs):
-        if self.is_enabled():
-            run.step.scales.append(self.get_scale())
-        return original(self, *args, **kwargs)
-
 
 def first_differences(ranks, part):
     """Where weights or gradients differ in the first step that has such: (the ranks' steps, the
@@ -588,7 +563,7 @@ def first_differences(ranks, part):
 
 class ProcessGroup(Check):
     name = "process group"
-    right = "all ranks are in one group, and each trains on a device of its own"
+    right = "all ranks are in one group"
     needs = "an optimizer.step()"
     remedy = "call init_process_group and wrap the model in DDP", "#the-diff-one-idea-at-a-time"
 
@@ -606,10 +581,6 @@ class ProcessGroup(Check):
             found.append(wrong(f"{alone}: each trains alone, on all the data"))
         elif not trains_together(ranks) and first_differences(ranks, "gradients"):
             found.append(wrong(f"{alone}nothing is wrapped in DDP: each trains alone"))
-        cards = [card for step in first for card in step.cards]
-        if len(set(cards)) < len(cards):
-            remedy = 'use torch.device("cuda", local_rank)', "#device"
-            found.append(wrong(f"several ranks train on one GPU: {sorted(set(cards))}", remedy))
         return found
 
 
@@ -620,6 +591,59 @@ def trains_together(ranks):
 
 
 FOR_CLOSURES = "return the mean over ranks from the closure", "#an-optimizer-with-a-closure"
+
+
+class Gradients(Check):
+    name = "gradients"
+    right = "they are equal on all ranks at each optimizer.step()"
+    needs = "an optimizer.step() on gradients that are not sharded"
+    remedy = "call ddp(...) for each forward pass in training", "#model"
+
+    def compare(self, ranks):
+        differences = first_differences(ranks, "gradients")
+        own = [one for one in differences if not one[0][0].wrapped[one[1]]]
+        if differences:  # clipping spreads one's difference to all
+            return self.explain(ranks, *(own or differences)[0])
+        steps = [steps[0] for steps in ranks.common(Step)]
+        for step in steps[:1]:
+            if step.forwards and all(gradient is None for gradient in step.gradients):
+                text = f"{step.line}: no gradient in what the optimizer trains: a copy of it?"
+                remedy = "give the optimizer the parameters that are wrapped", "#model"
+                return [wrong(text, remedy)]
+        return [] if any("sharded" not in step.gradients for step in steps) else None
+
+    def explain(self, ranks, steps, number, text):
+        step, remedy = steps[0], None
+        each = zip(step.names, step.gradients, step.wrapped)
+        without = [name for name, gradient, wrapped in each if wrapped and gradient is None]
+        wrapped = step.wrapped[number] if number < len(step.wrapped) else None
+        forwards, backwards = sum(step.forwards.values()), [own.backwards for own in steps]
+        if step.closure:
+            why = "its closure returns each rank's own loss, by which the optimizer decides?"
+            remedy = FOR_CLOSURES
+        elif not trains_together(ranks):
+            why, remedy = "nothing is wrapped in DDP", ("wrap the model", "#model")
+        elif not wrapped:
+            why = "it is not wrapped in DDP, or was added, replaced or thawed after that"
+            remedy = "wrap it, or all-reduce its gradient", "#everything-that-an-optimizer-trains"
+        elif wrapped not in step.forwards:
+            why = "no forward pass in training went through its ddp"
+        elif not step.synced:
+            why = "the last forward pass was in no_sync()"
+            remedy = "communicate in the last micro-batch", "#gradient-accumulation"
+        elif len(set(backwards)) > 1:
+            why = f"{backwards} times backward() on the ranks since the step before: one has "
+            why, remedy = f"{why}skipped a step?", ("skip on all ranks or on none", "#decisions")
+        elif step.backwards > forwards:
+            why = f"{step.backwards} times backward() after {forwards} passes through ddp"
+            remedy = "sum the losses", "#one-backward-for-each-forward-pass"
+        elif without:
+            why = f"DDP waits for {without[0]}, which had no gradient"
+            remedy = "pass find_unused_parameters=True", "#model"
+        else:
+            why = "autograd.grad, backward() in forward, or a pass not through ddp?"
+            remedy = "average them yourself", "#gradients-without-the-wrapper"
+        return [wrong(f"{text}: {why}", remedy)]
 
 
 class Weights(Check):
@@ -640,14 +664,6 @@ class Weights(Check):
                 return [wrong(text, remedy)]
         if differences := first_differences(ranks, "weights"):
             return self.explain(ranks, *differences[0])
-        for passes in ranks.common(Forward):
-            for rank, own in enumerate(passes[1:], 1):
-                for name, found in (own.weights or {}).items():
-                    first = (passes[0].weights or {}).get(name, found)
-                    if difference(first, found) > TOLERANCE:
-                        text = f"{own.line[0]}: {name} differs on rank {rank} in this forward pass"
-                        remedy = "communicate in each backward() that changes weights", "#sam"
-                        return [wrong(f"{text}, though equal at each step", remedy)]
         if any("sharded" in own[0].weights for own in steps):
             return [look("sharded weights are not compared", ("see", "#check-your-script"))]
         return [] if steps else None
@@ -673,61 +689,6 @@ class Weights(Check):
             return [wrong(f"{text}, as the learning rate did before", see)]
         remedy = "load weights and optimizer on every rank, change them alike", "#checkpoints"
         return [wrong(f"{text}, though the gradients were equal", remedy)]
-
-
-class Gradients(Check):
-    name = "gradients"
-    right = "they are equal on all ranks at each optimizer.step()"
-    needs = "an optimizer.step() on gradients that are not sharded"
-    remedy = "call ddp(...) for each forward pass in training", "#model"
-
-    def compare(self, ranks):
-        differences = first_differences(ranks, "gradients")
-        own = [one for one in differences if not one[0][0].wrapped[one[1]]]
-        if differences:  # clipping spreads one's difference to all
-            return self.explain(ranks, bool(own), *(own or differences)[0])
-        steps = [steps[0] for steps in ranks.common(Step)]
-        for step in steps[:1]:
-            if step.forwards and all(gradient is None for gradient in step.gradients):
-                text = f"{step.line}: no gradient in what the optimizer trains: a copy of it?"
-                remedy = "give the optimizer the parameters that are wrapped", "#model"
-                return [wrong(text, remedy)]
-        return [] if any("sharded" not in step.gradients for step in steps) else None
-
-    def explain(self, ranks, is_own, steps, _, text):
-        step, remedy = steps[0], None
-        each = zip(step.names, step.gradients, step.wrapped)
-        without = [name for name, gradient, wrapped in each if wrapped and gradient is None]
-        scales = [own.scales for own in steps]
-        if step.closure:
-            why = "its closure returns each rank's own loss, by which the optimizer decides?"
-            remedy = FOR_CLOSURES
-        elif not any(any(own[0].wrapped) for own in ranks.common(Step)):
-            why, remedy = "nothing is wrapped in DDP", ("wrap the model", "#model")
-        elif is_own:
-            why = "it is not wrapped in DDP, or was added, replaced or thawed after that"
-            remedy = "wrap it, or all-reduce its gradient", "#everything-that-an-optimizer-trains"
-        elif any(scale != scales[0] for scale in scales):
-            why = f"the GradScaler's scales are {scales}"
-            remedy = "use the same GradScaler on every rank, restored on each", "#checkpoints"
-        elif not step.forwards:
-            why = "no forward pass in training went through ddp"
-        elif not step.synced:
-            why = "the last forward pass was in no_sync()"
-            remedy = "communicate in the last micro-batch", "#gradient-accumulation"
-        elif step.unsynced and step.finds_unused:
-            why = "it was used in no_sync(), but not in the last micro-batch"
-            remedy = "without no_sync(), or use all of the model in each", "#gradient-accumulation"
-        elif step.backwards > step.forwards:
-            why = f"{step.backwards} times backward() after {step.forwards} passes through ddp"
-            remedy = "sum the losses", "#one-backward-for-each-forward-pass"
-        elif without:
-            why = f"DDP waits for {without[0]}, which had no gradient"
-            remedy = "pass find_unused_parameters=True", "#model"
-        else:
-            why = "autograd.grad, backward() in forward, or a pass not through ddp?"
-            remedy = "average them yourself", "#gradients-without-the-wrapper"
-        return [wrong(f"{text}: {why}", remedy)]
 
 
 @dataclass
@@ -763,51 +724,10 @@ class LearningRate(Check):
             return [wrong(f"{text}others")]
         for plateaus in ranks.common(Plateau):
             metrics = [own.metric for own in plateaus]
-            if unlike(metrics):
+            if not np.allclose(metrics, metrics[0], rtol=TOLERANCE, atol=0, equal_nan=True):
                 text = f"{plateaus[0].line[0]}: ReduceLROnPlateau gets {metrics}, so rates may "
                 return [wrong(f"{text}differ later")]
         return [] if ranks.common(Step) else None
-
-
-@dataclass
-class Clip(Note):
-    """The norm of the gradients that are clipped."""
-
-    by = "line", "number"
-    line: tuple
-    number: int
-    norm: float
-    synced: bool
-
-
-class Clipping(Check):
-    name = "clipping"
-    right = "gradients are clipped when they are averaged"
-    needs = "torch.nn.utils.clip_grad_norm_ or clip_grad_value_"
-    remedy = "clip once, after the backward() that communicates", "#gradient-accumulation"
-
-    def watch(self, run):
-        for name in "clip_grad_norm_", "clip_grad_value_":
-
-            @replace(nn.utils, name)
-            def clip(original, parameters, *args, **kwargs):
-                parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
-                gradients = [p.grad for p in parameters if p.grad is not None]
-                if not any(hasattr(gradient, "placements") for gradient in gradients):
-                    line, norm = place(), float(nn.utils.get_total_norm(gradients))
-                    run.add(Clip(line, run.number("clip", line), norm, run.step.synced))
-                return original(parameters, *args, **kwargs)
-
-    def compare(self, ranks):
-        if not (clipped := ranks.common(Clip)):
-            return None
-        if trains_together(ranks) and not first_differences(ranks, "gradients"):  # or they say so
-            for clips in clipped:
-                if unlike(norms := [own.norm for own in clips]):
-                    text = f"{clips[0].line[0]}: the gradients' norms are {norms} on the ranks"
-                    why = "" if clips[0].synced else ": they are in no_sync(), not averaged yet"
-                    return [wrong(text + why)]
-        return []
 
 
 # ---------------------------------------------------------------- forward passes through ddp
@@ -821,13 +741,11 @@ class Forward(Note):
     line: tuple
     number: int
     inputs: tuple  # of each tensor: a checksum, and how many elements
-    shapes: list  # of images or larger tensors, without the batch's dimension
     rows: int  # the batch's size
     parts: list  # checksums of the samples
-    weights: dict  # in some passes
     drawn: dict  # random numbers in it
     frozen: list  # modules inside that are in evaluation mode
-    sent: dict  # the shapes of buffers that DDP sends
+    finds_unused: bool
 
 
 @dataclass
@@ -840,7 +758,7 @@ def watch_wrappers(run):
     @replace(DistributedDataParallel, "__init__")
     def init(original, self, module, *args, **kwargs):
         original(self, module, *args, **kwargs)
-        run.wrapped.update(id(p) for p in module.parameters() if p.requires_grad)
+        run.wrapped.update({id(p): id(self) for p in module.parameters() if p.requires_grad})
 
     @replace(DistributedDataParallel, "forward")
     def forward(original, self, *inputs, **kwargs):
@@ -849,29 +767,20 @@ def watch_wrappers(run):
         line, before = place(), random_states()
         tensors = tensors_in((inputs, kwargs))
         tensors = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
-        number, weights, sent = run.number("forward", line), None, None
-        if number & (number - 1) == 0 or number == 3:  # 0, 1, 2, 3, 4, 8, 16, ...
-            weights = {name: of(p, p) for name, p in self.module.named_parameters()}
-        if self.will_sync_module_buffers():
-            sent = {name: tuple(buffer.shape) for name, buffer in self.module.named_buffers()}
         note = Forward(
             line=line,
-            number=number,
+            number=run.number("forward", line),
             inputs=tuple((checksum(tensor), tensor.numel()) for tensor in tensors),
-            shapes=[tuple(tensor.shape[1:]) for tensor in tensors if tensor.dim() > 3],
             rows=max((len(tensor) for tensor in tensors if tensor.dim()), default=0),
             parts=[part for _, part in contents_of(tensors, None)[:1024]],
-            weights=weights,
             drawn={},
             frozen=[name for name, module in self.module.named_modules() if not module.training],
-            sent=sent,
+            finds_unused=self.find_unused_parameters,
         )
         outputs = original(self, *inputs, **kwargs)
         run.rows = note.rows
-        run.step.forwards += 1
+        run.step.forwards[id(self)] = run.step.forwards.get(id(self), 0) + 1
         run.step.synced = self.require_backward_grad_sync
-        run.step.unsynced += not run.step.synced
-        run.step.finds_unused = self.find_unused_parameters
         note.drawn = drawn_since(before)
         run.add(note)
         return outputs
@@ -898,73 +807,7 @@ class Modes(Check):
         return [] if ranks.common(Forward) else None
 
 
-class Shapes(Check):
-    name = "shapes"
-    right = "the images that ddp gets have the same size on all ranks"
-    needs = "images or other inputs of ddp with four dimensions, in training"
-    remedy = "draw a size with a generator seeded alike, or pad to a fixed length", "#batch-size"
-
-    def compare(self, ranks):
-        passes = ranks.common(Forward)
-        others = [group for group in passes if any(n.shapes != group[0].shapes for n in group)]
-        if len(others) > 1:  # not the last batch alone, where the batch is not the first dimension
-            group, shapes = others[0], [own.shapes for own in others[0]]
-            text = f"{group[0].line[0]}: in {len(others)} of {len(passes)} passes, images have "
-            text += f"other sizes on each rank, first {shapes}: drawn at random"
-            return [look(f"{text}? Right if each is padded to its own largest")]
-        return [] if any(own[0].shapes for own in passes) else None
-
-
-# ---------------------------------------------------------------- backward()
-
-
-@dataclass
-class Hooked(Note):
-    """What a hook on a parameter makes of its gradient: the ratios of some elements."""
-
-    by = "line", "number"
-    line: tuple
-    number: int
-    ratios: list
-
-
-class Hooks(Check):
-    name = "hooks"
-    right = "hooks on parameters do not change gradients by what is in a rank's own"
-    needs = "parameter.register_hook(...)"
-    remedy = "change the gradients after backward()", "#gradients-without-the-wrapper"
-
-    def watch(self, run):
-        @replace(torch.Tensor, "register_hook")
-        def register(original, self, hook):
-            line = place()
-
-            @functools.wraps(hook)
-            def watched(gradient):
-                number = run.number("hooked", line)
-                if number >= 200 or id(self) not in run.wrapped or gradient.is_sparse:
-                    return hook(gradient)
-                before = part_of(gradient, 64).copy()
-                result = hook(gradient)
-                after = part_of(gradient if result is None else result, 64)
-                with np.errstate(all="ignore"):
-                    run.add(Hooked(line, number, (after / before).tolist()))
-                return result
-
-            is_own = isinstance(self, nn.Parameter) and line[0] != UNKNOWN
-            return original(self, watched if is_own else hook)
-
-    def compare(self, ranks):
-        for first, *others in ranks.common(Hooked):
-            for own in others:
-                if len(own.ratios) == len(first.ratios):
-                    known = np.isfinite(first.ratios) & np.isfinite(own.ratios)
-                    alike = np.isclose(first.ratios, own.ratios, rtol=1e-3, atol=1e-6)
-                    if not all(alike[known]):
-                        text = f"{own.line[0]}: this hook changes each rank's own gradient in its "
-                        text += "own way, before DDP averages them: clipping, a threshold?"
-                        return [look(text)]
-        return [] if ranks.common(Hooked) else None
+# ---------------------------------------------------------------- losses
 
 
 @dataclass
@@ -1073,9 +916,7 @@ class Collectives(Check):
                 group = given.get("group")
                 if group in (None, dist.group.WORLD) and run.is_main() and line[0] != UNKNOWN:
                     size = tensor.numel() if name in self.SIZED else 0
-                    number = run.number("collective")
-                    if number < 20_000:
-                        run.add(Collective(number, name, size, line))
+                    run.add(Collective(run.number("collective"), name, size, line))
                 return original(*args, **kwargs)
 
         for name in self.SIZED + self.OTHERS:
@@ -1112,14 +953,13 @@ class Modules(Note):
     by = ("step",)
     step: int
     others: dict  # weights, by module and name: a list, as several modules can have one name
-    buffers: dict
-    attributes: dict  # plain tensors, such as a running mean
+    tensors: dict  # buffers, and plain tensors, such as a running mean
 
 
 def note_modules(run):
     """Not at the end alone: what a function has made is gone by then. Batch norm's averages are
     each rank's own."""
-    others, found, plain, trained = {}, {}, {}, run.wrapped | run.trained
+    others, found, trained = {}, {}, run.trained.union(run.wrapped)
     for outer in outer_modules():
         kind = type(outer).__name__
         for name, parameter in outer.named_parameters():
@@ -1134,20 +974,17 @@ def note_modules(run):
                 if type(value) is not torch.Tensor or value.requires_grad or value.is_meta:
                     continue
                 if value.numel() and value.shape[:1] != (run.rows,):  # not of one batch only
-                    plain.setdefault(".".join(filter(None, (kind, path, name))), []).append(value)
-    buffers, attributes = [
-        {name: summary(tensors[0]) for name, tensors in named.items() if len(tensors) == 1}
-        for named in (found, plain)
-    ]
+                    found.setdefault(".".join(filter(None, (kind, path, name))), []).append(value)
     others = {name: sorted(sums, key=repr) for name, sums in others.items()}
-    run.add(Modules(run.steps, others, buffers, attributes))
+    tensors = {name: summary(each[0]) for name, each in found.items() if len(each) == 1}
+    run.add(Modules(run.steps, others, tensors))
 
 
 class OtherWeights(Check):
     name = "other weights"
     right = "modules that no optimizer trains are equal on all ranks"
     needs = "a module with weights that no optimizer has, such as a teacher"
-    remedy = "build a teacher or target after the same seed, or broadcast it", "#model"
+    remedy = "build and update a teacher or EMA alike on all ranks, or broadcast it", "#model"
 
     def compare(self, ranks):
         seen = False
@@ -1170,23 +1007,14 @@ class OtherBuffers(Check):
 
     def compare(self, ranks):
         seen = False
-        for group in ranks.common(Forward):
-            for name in group[0].sent or {}:
-                shapes = [(own.sent or {}).get(name) for own in group]
-                if len(set(shapes)) > 1:
-                    text = f"{group[0].line[0]}: ddp sends rank 0's {name}, whose shapes are "
-                    remedy = "set ddp.broadcast_buffers = False", "#buffers"
-                    return [wrong(f"{text}{shapes}", remedy)]
-        for part in "buffers", "attributes":
-            for group in ranks.common(Modules):
-                of_all = [getattr(own, part) for own in group]
-                for name in sorted(set.intersection(*map(set, of_all))):
-                    seen, found = True, [own[name] for own in of_all]
-                    if len({one[3] for one in found}) > 1:
-                        continue  # a cache that has grown
-                    if any(difference(found[0], other) > TOLERANCE for other in found[1:]):
-                        text = f"{name} differs after step {group[0].step}: filled from each "
-                        return [look(f"{text}rank's own batch, or at random?")]
+        for group in ranks.common(Modules):
+            for name in sorted(set.intersection(*[set(own.tensors) for own in group])):
+                seen, found = True, [own.tensors[name] for own in group]
+                if len({one[3] for one in found}) > 1:
+                    continue  # a cache that has grown
+                if any(difference(found[0], other) > TOLERANCE for other in found[1:]):
+                    text = f"{name} differs after step {group[0].step}: filled from each rank's "
+                    return [look(f"{text}own batch, or at random?")]
         return [] if seen else None
 
 
@@ -1200,6 +1028,7 @@ class Pass(Note):
     by = "line", "number"
     line: tuple
     number: int
+    step: int  # of all optimizers, when it began
     loader: int
     short: bool
     workers: int
@@ -1210,6 +1039,7 @@ class Pass(Note):
     subset: int  # a checksum of a Subset's indices
     is_subset: bool
     sampler: str
+    sampled: int  # the size of the dataset that a DistributedSampler knows
     distributed: bool
 
 
@@ -1302,18 +1132,14 @@ class WatchedPass:
         run, short = self.run, self.run.args.short
         if self.steps is not None and run.steps > self.steps:
             run.add(Trained(self.line, self.number))
-        is_main = self.is_main and run.is_main()
         try:
             if short and self.batches >= short:
                 raise StopIteration
-            run.waits_for_workers |= is_main and self.loader.num_workers > 0
             batch = next(self.iterator)
         except StopIteration:
             cut = bool(short) and self.batches >= short
             run.add(PassEnd(self.line, self.number, self.batches, cut))
             raise
-        finally:
-            run.waits_for_workers &= not is_main
         indices, drawn = None, {}
         if self.given:
             indices = original_indices(self.loader.dataset, self.given[self.batches])
@@ -1321,8 +1147,8 @@ class WatchedPass:
         samples = contents_of(batch, indices)
         run.add(Batch(self.line, self.number, self.batches, samples, drawn))
         self.batches, self.steps = self.batches + 1, run.steps
-        if is_main:  # of a thread that reads ahead, it is not known
-            run.taken[self.line, self.number] = self.batches - 1
+        if self.is_main and run.is_main():  # of a thread that reads ahead, it is not known
+            run.taken[self.line] = self.number, self.batches
         return batch
 
 
@@ -1360,6 +1186,7 @@ def watch_loaders(run):
             Pass(
                 line=line,
                 number=watched.number,
+                step=run.steps,
                 loader=number,
                 short=run.args.short is not None,
                 workers=self.num_workers,
@@ -1370,6 +1197,7 @@ def watch_loaders(run):
                 subset=zlib.crc32(repr(list(getattr(self.dataset, "indices", []))).encode()),
                 is_subset=isinstance(self.dataset, Subset),
                 sampler=type(sampler).__name__ + replacement,
+                sampled=length(sampler.dataset) if type(sampler) is DistributedSampler else None,
                 distributed=is_distributed(sampler),
             )
         )
@@ -1473,9 +1301,8 @@ def note_workers(run):
 
 
 def training_passes(ranks):
-    """Of each pass that all ranks train in: the ranks' Pass notes."""
-    keys = {group[0].key() for group in ranks.common(Trained)}
-    return [group for group in ranks.common(Pass) if group[0].key() in keys]
+    """Of each pass for training: the ranks' Pass notes."""
+    return [group for group in ranks.common(Pass) if group[0].key() in ranks.trained]
 
 
 def order_of(ranks, rank, about):
@@ -1487,7 +1314,7 @@ class Samples(Check):
     name = "samples"
     right = "the ranks train on different ones"
     needs = "a DataLoader, or inputs of ddp, in training"
-    remedy = "give the loader a DistributedSampler", "#each-rank-has-its-share"
+    remedy = "give each rank its share: a DistributedSampler", "#each-rank-has-its-share"
 
     ORDERS = ["RandomSampler", "SequentialSampler", "SubsetRandomSampler"]  # each sample once
 
@@ -1495,9 +1322,12 @@ class Samples(Check):
         passes = [group for group in ranks.common(Forward) if group[0].inputs]
         steps = ranks.common(Step)
         same = [group for group in passes if len({own.inputs for own in group}) == 1]
+        remedy = None
+        if any(group[0].iterable for group in training_passes(ranks)):
+            remedy = "split the IterableDataset by rank", "#different-numbers-of-batches"
         if same and len(same) == len(passes):
-            return self.same_inputs(same, steps)
-        if found := self.same_input(passes) or self.by_workers(ranks):
+            return self.same_inputs(same, steps, remedy)
+        if found := self.same_input(passes, remedy) or self.by_workers(ranks):
             return found
         losses = [[step.losses for step in own] for own in zip(*steps)]
         if not passes and losses and any(losses[0]) and all(own == losses[0] for own in losses):
@@ -1505,7 +1335,7 @@ class Samples(Check):
             return [look(f"{text}: right if each is one over the samples of all ranks")]
         return self.in_common(ranks, passes)
 
-    def same_inputs(self, passes, steps):
+    def same_inputs(self, passes, steps, remedy):
         """All passes through ddp had the same inputs on all ranks."""
         text = f"{passes[0][0].line[0]}: in {len(passes)} passes, ddp had the same inputs on all "
         constant = len(passes) > 1 and len({group[0].inputs for group in passes}) == 1
@@ -1513,9 +1343,9 @@ class Samples(Check):
         alike = [len(one) == len(losses[0]) and np.allclose(one, losses[0]) for one in losses]
         if constant and not all(alike):
             return [look(f"{text}ranks, and other losses: right if each has a part of the loss")]
-        return [wrong(f"{text}ranks")]
+        return [wrong(f"{text}ranks", remedy)]
 
-    def same_input(self, passes):
+    def same_input(self, passes, remedy):
         """One of ddp's inputs, not all, is the same on all ranks in all passes."""
         for line in dict.fromkeys(group[0].line for group in passes):
             groups = [group for group in passes if group[0].line == line]
@@ -1524,7 +1354,7 @@ class Samples(Check):
                 large = len(groups) > 2 and all(elements >= 16 for _, elements in found[0])
                 if large and len(set(found[0])) > 1 and all(other == found[0] for other in found):
                     text = f"{line[0]}: input {number + 1} of ddp is the same on all ranks"
-                    return [wrong(f"{text} in all {len(groups)} passes")]
+                    return [wrong(f"{text} in all {len(groups)} passes", remedy)]
         return []
 
     def by_workers(self, ranks):
@@ -1554,7 +1384,8 @@ class Samples(Check):
                     if about.distributed or whole and about.sampler in self.ORDERS:
                         return [wrong(text)]
                     if whole or common_parts(passes, rank):
-                        return [look(f"{text}: right if each takes its part of a batch")]
+                        remedy = "give each rank its share", "#another-sampler-or-no-dataloader"
+                        return [look(f"{text}: right if each takes its part of a batch", remedy)]
                 everything = about.sampler in self.ORDERS and not about.is_subset
                 if everything and whole and same_samples(ranks, about.line)[0]:
                     text += f"each go through all {about.size} samples: {ranks.size} times the "
@@ -1564,17 +1395,14 @@ class Samples(Check):
 
 def shared(ranks, about, rank):
     """How many samples rank 0 and another have in common in a pass: those with the same index, if
-    the dataset is the same; without indices, those with the same contents. Also, of how many, and
-    how many of them rank 0 has several times."""
+    the dataset is known to be the same, or else with the same contents. Also, of how many, and how
+    many of them rank 0 has several times."""
     pair = [
         [sample for batch in ranks.batches(one, *about.key()) for sample in batch.samples]
         for one in (0, rank)
     ]
     by_index = all(index is not None for samples in pair for index, _ in samples)
-    if by_index and same_samples(ranks, about.line)[0] is False:
-        return 0, len(pair[0]), 0
-    if by_index and same_samples(ranks, about.line)[0] is None:
-        by_index = False
+    by_index = by_index and same_samples(ranks, about.line)[0] is True
     names = [[index if by_index else rows for index, rows in samples] for samples in pair]
     names = [[name for name in each if name != ()] for each in names]
     count = len(set(names[0]) & set(names[1]))
@@ -1594,40 +1422,19 @@ class Order(Check):
     remedy = "call sampler.set_epoch(epoch) before each epoch", "#loader"
 
     def compare(self, ranks):
-        seen = False
-        for about in [group[0] for group in training_passes(ranks)]:
-            earlier = [ranks.get(0, Pass, about.line, number) for number in range(about.number)]
-            earlier = [one for one in earlier if one and one.dataset == about.dataset]
-            if earlier:
-                last, order = order_of(ranks, 0, earlier[-1]), order_of(ranks, 0, about)
-                size = min(len(order), len(last))
-                shuffled = None not in order[:size] and order[:size] != sorted(order[:size])
-                seen |= shuffled
-                if shuffled and order[:size] == last[:size]:
-                    text = f"{about.line[0]}: pass {about.number + 1} has the order of pass "
-                    return [wrong(f"{text}{earlier[-1].number + 1}")]
-        return [] if seen else None
-
-
-class Loaders(Check):
-    name = "loaders"
-    right = "two training loaders do not give the same samples at the same time"
-    needs = "two loaders in training that shuffle"
-    remedy = "pass another seed to the second DistributedSampler", "#loader"
-
-    def compare(self, ranks):
-        orders = {}
-        for about in [group[0] for group in training_passes(ranks)]:
-            order = order_of(ranks, 0, about)
-            if None in order or len(order) < 8 or order == sorted(order):
+        seen, passes = False, [group[0] for group in training_passes(ranks)]
+        for last, about in itertools.combinations(passes, 2):
+            if (last.line, last.dataset) != (about.line, about.dataset) or last.step >= about.step:
                 continue
-            for (other_line, loader), other in orders.items():
-                size = min(len(order), len(other))
-                if loader != about.loader and order[:size] == other[:size]:
-                    text = f"{about.line[0]} has the samples of {other_line[0]}, in the same order"
-                    return [look(f"{text}: right for pairs, such as images and masks")]
-            orders[about.line, about.loader] = order
-        return [] if len({loader for _, loader in orders}) > 1 else None
+            order, earlier = order_of(ranks, 0, about), order_of(ranks, 0, last)
+            size = min(len(order), len(earlier))
+            shuffled = None not in order[:size] and order[:size] != sorted(order[:size])
+            if shuffled and size >= 8:  # fewer may be in the same order by chance
+                seen = True
+                if order[:size] == earlier[:size]:
+                    text = f"{about.line[0]}: pass {about.number + 1} has the order of pass "
+                    return [wrong(f"{text}{last.number + 1}")]
+        return [] if seen else None
 
 
 # ---------------------------------------------------------------- datasets
@@ -1757,6 +1564,11 @@ class Datasets(Check):
             sizes = [size for size, _ in values]
             text = f"{group[0].line[0]}: {sizes} samples, or others: a random split, a filter?"
             return [wrong(text)]
+        for about in [group[0] for group in passes]:
+            if about.sampled not in (None, about.size):
+                text = f"{about.line[0]}: the dataset has {about.size} samples, its "
+                text += f"DistributedSampler is made for one of {about.sampled}"
+                return [look(text, ("give the sampler this dataset", "#each-rank-has-its-share"))]
         found = None
         for line in dict.fromkeys(group[0].line for group in passes):
             about = next(group[0] for group in passes if group[0].line == line)
@@ -1767,9 +1579,9 @@ class Datasets(Check):
             for name in fields[0]:
                 sums = [own.get(name, [None, None]) for own in fields]
                 reordered = len({one for one, _ in sums}) == 1 < len({other for _, other in sums})
-                if reordered and by_index:
+                if reordered:
                     text = f"{line[0]}: the dataset's {name} has another order on each rank"
-                    return [wrong(text)]
+                    return [wrong(text) if by_index else look(text)]
             if where and by_index:
                 return [look(f"{line[0]}: {where}: data of its own on each rank?")]
             if same is not None:
@@ -1795,7 +1607,6 @@ class End(Note):
     inside: str
     lines: str
     stack: list
-    busy: float
     beat: int  # grows while the process lives
 
     def is_error(self):
@@ -1828,8 +1639,7 @@ class Steps(Check):
 
     def batches(self, ranks, ends):
         """The ranks have other numbers of batches in a pass, and do not all leave it before."""
-        trained = {note.key() for rank in range(ranks.size) for note in ranks.of(rank, Trained)}
-        passes = [group for group in ranks.common(Pass) if group[0].key() in trained]
+        passes = training_passes(ranks)
         group, counts = first_unlike(passes, lambda about: about.batches)
         if group:
             about = group[0]
@@ -1842,7 +1652,7 @@ class Steps(Check):
                 return [
                     look(f"{text}: right if all stop after the fewest") if told else wrong(text)
                 ]
-        finished = [group for group in ranks.common(PassEnd) if group[0].key() in trained]
+        finished = [group for group in ranks.common(PassEnd) if group[0].key() in ranks.trained]
         group, counts = first_unlike(finished, lambda end: end.batches)
         if group:
             text = f"{group[0].line[0]}, pass {group[0].number + 1}: the ranks have {counts}"
@@ -1858,16 +1668,16 @@ class Steps(Check):
 
     def skips(self, ranks):
         """At a step, the ranks are at other batches."""
-        first = None
-        for line, number in sorted({note.key() for note in ranks.of(0, Trained)}, key=repr):
-            group, taken = first_unlike(
-                ranks.common(Step), lambda step, one=(line, number): step.taken.get(one)
-            )
-            if group and (first is None or group[0].number < first[0]):
-                text = f"{line[0]}: at step {group[0].number + 1} of the optimizer, the ranks were "
-                text += f"at batches {taken} of pass {number + 1}: one skipped a batch, or a step"
-                first = group[0].number, text
-        return [wrong(first[1], ("skip on all ranks or on none", "#decisions"))] if first else []
+        lines = {line for line, _ in ranks.trained}
+        for steps in ranks.common(Step):
+            for line in steps[0].taken.keys() & lines:
+                taken = [step.taken.get(line) for step in steps]
+                if any(other != taken[0] for other in taken):
+                    batches = [f"{one[1]} of pass {one[0] + 1}" if one else "none" for one in taken]
+                    text = f"{line[0]}: at step {steps[0].number + 1} of the optimizer, the ranks "
+                    text += f"were at batches {batches}: one skipped a batch, or a step before it"
+                    return [wrong(text, ("skip on all ranks or on none", "#decisions"))]
+        return []
 
     def ends(self, ranks, ends):
         states = [end.state for end in ends]
@@ -1914,29 +1724,25 @@ class Evaluated(Check):
     remedy = "broadcast rank 0's buffers before it", "#buffers"
 
     def watch(self, run):
-        """The outermost module that eval() is called of, when it is used next: by then, a script or
-        DDP's forward pass may have sent its buffers."""
-        pending, depth, call = {}, [0], nn.Module.__call__
+        """The outermost module that eval() is called of, when a module in it is used next: by then,
+        a script or DDP's forward pass may have sent its buffers."""
+        pending, depth = {}, [0]  # pending: by the id of each module inside
 
-        def note(module):
-            module, line, number = pending.pop(id(module))
-            tensors = {name: (False, summary(p)) for name, p in module.named_parameters()}
-            tensors |= {name: (True, summary(buffer)) for name, buffer in module.named_buffers()}
-            run.add(Evaluation(line, number, type(module).__name__, tensors))
+        def forget(outer):
+            for module in outer.modules():
+                pending.pop(id(module), None)
 
-        def noting_call(module, *args, **kwargs):
-            if id(module) in pending and not module.training:
-                note(module)
-            if not pending:
-                nn.Module.__call__ = call
-            return call(module, *args, **kwargs)
+        def before_forward(module, inputs):
+            if torch.compiler.is_compiling() or module.training or id(module) not in pending:
+                return
+            outer, line, number = pending[id(module)]
+            forget(outer)
+            tensors = {name: (False, summary(p)) for name, p in outer.named_parameters()}
+            tensors |= {name: (True, summary(buffer)) for name, buffer in outer.named_buffers()}
+            run.add(Evaluation(line, number, type(outer).__name__, tensors))
 
-        @replace(DistributedDataParallel, "forward")
-        def forward(original, self, *inputs, **kwargs):
-            outputs = original(self, *inputs, **kwargs)
-            if not self.training and id(self.module) in pending:  # it has sent buffers
-                note(self.module)
-            return outputs
+        register_module_forward_pre_hook(before_forward)
+        warnings.filterwarnings("ignore", "Using `torch.compile.* global hooks")
 
         @replace(nn.Module, "train")
         def train(original, self, mode=True):
@@ -1945,29 +1751,17 @@ class Evaluated(Check):
                 result = original(self, mode)
             finally:
                 depth[0] -= 1
-            module = self.module if isinstance(self, DistributedDataParallel) else self
             if depth[0] == 0:
-                if id(module) in pending:  # used by another method than forward
-                    note(module)
+                outer = self.module if isinstance(self, DistributedDataParallel) else self
+                forget(outer)
                 line = place()
                 if not mode and (number := run.number("eval", line)) < 20:
-                    pending[id(module)] = module, line, number
-                    if not run.compiles:
-                        nn.Module.__call__ = noting_call
-                    elif module is self:
-                        note(module)
+                    pending.update({id(each): (outer, line, number) for each in outer.modules()})
             return result
-
-        @replace(torch, "compile")
-        def compile(original, *args, **kwargs):
-            run.compiles = True  # it would compile noting_call, too
-            nn.Module.__call__ = call
-            return original(*args, **kwargs)
 
     def compare(self, ranks):
         known = first_differences(ranks, "weights")
-        trained = {group[0].key() for group in ranks.common(Trained)}
-        others = [group for group in ranks.common(Batch) if group[0].key()[:2] not in trained]
+        others = [group for group in ranks.common(Batch) if group[0].key()[:2] not in ranks.trained]
         shares, _ = first_unlike(others, lambda batch: [i for i, _ in batch.samples])
         for group in ranks.common(Evaluation):
             for rank, other in enumerate(group[1:], 1):
@@ -1981,7 +1775,8 @@ class Evaluated(Check):
                         text += f"{rank}, by about {size:.0e} of its size"
                         if is_buffer and not shares:
                             return [look(f"{text}: only rank 0's score counts")]
-                        return [wrong(text)]
+                        remedy = "load or update them alike on all ranks", "#checkpoints"
+                        return [wrong(text, None if is_buffer else remedy)]
         return [] if ranks.common(Evaluation) else None
 
 
@@ -1994,12 +1789,11 @@ class TestSamples(Check):
     def compare(self, ranks):
         found = None
         trained = {group[0].loader for group in training_passes(ranks)}
-        trains = {note.key() for rank in range(ranks.size) for note in ranks.of(rank, Trained)}
         for group in ranks.common(PassEnd):
             about = ranks.get(0, Pass, *group[0].key())
             lists = [order_of(ranks, rank, about) for rank in range(ranks.size)]
             everyone = sum(lists, [])
-            if about.loader in trained or about.key() in trains or None in everyone:
+            if about.loader in trained or about.key() in ranks.trained or None in everyone:
                 continue
             cut = any(end.cut for end in group)
             found = found if cut else found or []
@@ -2082,8 +1876,7 @@ class RandomNumbers(Check):
     remedy = "torch.manual_seed(seed + rank) after the model and the split", "#seeds"
 
     def compare(self, ranks):
-        trained = {group[0].key() for group in ranks.common(Trained)}
-        loads = [group for group in ranks.common(Batch) if group[0].key()[:2] in trained]
+        loads = [group for group in ranks.common(Batch) if group[0].key()[:2] in ranks.trained]
         steps = [group for group in ranks.common(Step) if not group[0].new_pass]  # an order
         for kind, groups, what in (
             (wrong, ranks.common(Forward), "dropout or noise in the model draws"),
@@ -2094,13 +1887,14 @@ class RandomNumbers(Check):
                 if same := set.intersection(*[set(note.drawn.items()) for note in group]):
                     line = group[0].line if isinstance(group[0], Step) else group[0].line[0]
                     text = f"{line}: {what} the same numbers on all ranks ({min(same)[0]})"
-                    if isinstance(group[0], Forward) and len(same) < len(group[0].drawn):
-                        return [look(f"{text}, others not: right for LayerDrop")]
+                    is_forward = isinstance(group[0], Forward)
+                    if is_forward and (group[0].finds_unused or len(same) < len(group[0].drawn)):
+                        return [look(f"{text}: right for LayerDrop, wrong for dropout")]
                     return [kind(text)]
         workers = [dict(*[note.drawn for note in ranks.of(r, Workers)]) for r in range(ranks.size)]
         for line in workers[0]:
             same = set.intersection(*[drawn.get(line, set()) for drawn in workers])
-            if same and any(line == where[0] for where, _ in trained):
+            if same and any(line == where[0] for where, _ in ranks.trained):
                 text = f"{line}: loader workers draw the same numbers on all ranks ({min(same)[0]})"
                 return [wrong(text)]
         drew = any(workers) or any(
@@ -2159,55 +1953,36 @@ def report(ranks):
 # ---------------------------------------------------------------- the run
 
 
-def do_nothing(number, frame):
-    """A handler of SIGTERM: another thread reads it."""
-
-
 class Patience:
-    """Whether no rank advances any more: none notes anything, or gets to other lines. One that is
-    busy in one line is waited for longer."""
+    """Whether to wait no longer: no rank notes anything or gets to another line, or all have ended,
+    or are asked to end."""
 
     def __init__(self, wait):
-        self.wait, self.last = wait, [None, None]
-        self.since = [time.monotonic()] * 2
+        self.wait, self.last, self.since = wait, None, time.monotonic()
         self.asked = None  # since when this rank is asked to end
         self.beats = {}  # of each rank: the last, and since when
 
     def is_alive(self, rank):
-        limit = 2.5 if self.asked else 4  # two processes on a busy machine may take so long
-        return time.monotonic() - self.beats[rank][1] < limit
+        return time.monotonic() - self.beats[rank][1] < 4  # a busy machine may take so long
 
     def is_over(self, ends, asked):
+        now = time.monotonic()
         if asked and self.asked is None:
-            self.asked = time.monotonic()
-        every = [{**vars(end), "beat": None} for end in ends]
-        lines = [{**end, "busy": None} for end in every]
-        for i, now in enumerate((every, lines)):
-            if now != self.last[i]:
-                self.last[i], self.since[i] = now, time.monotonic()
+            self.asked = now
+        places = [{**vars(end), "beat": None} for end in ends]
+        if places != self.last:
+            self.last, self.since = places, now
         for rank, end in enumerate(ends):
             if end.beat != self.beats.get(rank, [None])[0]:
-                self.beats[rank] = end.beat, time.monotonic()
+                self.beats[rank] = end.beat, now
+        if self.asked and now - self.asked > 10:  # it may be saving; torchrun waits for 30
+            return True
         failed = any(end.is_error() for end in ends)
         failed |= not all(end.state or self.is_alive(rank) for rank, end in enumerate(ends))
-        waits = [5, 30] if failed else [self.wait, 5 * self.wait]
-        over = [time.monotonic() - since > wait for since, wait in zip(self.since, waits)]
-        own_handler = asked == signal.SIGINT or signal.getsignal(signal.SIGTERM) is not do_nothing
-        limit = 10 if own_handler else 3  # the script may be saving; torchrun waits for 30
-        over.append(self.asked and time.monotonic() - self.asked > limit)
-        return any(over) or all(end.state for end in ends)
+        return now - self.since > (5 if failed else self.wait) or all(end.state for end in ends)
 
 
-def clock_of(thread):
-    """A function that tells how long a thread was busy. A Mac has no such clock; and a thread that
-    waits for a GPU is busy, too."""
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return lambda: None
-    clock = time.pthread_getcpuclockid(thread.ident)
-    return lambda: None if torch.cuda.is_initialized() else int(time.clock_gettime(clock))
-
-
-def where_now(run, busy):
+def where_now(run):
     """Where the script's main thread is."""
     frame = sys._current_frames()[run.main_thread.ident]
     frames = [f for f, _ in traceback.walk_stack(frame) if f.f_code.co_filename != HERE]
@@ -2218,7 +1993,6 @@ def where_now(run, busy):
         inside=frames[0].f_code.co_name if frames else "check.py",
         lines=" < ".join(own_lines(frame)[:4]),
         stack=[(f.f_code.co_name, line) for f, line in traceback.walk_stack(frame)],
-        busy=time.monotonic() if run.waits_for_workers else busy(),  # the workers are
         beat=run.number("beat"),
     )
 
@@ -2226,13 +2000,13 @@ def where_now(run, busy):
 def observe(run):
     """A thread on every rank: tells where this rank is; on one rank, makes the report. Returns how
     many lines are WRONG, None if nothing was trained."""
-    patience, busy = Patience(run.args.wait), clock_of(run.main_thread)
+    patience = Patience(run.args.wait)
     latest = time.monotonic() + 10 * run.args.wait  # for the others to import torch
     keys = [f"{rank}/end" for rank in range(run.world_size)]
     while not run.store.check(["printed"]):
         note_workers(run)
         run.send()
-        run.store.set(keys[run.rank], pickle.dumps(vars(where_now(run, busy))))
+        run.store.set(keys[run.rank], pickle.dumps(vars(where_now(run))))
         time.sleep(0.3)
         if not run.store.check(keys):
             if run.signal or time.monotonic() > latest:
@@ -2291,6 +2065,9 @@ def answer_signals(run):
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
 
+    def ignore(number, frame):
+        """A handler in Python, as only such ones write to the pipe."""
+
     def read_signals():
         while number := os.read(reading, 1):
             if number[0] in (signal.SIGTERM, signal.SIGINT):
@@ -2298,10 +2075,10 @@ def answer_signals(run):
 
     def forget():  # in a child, such as a loader worker
         signal.set_wakeup_fd(-1)
-        if signal.getsignal(signal.SIGTERM) is do_nothing:
+        if signal.getsignal(signal.SIGTERM) is ignore:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    signal.signal(signal.SIGTERM, do_nothing)
+    signal.signal(signal.SIGTERM, ignore)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=lambda: quietly(forget))
     threading.Thread(target=read_signals, daemon=True).start()
