@@ -2035,7 +2035,7 @@ def next_command(args):
     path = os.path.join(os.path.dirname(HERE), "compare.py")
     path = os.path.relpath(path, START) if os.path.exists(path) else "compare.py"
     words = ["python", path, *["-m"] * args.m, args.script, *args.flags]
-    return f"Run compare.py next (in the same folder): {shlex.join(words)}"
+    return f"Run compare.py next (from here, writing to another folder): {shlex.join(words)}"
 
 
 def watch(run):
