@@ -741,6 +741,7 @@ class Forward(Note):
     line: tuple
     number: int
     inputs: tuple  # of each tensor: a checksum, and how many elements
+    shapes: list  # of images or larger tensors, without the batch's dimension
     rows: int  # the batch's size
     parts: list  # checksums of the samples
     drawn: dict  # random numbers in it
@@ -771,6 +772,7 @@ def watch_wrappers(run):
             line=line,
             number=run.number("forward", line),
             inputs=tuple((checksum(tensor), tensor.numel()) for tensor in tensors),
+            shapes=[tuple(tensor.shape[1:]) for tensor in tensors if tensor.dim() > 3],
             rows=max((len(tensor) for tensor in tensors if tensor.dim()), default=0),
             parts=[part for _, part in contents_of(tensors, None)[:1024]],
             drawn={},
@@ -805,6 +807,23 @@ class Modes(Check):
             module = f"{passes[0].line[0]}, pass {passes[0].number + 1}: ddp.module.{only[0]} "
             return [wrong(f"{module}is in evaluation mode on ranks {which} only")]
         return [] if ranks.common(Forward) else None
+
+
+class Shapes(Check):
+    name = "shapes"
+    right = "the images that ddp gets have the same size on all ranks"
+    needs = "images or other inputs of ddp with four dimensions, in training"
+    remedy = "draw a size with a generator seeded alike, or pad to a fixed length", "#batch-size"
+
+    def compare(self, ranks):
+        passes = ranks.common(Forward)
+        others = [group for group in passes if any(n.shapes != group[0].shapes for n in group)]
+        if len(others) > 1:  # not the last batch alone, where the batch is not the first dimension
+            group, shapes = others[0], [own.shapes for own in others[0]]
+            text = f"{group[0].line[0]}: in {len(others)} of {len(passes)} passes, images have "
+            text += f"other sizes on each rank, first {shapes}: drawn at random"
+            return [look(f"{text}? Right if each is padded to its own largest")]
+        return [] if any(own[0].shapes for own in passes) else None
 
 
 # ---------------------------------------------------------------- losses
@@ -1435,6 +1454,27 @@ class Order(Check):
                     text = f"{about.line[0]}: pass {about.number + 1} has the order of pass "
                     return [wrong(f"{text}{last.number + 1}")]
         return [] if seen else None
+
+
+class Loaders(Check):
+    name = "loaders"
+    right = "two training loaders do not give the same samples at the same time"
+    needs = "two loaders in training that shuffle"
+    remedy = "pass another seed to the second DistributedSampler", "#loader"
+
+    def compare(self, ranks):
+        orders = {}
+        for about in [group[0] for group in training_passes(ranks)]:
+            order = order_of(ranks, 0, about)
+            if None in order or len(order) < 8 or order == sorted(order):
+                continue
+            for (other_line, loader), other in orders.items():
+                size = min(len(order), len(other))
+                if loader != about.loader and order[:size] == other[:size]:
+                    text = f"{about.line[0]} has the samples of {other_line[0]}, in the same order"
+                    return [look(f"{text}: right for pairs, such as images and masks")]
+            orders[about.line, about.loader] = order
+        return [] if len({loader for _, loader in orders}) > 1 else None
 
 
 # ---------------------------------------------------------------- datasets
