@@ -41,7 +41,8 @@ def code_of(title, number=0):
 
 def defined(title):
     """What a recipe for train.py defines, in a copy of train.py's names."""
-    exec(code_of(title), space := dict(vars(train)))
+    code = "".join(code for language, code in recipe(title) if language == "python")
+    exec(code, space := dict(vars(train)))
     return space
 
 
