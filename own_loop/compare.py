@@ -40,7 +40,9 @@ weights of 16 bits and hooks that round gradients (give a larger --tolerance).
 """
 
 import argparse
+import ast
 import contextlib
+import faulthandler
 import functools
 import gc
 import inspect
@@ -64,6 +66,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 import zlib
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -340,6 +343,7 @@ class Value:
     numbers: list = field(default_factory=list)  # plain numbers among the arguments
     fixed_divisor: bool = False  # a division by something that has no gradient
     model: int | None = None  # index of the inputs of the model inside of which it is
+    called_at: str = ""  # the script's line that has called the function of this line
 
 
 @dataclass
@@ -365,8 +369,10 @@ class Step:
 
     key: tuple  # the optimizer's number, its step
     line: str
+    callers: list  # the script's lines that have called the function of this line
     settings: list
-    made: str  # the line that made the optimizer, and its scheduler
+    made: list  # the lines that made the optimizer and its schedulers
+    variables: dict  # the script's plain numbers, by name
 
 
 class Difference(NamedTuple):
@@ -1119,6 +1125,8 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         name = getattr(function, "__name__", UNKNOWN)
+        if name == "all_reduce" and out is None:
+            out = args[0]  # it is another value now
         if self.run.is_quiet() or self.run.in_dataset():
             return out
         with contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
@@ -1147,10 +1155,18 @@ class Trace(TorchFunctionMode):
         numbers = [float(x) for x in tree_leaves((args, kwargs)) if type(x) in (int, float)]
         divisor = args[1] if len(args) > 1 else kwargs.get("other")
         fixed = torch.is_tensor(divisor) and not divisor.requires_grad and name in self.DIVISIONS
-        more = {"numbers": numbers[:4], "fixed_divisor": fixed}
+        more = {"numbers": numbers[:4], "fixed_divisor": fixed, "called_at": caller_of(frame)}
         note_value(self.run, "value", line, name, out, made_from, **more)
 
 
+def caller_of(frame):
+    """The line that has called the function which this frame is in; "" if it is in none."""
+    while frame.f_code.co_name in ("<genexpr>", "<listcomp>", "<dictcomp>", "<lambda>"):
+        frame = frame.f_back
+    return "" if frame.f_code.co_name == "<module>" else own_lines(frame.f_back)[0]
+
+
+NO_SYNC = " in no_sync()"
 TORCH = os.path.dirname(torch.__file__)
 NOT_THE_SCRIPTS = tuple(
     os.path.join(TORCH, part) for part in ("optim", "utils/data", "nn/init", "nn/utils")
@@ -1172,7 +1188,7 @@ def watch_models(run):
             return original(module, *args, **kwargs)
         name, line = type(inner).__name__, place()[0]
         if not getattr(module, "require_backward_grad_sync", True):
-            name += " in no_sync()"
+            name += NO_SYNC
         tensors = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t) and t.dim()]
         if tensors:
             run.model_rows = len(tensors[0])
@@ -1187,6 +1203,17 @@ def watch_models(run):
         return outputs
 
     nn.Module.__call__ = call
+
+    @replace(Subset, "__init__")
+    def choose(original, self, dataset, indices):
+        original(self, dataset, indices)
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not a list of numbers
+            note_value(run, "value", place()[0], "Subset", torch.tensor(list(indices)))
+
+    @replace(DistributedDataParallel, "no_sync")
+    def no_sync(original, self):
+        note_value(run, "no_sync", place()[0], NO_SYNC, ())
+        return original(self)
 
     @replace(DistributedDataParallel, "register_comm_hook")
     def register_comm_hook(original, self, *args, **kwargs):
@@ -1404,6 +1431,33 @@ def differ_in_any_order(one, other):
     return min(found, differ(one.reshape(-1).sort().values, other.reshape(-1).sort().values))
 
 
+def variables_of(frame):
+    """The script's plain numbers: {(function, name): number}, and {(".", name): number} of objects
+    and dictionaries; of several of one name, the innermost. And the seeds of generators."""
+    scopes, found = [], {}
+    while frame is not None:
+        if own_file(frame.f_code.co_filename):
+            scopes.append((frame.f_code.co_name, frame.f_locals))
+            scopes.append(("<module>", frame.f_globals))
+        frame = frame.f_back
+    for _, variables in list(scopes):
+        for thing in list(variables.values()):
+            if isinstance(thing, DataLoader):
+                thing = thing.dataset
+            while isinstance(thing, Subset):
+                thing = thing.dataset
+            if not isinstance(thing, (torch.Tensor, types.ModuleType)):
+                inside = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
+                scopes.append((".", inside if len(inside) < 200 else {}))
+    for scope, variables in scopes:
+        for name, thing in list(variables.items()):
+            if isinstance(thing, torch.Generator):
+                thing = thing.initial_seed()
+            if isinstance(thing, (int, float, np.floating, np.integer)) and not abs(thing) > 1e300:
+                found.setdefault((scope, name), float(thing))
+    return found
+
+
 def watch_steps(run):
     trained, nested, before = {}, [0], {}
 
@@ -1413,12 +1467,12 @@ def watch_steps(run):
     @replace(Optimizer, "__init__")
     def make(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
-        run.made[id(self)] = f"made at {place()[0]}"
+        run.made[id(self)] = [place()[0]]
 
     @replace(LRScheduler, "__init__")
     def schedule(original, self, optimizer, *args, **kwargs):
         original(self, optimizer, *args, **kwargs)
-        run.made[id(optimizer)] = f"{run.made.get(id(optimizer), '')}, scheduled at {place()[0]}"
+        run.made.setdefault(id(optimizer), []).append(place()[0])
 
     def before_step(optimizer, args, kwargs):
         nested[0] += 1
@@ -1427,7 +1481,7 @@ def watch_steps(run):
         with run.quiet():
             if optimizer not in trained:
                 trained[optimizer] = Trained(run, optimizer)
-            one, line = trained[optimizer], place()[0]
+            one, (line, *callers) = trained[optimizer], place()
             one.step += 1
             parameters = one.parameters(optimizer)
             if any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values()):
@@ -1435,8 +1489,9 @@ def watch_steps(run):
             gradients = {name: on_cpu(p.grad) for name, p in parameters.items()}
             weights = {name: on_cpu(p) for name, p in parameters.items()}
             before.update(weights=weights, gradients=gradients, line=line)
-            key, made = (one.number, one.step), run.made.get(id(optimizer), "")
-            run.note(Step(key, line, settings_of(optimizer), made))
+            key, made = (one.number, one.step), run.made.get(id(optimizer), [])
+            variables = variables_of(sys._getframe(1))
+            run.note(Step(key, line, callers, settings_of(optimizer), made, variables))
             if not run.one and os.path.exists(path(one)):
                 before["saved"] = compare_before(torch.load(path(one)), gradients, weights, line)
 
@@ -1701,7 +1756,8 @@ def run_watched(run, script):
         run.end(f"SystemExit {end.code}" if end.code else "its end")
         raise
     except BaseException as error:
-        run.end(f"{type(error).__name__}: {str(error)[:300]}")
+        at = own_lines([*traceback.walk_tb(error.__traceback__)][-1][0])[0]
+        run.end(f"{type(error).__name__} at {source(at)}: {str(error)[:300]}")
         raise
     run.end("its end")
 
@@ -1776,6 +1832,7 @@ def child():
         run_spawning(args, 1 if options["run"] == "one" else options["nproc"])
     else:
         refuse_to_spawn()
+        faulthandler.enable()
         run_watched(Run(), lambda: run_script(args))
 
 
@@ -1786,7 +1843,7 @@ class Notes:
     """Of one process: {"step": [(steps before it, Step), ...], ...}, by the kind of note."""
 
     def __init__(self, folder, run, rank):
-        self.of = {}
+        self.of, self.path = {}, f"{folder}/{run}.{rank}"
         for part in ("notes", "texts"):
             with contextlib.suppress(EOFError, pickle.UnpicklingError, FileNotFoundError):
                 with open(f"{folder}/{run}.{rank}.{part}", "rb") as file:
@@ -1805,7 +1862,16 @@ class Notes:
             self.of[kind] = [note for note in self.of.get(kind, []) if note[0] not in steps]
 
     def end(self):
-        return self[End][-1][1].state if self[End] else "no end"
+        if self[End]:
+            return self[End][-1][1].state
+        with contextlib.suppress(FileNotFoundError), open(f"{self.path}.log") as log:
+            crash = log.read().partition("Fatal Python error")[2]
+            for name, line in re.findall(r'File "(.*)", line (\d+)', crash):
+                if own_file(name):
+                    return f"a crash at {source(f'{own_file(name)}:{line}')}"
+        with contextlib.suppress(FileNotFoundError), open(f"{self.path}.where") as file:
+            return f"no end, at {source(file.read().partition(' < ')[0])}"
+        return "no end"
 
 
 @dataclass
@@ -1832,6 +1898,168 @@ def source(line):
         return line
     text = linecache.getline(os.path.join(START, file), int(number)).strip()
     return f"{line}: {text[:90]}" if text else line
+
+
+@functools.cache
+def statements(file):
+    """Those of a file, each of which knows what it is in; the innermost last."""
+    found = []
+    with contextlib.suppress(SyntaxError):
+        tree = ast.parse("".join(linecache.getlines(os.path.join(START, file))))
+        for node in ast.walk(tree):
+            for child in ast.iter_child_nodes(node):
+                child.parent = node
+            if isinstance(node, ast.stmt):
+                found.append(node)
+    return found
+
+
+def statement_at(line):
+    file, _, number = line.rpartition(":")
+    if number.isdigit():
+        for node in reversed(statements(file)):
+            if node.lineno <= int(number) <= node.end_lineno:
+                return node
+    return None
+
+
+def loops_around(line):
+    """The lines of all loops that a line is in, innermost first."""
+    found, node = [], statement_at(line)
+    while node := getattr(node, "parent", None):
+        if isinstance(node, (ast.For, ast.While)):
+            found.append(f"{line.rpartition(':')[0]}:{node.lineno}")
+    return found
+
+
+def branch_of(line):
+    """The line of the innermost `if` that decides whether a line is run; None if there is none."""
+    node = statement_at(line)
+    while parent := getattr(node, "parent", None):
+        found = [parent] if isinstance(parent, ast.If) else []
+        for earlier in getattr(parent, "body", []):
+            if isinstance(earlier, ast.If) and earlier.end_lineno < node.lineno:
+                jumps = isinstance(earlier.body[-1], (ast.Continue, ast.Return, ast.Break))
+                found += [earlier] * jumps
+        if found:
+            return f"{line.rpartition(':')[0]}:{found[-1].lineno}"
+        node = parent
+    return None
+
+
+def lines_inside(line):
+    """Of a function's statements."""
+    node, file = statement_at(line), line.rpartition(":")[0]
+    return [f"{file}:{n.lineno}" for n in ast.walk(node) if isinstance(n, ast.stmt)] if node else []
+
+
+def key_of(node):
+    """(function, name) of a variable, (".", name) of y.name and of y["name"]; None of all else."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return ".", node.slice.value
+    if isinstance(node, ast.Attribute):
+        return ".", node.attr
+    if not isinstance(node, ast.Name):
+        return None
+    around = node
+    while around := getattr(around, "parent", None):
+        if isinstance(around, ast.FunctionDef):
+            inside = list(ast.walk(around))
+            stored = [n for n in inside if isinstance(getattr(n, "ctx", None), ast.Store)]
+            names = [getattr(n, "id", None) for n in stored]
+            names += [n.arg for n in inside if isinstance(n, ast.arg)]
+            if node.id in names:
+                return around.name, node.id
+    return "<module>", node.id
+
+
+def names_at(line):
+    """{key: text} of those in a statement, without the statements in it."""
+    found, todo = {}, [statement_at(line)]
+    while node := todo.pop(0) if todo else None:
+        if key := key_of(node):
+            found.setdefault(key, ast.unparse(node))
+        inner = ast.iter_child_nodes(node)
+        todo += [n for n in inner if not isinstance(n, (ast.stmt, ast.excepthandler))]
+    return found
+
+
+def lines_that_set(line, key):
+    """Those in a line's file that assign a variable, or one of this name, if it is a parameter. Its
+    first value, a constant, only if there are no others."""
+    file, found = line.rpartition(":")[0], {}
+    for node in statements(file):
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            for name in map(key_of, getattr(target, "elts", [target])):
+                if name and name[1] == key[1]:
+                    is_constant = isinstance(getattr(node, "value", None), ast.Constant)
+                    is_first = is_constant and not isinstance(node, ast.AugAssign)
+                    found.setdefault((name != key, is_first), []).append(node.lineno)
+    return [f"{file}:{n}" for n in sorted(set(found[min(found)]))[-3:]] if found else []
+
+
+class Variables:
+    """The script's plain numbers at each step, on one process and on the ranks."""
+
+    def __init__(self, one, ranks):
+        self.all = [{step: note.variables for step, note in n[Step]} for n in (one, *ranks)]
+        self.lines = {step: note.line for step, note in one[Step]}
+
+    def others(self, step):
+        """{name: [number on one process, on rank 0, ...]}: those that differ, but for the number
+        of processes, and that of this one."""
+        mine, *theirs = [of_step.get(step, {}) for of_step in self.all]
+        usual = [1] + [len(theirs)] * len(theirs), [0, *range(len(theirs))]
+        found = {name: [n, *[other.get(name, n) for other in theirs]] for name, n in mine.items()}
+        return {
+            name: numbers
+            for name, numbers in found.items()
+            if numbers not in usual and any(relative(n, numbers[0]) > 1e-6 for n in numbers)
+        }
+
+    def changing(self, step):
+        """In words: those that differ, and were not yet so at the first step."""
+        first, line = self.others(min(self.all[0])), self.lines[step]
+        found = [key for key, n in self.others(step).items() if n != first.get(key)]
+        return "".join(self.describe(key, key[1], step, line) for key in found[:4])
+
+    def behind(self, lines, step, further=2):
+        """In words: the numbers in these lines that differ, and in those that set them; if there
+        are none, in those that set what is no number."""
+        others, lines, texts, hidden = self.others(step), list(lines), {}, []
+        for line in lines:
+            for key, name in names_at(line).items():
+                if key in others and key[1] not in texts and len(texts) < 3:
+                    lines += lines_that_set(line, key)
+                    texts[key[1]] = self.describe(key, f"{line}: {name}", step, line)
+                elif key[0] not in (".", "<module>") and key not in self.all[0][step]:
+                    hidden += lines_that_set(line, key)
+        if not texts and hidden and further:
+            return self.behind(dict.fromkeys(hidden), step, further - 1)
+        return "".join(texts.values())
+
+    def set_at(self, line, step):
+        """In words: where the numbers in a line are set."""
+        keys = [key for key in names_at(line) if key in self.all[0][step]]
+        lines = [at for key in keys for at in lines_that_set(line, key)]
+        return "".join(f"{MORE}{source(line)}" for line in lines[:3])
+
+    def describe(self, key, name, step, line):
+        numbers = [of_step.get(step, {}).get(key, math.nan) for of_step in self.all]
+        set_at = lines_that_set(line, key)
+        text = f"{MORE}{name} is {sides(*numbers)}"
+        return f"{text}; set at {', '.join(set_at)}" if set_at else text
+
+
+MORE = "\n" + 9 * " "
+
+
+def sides(one, *others):
+    return f"{one:.6g} on one process, {listed(others)} on the ranks"
+
+
+def listed(numbers):
+    return ", ".join(f"{number:.6g}" for number in numbers)
 
 
 def fit_numbers(one, others, tolerance):
@@ -1900,15 +2128,16 @@ class Values:
 
     def __init__(self, one, ranks, tolerance):
         self.tolerance, self.ranks, self.known = tolerance, len(ranks), {}
-        theirs = [
+        mine, *theirs = [
             {(step, v.kind, v.line, v.name, v.number): v for step, v in notes[Value]}
-            for notes in ranks
+            for notes in (one, *ranks)
         ]
+        last = [{key[:4]: key[4] for key in sorted(notes)} for notes in (mine, *theirs)]
         self.all, self.others, self.step_of, self.alone = {}, {}, {}, {}
-        for step, value in one[Value]:
+        for (step, *_), value in mine.items():
             key = step, value.kind, value.line, value.name, value.number
             others = [notes.get(key) for notes in theirs]
-            if None not in others:
+            if len({numbers.get(key[:4]) for numbers in last}) == 1:  # else it is any other one
                 self.all[value.index], self.others[value.index] = value, others
                 self.step_of[value.index] = step
         self.of_step = {}
@@ -1931,14 +2160,17 @@ class Values:
             self.known[index] = self.compute_differs(index)
         return self.known[index]
 
-    def compute_differs(self, index):
+    def fits(self, index):
         value, others = self.all[index], self.others[index]
         for number, part in enumerate(value.parts):
             theirs = [o.parts[number] if number < len(o.parts) else None for o in others]
-            found = fit(part, theirs, self.tolerance)
-            if found is None or value.kind == "loss" and found not in ("same", "mean"):
-                return True
-        return False
+            yield fit(part, theirs, self.tolerance)
+
+    def compute_differs(self, index):
+        is_loss = self.all[index].kind == "loss"
+        return any(
+            fit is None or is_loss and fit not in ("same", "mean") for fit in self.fits(index)
+        )
 
     def find(self, step, *kinds):
         """Those of a step that differ, in the order of the script."""
@@ -1967,6 +2199,35 @@ class Values:
                     wrong += [i] if self.differs(i) else []
         return self.origin(self.all[max(wrong)]) if wrong else None
 
+    def printed(self, step, number):
+        """What a printed number that differs comes from."""
+        for value in reversed(self.find(step, "value")):
+            scalars = [s[1] for s in value.parts if s and not s[0]]
+            if any(relative(scalar, number) < 5e-3 for scalar in scalars):
+                return self.origin(value)
+        return None
+
+    def behind(self, value):
+        """In words: what is still the rank's own."""
+        return "".join(
+            f"{MORE}a mean or sum over ranks is right up to {source(own.line)}  [{own.name}]"
+            for own in self.own_share(value)
+        )
+
+    def own_share(self, value):
+        """The values behind one that are not yet one process's, but the mean or sum over the ranks
+        is: in the nearest lines before it."""
+        todo, found, lines = list(value.made_from), [], (value.line, self.line_of(value))
+        while todo:
+            before = self.all.get(todo.pop())
+            if before is None or before.kind != "value" or before.index >= value.index:
+                continue
+            if before.line in lines:
+                todo += before.made_from
+            elif {"mean", "sum"} & set(self.fits(before.index)):
+                found.append(before)
+        return sorted({v.line: v for v in found}.values(), key=lambda v: v.index)[-2:]
+
     def coupled(self, step):
         """The first value inside of a model that differs, where its outputs of a step do, but its
         inputs do not; or None."""
@@ -1985,13 +2246,15 @@ class Values:
             return (inside or [outputs])[0]
         return None
 
+    def line_of(self, value):
+        """Of a loss, the line that has made it."""
+        makers = [i for i in value.made_from if i in self.all and value.kind == "loss"]
+        return self.all[max(makers)].line if makers else value.line
+
     def describe(self, value):
         """The line, and what it computes on each side."""
-        others, line = self.others[value.index], value.line
-        if value.kind == "loss":  # the line that has made it
-            makers = [i for i in value.made_from if i in self.all]
-            line = self.all[max(makers)].line if makers else line
-        text = f"{source(line)}  [{value.name}]"
+        others = self.others[value.index]
+        text = f"{source(self.line_of(value))}  [{value.name}]"
         for number, part in enumerate(value.parts):
             theirs = [o.parts[number] if number < len(o.parts) else None for o in others]
             known = part is not None and None not in theirs
@@ -2002,18 +2265,18 @@ class Values:
                 text += f": shape {part[0]} on one process, {shapes} on the ranks, other numbers"
             else:
                 numbers = [t[1] for t in theirs if not t[0]]
-                text += f": {part[1]:.7g} on one process, {listed(numbers)} on the ranks"
+                text += f": {sides(part[1], *numbers)}"
                 if value.kind == "loss" and abs(part[1]) > 1e-9:
                     text += meaning(sum(numbers) / len(numbers) / part[1], self.ranks)
             break
-        for mine, *theirs in zip(value.numbers, *[o.numbers for o in others]):
-            if any(relative(mine, n) > 1e-6 for n in theirs):
-                return f"{text}; a number in it is {mine:.6g} on one process, {listed(theirs)}"
         return text
 
-
-def listed(numbers):
-    return ", ".join(f"{number:.6g}" for number in numbers)
+    def numbers(self, value):
+        """In words: a plain number in it that differs."""
+        for mine, *theirs in zip(value.numbers, *[o.numbers for o in self.others[value.index]]):
+            if any(relative(mine, n) > 1e-6 for n in theirs):
+                return f"{MORE}a number in it is {sides(mine, *theirs)}"
+        return ""
 
 
 def meaning(ratio, world):
@@ -2196,7 +2459,7 @@ class Tensors:
 WORLD = 2  # how many ranks are compared; set by report()
 
 
-def compare_settings(one, ranks):
+def compare_settings(one, ranks, variables):
     """Learning rates and such, on any rank."""
     theirs = [{note.key: note for _, note in notes[Step]} for notes in ranks]
     for step, note in one[Step]:
@@ -2206,26 +2469,14 @@ def compare_settings(one, ranks):
         for number, (name, mine) in enumerate(note.settings):
             numbers = [other.settings[number][1] for other in others]
             if any(relative(mine, other) > 1e-6 for other in numbers):
-                text = f"{name} is {mine:.6g} on one process, "
-                text += listed(numbers) + " on the ranks"
-                by_hand = lines_that_set(note.line, name)
-                if by_hand:
-                    text += f"; set at {by_hand}"
-                ratio = numbers[0] / mine if mine else 0.0
-                if step == 0 and abs(ratio / WORLD - 1) < 0.01:
-                    text += f"; {WORLD} times: is the batch of all ranks that much larger, too? "
+                text = f"{source(note.line)}: {name} is {sides(mine, *numbers)}"
+                world, set_at = len(ranks), lines_that_set(note.line, (".", name))
+                if step == 0 and mine and abs(numbers[0] / mine / world - 1) < 0.01:
+                    text += f"; {world} times: is the batch of all ranks that much larger, too? "
                     text += "If so, give one process this rate by --one"
-                yield Finding(
-                    "WRONG", "settings", step, f"{source(note.line)}: {text}; {note.made}"
-                )
-
-
-def lines_that_set(line, name):
-    """Where the script itself assigns a setting, as in group["lr"] = ..."""
-    file = line.rpartition(":")[0]
-    lines = linecache.getlines(os.path.join(START, file))
-    pattern = re.compile(rf"""\[["']{re.escape(name)}["']\]\s*[-+*/]?=[^=]""")
-    return ", ".join(f"{file}:{n}" for n, text in enumerate(lines, 1) if pattern.search(text))
+                text += f"{MORE}made or set at {', '.join(note.made + set_at)}"
+                text += variables.behind(set_at + note.made, step)
+                yield Finding("WRONG", "settings", step, text)
 
 
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.I)
@@ -2249,9 +2500,9 @@ def scores(text, losses):
         yield None if no_score or is_loss else number
 
 
-def compare_printed(one, ranks):
+def compare_printed(one, ranks, values=None, variables=None):
     """Numbers that rank 0 prints."""
-    sides = []
+    both = []
     for notes in (one, ranks[0]):
         losses = [v.parts[0][1] for _, v in notes[Value] if v.kind == "loss" and v.parts]
         lines = {}
@@ -2259,9 +2510,9 @@ def compare_printed(one, ranks):
             if step and not re.search(r"it/s|s/it|Warning", note.text):
                 skeleton = NUMBER.sub("#", note.text)
                 lines.setdefault(skeleton, []).append((step, note, losses))
-        sides.append(lines)
-    for skeleton, mine in sides[0].items():
-        for (step, a, losses), (other, b, their) in zip(mine, sides[1].get(skeleton, [])):
+        both.append(lines)
+    for skeleton, mine in both[0].items():
+        for (step, a, losses), (other, b, their) in zip(mine, both[1].get(skeleton, [])):
             if not re.search(r"\d\.\d", a.text):
                 continue
             if step != other:
@@ -2269,13 +2520,20 @@ def compare_printed(one, ranks):
                 yield Finding("look", "printed", step, f"{source(a.line)}: {text}")
                 break
             pairs = zip(scores(a.text, losses), scores(b.text, their))
-            if any(
-                None not in (x, y) and relative(x, y) > 2e-3 and abs(x - y) > 1e-6 for x, y in pairs
-            ):
+            wrong = [
+                x
+                for x, y in pairs
+                if None not in (x, y) and relative(x, y) > 2e-3 and abs(x - y) > 1e-6
+            ]
+            if wrong:
                 text = (
                     f"{a.text.strip()[:100]!r} on one process, {b.text.strip()[:100]!r} on rank 0"
                 )
                 text += ": of rank 0's share alone, or a mean of means over unequal shares?"
+                if values and (value := values.printed(step, wrong[0])):
+                    text += f"{MORE}{values.describe(value)}{values.behind(value)}"
+                elif values:
+                    text += variables.behind([a.line], step)
                 yield Finding("look", "printed", step, f"{source(a.line)}: {text}")
                 break
 
@@ -2288,7 +2546,7 @@ ADVICE = {
     "its batch, or the model remembers earlier ones. Intended?",
     "stream": "the ranks' streams have other samples in this step than one process's, as shards of "
     "files have. What follows from that cannot be compared",
-    "count": "a mean by a number of the rank's own share? all_reduce that number first",
+    "count": "a number of the rank's own share in it? all_reduce that number first",
     "ratio": "a ratio of sums over the rank's own share, as in a Dice loss of the batch. Intended?",
     "mean": "a mean over a number of elements that differs over ranks? Divide a sum by the number "
     "on all ranks, times world_size",
@@ -2299,21 +2557,31 @@ ADVICE = {
 }
 
 
-def advice_on(value):
+def advice_on(value, numbers):
     """The key of ADVICE for the first value that differs."""
     if value.name == STREAM:
         return "stream"
+    if numbers:
+        return "count"
     if value.name in Trace.DIVISIONS:
         return "count" if value.fixed_divisor else "ratio"
     return "mean" if value.name in ("mean", "cross_entropy", "nll_loss") else "other"
 
 
-def blame(values, tensors, step):
+def blame(values, tensors, variables, step):
     """What the difference of a step comes from: the findings, and whether it may be intended."""
 
-    def finding(what, value, advice):
+    def finding(what, value, advice=None):
+        made_by = re.findall(r"made by (.*:\d+)", value.name)
+        lines = lines_inside(made_by[0]) if made_by else [value.line]
+        numbers = variables.behind(lines, step, further=0) or values.numbers(value)
+        advice = advice or advice_on(value, numbers)
+        if not numbers:
+            numbers = values.behind(value) + variables.behind(lines, step)
+        called = f"{MORE}called at {source(value.called_at)}" if value.called_at else ""
         verdict = "look" if advice in ("coupled", "stream", "ratio") else "WRONG"
-        return Finding(verdict, what, step, f"{values.describe(value)}: {ADVICE[advice]}")
+        text = values.describe(value) + (f": {ADVICE[advice]}" if value.kind != "loss" else "")
+        return Finding(verdict, what, step, text + called + numbers)
 
     if value := values.coupled(step):
         return [finding("outputs", value, "coupled")], True
@@ -2324,23 +2592,35 @@ def blame(values, tensors, step):
     if inputs or wrong:
         origin = values.origin((inputs + wrong)[0])
         if origin.kind == "loss":
-            found = [Finding("WRONG", "loss", step, values.describe(origin))]
+            found = [finding("loss", origin)]
         else:
-            found = [finding("inputs" if inputs else "value", origin, advice_on(origin))]
+            found = [finding("inputs" if inputs else "value", origin)]
     else:
         near = [value for loss in losses if (value := values.nearest(loss))]
         after = max([v.index for v in losses], default=-1)
         later = [v for v in values.find(step, "value") if v.index > after]
-        found = [finding("value", value, "same loss") for value in (near + later)[:1]]
+        advice = "same loss" if losses else None
+        found = [finding("value", value, advice) for value in (near + later)[:1]]
     if step in values.alone and (not found or found[0].what == "loss"):
         line, side = values.alone[step]
         text = f"{source(line)}: computed {side} alone: {ADVICE['branch']}"
+        if branch := branch_of(line):
+            text += f"{MORE}{source(branch)}{variables.behind([branch], step)}"
         found.append(Finding("WRONG", "branch", step, text))
     if unlike and not inputs:
-        passes = [v for v in values.of_step.get(step, []) if v.kind == "outputs"]
-        last = f" The last pass: {source(passes[-1].line)}  [{passes[-1].name}]" if passes else ""
-        found.append(Finding("WRONG", "averaging", step, unlike + last))
-    return found, bool(found) and found[0].verdict == "look"
+        of_step = values.of_step.get(step, [])
+        passes = [v for v in of_step if v.kind == "outputs"]
+        off = [v.line for v in of_step if v.kind == "no_sync"]
+        text = unlike
+        if passes:
+            text += f"{MORE}the last pass: {source(passes[-1].line)}  [{passes[-1].name}]"
+            if off and passes[-1].name.endswith(NO_SYNC):
+                text += f"{MORE}{source(off[-1])}{variables.set_at(off[-1], step)}"
+        found.append(Finding("WRONG", "averaging", step, text))
+    intended = bool(found) and found[0].verdict == "look"
+    if not found and (text := variables.changing(step)):
+        found.append(Finding("look", "numbers", step, f"no value differs, but numbers do:{text}"))
+    return found, intended
 
 
 def first_of(findings, *kinds):
@@ -2363,18 +2643,21 @@ def find_all(one, ranks, tolerance):
     for notes in [one, *ranks]:
         notes.leave_out(skipped | set(uneven))
     values, tensors = Values(one, ranks, tolerance / 10), Tensors(ranks, tolerance)
+    variables = Variables(one, ranks)
     kinds = ("gradients", "parameters", "weights", "update")
     first = first_of(tensors.findings, *kinds)
     found = [Finding("note", "samples", step, uneven[step]) for step in sorted(uneven)[:1]]
     for finding in samples[:1]:
         finding.verdict = "WRONG" if first else "look"
+        for value in [v for v in values.find(0, "value") if v.name == "Subset"][:1]:
+            finding.text += f"{MORE}{values.describe(value)}{variables.behind([value.line], 0)}"
         found.append(finding)
     found += lengths[:1]
     intended = False
-    if first:
-        causes, intended = blame(values, tensors, first[0].step)
+    if first and not (samples and samples[0].step <= first[0].step):
+        causes, intended = blame(values, tensors, variables, first[0].step)
         found += causes
-    settings = list(compare_settings(one, ranks))[:1]
+    settings = list(compare_settings(one, ranks, variables))[:1]
     median = sorted(tensors.ratios)[len(tensors.ratios) // 2] if tensors.ratios else 1.0
     if not samples:
         intended = intended and 0.7 < median < 1.4  # a factor is not
@@ -2389,7 +2672,7 @@ def find_all(one, ranks, tolerance):
     for finding in settings:
         finding.verdict = "look" if due else finding.verdict
     found += settings
-    found += list(compare_printed(one, ranks))[:4]
+    found += list(compare_printed(one, ranks, *(() if first else (values, variables))))[:4]
     return found, tensors.largest
 
 
@@ -2417,7 +2700,11 @@ def report(folder, nproc, tolerance):
         verdict = (
             "look" if any(f.what == "epoch" and f.verdict == "look" for f in found) else "WRONG"
         )
-        found.append(Finding(verdict, "end", min(counts), text + f"{ends[1:]}"))
+        text += "; ".join(ends[1:])
+        extra = [notes[Step][steps][1] for notes in (one, *ranks) if len(notes[Step]) > steps]
+        for line in [extra[0].line, *extra[0].callers] if extra else []:
+            text += "".join(f"{MORE}in the loop of {source(loop)}" for loop in loops_around(line))
+        found.append(Finding(verdict, "end", min(counts), text))
     lines += map(str, found)
     wrong = [finding for finding in found if finding.verdict == "WRONG"]
     sizes = ", ".join(f"{kind} {size:.0e}" for kind, size in largest.items())
