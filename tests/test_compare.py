@@ -174,6 +174,7 @@ def test_right():
     assert "check.py loop.py mixup" in text
 
 
+MASK = "mask = x[:, 0] > 0"
 FAULTS = [
     ["on the ranks", "dist.all_reduce(count)", "pass", "* world / count"],
     ["0.5 times", "* world / count", "/ count", ".sum() / count"],
@@ -181,6 +182,8 @@ FAULTS = [
     ["are on no rank", "Sampler(Points(),", "Sampler(Points(), seed=rank,", "in enumerate(loader)"],
     ["lr is 0.01", "(model.parameters(), 0.01)", "(model.parameters(), 0.01 * world)", "0.01"],
     ["score", "        dist.all_reduce(right)\n", "", "print(f"],
+    ["limit is", MASK, f"limit = x[:, 0].mean().item(); {MASK[:-1]}limit", "limit = "],
+    ["alone", MASK, f"if x[0, 1] > 1: x = 2 * x\n            {MASK}", "if x[0, 1]"],
 ]
 
 
