@@ -2040,7 +2040,7 @@ class Variables:
                 if key in others and key[1] not in texts and len(texts) < 3:
                     lines += lines_that_set(line, key)
                     texts[key[1]] = self.describe(key, f"{line}: {name}", step, line)
-                elif key[0] not in (".", "<module>") and key not in self.all[0].get(step, {}):
+                elif key[0] != "." and key not in self.all[0].get(step, {}):
                     hidden += lines_that_set(line, key)
         if not texts and hidden and further:
             return self.behind(dict.fromkeys(hidden), step, further - 1)
@@ -2136,12 +2136,13 @@ class Values:
         for index, step in self.step_of.items():
             self.of_step.setdefault(step, []).append(self.all[index])
 
-        ran = [dict.fromkeys((step, v.line) for step, v in n[Value]) for n in (one, *ranks)]
+        self.lines = [{v.index: (step, v.line) for step, v in n[Value]} for n in (one, *ranks)]
         names = ["one process", *[f"rank {rank}" for rank in range(len(ranks))]]
-        for step, line in (key for lines in ran for key in lines):
-            on = [name for name, lines in zip(names, ran) if (step, line) in lines]
+        ran = [dict.fromkeys(lines.values()) for lines in self.lines]
+        for step_and_line in (key for lines in ran for key in lines):
+            on = [name for name, lines in zip(names, ran) if step_and_line in lines]
             if len(on) < len(names):
-                self.alone.setdefault(step, (line, " and ".join(on)))
+                self.alone[step_and_line] = " and ".join(on)
 
     def differs(self, index):
         """Whether it is not made up of what the ranks have."""
@@ -2173,6 +2174,16 @@ class Values:
             if not wrong:
                 return value
             value = self.all[min(wrong)]
+
+    def alone_before(self, step, value=None):
+        """A line that not all have run: of what a value is made from, or else the first of a step,
+        and who has run it; or None."""
+        lines = [(at, line) for at, line in self.alone if at == step]
+        if value is not None:
+            runs = zip(self.lines, (value, *self.others[value.index]))
+            made_from = [known.get(index) for known, v in runs for index in v.made_from]
+            lines = [line for line in lines if line in made_from]
+        return (lines[0][1], self.alone[lines[0]]) if lines else None
 
     def ancestors(self, value):
         """All values of lines that one is made from, in the order of the script."""
@@ -2484,6 +2495,18 @@ def advice_on(value, numbers):
     return "mean" if value.name in ("mean", "cross_entropy", "nll_loss") else "other"
 
 
+def last_pass(of_step, variables, step):
+    """In words: the last pass through a model, and who has told it not to average gradients."""
+    passes = [v for v in of_step if v.kind == "outputs"]
+    off = [v.line for v in of_step if v.kind == "no_sync"]
+    if not passes:
+        return ""
+    text = f"{MORE}the last pass: {source(passes[-1].line)}  [{passes[-1].name}]"
+    if off and passes[-1].name.endswith(NO_SYNC):
+        text += f"{MORE}{source(off[-1])}{variables.set_at(off[-1], step)}"
+    return text
+
+
 def blame(values, tensors, variables, step):
     """What the difference of a step comes from: the findings, and whether it may be intended."""
 
@@ -2505,28 +2528,23 @@ def blame(values, tensors, variables, step):
     losses = [v for v in of_step if v.kind == "loss"]
     inputs = values.find(step, "inputs")
     if wrong := inputs + values.find(step, "loss"):
-        origin = values.origin(wrong[0])
-        found = [finding("inputs" if inputs else origin.kind, origin)]
+        origins = [values.origin(wrong[0])]
+        found = [finding("inputs" if inputs else origins[0].kind, origins[0])]
     else:
         last = losses[-1].index if losses else -1
         near = [v for loss in losses for v in values.ancestors(loss) if values.differs(v.index)]
         later = [v for v in values.find(step, "value") if v.index > last]
         origins = [values.origin(v) for v in (near[-1:] + later)[:1]]
         found = [finding("value", v, "same loss" if losses else None) for v in origins]
-    if step in values.alone and (not found or found[0].what == "loss"):
-        line, on = values.alone[step]
+    origin = origins[0] if origins and origins[0].kind != "loss" else None
+    if alone := values.alone_before(step, origin):
+        line, on = alone
         text = f"{source(line)}: computed on {on} alone: {ADVICE['branch']}"
         if branch := branch_of(line):
             text += f"{MORE}{source(branch)}{variables.behind([branch], step)}"
-        found.append(Finding("WRONG", "branch", step, text))
+        found.append(Finding(found[0].verdict if found else "WRONG", "branch", step, text))
     if unlike and not inputs:
-        passes = [v for v in of_step if v.kind == "outputs"]
-        off = [v.line for v in of_step if v.kind == "no_sync"]
-        text = unlike
-        if passes:
-            text += f"{MORE}the last pass: {source(passes[-1].line)}  [{passes[-1].name}]"
-            if off and passes[-1].name.endswith(NO_SYNC):
-                text += f"{MORE}{source(off[-1])}{variables.set_at(off[-1], step)}"
+        text = unlike + last_pass(of_step, variables, step)
         found.append(Finding("WRONG", "averaging", step, text))
     intended = bool(found) and found[0].verdict == "look"
     if not found and (text := variables.changing(step)):
