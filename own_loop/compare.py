@@ -46,6 +46,7 @@ import faulthandler
 import functools
 import gc
 import inspect
+import itertools
 import json
 import linecache
 import math
@@ -70,7 +71,6 @@ import types
 import zlib
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -1750,6 +1750,7 @@ def run_watched(run, script):
     if run.rank == 0:
         sys.stdout, sys.stderr = Tee(run, sys.stdout), Tee(run, sys.stderr)
     seed_all(0)
+    faulthandler.enable()  # a crash prints its lines
     try:
         with Trace(run):
             script()
@@ -1833,7 +1834,6 @@ def child():
         run_spawning(args, 1 if options["run"] == "one" else options["nproc"])
     else:
         refuse_to_spawn()
-        faulthandler.enable()
         run_watched(Run(), lambda: run_script(args))
 
 
@@ -2158,7 +2158,7 @@ class Values:
 
     def summaries(self, index):
         """Summaries of each of its tensors, on one process and on the ranks."""
-        return zip_longest(*[v.summaries for v in (self.all[index], *self.others[index])])
+        return itertools.zip_longest(*[v.summaries for v in (self.all[index], *self.others[index])])
 
     def find(self, step, *kinds):
         """Those of a step that differ, in the order of the script."""
