@@ -2206,14 +2206,15 @@ class Values:
     def behind(self, value):
         """In words: the last lines before it that have each rank's own, whose mean or sum over the
         ranks is one process's."""
-        lines, own = (value.line, self.line_of(value)), {}
-        for before in self.ancestors(value):
-            if before.line not in lines and {"mean", "sum"} & set(self.fits(before.index)):
-                own[before.line] = before.name
-        return "".join(
-            f"{MORE}a mean or sum over ranks is right up to {source(line)}  [{own[line]}]"
-            for line in list(own)[-2:]
-        )
+        lines = [value.line, self.line_of(value)]
+        text = ""
+        for before in reversed(self.ancestors(value)):
+            if len(lines) < 4 and before.line not in lines:
+                if {"mean", "sum"} & set(self.fits(before.index)):
+                    lines.append(before.line)
+                    text += f"{MORE}a mean or sum over ranks is right up to "
+                    text += f"{source(before.line)}  [{before.name}]"
+        return text
 
     def coupled(self, step):
         """The first value inside of a model that differs, where its outputs of a step do, but its
