@@ -527,12 +527,69 @@ FURTHER = [
         "",
         "twice the gradient (Adam hides it, but not from the projection)",
         "further",
+        "dist.all_reduce(tensor)",
+    ),
+]
+
+LATER = [
+    Fault(
+        "variational",
+        "annealing by the rank's own number of samples",
+        "self.seen += len(x) * self.world",
+        "self.seen += len(x)",
+        "half as fast",
+        "later",
+        "annealing = min(",
+    ),
+    Fault(
+        "variational",
+        "the weight of what is wrong follows the rank's own loss",
+        "now = over_ranks(wrong) / self.world",
+        "now = float(wrong)",
+        "another weight on each rank",
+        "later",
+        "self.pressure = min(10.0",
+    ),
+    Fault(
+        "variational",
+        "samples are scaled by the largest of the rank's own",
+        "return over_ranks(sum(tops)) / over_ranks(len(tops))",
+        "return sum(tops) / len(tops)",
+        "inputs are scaled differently on each rank",
+        "later",
+        "dataset.scale = largest_of(",
+    ),
+    Fault(
+        "metric",
+        "the hardest of the rank's own share",
+        "triplets(gather(features), gather(kinds))",
+        "triplets(features, kinds)",
+        "easier triplets",
+        "later",
+    ),
+    Fault(
+        "metric",
+        "an outlier by the rank's own loss",
+        "        mean = taught.detach() / world\n        dist.all_reduce(mean)\n",
+        "        mean = taught.detach()\n",
+        "a rank alone weights its loss less",
+        "later",
+        'if state["usual"] and mean >',
+    ),
+    Fault(
+        "metric",
+        "temperature by the teacher's answers to the rank's own samples",
+        "    dist.all_reduce(sums)\n    return max(",
+        "    return max(",
+        "another loss on each rank",
+        "later",
+        "temperature = softness(",
     ),
 ]
 
 LOOP_NAMES = sorted(path.stem for path in LOOPS.glob("*.py"))
 RIGHT = [Fault(loop, "right", "", "", "", "right") for loop in LOOP_NAMES]
-FAULTS = NEW + PORTS + KNOWN + FURTHER + RIGHT
+FAULTS = NEW + PORTS + KNOWN + FURTHER + LATER + RIGHT
 
 
 class Forked:
@@ -587,6 +644,7 @@ def run_compare(script):
 
     compare.launch, compare.START = Forked, os.getcwd()
     linecache.clearcache()
+    compare.statements.cache_clear()
     args = compare.parser.parse_args(["--wait", "40", script])
     with tempfile.TemporaryDirectory() as folder:
         return compare.BothRuns(args, folder, "turns").run_both()[0]

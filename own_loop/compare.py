@@ -41,7 +41,9 @@ weights of 16 bits and hooks that round gradients (give a larger --tolerance).
 """
 
 import argparse
+import ast
 import contextlib
+import faulthandler
 import functools
 import gc
 import inspect
@@ -66,6 +68,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 import zlib
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -315,12 +318,12 @@ class Value:
     line: str
     name: str  # of the operation or model
     number: int  # the n-th of this line and name in the step
-    parts: list  # a summary of each tensor
+    summaries: list  # of each tensor
     index: int = 0  # of this value, in this process
     made_from: list = field(default_factory=list)  # indices of values
-    numbers: list = field(default_factory=list)  # plain numbers among the arguments
-    fixed_divisor: bool = False  # a division by something that has no gradient
+    division: str = ""  # by something that has a "gradient", or by what is "fixed"
     model: int | None = None  # index of the inputs of the model inside of which it is
+    called_at: str = ""  # the script's line that has called the function of this line
 
 
 @dataclass
@@ -346,8 +349,10 @@ class Step:
 
     key: tuple  # the optimizer's number, its step
     line: str
+    callers: list  # the script's lines that have called the function of this line
     settings: list
-    made: str  # the line that made the optimizer, and its scheduler
+    made: list  # the lines that made the optimizer and its schedulers
+    variables: dict  # the script's plain numbers, by name
 
 
 class Difference(NamedTuple):
@@ -359,7 +364,6 @@ class Difference(NamedTuple):
     ratio: float  # how many times run one's it is
     mark_one: float  # a number by which those of several ranks are compared
     mark_other: float
-    step: float = 0.0  # of an update: how far it goes on one process
 
 
 @dataclass
@@ -368,7 +372,7 @@ class Compared:
 
     kind: str  # "weights" and "gradients" before it, "update", "buffers"
     line: str
-    parts: dict  # {name: Difference}; a plain tuple in the file, as a process may not know it
+    differences: dict  # {name: Difference}; a plain tuple in the file, as a process may not know it
     missing: list  # names that only one side has
 
 
@@ -478,7 +482,7 @@ class Run:
         if os.getpid() == self.pid and not self.notes.closed:
             with self.lock:
                 if isinstance(note, Compared):
-                    note.parts = {name: tuple(part) for name, part in note.parts.items()}
+                    note.differences = {k: tuple(d) for k, d in note.differences.items()}
                 pickle.dump((self.steps, type(note).__name__, vars(note)), self.notes)
                 self.notes.flush()
 
@@ -931,11 +935,9 @@ def summary(tensor):
         return None
     if tensor.layout != torch.strided or not is_plain(tensor) or not tensor.numel():
         return None
-    tensor = tensor.detach()
+    shape, tensor = tuple(tensor.shape), torch.atleast_1d(tensor.detach())
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    if tensor.dim() == 0:
-        return (), float(tensor)
     dims = []
     for d in range(min(3, tensor.dim())):
         if tensor.shape[d] > MANY_COLUMNS and d:
@@ -943,20 +945,27 @@ def summary(tensor):
             continue
         rows = tensor.movedim(d, 0).reshape(tensor.shape[d], -1)
         rows = rows[:, :: rows.shape[1] // MANY_COLUMNS + 1].cpu().double().numpy()
-        rows = np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
-        dims.append((rows @ SIGNS[: rows.shape[1]], rows.sum(1), np.linalg.norm(rows, axis=1)))
-    return tuple(tensor.shape), dims
+        finite = np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
+        sums = (finite if shape else rows).sum(1)
+        dims.append((finite @ SIGNS[: rows.shape[1]], sums, np.linalg.norm(finite, axis=1)))
+    return shape, dims
+
+
+def number_in(part):
+    """The number that a summary is of, if it is of a single one."""
+    return None if part is None or part[0] else float(part[1][0][1][0])
 
 
 def note_value(run, kind, line, name, tree, made_from=(), **more):
     """Note it, and return its index."""
     leaves = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)][:8]
-    parts, model = [None] * len(leaves), run.model
+    summaries, model = [None] * len(leaves), run.model
     with run.quiet(), contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
-        parts = [summary(leaf) for leaf in leaves]
+        summaries = [summary(leaf) for leaf in leaves]
     number = run.number("value", run.steps, kind, line, name)
     index = run.number("values")
-    run.note(Value(kind, line, name, number, parts, index, list(made_from), model=model, **more))
+    value = Value(kind, line, name, number, summaries, index, list(made_from), model=model, **more)
+    run.note(value)
     for leaf in leaves:
         if is_plain(leaf) and not isinstance(leaf, nn.Parameter):
             leaf.compare_index = index
@@ -972,7 +981,6 @@ class Trace(TorchFunctionMode):
     """Notes what each line of the script computes, where it calls torch directly. So the line is
     found whose result is not that of one process."""
 
-    DIVISIONS = ("div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_")
     SAME_VALUE = ("detach", "__get__", "to", "requires_grad_", "contiguous", "clone")
 
     def __init__(self, run):
@@ -983,6 +991,8 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         name = getattr(function, "__name__", UNKNOWN)
+        if name == "all_reduce" and out is None:
+            out = args[0]  # it is another value now
         if self.run.is_quiet() or self.run.in_dataset():
             return out
         with contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
@@ -1008,13 +1018,22 @@ class Trace(TorchFunctionMode):
         line = f"{file}:{frame.f_lineno}"
         if self.run.number("seen", self.run.steps, line, name) >= MANY_VALUES:
             return
-        numbers = [float(x) for x in tree_leaves((args, kwargs)) if type(x) in (int, float)]
-        divisor = args[1] if len(args) > 1 else kwargs.get("other")
-        fixed = torch.is_tensor(divisor) and not divisor.requires_grad and name in self.DIVISIONS
-        more = {"numbers": numbers[:4], "fixed_divisor": fixed}
+        division = ""
+        if name in ("div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_"):
+            by = args[1] if len(args) > 1 else kwargs.get("other")
+            division = "gradient" if getattr(by, "requires_grad", False) else "fixed"
+        more = {"division": division, "called_at": caller_of(frame)}
         note_value(self.run, "value", line, name, out, made_from, **more)
 
 
+def caller_of(frame):
+    """The line that has called the function which this frame is in; "" if it is in none."""
+    while frame.f_code.co_name in ("<genexpr>", "<listcomp>", "<dictcomp>", "<lambda>"):
+        frame = frame.f_back
+    return "" if frame.f_code.co_name == "<module>" else own_lines(frame.f_back)[0]
+
+
+NO_SYNC = " in no_sync()"
 TORCH = os.path.dirname(torch.__file__)
 NOT_THE_SCRIPTS = tuple(
     os.path.join(TORCH, part) for part in ("optim", "utils/data", "nn/init", "nn/utils")
@@ -1036,7 +1055,7 @@ def watch_models(run):
             return original(module, *args, **kwargs)
         name, line = type(inner).__name__, place()[0]
         if not getattr(module, "require_backward_grad_sync", True):
-            name += " in no_sync()"
+            name += NO_SYNC
         tensors = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t) and t.dim()]
         if tensors:
             run.model_rows = len(tensors[0])
@@ -1051,6 +1070,17 @@ def watch_models(run):
         return outputs
 
     nn.Module.__call__ = call
+
+    @replace(Subset, "__init__")
+    def choose(original, self, dataset, indices):
+        original(self, dataset, indices)
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not a list of numbers
+            note_value(run, "value", place()[0], "Subset", torch.tensor(list(indices)))
+
+    @replace(DistributedDataParallel, "no_sync")
+    def no_sync(original, self):
+        note_value(run, "no_sync", place()[0], NO_SYNC, ())
+        return original(self)
 
     @replace(DistributedDataParallel, "register_comm_hook")
     def register_comm_hook(original, self, *args, **kwargs):
@@ -1185,6 +1215,9 @@ def on_cpu(tensor):
 
 
 def set_to(tensor, value):
+    """If one process has a value of this shape."""
+    if value is None or value.shape != tensor.shape:
+        return
     with torch.no_grad():
         if hasattr(tensor, "full_tensor"):
             from torch.distributed.tensor import distribute_tensor
@@ -1268,21 +1301,48 @@ def differ_in_any_order(one, other):
     return min(found, differ(one.reshape(-1).sort().values, other.reshape(-1).sort().values))
 
 
+def variables_of(frame):
+    """The script's plain numbers: {(function, name): number}, and {(".", name): number} of objects
+    and dictionaries; of several of one name, the innermost. And the seeds of generators."""
+    scopes, found = [], {}
+    while frame is not None:
+        if own_file(frame.f_code.co_filename):
+            scopes.append((frame.f_code.co_name, frame.f_locals))
+            scopes.append(("<module>", frame.f_globals))
+        frame = frame.f_back
+    for _, variables in list(scopes):
+        for thing in list(variables.values()):
+            if isinstance(thing, DataLoader):
+                thing = thing.dataset
+            while isinstance(thing, Subset):
+                thing = thing.dataset
+            if not isinstance(thing, (torch.Tensor, types.ModuleType)):
+                inside = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
+                scopes.append((".", inside if len(inside) < 200 else {}))
+    for scope, variables in scopes:
+        for name, thing in list(variables.items()):
+            if isinstance(thing, torch.Generator):
+                thing = thing.initial_seed()
+            if isinstance(thing, (int, float, np.floating, np.integer)) and not abs(thing) > 1e300:
+                found.setdefault((scope, name), float(thing))
+    return found
+
+
 def watch_steps(run):
     trained, nested, before = {}, [0], {}
 
-    def path(one):
-        return f"{run.folder}/step.{one.number}.{one.step}.pt"
+    def path(mine):
+        return f"{run.folder}/step.{mine.number}.{mine.step}.pt"
 
     @replace(Optimizer, "__init__")
     def make(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
-        run.made[id(self)] = f"made at {place()[0]}"
+        run.made[id(self)] = [place()[0]]
 
     @replace(LRScheduler, "__init__")
     def schedule(original, self, optimizer, *args, **kwargs):
         original(self, optimizer, *args, **kwargs)
-        run.made[id(optimizer)] = f"{run.made.get(id(optimizer), '')}, scheduled at {place()[0]}"
+        run.made.setdefault(id(optimizer), []).append(place()[0])
 
     def before_step(optimizer, args, kwargs):
         nested[0] += 1
@@ -1291,18 +1351,19 @@ def watch_steps(run):
         with run.quiet():
             if optimizer not in trained:
                 trained[optimizer] = Trained(run, optimizer)
-            one, line = trained[optimizer], place()[0]
-            one.step += 1
-            parameters = one.parameters(optimizer)
+            mine, (line, *callers) = trained[optimizer], place()
+            mine.step += 1
+            parameters = mine.parameters(optimizer)
             if any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values()):
                 run.say("weights of 16 bits: rounding alone differs by more; see --tolerance")
             gradients = {name: on_cpu(p.grad) for name, p in parameters.items()}
             weights = {name: on_cpu(p) for name, p in parameters.items()}
             before.update(weights=weights, gradients=gradients, line=line)
-            key, made = (one.number, one.step), run.made.get(id(optimizer), "")
-            run.note(Step(key, line, settings_of(optimizer), made))
-            if not run.one and os.path.exists(path(one)):
-                before["saved"] = compare_before(torch.load(path(one)), gradients, weights, line)
+            key, made = (mine.number, mine.step), run.made.get(id(optimizer), [])
+            variables = variables_of(sys._getframe(1))
+            run.note(Step(key, line, callers, settings_of(optimizer), made, variables))
+            if not run.one and os.path.exists(path(mine)):
+                before["saved"] = compare_before(torch.load(path(mine)), gradients, weights, line)
 
     def compare_before(saved, gradients, weights, line):
         if saved["weights"].keys() != weights.keys() and len(saved["weights"]) == len(weights):
@@ -1319,8 +1380,8 @@ def watch_steps(run):
         if nested[0]:
             return
         with run.quiet():
-            one = trained[optimizer]
-            parameters, buffers = one.parameters(optimizer), one.buffers()
+            mine = trained[optimizer]
+            parameters, buffers = mine.parameters(optimizer), mine.buffers()
             after = {name: on_cpu(p) for name, p in parameters.items()}
             now = {name: on_cpu(b) for name, b in buffers.items()}
             if run.one:
@@ -1330,8 +1391,8 @@ def watch_steps(run):
                     name: {k: on_cpu(v) for k, v in state.items()}
                     for name, state in moments(optimizer, parameters).items()
                 }
-                torch.save(saved, path(one))
-                keep_space(os.path.getsize(path(one)))
+                torch.save(saved, path(mine))
+                keep_space(os.path.getsize(path(mine)))
             elif "saved" in before:
                 saved = before.pop("saved")
                 compare_after(saved, after, now)
@@ -1353,17 +1414,15 @@ def watch_steps(run):
     def compare_after(saved, after, buffers):
         known = [g.double() for g in saved["gradients"].values() if g is not None]
         square = sum(float(g.square().sum()) for g in known)
-        noise = 1e-3 * math.sqrt(square / max(1, sum(g.numel() for g in known)))
+        small = 1e-3 * math.sqrt(square / max(1, sum(g.numel() for g in known)))
         found = {}
         for name, value in saved["after"].items():
             if name not in after or after[name].shape != value.shape:
                 continue
-            step = float((value - saved["weights"][name]).double().norm())
-            both = value, after[name]
-            if saved["gradients"][name] is not None:  # not where it is rounding: by Adam,
-                clear = saved["gradients"][name].abs() > noise  # it is as large a step
-                both = value[clear], after[name][clear]
-            found[name] = differ(*both)._replace(step=step)
+            start, clear = saved["weights"][name], ...
+            if saved["gradients"][name] is not None:  # not where it is rounding: by Adam, it is
+                clear = saved["gradients"][name].abs() > small  # as large a step
+            found[name] = differ((value - start)[clear], (after[name] - start)[clear])
         run.note(Compared("update", before["line"], found, []))
         found = {
             name: differ_in_any_order(value, buffers[name])
@@ -1374,18 +1433,14 @@ def watch_steps(run):
 
     def set_to_one(saved, optimizer, parameters, buffers):
         """So that the next step is a test of its own."""
-        for name, value in saved["after"].items():
-            if name in parameters and parameters[name].shape == value.shape:
-                set_to(parameters[name], value)
+        for name, p in parameters.items():
+            set_to(p, saved["after"].get(name))
         for name, state in moments(optimizer, parameters).items():
             for k, v in state.items():
-                value = saved["moments"].get(name, {}).get(k)
-                if value is not None and value.shape == v.shape:
-                    set_to(v, value)
-        for name, value in saved["buffers"].items():
-            if name in buffers and not re.search(BATCH_NORM, name):
-                if buffers[name].shape == value.shape:
-                    set_to(buffers[name], value)
+                set_to(v, saved["moments"].get(name, {}).get(k))
+        for name, buffer in buffers.items():
+            if not re.search(BATCH_NORM, name):
+                set_to(buffer, saved["buffers"].get(name))
 
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
@@ -1497,6 +1552,7 @@ def run_watched(run, script):
     if run.rank == 0:
         sys.stdout, sys.stderr = Tee(run, sys.stdout), Tee(run, sys.stderr)
     seed_all(0)
+    faulthandler.enable()  # a crash prints its lines
     try:
         with Trace(run):
             script()
@@ -1504,7 +1560,8 @@ def run_watched(run, script):
         run.end(f"SystemExit {end.code}" if end.code else "its end")
         raise
     except BaseException as error:
-        run.end(f"{type(error).__name__}: {str(error)[:300]}")
+        at = own_lines([*traceback.walk_tb(error.__traceback__)][-1][0])[0]
+        run.end(f"{type(error).__name__} at {source(at)}: {str(error)[:300]}")
         raise
     run.end("its end")
 
@@ -1592,6 +1649,110 @@ def child():
         run_watched(Run(), lambda: run_script(args))
 
 
+# ---- the script's text: the names in a line, and the lines that set them
+
+
+@functools.cache
+def statements(file):
+    """Those of a file, each of which knows what it is in; the innermost last."""
+    found = []
+    with contextlib.suppress(SyntaxError):
+        tree = ast.parse("".join(linecache.getlines(os.path.join(START, file))))
+        for node in ast.walk(tree):
+            for child in ast.iter_child_nodes(node):
+                child.parent = node
+            if isinstance(node, ast.stmt):
+                found.append(node)
+    return found
+
+
+def statement_at(line):
+    file, _, number = line.rpartition(":")
+    if number.isdigit():
+        for node in reversed(statements(file)):
+            if node.lineno <= int(number) <= node.end_lineno:
+                return node
+    return None
+
+
+def loops_around(line):
+    """The lines of all loops that a line is in, innermost first."""
+    found, node = [], statement_at(line)
+    while node := getattr(node, "parent", None):
+        if isinstance(node, (ast.For, ast.While)):
+            found.append(f"{line.rpartition(':')[0]}:{node.lineno}")
+    return found
+
+
+def branch_of(line):
+    """The line of the innermost `if` that decides whether a line is run; None if there is none."""
+    node = statement_at(line)
+    while parent := getattr(node, "parent", None):
+        found = [parent] if isinstance(parent, ast.If) else []
+        for earlier in getattr(parent, "body", []):
+            if isinstance(earlier, ast.If) and earlier.end_lineno < node.lineno:
+                jumps = isinstance(earlier.body[-1], (ast.Continue, ast.Return, ast.Break))
+                found += [earlier] * jumps
+        if found:
+            return f"{line.rpartition(':')[0]}:{found[-1].lineno}"
+        node = parent
+    return None
+
+
+def lines_inside(line):
+    """Of a function's statements."""
+    node, file = statement_at(line), line.rpartition(":")[0]
+    return [f"{file}:{n.lineno}" for n in ast.walk(node) if isinstance(n, ast.stmt)] if node else []
+
+
+@functools.cache
+def local_names(function):
+    """Its parameters, and what it assigns."""
+    names = [n for n in ast.walk(function) if isinstance(n, ast.Name)]
+    arguments = [n.arg for n in ast.walk(function) if isinstance(n, ast.arg)]
+    return {n.id for n in names if isinstance(n.ctx, ast.Store)} | set(arguments)
+
+
+def key_of(node):
+    """(function, name) of a variable, (".", name) of y.name and of y["name"]; None of all else."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return ".", node.slice.value
+    if isinstance(node, ast.Attribute):
+        return ".", node.attr
+    if not isinstance(node, ast.Name):
+        return None
+    function = node
+    while function := getattr(function, "parent", None):
+        if isinstance(function, ast.FunctionDef) and node.id in local_names(function):
+            return function.name, node.id
+    return "<module>", node.id
+
+
+def names_at(line):
+    """{key: text} of those in a statement, without the statements in it."""
+    found, todo = {}, [statement_at(line)]
+    while node := todo.pop(0) if todo else None:
+        if key := key_of(node):
+            found.setdefault(key, ast.unparse(node))
+        inner = ast.iter_child_nodes(node)
+        todo += [n for n in inner if not isinstance(n, (ast.stmt, ast.excepthandler))]
+    return found
+
+
+def lines_that_set(line, key):
+    """Those in a line's file that assign a variable, or one of this name, if it is a parameter. Its
+    first value, a constant, only if there are no others."""
+    file, found = line.rpartition(":")[0], {}
+    for node in statements(file):
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            for name in map(key_of, getattr(target, "elts", [target])):
+                if name and name[1] == key[1]:
+                    is_constant = isinstance(getattr(node, "value", None), ast.Constant)
+                    is_first = is_constant and not isinstance(node, ast.AugAssign)
+                    found.setdefault((name != key, is_first), []).append(node.lineno)
+    return [f"{file}:{n}" for n in sorted(set(found[min(found)]))[-3:]] if found else []
+
+
 # ---- what is compared: the notes of both runs
 
 
@@ -1599,26 +1760,35 @@ class Notes:
     """Of one process: {"step": [(steps before it, Step), ...], ...}, by the kind of note."""
 
     def __init__(self, folder, run, rank):
-        self.of = {}
-        for part in ("notes", "texts"):
-            with contextlib.suppress(EOFError, pickle.UnpicklingError, FileNotFoundError):
-                with open(f"{folder}/{run}.{rank}.{part}", "rb") as file:
-                    while True:
-                        step, kind, fields = pickle.load(file)
-                        note = globals()[kind](**fields)
-                        if kind == "Compared":
-                            note.parts = {k: Difference(*part) for k, part in note.parts.items()}
-                        self.of.setdefault(kind, []).append((step, note))
+        self.of, self.path = {}, f"{folder}/{run}.{rank}"
+        with contextlib.suppress(EOFError, pickle.UnpicklingError, FileNotFoundError):
+            with open(f"{self.path}.notes", "rb") as file:
+                while True:
+                    step, kind, fields = pickle.load(file)
+                    note = globals()[kind](**fields)
+                    if kind == "Compared":
+                        found = note.differences.items()
+                        note.differences = {name: Difference(*d) for name, d in found}
+                    self.of.setdefault(kind, []).append((step, note))
 
     def __getitem__(self, kind):
         return self.of.get(kind.__name__, [])
 
-    def leave_out(self, steps):
+    def leave_out(self, is_out):
         for kind in ("Value", "Compared", "Printed"):
-            self.of[kind] = [note for note in self.of.get(kind, []) if note[0] not in steps]
+            self.of[kind] = [note for note in self.of.get(kind, []) if not is_out(note[0])]
 
     def end(self):
-        return self[End][-1][1].state if self[End] else "no end"
+        if self[End]:
+            return self[End][-1][1].state
+        with contextlib.suppress(FileNotFoundError), open(f"{self.path}.log") as log:
+            crash = log.read().partition("Fatal Python error")[2]
+            for name, line in re.findall(r'File "(.*)", line (\d+)', crash):
+                if own_file(name):
+                    return f"a crash at {source(f'{own_file(name)}:{line}')}"
+        with contextlib.suppress(FileNotFoundError), open(f"{self.path}.where") as file:
+            return f"no end, at {source(file.read().partition(' < ')[0])}"
+        return "no end"
 
 
 @dataclass
@@ -1647,43 +1817,91 @@ def source(line):
     return f"{line}: {text[:90]}" if text else line
 
 
-def fit_numbers(one, others, tolerance):
-    def close(a):
-        return relative(one, a) <= tolerance or abs(one - a) < 1e-9
+class Variables:
+    """The script's plain numbers at each step, on one process and on the ranks."""
 
-    if all(close(other) for other in others):
-        return "same"
-    for factor in (1, len(others), 1 / len(others)):
-        if close(factor * sum(others) / len(others)):
-            return "mean" if factor == 1 else "sum"
-    return "extreme" if one in (max(others), min(others)) else None
+    def __init__(self, one, ranks):
+        self.all = [{step: note.variables for step, note in n[Step]} for n in (one, *ranks)]
+        self.lines = {step: note.line for step, note in one[Step]}
+
+    def others(self, step):
+        """{name: [number on one process, on rank 0, ...]}: those that differ, but for the number
+        of processes, and that of this one."""
+        mine, *theirs = [of_step.get(step, {}) for of_step in self.all]
+        usual = [1] + [len(theirs)] * len(theirs), [0, *range(len(theirs))]
+        found = {name: [n, *[other.get(name, n) for other in theirs]] for name, n in mine.items()}
+        return {
+            name: numbers
+            for name, numbers in found.items()
+            if numbers not in usual and any(relative(n, numbers[0]) > 1e-6 for n in numbers)
+        }
+
+    def changing(self, step):
+        """In words: those that differ, and were not yet so at the first step."""
+        first, line = self.others(min(self.all[0])), self.lines[step]
+        found = [key for key, n in self.others(step).items() if n != first.get(key)]
+        return "".join(self.describe(key, key[1], step, line) for key in found[:4])
+
+    def behind(self, lines, step, further=2):
+        """In words: the numbers in these lines that differ, and in those that set them; if there
+        are none, in those that set what is no number."""
+        others, lines, texts, hidden = self.others(step), list(lines), {}, []
+        for line in lines:
+            for key, name in names_at(line).items():
+                if key in others and key[1] not in texts and len(texts) < 3:
+                    lines += lines_that_set(line, key)
+                    texts[key[1]] = self.describe(key, f"{line}: {name}", step, line)
+                elif key[0] != "." and key not in self.all[0].get(step, {}):
+                    hidden += lines_that_set(line, key)
+        if not texts and hidden and further:
+            return self.behind(dict.fromkeys(hidden), step, further - 1)
+        return "".join(texts.values())
+
+    def set_at(self, line, step):
+        """In words: where the numbers in a line are set."""
+        keys = [key for key in names_at(line) if key in self.all[0].get(step, {})]
+        lines = [at for key in keys for at in lines_that_set(line, key)]
+        return "".join(f"{MORE}{source(line)}" for line in lines[:3])
+
+    def describe(self, key, name, step, line):
+        numbers = [of_step.get(step, {}).get(key, math.nan) for of_step in self.all]
+        set_at = lines_that_set(line, key)
+        text = f"{MORE}{name} is {sides(*numbers)}"
+        return f"{text}; set at {', '.join(set_at)}" if set_at else text
+
+
+MORE = "\n" + 9 * " "
+
+
+def sides(one, *others):
+    ranks = ", ".join(f"{number:.6g}" for number in others)
+    return f"{one:.7g} on one process, {ranks} on the ranks"
 
 
 def fit(one, others, tolerance):
     """How a tensor of run one is made up of those of the ranks: "same", their "mean", "sum", or
     "rows"; None if it is none of these, "unknown" if it cannot be told."""
-    if one is None or None in others or any(bool(o[0]) != bool(one[0]) for o in others):
+    if one is None or None in others or any(len(o[0]) != len(one[0]) for o in others):
         return "unknown"
-    if not one[0]:
-        return fit_numbers(one[1], [o[1] for o in others], tolerance)
-    if any(len(o[0]) != len(one[0]) for o in others):
-        return "unknown"
-    limit = tolerance * max(float(np.max(one[1][0][2], initial=0)), 1e-12)
+    shape, (rows, *_) = one
+    limit = tolerance * max(float(np.max(rows[2], initial=0)), 1e-9)
 
     def close(a, b):
         return len(a) == len(b) and bool(np.all(np.abs(a - b) <= limit))
 
-    if all(o[0] == one[0] for o in others):
-        mine, theirs = one[1][0][0], [o[1][0][0] for o in others]
+    if all(o[0] == shape for o in others):
+        mine, theirs = rows[0], [o[1][0][0] for o in others]
         if all(close(mine, other) for other in theirs):
             return "same"
         for factor in (1, len(theirs), 1 / len(theirs)):
             if close(mine, factor * sum(theirs) / len(theirs)):
                 return "mean" if factor == 1 else "sum"
-        return "rows" if all(same_rows(one[1][0], [o[1][0]], limit) for o in others) else None
-    different = {d for o in others for d in range(len(one[0])) if o[0][d] != one[0][d]}
+        if not shape:  # a largest or smallest of the batch
+            return "rows" if mine in (max(theirs), min(theirs)) else None
+        return "rows" if all(same_rows(rows, [o[1][0]], limit) for o in others) else None
+    different = {d for o in others for d in range(len(shape)) if o[0][d] != shape[d]}
     if len(different) > 1:  # padded to the longest sample of the rank's batch, or a [B, B] matrix
-        padded = all(max(o[0][d] for o in others) == one[0][d] for d in different - {0})
+        padded = all(max(o[0][d] for o in others) == shape[d] for d in different - {0})
         return "unknown" if padded else None
     d = min(different)
     if d > 2 or one[1][d] is None or any(o[1][d] is None for o in others):
@@ -1713,45 +1931,45 @@ class Values:
 
     def __init__(self, one, ranks, tolerance):
         self.tolerance, self.ranks, self.known = tolerance, len(ranks), {}
-        theirs = [
+        mine, *theirs = [
             {(step, v.kind, v.line, v.name, v.number): v for step, v in notes[Value]}
-            for notes in ranks
+            for notes in (one, *ranks)
         ]
+        last = [{key[:4]: key[4] for key in sorted(notes)} for notes in (mine, *theirs)]
         self.all, self.others, self.step_of, self.alone = {}, {}, {}, {}
-        for step, value in one[Value]:
+        for (step, *_), value in mine.items():
             key = step, value.kind, value.line, value.name, value.number
             others = [notes.get(key) for notes in theirs]
-            if None not in others:
+            if len({numbers.get(key[:4]) for numbers in last}) == 1:  # else it is any other one
                 self.all[value.index], self.others[value.index] = value, others
                 self.step_of[value.index] = step
         self.of_step = {}
         for index, step in self.step_of.items():
             self.of_step.setdefault(step, []).append(self.all[index])
 
-        lines = [
-            dict.fromkeys((step, v.line) for step, v in notes[Value]) for notes in [one, *ranks]
-        ]
-        for step, line in lines[0]:
-            if not any((step, line) in other for other in lines[1:]):
-                self.alone.setdefault(step, (line, "on one process"))
-        for step, line in (key for other in lines[1:] for key in other):
-            if (step, line) not in lines[0]:
-                self.alone.setdefault(step, (line, "on ranks"))
+        self.lines = [{v.index: (step, v.line) for step, v in n[Value]} for n in (one, *ranks)]
+        names = ["one process", *[f"rank {rank}" for rank in range(len(ranks))]]
+        ran = [dict.fromkeys(lines.values()) for lines in self.lines]
+        for step_and_line in (key for lines in ran for key in lines):
+            on = [name for name, lines in zip(names, ran) if step_and_line in lines]
+            if len(on) < len(names):
+                self.alone[step_and_line] = " and ".join(on)
 
     def differs(self, index):
         """Whether it is not made up of what the ranks have."""
         if index not in self.known:
-            self.known[index] = self.compute_differs(index)
+            wrong = (None, "sum", "rows") if self.all[index].kind == "loss" else (None,)
+            self.known[index] = any(found in wrong for found in self.fits(index))
         return self.known[index]
 
-    def compute_differs(self, index):
-        value, others = self.all[index], self.others[index]
-        for number, part in enumerate(value.parts):
-            theirs = [o.parts[number] if number < len(o.parts) else None for o in others]
-            found = fit(part, theirs, self.tolerance)
-            if found is None or value.kind == "loss" and found not in ("same", "mean"):
-                return True
-        return False
+    def fits(self, index):
+        """Of each of its tensors."""
+        for one, *others in self.summaries(index):
+            yield fit(one, others, self.tolerance)
+
+    def summaries(self, index):
+        """Summaries of each of its tensors, on one process and on the ranks."""
+        return itertools.zip_longest(*[v.summaries for v in (self.all[index], *self.others[index])])
 
     def find(self, step, *kinds):
         """Those of a step that differ, in the order of the script."""
@@ -1768,17 +1986,46 @@ class Values:
                 return value
             value = self.all[min(wrong)]
 
-    def nearest(self, loss):
-        """Where a loss is the same, but not all that it is made from: the last such value."""
-        seen, wrong, todo = set(), [], [loss.index]
+    def alone_before(self, step, value=None):
+        """A line that not all have run: of what a value is made from, or else the first of a step,
+        and who has run it; or None."""
+        lines = [(at, line) for at, line in self.alone if at == step]
+        if value is not None:
+            runs = zip(self.lines, (value, *self.others[value.index]))
+            made_from = [known.get(index) for known, v in runs for index in v.made_from]
+            lines = [line for line in lines if line in made_from]
+        return (lines[0][1], self.alone[lines[0]]) if lines else None
+
+    def ancestors(self, value):
+        """All values of lines that one is made from, in the order of the script."""
+        found, todo = {}, [value]
         while todo:
-            index = todo.pop()
-            for i in self.all[index].made_from:
-                if i in self.all and i < index and i not in seen and self.all[i].kind == "value":
-                    seen.add(i)
-                    todo.append(i)
-                    wrong += [i] if self.differs(i) else []
-        return self.origin(self.all[max(wrong)]) if wrong else None
+            for index in todo.pop().made_from:
+                if index in self.all and index not in found and self.all[index].kind == "value":
+                    found[index] = self.all[index]
+                    todo.append(found[index])
+        return [found[index] for index in sorted(found) if index < value.index]
+
+    def printed(self, step, number):
+        """What a printed number that differs comes from."""
+        for value in reversed(self.find(step, "value")):
+            scalars = [number_in(part) for part in value.summaries]
+            if any(n is not None and relative(n, number) < 5e-3 for n in scalars):
+                return self.origin(value)
+        return None
+
+    def behind(self, value):
+        """In words: the last lines before it that have each rank's own, whose mean or sum over the
+        ranks is one process's."""
+        lines = [value.line, self.line_of(value)]
+        text = ""
+        for before in reversed(self.ancestors(value)):
+            if len(lines) < 4 and before.line not in lines:
+                if {"mean", "sum"} & set(self.fits(before.index)):
+                    lines.append(before.line)
+                    text += f"{MORE}a mean or sum over ranks is right up to "
+                    text += f"{source(before.line)}  [{before.name}]"
+        return text
 
     def coupled(self, step):
         """The first value inside of a model that differs, where its outputs of a step do, but its
@@ -1788,7 +2035,7 @@ class Values:
             inputs = [self.all[i] for i in inputs if self.all[i].kind == "inputs"]
             if not inputs or any(self.differs(v.index) for v in inputs):
                 continue
-            if all(part is None or not part[0] for part in outputs.parts):
+            if not any(part and part[0] for part in outputs.summaries):
                 continue  # only numbers: a loss that the model computes
             inside = [
                 v
@@ -1798,35 +2045,28 @@ class Values:
             return (inside or [outputs])[0]
         return None
 
+    def line_of(self, value):
+        """Of a loss, the line that has made it."""
+        makers = [i for i in value.made_from if i in self.all and value.kind == "loss"]
+        return self.all[max(makers)].line if makers else value.line
+
     def describe(self, value):
         """The line, and what it computes on each side."""
-        others, line = self.others[value.index], value.line
-        if value.kind == "loss":  # the line that has made it
-            makers = [i for i in value.made_from if i in self.all]
-            line = self.all[max(makers)].line if makers else line
-        text = f"{source(line)}  [{value.name}]"
-        for number, part in enumerate(value.parts):
-            theirs = [o.parts[number] if number < len(o.parts) else None for o in others]
-            known = part is not None and None not in theirs
-            if not known or value.kind != "loss" and fit(part, theirs, self.tolerance) is not None:
+        text = f"{source(self.line_of(value))}  [{value.name}]"
+        for one, *others in self.summaries(value.index):
+            fits = fit(one, others, self.tolerance)
+            if fits == "unknown" or fits and value.kind != "loss":
                 continue
-            if part[0]:
-                shapes = ", ".join(str(t[0]) for t in theirs)
-                text += f": shape {part[0]} on one process, {shapes} on the ranks, other numbers"
-            else:
-                numbers = [t[1] for t in theirs if not t[0]]
-                text += f": {part[1]:.7g} on one process, {listed(numbers)} on the ranks"
-                if value.kind == "loss" and abs(part[1]) > 1e-9:
-                    text += meaning(sum(numbers) / len(numbers) / part[1], self.ranks)
-            break
-        for mine, *theirs in zip(value.numbers, *[o.numbers for o in others]):
-            if any(relative(mine, n) > 1e-6 for n in theirs):
-                return f"{text}; a number in it is {mine:.6g} on one process, {listed(theirs)}"
+            if one[0]:
+                shapes = ", ".join(str(other[0]) for other in others)
+                text += f": other numbers, of shape {one[0]} on one process"
+                return f"{text}, {shapes} on the ranks"
+            mine, *theirs = map(number_in, (one, *others))
+            text += f": {sides(mine, *theirs)}"
+            if value.kind == "loss" and mine:
+                text += meaning(sum(theirs) / len(theirs) / mine, self.ranks)
+            return text
         return text
-
-
-def listed(numbers):
-    return ", ".join(f"{number:.6g}" for number in numbers)
 
 
 def meaning(ratio, world):
@@ -1834,7 +2074,6 @@ def meaning(ratio, world):
     for factor, text in {
         1 / world: "a factor world_size too much in a division? DDP divides already",
         world: "a factor world_size too much: a sum over ranks where a mean is wanted?",
-        1 / world**2: "divided by world_size twice too often?",
     }.items():
         if abs(ratio - factor) < 0.01 * factor:
             return f"; {ratio:.4g} times one process's: {text}"
@@ -1849,21 +2088,7 @@ def training_passes(one):
     return {key for key in steps if len(steps[key]) > 1}
 
 
-def batch_size_per_process(one, ranks):
-    """The finding that each rank's first batch has as many samples as one process's."""
-    trains = training_passes(one)
-    for step, batch in one[Batch]:
-        if batch.key in trains and batch.rows:
-            key = batch.key, batch.number
-            rows = [b.rows for notes in ranks for _, b in notes[Batch] if (b.key, b.number) == key]
-            if len(ranks) == 1 or rows != [batch.rows] * len(ranks):
-                return None
-            total = batch.rows * len(ranks)
-            text = f"{source(batch.key[0][0])}: a batch has {batch.rows} samples on one process, "
-            text += "and on each rank: a batch size per process? Not compared. Give one process "
-            text += f'all of them: --one "--batch-size {total}", or whatever your flag is called'
-            return Finding("look", "samples", step, text)
-    return None
+PER_PROCESS = ": a batch size per process? Not compared. Give one process all of them: --one "
 
 
 def compare_samples(one, ranks):
@@ -1883,10 +2108,8 @@ def compare_samples(one, ranks):
             if batch.batches == number and total - batch.rows < len(ranks):
                 uneven[step] = f"{line}: the last {text}: not compared"
                 continue
-            text += (
-                f': a batch size per process? Then give one process --one "--batch-size {total}"'
-            )
-            text += ", or whatever your flag is called"
+            if len(ranks) > 1 and all(other.rows == batch.rows for other in others):
+                text += f'{PER_PROCESS}"--batch-size {total}", or whatever your flag is called'
             found.append(Finding("look", "samples", step, f"{source(line)}: {text}"))
         elif batch.indices and all(other.indices for other in others):
             union = [index for other in others for index in other.indices]
@@ -1899,11 +2122,6 @@ def compare_samples(one, ranks):
     return found, uneven, trains
 
 
-def first_of_pass(notes):
-    """{key of the pass: (step, the first note)}"""
-    return {note.key: (step, note) for step, note in reversed(notes)}
-
-
 def compare_lengths(one, ranks, trains):
     """Passes over a training loader that ended after other numbers of batches, and those that are
     to have other numbers. A batch more or less may be due to samples that do not divide; and how
@@ -1911,7 +2129,10 @@ def compare_lengths(one, ranks, trains):
     streams = {note.key for _, note in one[Batch] if note.batches is None}
     found = {PassEnd: [], Batch: []}
     for kind, words in ((PassEnd, "a pass ended after"), (Batch, "an epoch has")):
-        mine, *theirs = [first_of_pass(notes[kind]) for notes in (one, *ranks)]
+        mine, *theirs = [  # {pass: (step, the first note)}
+            {note.key: (step, note) for step, note in reversed(notes[kind])}
+            for notes in (one, *ranks)
+        ]
         for key, (step, note) in reversed(mine.items()):
             both = [notes.get(key, (step, note)) for notes in theirs]
             others, step = [other.batches for _, other in both], min(step, *[at for at, _ in both])
@@ -1928,88 +2149,65 @@ def compare_lengths(one, ranks, trains):
 class Tensors:
     """The weights, gradients, updates and buffers that were compared."""
 
+    LIMITS = {"gradients": None, "weights": None, "update": 0.05, "buffers": 1e-3}
+    SMALL = {"gradients": 1e-2, "weights": 1e-2, "update": 1.0, "buffers": 0.0}  # beside all others
+
     def __init__(self, ranks, tolerance):
-        self.findings, self.largest, self.ratios = [], {}, []
-        by_step = {}
+        self.tolerance, self.ranks = tolerance, len(ranks)
+        self.findings, self.largest, self.ratios, self.gradients = [], {}, [], {}
         for rank, notes in enumerate(ranks):
-            for number, (step, note) in enumerate(notes[Compared]):
-                by_step.setdefault((step, number, note.kind), []).append(note)
+            for step, note in notes[Compared]:
+                if note.kind == "gradients":
+                    self.gradients.setdefault(step, []).append(note.differences)
                 if note.missing:
                     text = f"{note.line}: {note.missing[:3]} on one side alone"
                     self.findings.append(Finding("WRONG", "parameters", step, text))
-                if note.parts:
-                    self.check(rank, step, note, tolerance)
-        self.of_step = by_step
+                if note.differences:
+                    self.check(f" on rank {rank}" if rank else "", step, note)
 
-    def check(self, rank, step, note, tolerance):
-        parts, on = note.parts, f" on rank {rank}" if rank else ""
-        total = math.sqrt(sum(part.one**2 for part in parts.values()))
-        if note.kind == "update":
-            size = math.sqrt(sum(part.size**2 for part in parts.values()))
-            moved = math.sqrt(sum(part.step**2 for part in parts.values()))
-            size, name, limit = size / max(moved, 1e-6 * total, 1e-30), "", 0.05
-            text = f"the optimizer's step{on} differs, by {size:.1e} of its length"
-        elif note.kind == "weights":
-            size = math.sqrt(sum(part.size**2 for part in parts.values())) / max(total, 1e-30)
-            name, limit = "", tolerance
-            text = f"weights before the step{on} differ by {size:.1e} of their size"
-        else:
-            sizes = {}
-            for name, part in parts.items():
-                own = part.one if note.kind == "buffers" else max(part.one, 1e-2 * total)
-                sizes[name] = part.size / max(own, part.other * 1e-3, 1e-30) if part.size else 0.0
-            name = max(sizes, key=sizes.get)
-            size, limit = sizes[name], tolerance if note.kind == "gradients" else 1e-3
-            many = sum(s > limit for s in sizes.values())
-            text = f"{many} of {len(sizes)} {note.kind} differ{on}; most {name}, by {size:.1e} "
-            text += "of its size"
-            if note.kind == "gradients" and size > limit:
-                text += self.explain(parts, total)
-        self.largest[note.kind] = max(self.largest.get(note.kind, 0.0), size)
-        if size > limit:
-            word = "look" if note.kind == "buffers" and re.search(BATCH_NORM, name) else "WRONG"
-            text = f"{source(note.line)}: {text}"
-            self.findings.append(Finding(word, note.kind, step, text))
+    def check(self, on, step, note):
+        found, kind = note.differences, note.kind
+        small = self.SMALL[kind] * math.sqrt(sum(d.one**2 for d in found.values()))
+        sizes = {k: d.size / max(d.one, small, 1e-3 * d.other, 1e-30) for k, d in found.items()}
+        name, limit = max(sizes, key=sizes.get), self.LIMITS[kind] or self.tolerance
+        self.largest[kind] = max(self.largest.get(kind, 0.0), sizes[name])
+        if sizes[name] > limit:
+            many = sum(size > limit for size in sizes.values())
+            text = f"{source(note.line)}: {kind}{on}: {many} of {len(sizes)} differ; most "
+            text += f"{name}, by {sizes[name]:.1e} of its size"
+            text += self.explain(found, small) if kind == "gradients" else ""
+            verdict = "look" if kind == "buffers" and re.search(BATCH_NORM, name) else "WRONG"
+            self.findings.append(Finding(verdict, kind, step, text))
 
-    def explain(self, parts, total):
-        zero = {
-            "one process": [name for name, part in parts.items() if part.one == 0 < part.other],
-            "the ranks": [name for name, part in parts.items() if part.other == 0 < part.one],
-        }
-        for side, names in zero.items():
+    def explain(self, found, small):
+        for side, names in {
+            "one process": [name for name, d in found.items() if d.one == 0 < d.other],
+            "the ranks": [name for name, d in found.items() if d.other == 0 < d.one],
+        }.items():
             if names:
                 return f"; {len(names)} are zero on {side}: {names[0]}"
-        large = [part for part in parts.values() if part.one > 1e-2 * total]
-        if not large:
-            return ""
-        ratios = [part.ratio for part in large]
-        self.ratios.append(sum(p.ratio * p.one**2 for p in large) / sum(p.one**2 for p in large))
-        lengths = [part.other / max(part.one, 1e-30) for part in large]
-        if max(ratios) - min(ratios) < 0.02 * abs(max(ratios)):
-            if max(lengths) < 1.02 * max(ratios):
-                return meaning(sum(ratios) / len(ratios), WORLD)
+        large = [d for d in found.values() if d.one > small]
+        square = sum(d.one**2 for d in large)
+        ratio = sum(d.ratio * d.one**2 for d in large) / square if large else 1.0
+        self.ratios.append(ratio)
+        if all(d.ratio > 0.98 * ratio and d.other < 1.02 * ratio * d.one for d in large):
+            return meaning(ratio, self.ranks)
         return ""
 
     def unlike(self, step):
         """How the ranks' gradients of a step differ from each other; None if they do not."""
-        for (at, _, kind), notes in self.of_step.items():
-            if at != step or kind != "gradients" or len(notes) < 2:
-                continue
-            for name, part in notes[0].parts.items():
-                marks = [note.parts[name].mark_other for note in notes if name in note.parts]
-                size = max(note.parts[name].other for note in notes if name in note.parts)
-                if max(marks) - min(marks) > 1e-3 * max(size, 1e-12):
-                    right = abs(part.mark_one - sum(marks) / len(marks)) < 1e-3 * size
-                    text = f"each rank has its own gradient of {name}"
-                    text += "; their mean is right" if right else ""
-                    return f"{text}: not averaged in this step?"
+        ranks = self.gradients.get(step, [{}])
+        for name in ranks[0]:
+            found = [of_rank[name] for of_rank in ranks if name in of_rank]
+            marks, size = [d.mark_other for d in found], max(d.other for d in found)
+            if max(marks) - min(marks) > 1e-3 * max(size, 1e-12):
+                right = abs(found[0].mark_one - sum(marks) / len(marks)) < 1e-3 * size
+                text = f"each rank has its own gradient of {name}"
+                return text + right * "; their mean is right" + ": not averaged in this step?"
         return None
 
 
-WORLD = 2  # how many ranks are compared; set by report()
-
-
-def compare_settings(one, ranks):
+def compare_settings(one, ranks, variables):
     """Learning rates and such, on any rank."""
     theirs = [{note.key: note for _, note in notes[Step]} for notes in ranks]
     for step, note in one[Step]:
@@ -2019,26 +2217,14 @@ def compare_settings(one, ranks):
         for number, (name, mine) in enumerate(note.settings):
             numbers = [other.settings[number][1] for other in others]
             if any(relative(mine, other) > 1e-6 for other in numbers):
-                text = f"{name} is {mine:.6g} on one process, "
-                text += listed(numbers) + " on the ranks"
-                by_hand = lines_that_set(note.line, name)
-                if by_hand:
-                    text += f"; set at {by_hand}"
-                ratio = numbers[0] / mine if mine else 0.0
-                if step == 0 and abs(ratio / WORLD - 1) < 0.01:
-                    text += f"; {WORLD} times: is the batch of all ranks that much larger, too? "
+                text = f"{source(note.line)}: {name} is {sides(mine, *numbers)}"
+                world, set_at = len(ranks), lines_that_set(note.line, (".", name))
+                if step == 0 and mine and abs(numbers[0] / mine / world - 1) < 0.01:
+                    text += f"; {world} times: is the batch of all ranks that much larger, too? "
                     text += "If so, give one process this rate by --one"
-                yield Finding(
-                    "WRONG", "settings", step, f"{source(note.line)}: {text}; {note.made}"
-                )
-
-
-def lines_that_set(line, name):
-    """Where the script itself assigns a setting, as in group["lr"] = ..."""
-    file = line.rpartition(":")[0]
-    lines = linecache.getlines(os.path.join(START, file))
-    pattern = re.compile(rf"""\[["']{re.escape(name)}["']\]\s*[-+*/]?=[^=]""")
-    return ", ".join(f"{file}:{n}" for n, text in enumerate(lines, 1) if pattern.search(text))
+                text += f"{MORE}made or set at {', '.join(note.made + set_at)}"
+                text += variables.behind(set_at + note.made, step)
+                yield Finding("WRONG", "settings", step, text)
 
 
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.I)
@@ -2062,33 +2248,33 @@ def scores(text, losses):
         yield None if no_score or is_loss else number
 
 
-def compare_printed(one, ranks):
+def compare_printed(one, ranks, values, variables):
     """Numbers that rank 0 prints."""
-    sides = []
+    both = []
     for notes in (one, ranks[0]):
-        losses = [v.parts[0][1] for _, v in notes[Value] if v.kind == "loss" and v.parts]
+        losses = [number_in(v.summaries[0]) for _, v in notes[Value] if v.kind == "loss"]
+        losses = [loss for loss in losses if loss is not None]
         lines = {}
         for step, note in notes[Printed]:
             if step and not re.search(r"it/s|s/it|Warning", note.text):
                 skeleton = NUMBER.sub("#", note.text)
                 lines.setdefault(skeleton, []).append((step, note, losses))
-        sides.append(lines)
-    for skeleton, mine in sides[0].items():
-        for (step, a, losses), (other, b, their) in zip(mine, sides[1].get(skeleton, [])):
+        both.append(lines)
+    for skeleton, mine in both[0].items():
+        for (step, a, losses), (other, b, their) in zip(mine, both[1].get(skeleton, [])):
             if not re.search(r"\d\.\d", a.text):
                 continue
             if step != other:
-                text = f"after step {step} on one process, {other} on rank 0: {a.text.strip()[:70]}"
-                yield Finding("look", "printed", step, f"{source(a.line)}: {text}")
                 break
-            pairs = zip(scores(a.text, losses), scores(b.text, their))
-            if any(
-                None not in (x, y) and relative(x, y) > 2e-3 and abs(x - y) > 1e-6 for x, y in pairs
-            ):
-                text = (
-                    f"{a.text.strip()[:100]!r} on one process, {b.text.strip()[:100]!r} on rank 0"
-                )
-                text += ": of rank 0's share alone, or a mean of means over unequal shares?"
+            pairs = list(zip(scores(a.text, losses), scores(b.text, their)))
+            wrong = [x for x, y in pairs if None not in (x, y) and relative(x, y) > 2e-3]
+            if wrong:
+                text = f"{a.text.strip()[:100]!r} on one process, {b.text.strip()[:100]!r} on "
+                text += "rank 0: of rank 0's share alone, or a mean of means over unequal shares?"
+                if value := values.printed(step, wrong[0]):
+                    text += f"{MORE}{values.describe(value)}{values.behind(value)}"
+                else:
+                    text += variables.behind([a.line], step)
                 yield Finding("look", "printed", step, f"{source(a.line)}: {text}")
                 break
 
@@ -2101,7 +2287,7 @@ ADVICE = {
     "its batch, or the model remembers earlier ones. Intended?",
     "stream": "the ranks' streams have other samples in this step than one process's, as shards of "
     "files have. What follows from that cannot be compared",
-    "count": "a mean by a number of the rank's own share? all_reduce that number first",
+    "count": "a number of the rank's own share in it? all_reduce that number first",
     "ratio": "a ratio of sums over the rank's own share, as in a Dice loss of the batch. Intended?",
     "mean": "a mean over a number of elements that differs over ranks? Divide a sum by the number "
     "on all ranks, times world_size",
@@ -2112,48 +2298,70 @@ ADVICE = {
 }
 
 
-def advice_on(value):
+def advice_on(value, numbers):
     """The key of ADVICE for the first value that differs."""
     if value.name == STREAM:
         return "stream"
-    if value.name in Trace.DIVISIONS:
-        return "count" if value.fixed_divisor else "ratio"
+    if numbers or value.division:
+        return "ratio" if not numbers and value.division == "gradient" else "count"
     return "mean" if value.name in ("mean", "cross_entropy", "nll_loss") else "other"
 
 
-def blame(values, tensors, step):
+def last_pass(of_step, variables, step):
+    """In words: the last pass through a model, and who has told it not to average gradients."""
+    passes = [v for v in of_step if v.kind == "outputs"]
+    off = [v.line for v in of_step if v.kind == "no_sync"]
+    if not passes:
+        return ""
+    text = f"{MORE}the last pass: {source(passes[-1].line)}  [{passes[-1].name}]"
+    if off and passes[-1].name.endswith(NO_SYNC):
+        text += f"{MORE}{source(off[-1])}{variables.set_at(off[-1], step)}"
+    return text
+
+
+def blame(values, tensors, variables, step):
     """What the difference of a step comes from: the findings, and whether it may be intended."""
 
-    def finding(what, value, advice):
+    def finding(what, value, advice=None):
+        made_by = re.findall(r"made by (.*:\d+)", value.name)
+        lines = lines_inside(made_by[0]) if made_by else [value.line]
+        numbers = variables.behind(lines, step, further=0)
+        advice = advice or advice_on(value, numbers)
+        if not numbers:
+            numbers = values.behind(value) + variables.behind(lines, step)
+        called = f"{MORE}called at {source(value.called_at)}" if value.called_at else ""
         verdict = "look" if advice in ("coupled", "stream", "ratio") else "WRONG"
-        return Finding(verdict, what, step, f"{values.describe(value)}: {ADVICE[advice]}")
+        text = values.describe(value) + (f": {ADVICE[advice]}" if value.kind != "loss" else "")
+        return Finding(verdict, what, step, text + called + numbers)
 
     if value := values.coupled(step):
         return [finding("outputs", value, "coupled")], True
+    of_step, unlike = values.of_step.get(step, []), tensors.unlike(step)
+    losses = [v for v in of_step if v.kind == "loss"]
     inputs = values.find(step, "inputs")
-    losses = [v for v in values.of_step.get(step, []) if v.kind == "loss"]
-    wrong = [v for v in losses if values.differs(v.index)]
-    unlike = tensors.unlike(step)
-    if inputs or wrong:
-        origin = values.origin((inputs + wrong)[0])
-        if origin.kind == "loss":
-            found = [Finding("WRONG", "loss", step, values.describe(origin))]
-        else:
-            found = [finding("inputs" if inputs else "value", origin, advice_on(origin))]
+    if wrong := inputs + values.find(step, "loss"):
+        origins = [values.origin(wrong[0])]
+        found = [finding("inputs" if inputs else origins[0].kind, origins[0])]
     else:
-        near = [value for loss in losses if (value := values.nearest(loss))]
-        after = max([v.index for v in losses], default=-1)
-        later = [v for v in values.find(step, "value") if v.index > after]
-        found = [finding("value", value, "same loss") for value in (near + later)[:1]]
-    if step in values.alone and (not found or found[0].what == "loss"):
-        line, side = values.alone[step]
-        text = f"{source(line)}: computed {side} alone: {ADVICE['branch']}"
-        found.append(Finding("WRONG", "branch", step, text))
+        last = losses[-1].index if losses else -1
+        near = [v for loss in losses for v in values.ancestors(loss) if values.differs(v.index)]
+        later = [v for v in values.find(step, "value") if v.index > last]
+        origins = [values.origin(v) for v in (near[-1:] + later)[:1]]
+        found = [finding("value", v, "same loss" if losses else None) for v in origins]
+    origin = origins[0] if origins and origins[0].kind != "loss" else None
+    if alone := values.alone_before(step, origin):
+        line, on = alone
+        text = f"{source(line)}: computed on {on} alone: {ADVICE['branch']}"
+        if branch := branch_of(line):
+            text += f"{MORE}{source(branch)}{variables.behind([branch], step)}"
+        found.append(Finding(found[0].verdict if found else "WRONG", "branch", step, text))
     if unlike and not inputs:
-        passes = [v for v in values.of_step.get(step, []) if v.kind == "outputs"]
-        last = f" The last pass: {source(passes[-1].line)}  [{passes[-1].name}]" if passes else ""
-        found.append(Finding("WRONG", "averaging", step, unlike + last))
-    return found, bool(found) and found[0].verdict == "look"
+        text = unlike + last_pass(of_step, variables, step)
+        found.append(Finding("WRONG", "averaging", step, text))
+    intended = bool(found) and found[0].verdict == "look"
+    if not found and (text := variables.changing(step)):
+        found.append(Finding("look", "numbers", step, f"no value differs, but numbers do:{text}"))
+    return found, intended
 
 
 def first_of(findings, *kinds):
@@ -2163,34 +2371,36 @@ def first_of(findings, *kinds):
 def find_all(one, ranks, tolerance):
     """All findings, in the order of the script."""
     samples, uneven, trains = compare_samples(one, ranks)
-    ended, lengths = compare_lengths(one, ranks, trains)
-    skipped = set()
+    if samples and PER_PROCESS in samples[0].text:
+        return samples[:1], {}
+    ended, planned = compare_lengths(one, ranks, trains)
+    lengths, last = ended + planned, math.inf
     if ended and ended[0].verdict == "look":  # from then on, steps have other batches
-        last = max(step for notes in [one, *ranks] for step, _ in notes[Step])
         ended[0].text += "; later steps are not compared"
-        samples = [finding for finding in samples if finding.step < ended[0].step]
-        uneven = {s: text for s, text in uneven.items() if s < ended[0].step}
-        skipped = set(range(ended[0].step, last + 1))
-    lengths = ended + lengths
+        last = ended[0].step
+        samples = [finding for finding in samples if finding.step < last]
     due = bool(lengths) and lengths[0].verdict == "look"  # so is a schedule by len(loader)
     for notes in [one, *ranks]:
-        notes.leave_out(skipped | set(uneven))
+        notes.leave_out(lambda step: step >= last or step in uneven)
     values, tensors = Values(one, ranks, tolerance / 10), Tensors(ranks, tolerance)
+    variables = Variables(one, ranks)
     kinds = ("gradients", "parameters", "weights", "update")
     first = first_of(tensors.findings, *kinds)
-    found = [Finding("note", "samples", step, uneven[step]) for step in sorted(uneven)[:1]]
+    notes = [Finding("note", "samples", step, uneven[step]) for step in uneven if step < last]
+    found = notes[:1]
     for finding in samples[:1]:
         finding.verdict = "WRONG" if first else "look"
+        for value in [v for v in values.find(0, "value") if v.name == "Subset"][:1]:
+            finding.text += f"{MORE}{values.describe(value)}{variables.behind([value.line], 0)}"
         found.append(finding)
     found += lengths[:1]
     intended = False
-    if first:
-        causes, intended = blame(values, tensors, first[0].step)
+    if first and not (samples and samples[0].step <= first[0].step):
+        causes, intended = blame(values, tensors, variables, first[0].step)
         found += causes
-    settings = list(compare_settings(one, ranks))[:1]
+    settings = list(compare_settings(one, ranks, variables))[:1]
     median = sorted(tensors.ratios)[len(tensors.ratios) // 2] if tensors.ratios else 1.0
-    if not samples:
-        intended = intended and 0.7 < median < 1.4  # a factor is not
+    intended = intended and 0.7 < median < 1.4  # a factor is not
     for kind in ("parameters", "gradients", "weights", "update", "buffers"):
         of_kind = first_of(tensors.findings, kind)
         if of_kind:
@@ -2202,14 +2412,12 @@ def find_all(one, ranks, tolerance):
     for finding in settings:
         finding.verdict = "look" if due else finding.verdict
     found += settings
-    found += list(compare_printed(one, ranks))[:4]
+    found += list(compare_printed(one, ranks, values, variables))[:2]
     return found, tensors.largest
 
 
 def report(folder, nproc, tolerance):
     """The text, and the exit status."""
-    global WORLD
-    WORLD = nproc
     one, ranks = Notes(folder, "one", 0), [Notes(folder, "all", rank) for rank in range(nproc)]
     lines = []
     for _, note in [*one[Said], *ranks[0][Said]]:
@@ -2218,25 +2426,25 @@ def report(folder, nproc, tolerance):
     counts = [len(notes[Step]) for notes in [one, *ranks]]
     ends = [notes.end() for notes in [one, *ranks]]
     steps = min(counts)
+    end = f"{counts[0]} steps on one process, then {ends[0]}; {counts[1:]} on the ranks, then "
+    end += "; ".join(ends[1:])
     if not steps:
-        text = f"no optimizer step was compared. One process: {counts[0]} steps, then {ends[0]}; "
-        text += f"ranks: {counts[1:]} steps, then {ends[1:]}"
-        return "\n".join([*lines, f"WRONG  end        {text}"]), 1 if counts[0] else 2
-    if per_process := batch_size_per_process(one, ranks):
-        return "\n".join([*lines, str(per_process)]), 2
+        return "\n".join([*lines, f"WRONG  end        {end}"]), 1 if counts[0] else 2
     found, largest = find_all(one, ranks, tolerance)
+    if found and PER_PROCESS in found[0].text:
+        return "\n".join([*lines, str(found[0])]), 2
     if len(set(counts)) > 1 or len(set(ends)) > 1:
-        text = f"{counts[0]} steps on one process, then {ends[0]}; {counts[1:]} on the ranks, then "
-        verdict = (
-            "look" if any(f.what == "epoch" and f.verdict == "look" for f in found) else "WRONG"
-        )
-        found.append(Finding(verdict, "end", min(counts), text + f"{ends[1:]}"))
+        due = any(f.what == "epoch" and f.verdict == "look" for f in found)
+        extra = [notes[Step][steps][1] for notes in (one, *ranks) if len(notes[Step]) > steps]
+        for line in [extra[0].line, *extra[0].callers] if extra else []:
+            end += "".join(f"{MORE}in the loop of {source(loop)}" for loop in loops_around(line))
+        found.append(Finding("look" if due else "WRONG", "end", steps, end))
     lines += map(str, found)
     wrong = [finding for finding in found if finding.verdict == "WRONG"]
     sizes = ", ".join(f"{kind} {size:.0e}" for kind, size in largest.items())
-    end = f"compare.py: {steps} steps on one process and on {nproc}: "
-    end += f"they part at step {min(f.step for f in wrong) + 1}" if wrong else "nothing WRONG"
-    lines.append(f"{end} (largest differences: {sizes})")
+    text = f"compare.py: {steps} steps on one process and on {nproc}: "
+    text += f"they part at step {min(f.step for f in wrong) + 1}" if wrong else "nothing WRONG"
+    lines.append(f"{text} (largest differences: {sizes})")
     return "\n".join(lines), int(bool(wrong))
 
 

@@ -180,6 +180,7 @@ def test_right():
     assert "check.py loop.py mixup" in text
 
 
+MASK = "mask = x[:, 0] > 0"
 FAULTS = [
     ["on the ranks", "dist.all_reduce(count)", "pass", "* world / count"],
     ["0.5 times", "* world / count", "/ count", ".sum() / count"],
@@ -187,6 +188,8 @@ FAULTS = [
     ["are on no rank", "Sampler(Points(),", "Sampler(Points(), seed=rank,", "in enumerate(loader)"],
     ["lr is 0.01", "(model.parameters(), 0.01)", "(model.parameters(), 0.01 * world)", "0.01"],
     ["score", "        dist.all_reduce(right)\n", "", "print(f"],
+    ["limit is", MASK, f"limit = x[:, 0].mean().item(); {MASK[:-1]}limit", "limit = "],
+    ["alone", MASK, f"if x[0, 1] > 1:\n{16 * ' '}y = 0.5 * y\n{12 * ' '}{MASK}", "if x[0, 1]"],
 ]
 
 
@@ -195,7 +198,7 @@ def test_fault(fault):
     words, old, new, shown = fault
     loop = altered((old, new))
     text = compare(loop, "--steps", "5")
-    found = [line for line in text.splitlines() if re.match("WRONG|look", line)]
+    found = re.findall(r"^(?:WRONG|look).*(?:\n +.*)*", text, re.M)
     assert any(words in line for line in found), text
     assert any(f"loop.py:{line_of(loop, shown)}" in line for line in found), text
 
