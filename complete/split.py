@@ -51,14 +51,16 @@ def main():
 
 
 def patients_of(paths, pattern, parser):
-    """The patient of each image. If none is found in a name, or each image would be of another
-    patient, which would split nothing by patient, the script ends."""
+    """The patient of each image. The script ends if none is found in a name, if each image would be
+    of another patient, which would split nothing by patient, or if there are too few."""
     found = [re.search(pattern, path.stem) for path in paths]
     if None in found:
         parser.error(f"--patient finds nothing in the name {paths[found.index(None)].name}")
     patients = np.array([match[0] for match in found])
     if len(set(patients)) == len(paths):
         parser.error(f"each image has a patient of its own, such as {patients[0]}: see --patient")
+    if len(set(patients)) < FOLDS:
+        parser.error(f"only {len(set(patients))} patients, such as {patients[0]}: see --patient")
     return patients
 
 

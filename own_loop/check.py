@@ -2259,7 +2259,8 @@ def check_spawning_script(args):
     def use_torchrun(*_):
         if os.getpid() == own:
             start = f"torchrun --standalone --nproc-per-node {args.nproc} {parser.prog} ..."
-            refuse(f"start it with torchrun, as it has not called mp.spawn: {start}")
+            text = "start it with torchrun, as it has not called mp.spawn (or add its flag for it)"
+            refuse(f"{text}: {start}")
 
     own, status = os.getpid(), 0
     refuse_processes(lambda: os.getpid() != own)

@@ -888,7 +888,7 @@ def watch_loaders(run):
 
     def batches(iterator, loader, key):
         is_map = not isinstance(loader.dataset, IterableDataset)
-        name = "a batch of the DataLoader" if is_map else STREAM
+        name = f"a batch of the DataLoader{made_by(loader.dataset)}" if is_map else STREAM
         total, number = length(loader) if is_map else None, 0
         for batch in itertools.islice(iterator, run.options["short"]):
             indices = run.thread.indices if is_map else None
@@ -903,6 +903,15 @@ def watch_loaders(run):
             number += 1
             yield batch
         run.note(PassEnd(key, number))
+
+
+def made_by(dataset):
+    """Where the script's own dataset makes a sample, in words."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+    file = own_file(code.co_filename) if code else None
+    return f", made by {file}:{code.co_firstlineno}" if file else ""
 
 
 def find_order(run, key, indices):

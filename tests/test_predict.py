@@ -261,7 +261,9 @@ def test_report(monkeypatch, capsys, scores):
         writer.writerow(["path", "class", "true", *classes])
         for predicted, true, *first in [*images, ("a", "", *images[0][2:])]:
             writer.writerow(["1.jpg", predicted, true, *first, 1 - sum(first)])
-    [code] = [code for language, code in recipe("A report") if language == "python"]
+    [code] = [
+        code for language, code in recipe("A report of several classes") if language == "python"
+    ]
     monkeypatch.setattr(sys, "argv", ["report.py", "test.csv"])
     exec(code, {})
     said = capsys.readouterr().out
@@ -395,7 +397,7 @@ def test_split_by_patient(monkeypatch, capsys, data):
     classes, found, _ = images.find_images(Path("folds/0"))
     sizes = {part: len(paths) for part, (paths, _) in found.items()}
     assert classes == ["a", "b"] and sizes == {"train": 18, "val": 6, "test": 6}
-    for pattern in "x", ".*":
+    for pattern in "x", ".*", "p":
         monkeypatch.setattr(sys, "argv", ["split.py", "my_images", "other", "--patient", pattern])
         with pytest.raises(SystemExit):
             runpy.run_path(str(ROOT / "complete/split.py"), run_name="__main__")
