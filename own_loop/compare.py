@@ -1699,12 +1699,6 @@ def branch_of(line):
     return None
 
 
-def lines_inside(line):
-    """Of a function's statements."""
-    node, file = statement_at(line), line.rpartition(":")[0]
-    return [f"{file}:{n.lineno}" for n in ast.walk(node) if isinstance(n, ast.stmt)] if node else []
-
-
 @functools.cache
 def local_names(function):
     """Its parameters, and what it assigns."""
@@ -2323,12 +2317,10 @@ def blame(values, tensors, variables, step):
     """What the difference of a step comes from: the findings, and whether it may be intended."""
 
     def finding(what, value, advice=None):
-        made_by = re.findall(r"made by (.*:\d+)", value.name)
-        lines = lines_inside(made_by[0]) if made_by else [value.line]
-        numbers = variables.behind(lines, step, further=0)
+        numbers = variables.behind([value.line], step, further=0)
         advice = advice or advice_on(value, numbers)
         if not numbers:
-            numbers = values.behind(value) + variables.behind(lines, step)
+            numbers = values.behind(value) + variables.behind([value.line], step)
         called = f"{MORE}called at {source(value.called_at)}" if value.called_at else ""
         verdict = "look" if advice in ("coupled", "stream", "ratio") else "WRONG"
         text = values.describe(value) + (f": {ADVICE[advice]}" if value.kind != "loss" else "")
