@@ -1082,11 +1082,6 @@ def watch_models(run):
         note_value(run, "no_sync", place()[0], NO_SYNC, ())
         return original(self)
 
-    @replace(DistributedDataParallel, "register_comm_hook")
-    def register_comm_hook(original, self, *args, **kwargs):
-        run.say("a hook communicates gradients: if it rounds them, see --tolerance")
-        return original(self, *args, **kwargs)
-
     @replace(torch.autograd, "backward")
     def backward(original, tensors, *args, **kwargs):
         leaves = [t for t in tree_leaves(tensors) if torch.is_tensor(t)]
@@ -1354,8 +1349,6 @@ def watch_steps(run):
             mine, (line, *callers) = trained[optimizer], place()
             mine.step += 1
             parameters = mine.parameters(optimizer)
-            if any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values()):
-                run.say("weights of 16 bits: rounding alone differs by more; see --tolerance")
             gradients = {name: on_cpu(p.grad) for name, p in parameters.items()}
             weights = {name: on_cpu(p) for name, p in parameters.items()}
             before.update(weights=weights, gradients=gradients, line=line)
