@@ -1923,16 +1923,12 @@ class Values:
             for notes in (one, *ranks)
         ]
         last = [{key[:4]: key[4] for key in sorted(notes)} for notes in (mine, *theirs)]
-        self.all, self.others, self.step_of, self.alone = {}, {}, {}, {}
-        for (step, *_), value in mine.items():
-            key = step, value.kind, value.line, value.name, value.number
-            others = [notes.get(key) for notes in theirs]
+        self.all, self.others, self.of_step, self.alone = {}, {}, {}, {}
+        for key, value in mine.items():
             if len({numbers.get(key[:4]) for numbers in last}) == 1:  # else it is any other one
-                self.all[value.index], self.others[value.index] = value, others
-                self.step_of[value.index] = step
-        self.of_step = {}
-        for index, step in self.step_of.items():
-            self.of_step.setdefault(step, []).append(self.all[index])
+                self.all[value.index] = value
+                self.others[value.index] = [notes.get(key) for notes in theirs]
+                self.of_step.setdefault(key[0], []).append(value)
 
         self.lines = [{v.index: (step, v.line) for step, v in n[Value]} for n in (one, *ranks)]
         names = ["one process", *[f"rank {rank}" for rank in range(len(ranks))]]
