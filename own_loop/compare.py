@@ -352,7 +352,7 @@ class Step:
     callers: list  # the script's lines that have called the function of this line
     settings: list
     made: list  # the lines that made the optimizer and its schedulers
-    variables: dict  # the script's plain numbers, by name
+    variables: dict  # {name: number} of the script's plain numbers
 
 
 class Difference(NamedTuple):
@@ -1297,15 +1297,14 @@ def differ_in_any_order(one, other):
 
 
 def variables_of(frame):
-    """The script's plain numbers: {(function, name): number}, and {(".", name): number} of objects
-    and dictionaries; of several of one name, the innermost. And the seeds of generators."""
+    """The script's plain numbers, {name: number}, also those in objects and dictionaries; of
+    several of one name, the innermost. And the seeds of generators."""
     scopes, found = [], {}
     while frame is not None:
         if own_file(frame.f_code.co_filename):
-            scopes.append((frame.f_code.co_name, frame.f_locals))
-            scopes.append(("<module>", frame.f_globals))
+            scopes += [frame.f_locals, frame.f_globals]
         frame = frame.f_back
-    for _, variables in list(scopes):
+    for variables in list(scopes):
         for thing in list(variables.values()):
             if isinstance(thing, DataLoader):
                 thing = thing.dataset
@@ -1313,13 +1312,13 @@ def variables_of(frame):
                 thing = thing.dataset
             if not isinstance(thing, (torch.Tensor, types.ModuleType)):
                 inside = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
-                scopes.append((".", inside if len(inside) < 200 else {}))
-    for scope, variables in scopes:
+                scopes.append(inside if len(inside) < 200 else {})
+    for variables in scopes:
         for name, thing in list(variables.items()):
             if isinstance(thing, torch.Generator):
                 thing = thing.initial_seed()
             if isinstance(thing, (int, float, np.floating, np.integer)) and not abs(thing) > 1e300:
-                found.setdefault((scope, name), float(thing))
+                found.setdefault(name, float(thing))
     return found
 
 
@@ -1692,51 +1691,34 @@ def branch_of(line):
     return None
 
 
-@functools.cache
-def local_names(function):
-    """Its parameters, and what it assigns."""
-    names = [n for n in ast.walk(function) if isinstance(n, ast.Name)]
-    arguments = [n.arg for n in ast.walk(function) if isinstance(n, ast.arg)]
-    return {n.id for n in names if isinstance(n.ctx, ast.Store)} | set(arguments)
-
-
-def key_of(node):
-    """(function, name) of a variable, (".", name) of y.name and of y["name"]; None of all else."""
+def name_of(node):
+    """Of a variable, of y.name and of y["name"]; None of all else."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return ".", node.slice.value
-    if isinstance(node, ast.Attribute):
-        return ".", node.attr
-    if not isinstance(node, ast.Name):
-        return None
-    function = node
-    while function := getattr(function, "parent", None):
-        if isinstance(function, ast.FunctionDef) and node.id in local_names(function):
-            return function.name, node.id
-    return "<module>", node.id
+        return node.slice.value
+    return getattr(node, "attr", getattr(node, "id", None))
 
 
 def names_at(line):
-    """{key: text} of those in a statement, without the statements in it."""
+    """{name: text} of those in a statement, without the statements in it."""
     found, todo = {}, [statement_at(line)]
     while node := todo.pop(0) if todo else None:
-        if key := key_of(node):
-            found.setdefault(key, ast.unparse(node))
+        if name := name_of(node):
+            found.setdefault(name, ast.unparse(node))
         inner = ast.iter_child_nodes(node)
         todo += [n for n in inner if not isinstance(n, (ast.stmt, ast.excepthandler))]
     return found
 
 
-def lines_that_set(line, key):
-    """Those in a line's file that assign a variable, or one of this name, if it is a parameter. Its
-    first value, a constant, only if there are no others."""
+def lines_that_set(line, name):
+    """Those in a line's file that assign something of this name. Its first value, a constant, only
+    if there are no others."""
     file, found = line.rpartition(":")[0], {}
     for node in statements(file):
         for target in getattr(node, "targets", [getattr(node, "target", None)]):
-            for name in map(key_of, getattr(target, "elts", [target])):
-                if name and name[1] == key[1]:
-                    is_constant = isinstance(getattr(node, "value", None), ast.Constant)
-                    is_first = is_constant and not isinstance(node, ast.AugAssign)
-                    found.setdefault((name != key, is_first), []).append(node.lineno)
+            if name in map(name_of, getattr(target, "elts", [target])):
+                is_constant = isinstance(getattr(node, "value", None), ast.Constant)
+                is_first = is_constant and not isinstance(node, ast.AugAssign)
+                found.setdefault(is_first, []).append(node.lineno)
     return [f"{file}:{n}" for n in sorted(set(found[min(found)]))[-3:]] if found else []
 
 
@@ -1826,34 +1808,34 @@ class Variables:
     def changing(self, step):
         """In words: those that differ, and were not yet so at the first step."""
         first, line = self.others(min(self.all[0])), self.lines[step]
-        found = [key for key, n in self.others(step).items() if n != first.get(key)]
-        return "".join(self.describe(key, key[1], step, line) for key in found[:4])
+        found = [name for name, n in self.others(step).items() if n != first.get(name)]
+        return "".join(self.describe(name, name, step, line) for name in found[:4])
 
     def behind(self, lines, step, further=2):
         """In words: the numbers in these lines that differ, and in those that set them; if there
         are none, in those that set what is no number."""
         others, lines, texts, hidden = self.others(step), list(lines), {}, []
         for line in lines:
-            for key, name in names_at(line).items():
-                if key in others and key[1] not in texts and len(texts) < 3:
-                    lines += lines_that_set(line, key)
-                    texts[key[1]] = self.describe(key, f"{line}: {name}", step, line)
-                elif key[0] != "." and key not in self.all[0].get(step, {}):
-                    hidden += lines_that_set(line, key)
+            for name, text in names_at(line).items():
+                if name in others and name not in texts and len(texts) < 3:
+                    lines += lines_that_set(line, name)
+                    texts[name] = self.describe(name, f"{line}: {text}", step, line)
+                elif name not in self.all[0].get(step, {}):
+                    hidden += lines_that_set(line, name)
         if not texts and hidden and further:
             return self.behind(dict.fromkeys(hidden), step, further - 1)
         return "".join(texts.values())
 
     def set_at(self, line, step):
         """In words: where the numbers in a line are set."""
-        keys = [key for key in names_at(line) if key in self.all[0].get(step, {})]
-        lines = [at for key in keys for at in lines_that_set(line, key)]
+        names = [name for name in names_at(line) if name in self.all[0].get(step, {})]
+        lines = [at for name in names for at in lines_that_set(line, name)]
         return "".join(f"{MORE}{source(line)}" for line in lines[:3])
 
-    def describe(self, key, name, step, line):
-        numbers = [of_step.get(step, {}).get(key, math.nan) for of_step in self.all]
-        set_at = lines_that_set(line, key)
-        text = f"{MORE}{name} is {sides(*numbers)}"
+    def describe(self, name, text, step, line):
+        numbers = [of_step.get(step, {}).get(name, math.nan) for of_step in self.all]
+        set_at = lines_that_set(line, name)
+        text = f"{MORE}{text} is {sides(*numbers)}"
         return f"{text}; set at {', '.join(set_at)}" if set_at else text
 
 
@@ -2201,7 +2183,7 @@ def compare_settings(one, ranks, variables):
             numbers = [other.settings[number][1] for other in others]
             if any(relative(mine, other) > 1e-6 for other in numbers):
                 text = f"{source(note.line)}: {name} is {sides(mine, *numbers)}"
-                world, set_at = len(ranks), lines_that_set(note.line, (".", name))
+                world, set_at = len(ranks), lines_that_set(note.line, name)
                 if step == 0 and mine and abs(numbers[0] / mine / world - 1) < 0.01:
                     text += f"; {world} times: is the batch of all ranks that much larger, too? "
                     text += "If so, give one process this rate by --one"
