@@ -1022,15 +1022,9 @@ class Trace(TorchFunctionMode):
         if name in ("div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_"):
             by = args[1] if len(args) > 1 else kwargs.get("other")
             division = "gradient" if getattr(by, "requires_grad", False) else "fixed"
-        more = {"division": division, "called_at": caller_of(frame)}
+        callers = [at for at in own_lines(frame) if at != line]  # it is its own, if it has a loop
+        more = {"division": division, "called_at": callers[0] if callers else ""}
         note_value(self.run, "value", line, name, out, made_from, **more)
-
-
-def caller_of(frame):
-    """The line that has called the function which this frame is in; "" if it is in none."""
-    while frame.f_code.co_name in ("<genexpr>", "<listcomp>", "<dictcomp>", "<lambda>"):
-        frame = frame.f_back
-    return "" if frame.f_code.co_name == "<module>" else own_lines(frame.f_back)[0]
 
 
 NO_SYNC = " in no_sync()"
