@@ -196,7 +196,7 @@ class BothRuns:
             print(f"compare.py: {name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
             one = Notes(self.folder, "one", 0)
             if not os.path.exists(f"{self.folder}/one.draws"):
-                return "compare.py: the run on one process was cut off before its end (above)", 2
+                return f"compare.py: the run on one process was cut off: {one.end()}", 2
             if not one[Step]:
                 text = "look   end        no optimizer.step() on one process, whose run ended with "
                 return f"{text}{one.end()}: nothing can be compared", 2
@@ -254,10 +254,6 @@ class BothRuns:
                     f"compare.py: {side}: nothing new for {self.args.wait:.0f} s; "
                     f"if it is only slow, --wait {5 * self.args.wait:.0f}"
                 )
-                for rank in range(nproc):
-                    with contextlib.suppress(FileNotFoundError):
-                        with open(f"{self.folder}/{name}.{rank}.where") as file:
-                            print(f"  rank {rank} is at {file.read()}")
                 return
         statuses = [process.poll() for process in processes]
         failed = [rank for rank, status in enumerate(statuses) if status != 0]
@@ -1750,7 +1746,8 @@ class Notes:
                 if own_file(name):
                     return f"a crash at {source(f'{own_file(name)}:{line}')}"
         with contextlib.suppress(FileNotFoundError), open(f"{self.path}.where") as file:
-            return f"no end, at {source(file.read().partition(' < ')[0])}"
+            line, *callers = file.read().split(" < ")
+            return " < ".join([f"no end, at {source(line)}", *callers])
         return "no end"
 
 

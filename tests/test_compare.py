@@ -280,7 +280,7 @@ def test_crash_and_hang():
         ("            mask =", "            if rank: time.sleep(10_000)\n            mask =")
     )
     text = compare(hang, "--wait", str(max(6, whole)))
-    assert f"rank 1 is at loop.py:{line_of(hang, 'time.sleep')}" in text
+    assert f"no end, at loop.py:{line_of(hang, 'time.sleep')}" in text
     assert not marked()
 
 
