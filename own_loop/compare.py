@@ -358,8 +358,7 @@ class Difference(NamedTuple):
     one: float
     other: float
     ratio: float  # how many times run one's it is
-    mark_one: float  # a number by which those of several ranks are compared
-    mark_other: float
+    mark: float  # a number by which those of several ranks are compared
 
 
 @dataclass
@@ -368,7 +367,7 @@ class Compared:
 
     kind: str  # "weights" and "gradients" before it, "update", "buffers"
     line: str
-    differences: dict  # {name: Difference}; a plain tuple in the file, as a process may not know it
+    differences: dict  # {name: tuple(Difference)}, plain, as not each process can pickle the class
     missing: list  # names that only one side has
 
 
@@ -477,8 +476,6 @@ class Run:
     def note(self, note):
         if os.getpid() == self.pid and not self.notes.closed:
             with self.lock:
-                if isinstance(note, Compared):
-                    note.differences = {k: tuple(d) for k, d in note.differences.items()}
                 pickle.dump((self.steps, type(note).__name__, vars(note)), self.notes)
                 self.notes.flush()
 
@@ -1264,24 +1261,24 @@ def moments(optimizer, parameters):
 
 
 def differ(one, other):
+    """The fields of a Difference."""
     if one is None or other is None or one.shape != other.shape:
         sizes = [0.0 if t is None else float(t.double().norm()) for t in (one, other)]
-        return Difference(max(sizes) if sizes[0] != sizes[1] else 0.0, *sizes, 0.0, *sizes)
+        return max(sizes) if sizes[0] != sizes[1] else 0.0, *sizes, 0.0, sizes[1]
     one, other = one.double().reshape(-1), other.double().reshape(-1)
     if not (torch.isfinite(one).all() and torch.isfinite(other).all()):
         same = torch.equal(torch.isfinite(one), torch.isfinite(other))
-        return Difference(0.0 if same else 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+        return 0.0 if same else 1.0, 1.0, 1.0, 0.0, 0.0
     dot, size = float(one @ other), float(one.norm())
-    signs = torch.from_numpy(SIGNS[: len(one)])
-    marks = [float(t[:MANY_COLUMNS] @ signs) for t in (one, other)]
+    mark = float(other[:MANY_COLUMNS] @ torch.from_numpy(SIGNS[: len(one)]))
     ratio = dot / max(size**2, 1e-300)
-    return Difference(float((one - other).norm()), size, float(other.norm()), ratio, *marks)
+    return float((one - other).norm()), size, float(other.norm()), ratio, mark
 
 
 def differ_in_any_order(one, other):
     """A queue of features, as in MoCo, has the ranks' rows one rank after the other."""
     found = differ(one, other)
-    if not found.size or one.shape != other.shape:
+    if not found[0] or one.shape != other.shape:
         return found
     return min(found, differ(one.reshape(-1).sort().values, other.reshape(-1).sort().values))
 
@@ -1724,11 +1721,7 @@ class Notes:
             with open(f"{self.path}.notes", "rb") as file:
                 while True:
                     step, kind, fields = pickle.load(file)
-                    note = globals()[kind](**fields)
-                    if kind == "Compared":
-                        found = note.differences.items()
-                        note.differences = {name: Difference(*d) for name, d in found}
-                    self.of.setdefault(kind, []).append((step, note))
+                    self.of.setdefault(kind, []).append((step, globals()[kind](**fields)))
 
     def __getitem__(self, kind):
         return self.of.get(kind.__name__, [])
@@ -2113,16 +2106,17 @@ class Tensors:
         self.findings, self.largest, self.ratios, self.gradients = [], {}, [], {}
         for rank, notes in enumerate(ranks):
             for step, note in notes[Compared]:
+                found = {name: Difference(*fields) for name, fields in note.differences.items()}
                 if note.kind == "gradients":
-                    self.gradients.setdefault(step, []).append(note.differences)
+                    self.gradients.setdefault(step, []).append(found)
                 if note.missing:
                     text = f"{note.line}: {note.missing[:3]} on one side alone"
                     self.findings.append(Finding("WRONG", "parameters", step, text))
-                if note.differences:
-                    self.check(f" on rank {rank}" if rank else "", step, note)
+                if found:
+                    self.check(f" on rank {rank}" if rank else "", step, note, found)
 
-    def check(self, on, step, note):
-        found, kind = note.differences, note.kind
+    def check(self, on, step, note, found):
+        kind = note.kind
         small = self.SMALL[kind] * math.sqrt(sum(d.one**2 for d in found.values()))
         sizes = {k: d.size / max(d.one, small, 1e-3 * d.other, 1e-30) for k, d in found.items()}
         name, limit = max(sizes, key=sizes.get), self.LIMITS[kind] or self.tolerance
@@ -2155,11 +2149,9 @@ class Tensors:
         ranks = self.gradients.get(step, [{}])
         for name in ranks[0]:
             found = [of_rank[name] for of_rank in ranks if name in of_rank]
-            marks, size = [d.mark_other for d in found], max(d.other for d in found)
+            marks, size = [d.mark for d in found], max(d.other for d in found)
             if max(marks) - min(marks) > 1e-3 * max(size, 1e-12):
-                right = abs(found[0].mark_one - sum(marks) / len(marks)) < 1e-3 * size
-                text = f"each rank has its own gradient of {name}"
-                return text + right * "; their mean is right" + ": not averaged in this step?"
+                return f"each rank has its own gradient of {name}: not averaged in this step?"
         return None
 
 
