@@ -1865,16 +1865,13 @@ def fit(one, others, tolerance):
 def same_rows(one, others, limit):
     """Whether the ranks' rows are those of one process, in any order: also of columns, and each
     times the number of ranks, or divided by it."""
-    marks, sums, norms = [np.concatenate([o[i] for o in others]) for i in range(3)]
-    if len(marks) != len(one[0]):
+    sums, norms = [np.concatenate([o[i] for o in others]) for i in (1, 2)]
+    if len(sums) != len(one[1]):
         return False
     ranks = max(len(others), 1)
     for factor in {1, ranks, 1 / ranks}:
-        size = max(factor, 1) * limit
-        if np.all(np.abs(np.sort(one[0]) - np.sort(marks * factor)) <= size):
-            return True
-        both = [(one[1], sums), (one[2], norms)]
-        if all(np.all(np.abs(np.sort(a) - np.sort(b * factor)) <= 2 * size) for a, b in both):
+        size, both = 2 * max(factor, 1) * limit, [(one[1], sums), (one[2], norms)]
+        if all(np.all(np.abs(np.sort(a) - np.sort(b * factor)) <= size) for a, b in both):
             return True
     return False
 
