@@ -2127,12 +2127,6 @@ class Tensors:
             self.findings.append(Finding(verdict, kind, step, text))
 
     def explain(self, found, small):
-        for side, names in {
-            "one process": [name for name, d in found.items() if d.one == 0 < d.other],
-            "the ranks": [name for name, d in found.items() if d.other == 0 < d.one],
-        }.items():
-            if names:
-                return f"; {len(names)} are zero on {side}: {names[0]}"
         large = [d for d in found.values() if d.one > small]
         square = sum(d.one**2 for d in large)
         ratio = sum(d.ratio * d.one**2 for d in large) / square if large else 1.0
@@ -2362,10 +2356,8 @@ def find_all(one, ranks, tolerance):
 def report(folder, nproc, tolerance):
     """The text, and the exit status."""
     one, ranks = Notes(folder, "one", 0), [Notes(folder, "all", rank) for rank in range(nproc)]
-    lines = []
-    for _, note in [*one[Said], *ranks[0][Said]]:
-        if note.kind == "note" and f"note   {note.text}" not in lines:
-            lines.append(f"note   {note.text}")
+    said = [note.text for _, note in [*one[Said], *ranks[0][Said]] if note.kind == "note"]
+    lines = [f"note   {text}" for text in dict.fromkeys(said)]
     counts = [len(notes[Step]) for notes in [one, *ranks]]
     ends = [notes.end() for notes in [one, *ranks]]
     steps = min(counts)
