@@ -317,7 +317,7 @@ class Value:
     summaries: list  # of each tensor
     index: int = 0  # of this value, in this process
     made_from: list = field(default_factory=list)  # indices of values
-    division: str = ""  # by something that has a "gradient", or by what is "fixed"
+    by_gradient: bool = False  # divided by something that has a gradient
     model: int | None = None  # index of the inputs of the model inside of which it is
     called_at: str = ""  # the script's line that has called the function of this line
 
@@ -1011,12 +1011,10 @@ class Trace(TorchFunctionMode):
         line = f"{file}:{frame.f_lineno}"
         if self.run.number("seen", self.run.steps, line, name) >= MANY_VALUES:
             return
-        division = ""
-        if name in ("div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_"):
-            by = args[1] if len(args) > 1 else kwargs.get("other")
-            division = "gradient" if getattr(by, "requires_grad", False) else "fixed"
+        by = args[1] if len(args) > 1 else kwargs.get("other")
+        by_gradient = "div" in name and getattr(by, "requires_grad", False)
         callers = [at for at in own_lines(frame) if at != line]  # it is its own, if it has a loop
-        more = {"division": division, "called_at": callers[0] if callers else ""}
+        more = {"by_gradient": by_gradient, "called_at": callers[0] if callers else ""}
         note_value(self.run, "value", line, name, out, made_from, **more)
 
 
@@ -2226,24 +2224,12 @@ ADVICE = {
     "its batch, or the model remembers earlier ones. Intended?",
     "stream": "the ranks' streams have other samples in this step than one process's, as shards of "
     "files have. What follows from that cannot be compared",
-    "count": "a number of the rank's own share in it? all_reduce that number first",
     "ratio": "a ratio of sums over the rank's own share, as in a Dice loss of the batch. Intended?",
-    "mean": "a mean over a number of elements that differs over ranks? Divide a sum by the number "
-    "on all ranks, times world_size",
-    "other": "one process has neither these numbers nor their mean or sum: decided by the rank's "
-    "own share?",
+    "share": "one process has neither these numbers nor their mean or sum: a number or a mean of "
+    "the rank's own share in it, or a decision by that? all_reduce sums and counts, then divide",
     "same loss": "but the loss is the same",
     "branch": "a decision by numbers of the rank's own share?",
 }
-
-
-def advice_on(value, numbers):
-    """The key of ADVICE for the first value that differs."""
-    if value.name == STREAM:
-        return "stream"
-    if numbers or value.division:
-        return "ratio" if not numbers and value.division == "gradient" else "count"
-    return "mean" if value.name in ("mean", "cross_entropy", "nll_loss") else "other"
 
 
 def last_pass(of_step, variables, step):
@@ -2263,7 +2249,8 @@ def blame(values, tensors, variables, step):
 
     def finding(what, value, advice=None):
         numbers = variables.behind([value.line], step, further=0)
-        advice = advice or advice_on(value, numbers)
+        own = "ratio" if value.by_gradient and not numbers else "share"
+        advice = advice or ("stream" if value.name == STREAM else own)
         if not numbers:
             numbers = values.behind(value) + variables.behind([value.line], step)
         called = f"{MORE}called at {source(value.called_at)}" if value.called_at else ""
