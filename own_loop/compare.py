@@ -1027,12 +1027,11 @@ NOT_THE_SCRIPTS = tuple(
 
 def watch_models(run):
     """What goes into and comes out of each outermost module in training; and the losses."""
-    original = nn.Module.__call__
 
-    def call(module, *args, **kwargs):
-        if torch.compiler.is_compiling() or run.model is not None or run.in_dataset():
-            return original(module, *args, **kwargs)
-        if not (module.training and torch.is_grad_enabled()):
+    @replace(nn.Module, "__call__")
+    def call(original, module, *args, **kwargs):
+        is_training = module.training and torch.is_grad_enabled()
+        if run.model is not None or run.in_dataset() or not is_training:
             return original(module, *args, **kwargs)
         keep_precise()
         inner = module.module if isinstance(module, DistributedDataParallel) else module
@@ -1053,8 +1052,6 @@ def watch_models(run):
             run.model = None
         note_value(run, "outputs", line, name, outputs, [*indices_in(outputs), index])
         return outputs
-
-    nn.Module.__call__ = call
 
     @replace(Subset, "__init__")
     def choose(original, self, dataset, indices):
