@@ -527,12 +527,6 @@ class Run:
 
     # ---- where a rank's samples are among those of one process
 
-    def rows_of(self, rank, batch):
-        """Which rows of one process's batch a rank has, whose own batch has so many."""
-        if self.options["layout"] == "blocks":
-            return torch.arange(rank * batch, (rank + 1) * batch)
-        return torch.arange(rank, batch * self.world, self.world)
-
     def positions(self, rank, size, order=None):
         """Where a rank's `size` entries of a dimension are among those of one process. A sample may
         have several. `order`: the rows of one process's batch that the rank has, if known."""
@@ -543,9 +537,11 @@ class Run:
             batch = model_rows
         if size < batch or size % batch:
             batch = size
-        rows = self.rows_of(rank, batch)
+        rows = torch.arange(rank, batch * self.world, self.world)
         if order is not None and len(order) == batch:
             rows = torch.tensor(order)
+        elif self.options["layout"] == "blocks":
+            rows = torch.arange(rank * batch, (rank + 1) * batch)
         times = size // max(batch, 1)
         if size == model_rows:  # several views of the batch, one after the other
             return torch.cat([rows + view * batch * self.world for view in range(times)])
