@@ -450,6 +450,14 @@ def replace(owner, name):
     return decorate
 
 
+class PerThread(threading.local):
+    in_dataset = False  # where each sample has a seed of its own
+    quiet = False  # what happens is not the script's
+    sync = False  # inside of SyncBatchNorm
+    batch = None  # the number of samples that are made into a batch
+    indices = None  # of the samples of the last batch
+
+
 class Run:
     """What this process knows, and the notes that it takes."""
 
@@ -459,7 +467,7 @@ class Run:
         self.name = self.options["run"]
         self.one = self.name == "one"  # the run on one process, not on all
         self.rank = int(os.environ.get("RANK", 0)) if rank is None else rank
-        self.thread = threading.local()
+        self.thread = PerThread()
         self.steps, self.counts, self.pid = 0, {}, os.getpid()
         self.lock = threading.RLock()
         self.loader_rows = self.model_rows = None  # of this process's batch
@@ -492,17 +500,10 @@ class Run:
         """A seed, which differs between keys."""
         return zlib.crc32(repr((self.options["seed"], *key)).encode())
 
-    def in_dataset(self):
-        """There, each sample has a seed of its own."""
-        return getattr(self.thread, "in_dataset", False)
-
-    def is_quiet(self):
-        return getattr(self.thread, "quiet", False)
-
     @contextlib.contextmanager
     def quiet(self):
         """What happens inside is not the script's."""
-        before, self.thread.quiet = self.is_quiet(), True
+        before, self.thread.quiet = self.thread.quiet, True
         try:
             yield
         finally:
@@ -689,7 +690,7 @@ def control_torch(run):
     def watch(owner, name):
         @replace(owner, name)
         def draw(original, *args, **kwargs):
-            if run.in_dataset() or run.is_quiet():
+            if run.thread.in_dataset or run.thread.quiet:
                 return original(*args, **kwargs)
             with run.quiet(), Draws(run):
                 return original(*args, **kwargs)
@@ -728,7 +729,7 @@ def control_python(run):
     def watch_seed(owner):
         @replace(owner, "seed")
         def seed(original, *args, **kwargs):
-            if run.in_dataset():
+            if run.thread.in_dataset:
                 return original(*args, **kwargs)
             return original(run.hash(owner.__name__, run.steps))
 
@@ -737,7 +738,7 @@ def control_python(run):
 
         @replace(owner, name)
         def draw(original, *args, **kwargs):
-            if run.in_dataset() or run.number("python", run.steps, place(), name) >= 1000:
+            if run.thread.in_dataset or run.number("python", run.steps, place(), name) >= 1000:
                 return original(*args, **kwargs)  # so many would take time
             args = list(args)
             size = args[size_at] if len(args) > size_at else kwargs.get("size")
@@ -824,7 +825,7 @@ def control_datasets(run):
                 try:
                     batch = self.collate_fn(samples)
                 finally:
-                    del run.thread.batch
+                    run.thread.batch = None
         is_list = isinstance(indices, (list, tuple))
         run.thread.indices = [base_index(self.dataset, i) for i in indices] if is_list else None
         return batch
@@ -870,7 +871,7 @@ def watch_loaders(run):
             iterator = original(self)
         finally:
             self.num_workers, self.timeout = workers, timeout
-        if run.in_dataset():
+        if run.thread.in_dataset:
             return iterator
         lines = place()[:2]
         return batches(iterator, self, (lines, run.number("pass", lines)))
@@ -982,7 +983,7 @@ class Trace(TorchFunctionMode):
         name = getattr(function, "__name__", UNKNOWN)
         if name == "all_reduce" and out is None:
             out = args[0]  # it is another value now
-        if self.run.is_quiet() or self.run.in_dataset():
+        if self.run.thread.quiet or self.run.thread.in_dataset:
             return out
         with contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
             if torch.is_tensor(out) or isinstance(out, (tuple, list)):
@@ -1027,7 +1028,7 @@ def watch_models(run):
     @replace(nn.Module, "__call__")
     def call(original, module, *args, **kwargs):
         is_training = module.training and torch.is_grad_enabled()
-        if run.model is not None or run.in_dataset() or not is_training:
+        if run.model is not None or run.thread.in_dataset or not is_training:
             return original(module, *args, **kwargs)
         keep_precise()
         inner = module.module if isinstance(module, DistributedDataParallel) else module
@@ -1093,7 +1094,7 @@ def control_batch_norm(run):
     @replace(F, "batch_norm")
     def batch_norm(original, input, mean, var, weight=None, bias=None, training=False, *more, **kw):
         words = weight, bias, training
-        if getattr(run.thread, "sync", False) or not training:
+        if run.thread.sync or not training:
             return original(input, mean, var, *words, *more, **kw)
         rows, batch = len(input), run.loader_rows or run.model_rows
         if not run.one or rows % run.world or rows == run.world or (batch and rows % batch):
@@ -1119,7 +1120,7 @@ def control_order(run):
         def move(original, self, *args, **kwargs):
             dims = args[-1] if args else None
             dims = kwargs.get("dims", dims if len(args) > (name == "roll") else None)
-            batch = getattr(run.thread, "batch", None if run.in_dataset() else run.loader_rows)
+            batch = run.thread.batch if run.thread.in_dataset else run.loader_rows
             if dims not in (0, (0,), [0]) or not is_plain(self) or not self.dim():
                 return original(self, *args, **kwargs)
             if not run.one or len(self) != batch or batch % run.world:
