@@ -320,6 +320,7 @@ class Value:
     by_gradient: bool = False  # divided by something that has a gradient
     model: int | None = None  # index of the inputs of the model inside of which it is
     called_at: str = ""  # the script's line that has called the function of this line
+    made_by: str = ""  # of a batch, the line where the dataset's __getitem__ begins
 
 
 @dataclass
@@ -889,10 +890,19 @@ def watch_loaders(run):
             if torch.is_grad_enabled() and in_main:
                 run.loader_rows = rows
                 find_order(run, (*key, number), indices)
-                note_value(run, "value", place()[0], name, batch)
+                note_value(run, "value", place()[0], name, batch, made_by=made_by(loader.dataset))
             number += 1
             yield batch
         run.note(PassEnd(key, number))
+
+
+def made_by(dataset):
+    """Where the script's own dataset makes a sample; "" if it is another's."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+    file = own_file(code.co_filename) if code else None
+    return f"{file}:{code.co_firstlineno}" if file else ""
 
 
 def find_order(run, key, indices):
@@ -1670,6 +1680,12 @@ def branch_of(line):
     return None
 
 
+def lines_inside(line):
+    """Of a function's statements."""
+    node, file = statement_at(line), line.rpartition(":")[0]
+    return [f"{file}:{n.lineno}" for n in ast.walk(node) if isinstance(n, ast.stmt)] if node else []
+
+
 def name_of(node):
     """Of a variable, of y.name and of y["name"]; None of all else."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
@@ -2242,11 +2258,12 @@ def blame(values, tensors, variables, step):
     """What the difference of a step comes from: the findings, and whether it may be intended."""
 
     def finding(what, value, advice=None):
-        numbers = variables.behind([value.line], step, further=0)
+        lines = lines_inside(value.made_by) if value.made_by else [value.line]
+        numbers = variables.behind(lines, step, further=0)
         own = "ratio" if value.by_gradient and not numbers else "share"
         advice = advice or ("stream" if value.name == STREAM else own)
         if not numbers:
-            numbers = values.behind(value) + variables.behind([value.line], step)
+            numbers = values.behind(value) + variables.behind(lines, step)
         called = f"{MORE}called at {source(value.called_at)}" if value.called_at else ""
         verdict = "look" if advice in ("coupled", "stream", "ratio") else "WRONG"
         text = values.describe(value) + (f": {ADVICE[advice]}" if value.kind != "loss" else "")
