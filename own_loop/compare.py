@@ -2235,8 +2235,8 @@ ADVICE = {
     "stream": "the ranks' streams have other samples in this step than one process's, as shards of "
     "files have. What follows from that cannot be compared",
     "ratio": "a ratio of sums over the rank's own share, as in a Dice loss of the batch. Intended?",
-    "share": "one process has neither these numbers nor their mean or sum: a number or a mean of "
-    "the rank's own share in it, or a decision by that? all_reduce sums and counts, then divide",
+    "share": "one process has neither these numbers nor their mean or sum: a number or a decision "
+    "of the rank's own share? all_reduce that number first",
     "same loss": "but the loss is the same",
     "branch": "a decision by numbers of the rank's own share?",
 }
