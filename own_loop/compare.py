@@ -1845,7 +1845,8 @@ def fit(one, others, tolerance):
     if one is None or None in others or any(len(o[0]) != len(one[0]) for o in others):
         return "unknown"
     shape, (rows, *_) = one
-    limit = tolerance * max(float(np.max(rows[2], initial=0)), 1e-9)
+    sizes = [np.max(o[1][0][2], initial=1e-9) for o in (one, *others)]  # a mean may be near zero
+    limit = tolerance * float(max(sizes))
 
     def close(a, b):
         return len(a) == len(b) and bool(np.all(np.abs(a - b) <= limit))
