@@ -1020,8 +1020,10 @@ class Trace(TorchFunctionMode):
             return
         by = args[1] if len(args) > 1 else kwargs.get("other")
         by_gradient = "div" in name and getattr(by, "requires_grad", False)
-        callers = [at for at in own_lines(frame) if at != line]  # it is its own, if it has a loop
-        more = {"by_gradient": by_gradient, "called_at": callers[0] if callers else ""}
+        called_at = ""
+        if frame.f_code.co_name != "<module>":
+            called_at = next((at for at in own_lines(frame) if at != line), "")
+        more = {"by_gradient": by_gradient, "called_at": called_at}
         note_value(self.run, "value", line, name, out, made_from, **more)
 
 
