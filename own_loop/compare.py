@@ -1110,8 +1110,6 @@ def control_batch_norm(run):
             return original(input, mean, var, *words, *more, **kw)
         rows, batch = len(input), run.loader_rows or run.model_rows
         if not run.one or rows % run.world or rows == run.world or (batch and rows % batch):
-            if run.one and rows != run.world and run.world > 1:
-                run.say(f"batch norm over {rows} rows, not split into shares at {place()[0]}")
             return original(input, mean, var, *words, *more, **kw)
 
         def normalize(rank, share):
