@@ -2070,10 +2070,9 @@ def compare_samples(one, ranks):
             union = [index for other in others for index in other.indices]
             if sorted(map(repr, union)) != sorted(map(repr, batch.indices)):
                 only = len(set(map(repr, batch.indices)) - set(map(repr, union)))
-                twice = len(union) - len(set(map(repr, union)))
                 text = f"{source(line)}: batch {number} of pass {batch.key[1] + 1}: {only} of "
-                text += f"{batch.rows} samples of one process are on no rank, {twice} are there "
-                found.append(Finding("look", "samples", step, text + "twice"))
+                text += f"{batch.rows} samples of one process are on no rank"
+                found.append(Finding("look", "samples", step, text))
     return found, uneven, trains
 
 
