@@ -1027,7 +1027,6 @@ class Trace(TorchFunctionMode):
         note_value(self.run, "value", line, name, out, made_from, **more)
 
 
-NO_SYNC = " in no_sync()"
 TORCH = os.path.dirname(torch.__file__)
 NOT_THE_SCRIPTS = tuple(
     os.path.join(TORCH, part) for part in ("optim", "utils/data", "nn/init", "nn/utils")
@@ -1047,8 +1046,6 @@ def watch_models(run):
         if not any(True for _ in inner.parameters()):
             return original(module, *args, **kwargs)
         name, line = type(inner).__name__, place()[0]
-        if not getattr(module, "require_backward_grad_sync", True):
-            name += NO_SYNC
         tensors = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t) and t.dim()]
         if tensors:
             run.model_rows = len(tensors[0])
@@ -1070,7 +1067,7 @@ def watch_models(run):
 
     @replace(DistributedDataParallel, "no_sync")
     def no_sync(original, self):
-        note_value(run, "no_sync", place()[0], NO_SYNC, ())
+        note_value(run, "no_sync", place()[0], "no_sync", ())
         return original(self)
 
     @replace(torch.autograd, "backward")
@@ -2249,7 +2246,7 @@ def last_pass(of_step, variables, step):
     if not passes:
         return ""
     text = f"{MORE}the last pass: {source(passes[-1].line)}  [{passes[-1].name}]"
-    if off and passes[-1].name.endswith(NO_SYNC):
+    if off:
         text += f"{MORE}{source(off[-1])}{variables.set_at(off[-1], step)}"
     return text
 
