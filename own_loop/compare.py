@@ -1103,7 +1103,7 @@ def control_batch_norm(run):
     @replace(F, "batch_norm")
     def batch_norm(original, input, mean, var, weight=None, bias=None, training=False, *more, **kw):
         words = weight, bias, training
-        if run.thread.sync or not training:
+        if run.thread.sync or run.thread.quiet or not training:  # or already within a share
             return original(input, mean, var, *words, *more, **kw)
         rows, batch = len(input), run.loader_rows or run.model_rows
         if not run.one or rows % run.world or rows == run.world or (batch and rows % batch):
