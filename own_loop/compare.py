@@ -196,7 +196,7 @@ class BothRuns:
             print(f"compare.py: {name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
             one = Notes(self.folder, "one", 0)
             if not os.path.exists(f"{self.folder}/one.draws"):
-                return "compare.py: the run on one process was cut off before its end (above)", 2
+                return f"compare.py: the run on one process was cut off: {one.end()}", 2
             if not one[Step]:
                 text = "look   end        no optimizer.step() on one process, whose run ended with "
                 return f"{text}{one.end()}: nothing can be compared", 2
@@ -254,10 +254,6 @@ class BothRuns:
                     f"compare.py: {side}: nothing new for {self.args.wait:.0f} s; "
                     f"if it is only slow, --wait {5 * self.args.wait:.0f}"
                 )
-                for rank in range(nproc):
-                    with contextlib.suppress(FileNotFoundError):
-                        with open(f"{self.folder}/{name}.{rank}.where") as file:
-                            print(f"  rank {rank} is at {file.read()}")
                 return
         statuses = [process.poll() for process in processes]
         failed = [rank for rank, status in enumerate(statuses) if status != 0]
@@ -266,7 +262,7 @@ class BothRuns:
             first = [rank for rank in failed if "Connection" not in ends[rank]] or failed
             print(f"compare.py: {side}: rank {first[0]} failed; the end of what it printed:")
             with open(f"{self.folder}/{name}.{first[0]}.log", errors="replace") as log:
-                print(log.read()[-2500:])
+                print(re.sub("Extension modules: .*", "", log.read())[-2500:])  # of a C++ abort
 
     def restore_files(self, name, nproc):
         """Undo what a run has done to files, newest first: what was there before is put back, and
@@ -321,9 +317,10 @@ class Value:
     summaries: list  # of each tensor
     index: int = 0  # of this value, in this process
     made_from: list = field(default_factory=list)  # indices of values
-    division: str = ""  # by something that has a "gradient", or by what is "fixed"
+    by_gradient: bool = False  # divided by something that has a gradient
     model: int | None = None  # index of the inputs of the model inside of which it is
     called_at: str = ""  # the script's line that has called the function of this line
+    made_by: str = ""  # of a batch, the line where the dataset's __getitem__ begins
 
 
 @dataclass
@@ -352,7 +349,7 @@ class Step:
     callers: list  # the script's lines that have called the function of this line
     settings: list
     made: list  # the lines that made the optimizer and its schedulers
-    variables: dict  # the script's plain numbers, by name
+    variables: dict  # {name: number} of the script's plain numbers
 
 
 class Difference(NamedTuple):
@@ -362,8 +359,7 @@ class Difference(NamedTuple):
     one: float
     other: float
     ratio: float  # how many times run one's it is
-    mark_one: float  # a number by which those of several ranks are compared
-    mark_other: float
+    mark: float  # a number by which those of several ranks are compared
 
 
 @dataclass
@@ -372,7 +368,7 @@ class Compared:
 
     kind: str  # "weights" and "gradients" before it, "update", "buffers"
     line: str
-    differences: dict  # {name: Difference}; a plain tuple in the file, as a process may not know it
+    differences: dict  # {name: tuple(Difference)}, plain, as not each process can pickle the class
     missing: list  # names that only one side has
 
 
@@ -455,6 +451,14 @@ def replace(owner, name):
     return decorate
 
 
+class PerThread(threading.local):
+    in_dataset = False  # where each sample has a seed of its own
+    quiet = False  # what happens is not the script's
+    sync = False  # inside of SyncBatchNorm
+    batch = None  # the number of samples that are made into a batch
+    indices = None  # of the samples of the last batch
+
+
 class Run:
     """What this process knows, and the notes that it takes."""
 
@@ -464,7 +468,7 @@ class Run:
         self.name = self.options["run"]
         self.one = self.name == "one"  # the run on one process, not on all
         self.rank = int(os.environ.get("RANK", 0)) if rank is None else rank
-        self.thread = threading.local()
+        self.thread = PerThread()
         self.steps, self.counts, self.pid = 0, {}, os.getpid()
         self.lock = threading.RLock()
         self.loader_rows = self.model_rows = None  # of this process's batch
@@ -481,8 +485,6 @@ class Run:
     def note(self, note):
         if os.getpid() == self.pid and not self.notes.closed:
             with self.lock:
-                if isinstance(note, Compared):
-                    note.differences = {k: tuple(d) for k, d in note.differences.items()}
                 pickle.dump((self.steps, type(note).__name__, vars(note)), self.notes)
                 self.notes.flush()
 
@@ -499,17 +501,10 @@ class Run:
         """A seed, which differs between keys."""
         return zlib.crc32(repr((self.options["seed"], *key)).encode())
 
-    def in_dataset(self):
-        """There, each sample has a seed of its own."""
-        return getattr(self.thread, "in_dataset", False)
-
-    def is_quiet(self):
-        return getattr(self.thread, "quiet", False)
-
     @contextlib.contextmanager
     def quiet(self):
         """What happens inside is not the script's."""
-        before, self.thread.quiet = self.is_quiet(), True
+        before, self.thread.quiet = self.thread.quiet, True
         try:
             yield
         finally:
@@ -534,12 +529,6 @@ class Run:
 
     # ---- where a rank's samples are among those of one process
 
-    def rows_of(self, rank, batch):
-        """Which rows of one process's batch a rank has, whose own batch has so many."""
-        if self.options["layout"] == "blocks":
-            return torch.arange(rank * batch, (rank + 1) * batch)
-        return torch.arange(rank, batch * self.world, self.world)
-
     def positions(self, rank, size, order=None):
         """Where a rank's `size` entries of a dimension are among those of one process. A sample may
         have several. `order`: the rows of one process's batch that the rank has, if known."""
@@ -550,9 +539,11 @@ class Run:
             batch = model_rows
         if size < batch or size % batch:
             batch = size
-        rows = self.rows_of(rank, batch)
+        rows = torch.arange(rank, batch * self.world, self.world)
         if order is not None and len(order) == batch:
             rows = torch.tensor(order)
+        elif self.options["layout"] == "blocks":
+            rows = torch.arange(rank * batch, (rank + 1) * batch)
         times = size // max(batch, 1)
         if size == model_rows:  # several views of the batch, one after the other
             return torch.cat([rows + view * batch * self.world for view in range(times)])
@@ -700,7 +691,7 @@ def control_torch(run):
     def watch(owner, name):
         @replace(owner, name)
         def draw(original, *args, **kwargs):
-            if run.in_dataset() or run.is_quiet():
+            if run.thread.in_dataset or run.thread.quiet:
                 return original(*args, **kwargs)
             with run.quiet(), Draws(run):
                 return original(*args, **kwargs)
@@ -739,7 +730,7 @@ def control_python(run):
     def watch_seed(owner):
         @replace(owner, "seed")
         def seed(original, *args, **kwargs):
-            if run.in_dataset():
+            if run.thread.in_dataset:
                 return original(*args, **kwargs)
             return original(run.hash(owner.__name__, run.steps))
 
@@ -748,7 +739,7 @@ def control_python(run):
 
         @replace(owner, name)
         def draw(original, *args, **kwargs):
-            if run.in_dataset() or run.number("python", run.steps, place(), name) >= 1000:
+            if run.thread.in_dataset or run.number("python", run.steps, place(), name) >= 1000:
                 return original(*args, **kwargs)  # so many would take time
             args = list(args)
             size = args[size_at] if len(args) > size_at else kwargs.get("size")
@@ -835,7 +826,7 @@ def control_datasets(run):
                 try:
                     batch = self.collate_fn(samples)
                 finally:
-                    del run.thread.batch
+                    run.thread.batch = None
         is_list = isinstance(indices, (list, tuple))
         run.thread.indices = [base_index(self.dataset, i) for i in indices] if is_list else None
         return batch
@@ -881,14 +872,14 @@ def watch_loaders(run):
             iterator = original(self)
         finally:
             self.num_workers, self.timeout = workers, timeout
-        if run.in_dataset():
+        if run.thread.in_dataset:
             return iterator
         lines = place()[:2]
         return batches(iterator, self, (lines, run.number("pass", lines)))
 
     def batches(iterator, loader, key):
         is_map = not isinstance(loader.dataset, IterableDataset)
-        name = f"a batch of the DataLoader{made_by(loader.dataset)}" if is_map else STREAM
+        name = "a batch of the DataLoader" if is_map else STREAM
         total, number = length(loader) if is_map else None, 0
         for batch in itertools.islice(iterator, run.options["short"]):
             indices = run.thread.indices if is_map else None
@@ -899,19 +890,19 @@ def watch_loaders(run):
             if torch.is_grad_enabled() and in_main:
                 run.loader_rows = rows
                 find_order(run, (*key, number), indices)
-                note_value(run, "value", place()[0], name, batch)
+                note_value(run, "value", place()[0], name, batch, made_by=made_by(loader.dataset))
             number += 1
             yield batch
         run.note(PassEnd(key, number))
 
 
 def made_by(dataset):
-    """Where the script's own dataset makes a sample, in words."""
+    """Where the script's own dataset makes a sample; "" if it is another's."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
     file = own_file(code.co_filename) if code else None
-    return f", made by {file}:{code.co_firstlineno}" if file else ""
+    return f"{file}:{code.co_firstlineno}" if file else ""
 
 
 def find_order(run, key, indices):
@@ -1002,7 +993,7 @@ class Trace(TorchFunctionMode):
         name = getattr(function, "__name__", UNKNOWN)
         if name == "all_reduce" and out is None:
             out = args[0]  # it is another value now
-        if self.run.is_quiet() or self.run.in_dataset():
+        if self.run.thread.quiet or self.run.thread.in_dataset:
             return out
         with contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
             if torch.is_tensor(out) or isinstance(out, (tuple, list)):
@@ -1027,22 +1018,15 @@ class Trace(TorchFunctionMode):
         line = f"{file}:{frame.f_lineno}"
         if self.run.number("seen", self.run.steps, line, name) >= MANY_VALUES:
             return
-        division = ""
-        if name in ("div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_"):
-            by = args[1] if len(args) > 1 else kwargs.get("other")
-            division = "gradient" if getattr(by, "requires_grad", False) else "fixed"
-        more = {"division": division, "called_at": caller_of(frame)}
+        by = args[1] if len(args) > 1 else kwargs.get("other")
+        by_gradient = "div" in name and getattr(by, "requires_grad", False)
+        called_at = ""
+        if frame.f_code.co_name != "<module>":
+            called_at = next((at for at in own_lines(frame) if at != line), "")
+        more = {"by_gradient": by_gradient, "called_at": called_at}
         note_value(self.run, "value", line, name, out, made_from, **more)
 
 
-def caller_of(frame):
-    """The line that has called the function which this frame is in; "" if it is in none."""
-    while frame.f_code.co_name in ("<genexpr>", "<listcomp>", "<dictcomp>", "<lambda>"):
-        frame = frame.f_back
-    return "" if frame.f_code.co_name == "<module>" else own_lines(frame.f_back)[0]
-
-
-NO_SYNC = " in no_sync()"
 TORCH = os.path.dirname(torch.__file__)
 NOT_THE_SCRIPTS = tuple(
     os.path.join(TORCH, part) for part in ("optim", "utils/data", "nn/init", "nn/utils")
@@ -1051,20 +1035,17 @@ NOT_THE_SCRIPTS = tuple(
 
 def watch_models(run):
     """What goes into and comes out of each outermost module in training; and the losses."""
-    original = nn.Module.__call__
 
-    def call(module, *args, **kwargs):
-        if torch.compiler.is_compiling() or run.model is not None or run.in_dataset():
-            return original(module, *args, **kwargs)
-        if not (module.training and torch.is_grad_enabled()):
+    @replace(nn.Module, "__call__")
+    def call(original, module, *args, **kwargs):
+        is_training = module.training and torch.is_grad_enabled()
+        if run.model is not None or run.thread.in_dataset or not is_training:
             return original(module, *args, **kwargs)
         keep_precise()
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         if not any(True for _ in inner.parameters()):
             return original(module, *args, **kwargs)
         name, line = type(inner).__name__, place()[0]
-        if not getattr(module, "require_backward_grad_sync", True):
-            name += NO_SYNC
         tensors = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t) and t.dim()]
         if tensors:
             run.model_rows = len(tensors[0])
@@ -1078,8 +1059,6 @@ def watch_models(run):
         note_value(run, "outputs", line, name, outputs, [*indices_in(outputs), index])
         return outputs
 
-    nn.Module.__call__ = call
-
     @replace(Subset, "__init__")
     def choose(original, self, dataset, indices):
         original(self, dataset, indices)
@@ -1088,13 +1067,8 @@ def watch_models(run):
 
     @replace(DistributedDataParallel, "no_sync")
     def no_sync(original, self):
-        note_value(run, "no_sync", place()[0], NO_SYNC, ())
+        note_value(run, "no_sync", place()[0], "no_sync", ())
         return original(self)
-
-    @replace(DistributedDataParallel, "register_comm_hook")
-    def register_comm_hook(original, self, *args, **kwargs):
-        run.say("a hook communicates gradients: if it rounds them, see --tolerance")
-        return original(self, *args, **kwargs)
 
     @replace(torch.autograd, "backward")
     def backward(original, tensors, *args, **kwargs):
@@ -1129,12 +1103,10 @@ def control_batch_norm(run):
     @replace(F, "batch_norm")
     def batch_norm(original, input, mean, var, weight=None, bias=None, training=False, *more, **kw):
         words = weight, bias, training
-        if getattr(run.thread, "sync", False) or not training:
+        if run.thread.sync or run.thread.quiet or not training:  # or already within a share
             return original(input, mean, var, *words, *more, **kw)
         rows, batch = len(input), run.loader_rows or run.model_rows
         if not run.one or rows % run.world or rows == run.world or (batch and rows % batch):
-            if run.one and rows != run.world and run.world > 1:
-                run.say(f"batch norm over {rows} rows, not split into shares at {place()[0]}")
             return original(input, mean, var, *words, *more, **kw)
 
         def normalize(rank, share):
@@ -1155,7 +1127,7 @@ def control_order(run):
         def move(original, self, *args, **kwargs):
             dims = args[-1] if args else None
             dims = kwargs.get("dims", dims if len(args) > (name == "roll") else None)
-            batch = getattr(run.thread, "batch", None if run.in_dataset() else run.loader_rows)
+            batch = run.thread.batch if run.thread.in_dataset else run.loader_rows
             if dims not in (0, (0,), [0]) or not is_plain(self) or not self.dim():
                 return original(self, *args, **kwargs)
             if not run.one or len(self) != batch or batch % run.world:
@@ -1288,38 +1260,37 @@ def moments(optimizer, parameters):
 
 
 def differ(one, other):
+    """The fields of a Difference."""
     if one is None or other is None or one.shape != other.shape:
         sizes = [0.0 if t is None else float(t.double().norm()) for t in (one, other)]
-        return Difference(max(sizes) if sizes[0] != sizes[1] else 0.0, *sizes, 0.0, *sizes)
+        return max(sizes) if sizes[0] != sizes[1] else 0.0, *sizes, 0.0, sizes[1]
     one, other = one.double().reshape(-1), other.double().reshape(-1)
     if not (torch.isfinite(one).all() and torch.isfinite(other).all()):
         same = torch.equal(torch.isfinite(one), torch.isfinite(other))
-        return Difference(0.0 if same else 1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+        return 0.0 if same else 1.0, 1.0, 1.0, 0.0, 0.0
     dot, size = float(one @ other), float(one.norm())
-    signs = torch.from_numpy(SIGNS[: len(one)])
-    marks = [float(t[:MANY_COLUMNS] @ signs) for t in (one, other)]
+    mark = float(other[:MANY_COLUMNS] @ torch.from_numpy(SIGNS[: len(one)]))
     ratio = dot / max(size**2, 1e-300)
-    return Difference(float((one - other).norm()), size, float(other.norm()), ratio, *marks)
+    return float((one - other).norm()), size, float(other.norm()), ratio, mark
 
 
 def differ_in_any_order(one, other):
     """A queue of features, as in MoCo, has the ranks' rows one rank after the other."""
     found = differ(one, other)
-    if not found.size or one.shape != other.shape:
+    if not found[0] or one.shape != other.shape:
         return found
     return min(found, differ(one.reshape(-1).sort().values, other.reshape(-1).sort().values))
 
 
 def variables_of(frame):
-    """The script's plain numbers: {(function, name): number}, and {(".", name): number} of objects
-    and dictionaries; of several of one name, the innermost. And the seeds of generators."""
+    """The script's plain numbers, {name: number}, also those in objects and dictionaries; of
+    several of one name, the innermost. And the seeds of generators."""
     scopes, found = [], {}
     while frame is not None:
         if own_file(frame.f_code.co_filename):
-            scopes.append((frame.f_code.co_name, frame.f_locals))
-            scopes.append(("<module>", frame.f_globals))
+            scopes += [frame.f_locals, frame.f_globals]
         frame = frame.f_back
-    for _, variables in list(scopes):
+    for variables in list(scopes):
         for thing in list(variables.values()):
             if isinstance(thing, DataLoader):
                 thing = thing.dataset
@@ -1327,13 +1298,13 @@ def variables_of(frame):
                 thing = thing.dataset
             if not isinstance(thing, (torch.Tensor, types.ModuleType)):
                 inside = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
-                scopes.append((".", inside if len(inside) < 200 else {}))
-    for scope, variables in scopes:
+                scopes.append(inside if len(inside) < 200 else {})
+    for variables in scopes:
         for name, thing in list(variables.items()):
             if isinstance(thing, torch.Generator):
                 thing = thing.initial_seed()
             if isinstance(thing, (int, float, np.floating, np.integer)) and not abs(thing) > 1e300:
-                found.setdefault((scope, name), float(thing))
+                found.setdefault(name, float(thing))
     return found
 
 
@@ -1363,8 +1334,6 @@ def watch_steps(run):
             mine, (line, *callers) = trained[optimizer], place()
             mine.step += 1
             parameters = mine.parameters(optimizer)
-            if any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values()):
-                run.say("weights of 16 bits: rounding alone differs by more; see --tolerance")
             gradients = {name: on_cpu(p.grad) for name, p in parameters.items()}
             weights = {name: on_cpu(p) for name, p in parameters.items()}
             before.update(weights=weights, gradients=gradients, line=line)
@@ -1714,51 +1683,34 @@ def lines_inside(line):
     return [f"{file}:{n.lineno}" for n in ast.walk(node) if isinstance(n, ast.stmt)] if node else []
 
 
-@functools.cache
-def local_names(function):
-    """Its parameters, and what it assigns."""
-    names = [n for n in ast.walk(function) if isinstance(n, ast.Name)]
-    arguments = [n.arg for n in ast.walk(function) if isinstance(n, ast.arg)]
-    return {n.id for n in names if isinstance(n.ctx, ast.Store)} | set(arguments)
-
-
-def key_of(node):
-    """(function, name) of a variable, (".", name) of y.name and of y["name"]; None of all else."""
+def name_of(node):
+    """Of a variable, of y.name and of y["name"]; None of all else."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return ".", node.slice.value
-    if isinstance(node, ast.Attribute):
-        return ".", node.attr
-    if not isinstance(node, ast.Name):
-        return None
-    function = node
-    while function := getattr(function, "parent", None):
-        if isinstance(function, ast.FunctionDef) and node.id in local_names(function):
-            return function.name, node.id
-    return "<module>", node.id
+        return node.slice.value
+    return getattr(node, "attr", getattr(node, "id", None))
 
 
 def names_at(line):
-    """{key: text} of those in a statement, without the statements in it."""
+    """{name: text} of those in a statement, without the statements in it."""
     found, todo = {}, [statement_at(line)]
     while node := todo.pop(0) if todo else None:
-        if key := key_of(node):
-            found.setdefault(key, ast.unparse(node))
+        if name := name_of(node):
+            found.setdefault(name, ast.unparse(node))
         inner = ast.iter_child_nodes(node)
         todo += [n for n in inner if not isinstance(n, (ast.stmt, ast.excepthandler))]
     return found
 
 
-def lines_that_set(line, key):
-    """Those in a line's file that assign a variable, or one of this name, if it is a parameter. Its
-    first value, a constant, only if there are no others."""
+def lines_that_set(line, name):
+    """Those in a line's file that assign something of this name. Its first value, a constant, only
+    if there are no others."""
     file, found = line.rpartition(":")[0], {}
     for node in statements(file):
         for target in getattr(node, "targets", [getattr(node, "target", None)]):
-            for name in map(key_of, getattr(target, "elts", [target])):
-                if name and name[1] == key[1]:
-                    is_constant = isinstance(getattr(node, "value", None), ast.Constant)
-                    is_first = is_constant and not isinstance(node, ast.AugAssign)
-                    found.setdefault((name != key, is_first), []).append(node.lineno)
+            if name in map(name_of, getattr(target, "elts", [target])):
+                is_constant = isinstance(getattr(node, "value", None), ast.Constant)
+                is_first = is_constant and not isinstance(node, ast.AugAssign)
+                found.setdefault(is_first, []).append(node.lineno)
     return [f"{file}:{n}" for n in sorted(set(found[min(found)]))[-3:]] if found else []
 
 
@@ -1774,11 +1726,7 @@ class Notes:
             with open(f"{self.path}.notes", "rb") as file:
                 while True:
                     step, kind, fields = pickle.load(file)
-                    note = globals()[kind](**fields)
-                    if kind == "Compared":
-                        found = note.differences.items()
-                        note.differences = {name: Difference(*d) for name, d in found}
-                    self.of.setdefault(kind, []).append((step, note))
+                    self.of.setdefault(kind, []).append((step, globals()[kind](**fields)))
 
     def __getitem__(self, kind):
         return self.of.get(kind.__name__, [])
@@ -1796,7 +1744,8 @@ class Notes:
                 if own_file(name):
                     return f"a crash at {source(f'{own_file(name)}:{line}')}"
         with contextlib.suppress(FileNotFoundError), open(f"{self.path}.where") as file:
-            return f"no end, at {source(file.read().partition(' < ')[0])}"
+            line, *callers = file.read().split(" < ")
+            return " < ".join([f"no end, at {source(line)}", *callers])
         return "no end"
 
 
@@ -1848,34 +1797,34 @@ class Variables:
     def changing(self, step):
         """In words: those that differ, and were not yet so at the first step."""
         first, line = self.others(min(self.all[0])), self.lines[step]
-        found = [key for key, n in self.others(step).items() if n != first.get(key)]
-        return "".join(self.describe(key, key[1], step, line) for key in found[:4])
+        found = [name for name, n in self.others(step).items() if n != first.get(name)]
+        return "".join(self.describe(name, name, step, line) for name in found[:4])
 
     def behind(self, lines, step, further=2):
         """In words: the numbers in these lines that differ, and in those that set them; if there
         are none, in those that set what is no number."""
         others, lines, texts, hidden = self.others(step), list(lines), {}, []
         for line in lines:
-            for key, name in names_at(line).items():
-                if key in others and key[1] not in texts and len(texts) < 3:
-                    lines += lines_that_set(line, key)
-                    texts[key[1]] = self.describe(key, f"{line}: {name}", step, line)
-                elif key[0] != "." and key not in self.all[0].get(step, {}):
-                    hidden += lines_that_set(line, key)
+            for name, text in names_at(line).items():
+                if name in others and name not in texts and len(texts) < 3:
+                    lines += lines_that_set(line, name)
+                    texts[name] = self.describe(name, f"{line}: {text}", step, line)
+                elif name not in self.all[0].get(step, {}):
+                    hidden += lines_that_set(line, name)
         if not texts and hidden and further:
             return self.behind(dict.fromkeys(hidden), step, further - 1)
         return "".join(texts.values())
 
     def set_at(self, line, step):
         """In words: where the numbers in a line are set."""
-        keys = [key for key in names_at(line) if key in self.all[0].get(step, {})]
-        lines = [at for key in keys for at in lines_that_set(line, key)]
+        names = [name for name in names_at(line) if name in self.all[0].get(step, {})]
+        lines = [at for name in names for at in lines_that_set(line, name)]
         return "".join(f"{MORE}{source(line)}" for line in lines[:3])
 
-    def describe(self, key, name, step, line):
-        numbers = [of_step.get(step, {}).get(key, math.nan) for of_step in self.all]
-        set_at = lines_that_set(line, key)
-        text = f"{MORE}{name} is {sides(*numbers)}"
+    def describe(self, name, text, step, line):
+        numbers = [of_step.get(step, {}).get(name, math.nan) for of_step in self.all]
+        set_at = lines_that_set(line, name)
+        text = f"{MORE}{text} is {sides(*numbers)}"
         return f"{text}; set at {', '.join(set_at)}" if set_at else text
 
 
@@ -1893,7 +1842,8 @@ def fit(one, others, tolerance):
     if one is None or None in others or any(len(o[0]) != len(one[0]) for o in others):
         return "unknown"
     shape, (rows, *_) = one
-    limit = tolerance * max(float(np.max(rows[2], initial=0)), 1e-9)
+    sizes = [np.max(o[1][0][2], initial=1e-9) for o in (one, *others)]  # a mean may be near zero
+    limit = tolerance * float(max(sizes))
 
     def close(a, b):
         return len(a) == len(b) and bool(np.all(np.abs(a - b) <= limit))
@@ -1921,16 +1871,13 @@ def fit(one, others, tolerance):
 def same_rows(one, others, limit):
     """Whether the ranks' rows are those of one process, in any order: also of columns, and each
     times the number of ranks, or divided by it."""
-    marks, sums, norms = [np.concatenate([o[i] for o in others]) for i in range(3)]
-    if len(marks) != len(one[0]):
+    sums, norms = [np.concatenate([o[i] for o in others]) for i in (1, 2)]
+    if len(sums) != len(one[1]):
         return False
     ranks = max(len(others), 1)
     for factor in {1, ranks, 1 / ranks}:
-        size = max(factor, 1) * limit
-        if np.all(np.abs(np.sort(one[0]) - np.sort(marks * factor)) <= size):
-            return True
-        both = [(one[1], sums), (one[2], norms)]
-        if all(np.all(np.abs(np.sort(a) - np.sort(b * factor)) <= 2 * size) for a, b in both):
+        size, both = 2 * max(factor, 1) * limit, [(one[1], sums), (one[2], norms)]
+        if all(np.all(np.abs(np.sort(a) - np.sort(b * factor)) <= size) for a, b in both):
             return True
     return False
 
@@ -1945,16 +1892,12 @@ class Values:
             for notes in (one, *ranks)
         ]
         last = [{key[:4]: key[4] for key in sorted(notes)} for notes in (mine, *theirs)]
-        self.all, self.others, self.step_of, self.alone = {}, {}, {}, {}
-        for (step, *_), value in mine.items():
-            key = step, value.kind, value.line, value.name, value.number
-            others = [notes.get(key) for notes in theirs]
+        self.all, self.others, self.of_step, self.alone = {}, {}, {}, {}
+        for key, value in mine.items():
             if len({numbers.get(key[:4]) for numbers in last}) == 1:  # else it is any other one
-                self.all[value.index], self.others[value.index] = value, others
-                self.step_of[value.index] = step
-        self.of_step = {}
-        for index, step in self.step_of.items():
-            self.of_step.setdefault(step, []).append(self.all[index])
+                self.all[value.index] = value
+                self.others[value.index] = [notes.get(key) for notes in theirs]
+                self.of_step.setdefault(key[0], []).append(value)
 
         self.lines = [{v.index: (step, v.line) for step, v in n[Value]} for n in (one, *ranks)]
         names = ["one process", *[f"rank {rank}" for rank in range(len(ranks))]]
@@ -2124,10 +2067,9 @@ def compare_samples(one, ranks):
             union = [index for other in others for index in other.indices]
             if sorted(map(repr, union)) != sorted(map(repr, batch.indices)):
                 only = len(set(map(repr, batch.indices)) - set(map(repr, union)))
-                twice = len(union) - len(set(map(repr, union)))
                 text = f"{source(line)}: batch {number} of pass {batch.key[1] + 1}: {only} of "
-                text += f"{batch.rows} samples of one process are on no rank, {twice} are there "
-                found.append(Finding("look", "samples", step, text + "twice"))
+                text += f"{batch.rows} samples of one process are on no rank"
+                found.append(Finding("look", "samples", step, text))
     return found, uneven, trains
 
 
@@ -2166,16 +2108,17 @@ class Tensors:
         self.findings, self.largest, self.ratios, self.gradients = [], {}, [], {}
         for rank, notes in enumerate(ranks):
             for step, note in notes[Compared]:
+                found = {name: Difference(*fields) for name, fields in note.differences.items()}
                 if note.kind == "gradients":
-                    self.gradients.setdefault(step, []).append(note.differences)
+                    self.gradients.setdefault(step, []).append(found)
                 if note.missing:
                     text = f"{note.line}: {note.missing[:3]} on one side alone"
                     self.findings.append(Finding("WRONG", "parameters", step, text))
-                if note.differences:
-                    self.check(f" on rank {rank}" if rank else "", step, note)
+                if found:
+                    self.check(f" on rank {rank}" if rank else "", step, note, found)
 
-    def check(self, on, step, note):
-        found, kind = note.differences, note.kind
+    def check(self, on, step, note, found):
+        kind = note.kind
         small = self.SMALL[kind] * math.sqrt(sum(d.one**2 for d in found.values()))
         sizes = {k: d.size / max(d.one, small, 1e-3 * d.other, 1e-30) for k, d in found.items()}
         name, limit = max(sizes, key=sizes.get), self.LIMITS[kind] or self.tolerance
@@ -2189,12 +2132,6 @@ class Tensors:
             self.findings.append(Finding(verdict, kind, step, text))
 
     def explain(self, found, small):
-        for side, names in {
-            "one process": [name for name, d in found.items() if d.one == 0 < d.other],
-            "the ranks": [name for name, d in found.items() if d.other == 0 < d.one],
-        }.items():
-            if names:
-                return f"; {len(names)} are zero on {side}: {names[0]}"
         large = [d for d in found.values() if d.one > small]
         square = sum(d.one**2 for d in large)
         ratio = sum(d.ratio * d.one**2 for d in large) / square if large else 1.0
@@ -2208,11 +2145,9 @@ class Tensors:
         ranks = self.gradients.get(step, [{}])
         for name in ranks[0]:
             found = [of_rank[name] for of_rank in ranks if name in of_rank]
-            marks, size = [d.mark_other for d in found], max(d.other for d in found)
+            marks, size = [d.mark for d in found], max(d.other for d in found)
             if max(marks) - min(marks) > 1e-3 * max(size, 1e-12):
-                right = abs(found[0].mark_one - sum(marks) / len(marks)) < 1e-3 * size
-                text = f"each rank has its own gradient of {name}"
-                return text + right * "; their mean is right" + ": not averaged in this step?"
+                return f"each rank has its own gradient of {name}: not averaged in this step?"
         return None
 
 
@@ -2227,7 +2162,7 @@ def compare_settings(one, ranks, variables):
             numbers = [other.settings[number][1] for other in others]
             if any(relative(mine, other) > 1e-6 for other in numbers):
                 text = f"{source(note.line)}: {name} is {sides(mine, *numbers)}"
-                world, set_at = len(ranks), lines_that_set(note.line, (".", name))
+                world, set_at = len(ranks), lines_that_set(note.line, name)
                 if step == 0 and mine and abs(numbers[0] / mine / world - 1) < 0.01:
                     text += f"; {world} times: is the batch of all ranks that much larger, too? "
                     text += "If so, give one process this rate by --one"
@@ -2296,24 +2231,12 @@ ADVICE = {
     "its batch, or the model remembers earlier ones. Intended?",
     "stream": "the ranks' streams have other samples in this step than one process's, as shards of "
     "files have. What follows from that cannot be compared",
-    "count": "a number of the rank's own share in it? all_reduce that number first",
     "ratio": "a ratio of sums over the rank's own share, as in a Dice loss of the batch. Intended?",
-    "mean": "a mean over a number of elements that differs over ranks? Divide a sum by the number "
-    "on all ranks, times world_size",
-    "other": "one process has neither these numbers nor their mean or sum: decided by the rank's "
-    "own share?",
+    "share": "one process has neither these numbers nor their mean or sum: a number or a decision "
+    "of the rank's own share? all_reduce that number first",
     "same loss": "but the loss is the same",
     "branch": "a decision by numbers of the rank's own share?",
 }
-
-
-def advice_on(value, numbers):
-    """The key of ADVICE for the first value that differs."""
-    if value.name == STREAM:
-        return "stream"
-    if numbers or value.division:
-        return "ratio" if not numbers and value.division == "gradient" else "count"
-    return "mean" if value.name in ("mean", "cross_entropy", "nll_loss") else "other"
 
 
 def last_pass(of_step, variables, step):
@@ -2323,7 +2246,7 @@ def last_pass(of_step, variables, step):
     if not passes:
         return ""
     text = f"{MORE}the last pass: {source(passes[-1].line)}  [{passes[-1].name}]"
-    if off and passes[-1].name.endswith(NO_SYNC):
+    if off:
         text += f"{MORE}{source(off[-1])}{variables.set_at(off[-1], step)}"
     return text
 
@@ -2332,10 +2255,10 @@ def blame(values, tensors, variables, step):
     """What the difference of a step comes from: the findings, and whether it may be intended."""
 
     def finding(what, value, advice=None):
-        made_by = re.findall(r"made by (.*:\d+)", value.name)
-        lines = lines_inside(made_by[0]) if made_by else [value.line]
+        lines = lines_inside(value.made_by) if value.made_by else [value.line]
         numbers = variables.behind(lines, step, further=0)
-        advice = advice or advice_on(value, numbers)
+        own = "ratio" if value.by_gradient and not numbers else "share"
+        advice = advice or ("stream" if value.name == STREAM else own)
         if not numbers:
             numbers = values.behind(value) + variables.behind(lines, step)
         called = f"{MORE}called at {source(value.called_at)}" if value.called_at else ""
@@ -2428,10 +2351,8 @@ def find_all(one, ranks, tolerance):
 def report(folder, nproc, tolerance):
     """The text, and the exit status."""
     one, ranks = Notes(folder, "one", 0), [Notes(folder, "all", rank) for rank in range(nproc)]
-    lines = []
-    for _, note in [*one[Said], *ranks[0][Said]]:
-        if note.kind == "note" and f"note   {note.text}" not in lines:
-            lines.append(f"note   {note.text}")
+    said = [note.text for _, note in [*one[Said], *ranks[0][Said]] if note.kind == "note"]
+    lines = [f"note   {text}" for text in dict.fromkeys(said)]
     counts = [len(notes[Step]) for notes in [one, *ranks]]
     ends = [notes.end() for notes in [one, *ranks]]
     steps = min(counts)
@@ -2485,7 +2406,8 @@ def main():
         sys.exit(1)
     finally:
         if folder:
-            shutil.rmtree(folder, ignore_errors=True)
+            with uninterrupted():
+                shutil.rmtree(folder, ignore_errors=True)
     print(text)
     check = os.path.join(os.path.dirname(os.path.relpath(HERE, START)), "check.py")
     flags = BothRuns(args, "", "").flags("all", args.nproc, 0, free_port())

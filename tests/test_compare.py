@@ -107,6 +107,8 @@ def main(share=12 // world, epochs=3):
                 shares = [torch.zeros_like(x) for _ in range(world)]
                 dist.all_gather(shares, x)
                 model.queue.copy_(torch.cat(shares))
+            if "views" in KIND:
+                x, y = torch.cat([x, 2 * x]), torch.cat([y, y])
             mask = x[:, 0] > 0
             count = mask.sum()
             dist.all_reduce(count)
@@ -174,7 +176,7 @@ def compare(loop, *flags, script="loop.py", status=None):
 
 def test_right():
     """Also with an --output that must not exist, and checkpoints that are removed and renamed."""
-    text = compare(LOOP, script="loop.py mixup queue accumulate scaler workers", status=0)
+    text = compare(LOOP, script="loop.py mixup queue views accumulate scaler workers", status=0)
     assert "6 steps on one process and on 2: nothing WRONG" in text, text
     assert not re.search("^(WRONG|look   (?!random))", text, re.M), text
     assert "check.py loop.py mixup" in text
@@ -280,7 +282,7 @@ def test_crash_and_hang():
         ("            mask =", "            if rank: time.sleep(10_000)\n            mask =")
     )
     text = compare(hang, "--wait", str(max(6, whole)))
-    assert f"rank 1 is at loop.py:{line_of(hang, 'time.sleep')}" in text
+    assert f"no end, at loop.py:{line_of(hang, 'time.sleep')}" in text
     assert not marked()
 
 
