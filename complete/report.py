@@ -72,6 +72,8 @@ def read(path, ill):
     column = header.index(ill, 3)
     is_ill = np.array([row[2] == ill for row in rows])
     patients = np.array([Path(row[0]).parent.name for row in rows])
+    if set(patients) <= classes:
+        sys.exit(f"{path}: images are in folders of classes, not of patients: see split.py")
     return Samples(is_ill, np.array([float(row[column]) for row in rows]), patients)
 
 

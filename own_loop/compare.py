@@ -12,9 +12,9 @@ batch is that share of what one process draws, and a sample is augmented alike w
 loaded. On one process, batch norm takes each share's own statistics, as DDP does, and MixUp and
 CutMix (a batch that is rolled or flipped) mix the samples of a share. Mixed precision, TF32,
 torch.compile and dropout are off, and samples are made without loader workers (and without
-worker_init_fn). After each step, the N processes get the weights that
-one process has: each step is a test of its own, and rounding cannot grow. For that, each step
-writes weights, gradients and the optimizer's moments to TMPDIR, about five times the model.
+worker_init_fn). After each step, the N processes get the weights that one process has: each step is
+a test of its own, and rounding cannot grow. For that, each step writes weights, gradients and the
+optimizer's moments to TMPDIR, about five times the model.
 
 In flags, {run} is "one" or "all", {n} the number of processes, {rank} this one's, {port} a free
 port; a value that begins with a dash needs a =, as in --one=--amp. After each run, what the script

@@ -340,6 +340,10 @@ def test_report_of_patients(monkeypatch, capsys):
             shown, low, high = map(float, row)
             assert shown == pytest.approx(value, abs=6e-4) and low <= shown <= high, (unit, name)
             assert high - low > 0.01 or value > 0.98
+    text = Path("fold1/test.csv").read_text()
+    Path("fold1/test.csv").write_text(re.sub(r"/p\d+/", "/", text))
+    with pytest.raises(SystemExit, match="not of patients"):
+        runpy.run_path(str(ROOT / "complete/report.py"), run_name="__main__")
 
 
 @pytest.mark.slow
