@@ -89,7 +89,7 @@ from torch.optim.optimizer import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 from torch.utils.data._utils import fetch as fetchers
 
 parser = argparse.ArgumentParser(
@@ -473,6 +473,7 @@ class Run:
         self.lock = threading.RLock()
         self.loader_rows = self.model_rows = None  # of this process's batch
         self.order = None  # where the batch's samples are in one process's batch
+        self.joined = set()  # sizes of several views of a batch that the script has joined by cat
         self.model = None  # the outermost model that computes now
         self.draws, self.given, self.batches = {}, {}, {}  # of the run on one process
         self.made = {}  # lines that made optimizers and schedulers
@@ -545,7 +546,8 @@ class Run:
         elif self.options["layout"] == "blocks":
             rows = torch.arange(rank * batch, (rank + 1) * batch)
         times = size // max(batch, 1)
-        if size == model_rows:  # several views of the batch, one after the other
+        # Several views of the batch, one after the other.
+        if size == model_rows or size * ranks in self.joined:
             return torch.cat([rows + view * batch * self.world for view in range(times)])
         return (rows[:, None] * times + torch.arange(times)).reshape(-1)
 
@@ -864,6 +866,17 @@ def watch_loaders(run):
     """The samples of each batch, and the batches of each pass. There are no workers: samples are
     made where random numbers and files are watched."""
 
+    @replace(RandomSampler, "__iter__")
+    def shuffle(original, self):
+        """The order of a DistributedSampler, which the ranks may have instead of it."""
+        number = self.__dict__.setdefault("compare_number", 0)
+        self.compare_number += 1
+        size = len(self.data_source)
+        if self.generator is not None or self.replacement or self.num_samples != size:
+            return original(self)
+        g = torch.Generator().manual_seed(number)
+        return iter(inspect.unwrap(torch.randperm)(size, generator=g).tolist())
+
     @replace(DataLoader, "__iter__")
     def iterate(original, self):
         workers, timeout = self.num_workers, self.timeout
@@ -995,6 +1008,9 @@ class Trace(TorchFunctionMode):
             out = args[0]  # it is another value now
         if self.run.thread.quiet or self.run.thread.in_dataset:
             return out
+        if name in ("cat", "concat", "concatenate") and len(args) < 2 and not kwargs:
+            if len({len(part) for part in args[0] if part.dim()}) == 1:
+                self.run.joined.add(len(out))
         with contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
             if torch.is_tensor(out) or isinstance(out, (tuple, list)):
                 self.see(name, out, args, kwargs)
@@ -2101,7 +2117,12 @@ class Tensors:
     """The weights, gradients, updates and buffers that were compared."""
 
     LIMITS = {"gradients": None, "weights": None, "update": 0.05, "buffers": 1e-3}
-    SMALL = {"gradients": 1e-2, "weights": 1e-2, "update": 1.0, "buffers": 0.0}  # beside all others
+    SMALL = {
+        "gradients": 1e-2,
+        "weights": 1e-2,
+        "update": 1.0,
+        "buffers": 1e-5,
+    }  # beside all others
 
     def __init__(self, ranks, tolerance):
         self.tolerance, self.ranks = tolerance, len(ranks)
@@ -2173,10 +2194,11 @@ def compare_settings(one, ranks, variables):
 
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.I)
 NO_SCORE = re.compile(
-    r"(time|speed|eta|dt|secs?|seconds|elapsed|took|port|pid|rank|size|world|process|processes)"
+    r"(time|data|speed|eta|dt|secs?|seconds|elapsed|took|port|pid|rank|size|world|process|processes)"
     r"[^a-zA-Z]*$|/$",
     re.I,
 )
+CLOCK = re.compile(r"\d{4}-\d\d-\d\d|\d+:\d\d(:\d\d)?([.,]\d+)?")  # a date, a time
 UNIT = re.compile(
     r"\s*(ms|s|secs?|seconds|min|h|MB|GB|GiB|MiB|processes|[a-zA-Z ]{0,20}/s)\b", re.I
 )
@@ -2200,8 +2222,9 @@ def compare_printed(one, ranks, values, variables):
         losses = [loss for loss in losses if loss is not None]
         lines = {}
         for step, note in notes[Printed]:
+            note.text = CLOCK.sub("", note.text)
             if step and not re.search(r"it/s|s/it|Warning", note.text):
-                skeleton = NUMBER.sub("#", note.text)
+                skeleton = " ".join(NUMBER.sub("#", note.text).split())
                 lines.setdefault(skeleton, []).append((step, note, losses))
         both.append(lines)
     for skeleton, mine in both[0].items():

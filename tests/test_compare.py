@@ -73,7 +73,9 @@ def main(share=12 // world, epochs=3):
         loader = DataLoader(Stream(), share, **options)
     else:
         own = Blocks() if "blocks" in KIND else sampler
-        loader = DataLoader(Points(), share, sampler=own, **options)
+        if "plain" in KIND and world == 1:
+            own = None
+        loader = DataLoader(Points(), share, sampler=own, shuffle=own is None, **options)
     torch.manual_seed(0)
     model = Net()
     ddp = DDP(model, broadcast_buffers="broadcast" in KIND)
@@ -132,7 +134,7 @@ def main(share=12 // world, epochs=3):
         right = torch.tensor([len(Points()[i][0]) * 1.5 for i in range(rank, 5, world)]).sum()
         dist.all_reduce(right)
         if rank == 0:
-            print(f"score {right:.3f}")
+            print(f"score {right:.3f} at {time.strftime('%H:%M:%S')},{time.time_ns() % 1000:03d}")
             with open("runs/out/log", "a") as file:
                 file.write(f"{epoch}")
             os.rename("best.pt", "previous.pt")
@@ -175,8 +177,11 @@ def compare(loop, *flags, script="loop.py", status=None):
 
 
 def test_right():
-    """Also with an --output that must not exist, and checkpoints that are removed and renamed."""
-    text = compare(LOOP, script="loop.py mixup queue views accumulate scaler workers", status=0)
+    """Also with an --output that must not exist, checkpoints that are removed and renamed, the time
+    in what is printed, and a DistributedSampler on several processes only."""
+    text = compare(
+        LOOP, script="loop.py mixup queue views accumulate scaler workers plain", status=0
+    )
     assert "6 steps on one process and on 2: nothing WRONG" in text, text
     assert not re.search("^(WRONG|look   (?!random))", text, re.M), text
     assert "check.py loop.py mixup" in text
