@@ -36,8 +36,9 @@ that are cut into pieces of a fixed size, several machines, processes started by
 
 Right, but WRONG here: random numbers for each sample of a batch in a Python loop, or by
 np.random.permutation(len(x)), or of generators of the script's own (np.random.default_rng,
-random.Random) seeded by rank, in the loop or in a dataset; loaders other than torch's that shuffle;
-weights of 16 bits and hooks that round gradients (give a larger --tolerance).
+random.Random) seeded by rank, in the loop or in a dataset; loaders other than torch's that shuffle,
+or that mp.spawn's processes reach by another way than one process does; weights of 16 bits and
+hooks that round gradients (give a larger --tolerance).
 """
 
 import argparse
