@@ -36,9 +36,8 @@ that are cut into pieces of a fixed size, several machines, processes started by
 
 Right, but WRONG here: random numbers for each sample of a batch in a Python loop, or by
 np.random.permutation(len(x)), or of generators of the script's own (np.random.default_rng,
-random.Random) seeded by rank, in the loop or in a dataset; loaders other than torch's that shuffle,
-or that mp.spawn's processes reach by another way than one process does; weights of 16 bits and
-hooks that round gradients (give a larger --tolerance).
+random.Random) seeded by rank, in the loop or in a dataset; loaders other than torch's that shuffle;
+weights of 16 bits and hooks that round gradients (give a larger --tolerance).
 """
 
 import argparse
@@ -2060,13 +2059,20 @@ def training_passes(one):
 PER_PROCESS = ": a batch size per process? Not compared. Give one process all of them: --one "
 
 
+def names_of(batch):
+    """By which it is found again: with its line's caller or, if mp.spawn is that on several
+    processes, and the script itself on one, without."""
+    lines, number_of_pass = batch.key
+    return (lines, number_of_pass, batch.number), (lines[0], number_of_pass, batch.number)
+
+
 def compare_samples(one, ranks):
     """What the training loaders give: ([Finding], {step: text of a padded batch})."""
     trains = training_passes(one)
-    theirs = [{(b.key, b.number): b for _, b in notes[Batch]} for notes in ranks]
+    theirs = [{name: b for _, b in notes[Batch] for name in names_of(b)} for notes in ranks]
     found, uneven = [], {}
     for step, batch in one[Batch]:
-        others = [notes.get((batch.key, batch.number)) for notes in theirs]
+        others = [next((n[name] for name in names_of(batch) if name in n), None) for n in theirs]
         if batch.key not in trains or None in others:
             continue
         line, number = batch.key[0][0], batch.number + 1
