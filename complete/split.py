@@ -1,7 +1,7 @@
 r"""Split a folder of images by patient into five folds, each with train/, val/ and test/.
 
 pip install scikit-learn
-python complete/split.py my_images folds                   # of files named PATIENT_NUMBER.png
+python complete/split.py my_images folds    # of CLASS/PATIENT_NUMBER.png, or CLASS/PATIENT/NAME.png
 python complete/split.py my_images folds --patient "P\d+"  # the patient: what is found first so
 
 folds/0 to folds/4 have links to the images of my_images/CLASS/, as train/CLASS/PATIENT/NAME. In a
@@ -23,16 +23,21 @@ def main():
     parser = argparse.ArgumentParser(description="Split a folder of images by patient.")
     parser.add_argument("images", type=Path, help="has a folder for each class")
     parser.add_argument("folds", type=Path, help="folder to write: new")
-    parser.add_argument("--patient", default="[^_]+", help="regular expression, of the file's name")
+    help = "regular expression, searched in the path below CLASS/"
+    parser.add_argument("--patient", default="[^_/]+", help=help)
     args = parser.parse_args()
 
-    paths = sorted(path for path in args.images.glob("*/*") if path.name[0] != ".")
-    labels = np.array([path.parent.name for path in paths])
-    patients = patients_of(paths, args.patient, parser)
-    args.folds.mkdir(parents=True)
+    paths = sorted(path for path in args.images.glob("*/**/*") if path.is_file())
+    paths = [path for path in paths if path.name[0] != "."]
+    if not paths:
+        parser.error(f"no images in {args.images}/CLASS/")
+    inside = [path.relative_to(args.images).parts for path in paths]
+    labels = np.array([parts[0] for parts in inside])
+    patients = patients_of(["/".join(parts[1:]) for parts in inside], args.patient, parser)
     # Not shuffled, which would ignore the classes before scikit-learn 1.8.
     split = StratifiedGroupKFold(FOLDS).split(paths, labels, patients)
     parts = [chosen for _, chosen in split]
+    args.folds.mkdir(parents=True)
     for fold in range(FOLDS):
         names = ["train"] * FOLDS
         names[fold], names[fold - 1] = "test", "val"
@@ -50,14 +55,14 @@ def main():
             print(f"{args.folds}/{fold}/test {label}: {counts}")
 
 
-def patients_of(paths, pattern, parser):
+def patients_of(names, pattern, parser):
     """The patient of each image. The script ends if none is found in a name, if each image would be
     of another patient, which would split nothing by patient, or if there are too few."""
-    found = [re.search(pattern, path.stem) for path in paths]
+    found = [re.search(pattern, name.rpartition(".")[0]) for name in names]
     if None in found:
-        parser.error(f"--patient finds nothing in the name {paths[found.index(None)].name}")
+        parser.error(f"--patient finds nothing in the name {names[found.index(None)]}")
     patients = np.array([match[0] for match in found])
-    if len(set(patients)) == len(paths):
+    if len(set(patients)) == len(names):
         parser.error(f"each image has a patient of its own, such as {patients[0]}: see --patient")
     if len(set(patients)) < FOLDS:
         parser.error(f"only {len(set(patients))} patients, such as {patients[0]}: see --patient")

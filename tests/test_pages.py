@@ -75,6 +75,11 @@ def test_line_counts():
         lines = [len((ROOT / path).read_text().splitlines()) for path in paths]
         assert counts == ", ".join(map(str, lines)), cell
     assert len(rows) > 7
+    files = [
+        f"complete/{name}.py" for name in ("train", "start", "loaders", "checkpoint", "images")
+    ]
+    lines = sum(len((ROOT / path).read_text().splitlines()) for path in files)
+    assert f"with the four files that it imports, {lines:,} lines" in README
 
 
 def test_commands(monkeypatch):

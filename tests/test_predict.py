@@ -401,6 +401,15 @@ def test_split_by_patient(monkeypatch, capsys, data):
     classes, found, _ = images.find_images(Path("folds/0"))
     sizes = {part: len(paths) for part, (paths, _) in found.items()}
     assert classes == ["a", "b"] and sizes == {"train": 18, "val": 6, "test": 6}
+    for path in list(Path("my_images").glob("*/*")):  # a folder for each patient
+        patient, _, name = path.name.partition("_")
+        path.parent.joinpath(patient).mkdir(exist_ok=True)
+        path.rename(path.parent / patient / name)
+    monkeypatch.setattr(sys, "argv", ["split.py", "my_images", "by_folder"])
+    runpy.run_path(str(ROOT / "complete/split.py"), run_name="__main__")
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        line.replace("folds", "by_folder") for line in said[1:]
+    ]
     for pattern in "x", ".*", "p":
         monkeypatch.setattr(sys, "argv", ["split.py", "my_images", "other", "--patient", pattern])
         with pytest.raises(SystemExit):
