@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -402,15 +401,28 @@ def test_long_is_preempted(kind, clone, monkeypatch):
     assert Path("runs/mine/job").read_text() == f"{chain[2].number}\n"
 
 
+FULL = """ # a page for the checkpoint, and one for the file `job`, which is full
+import os
+number = os.environ["SLURM_JOB_ID"]
+os.system(f"mount -t tmpfs -o size=8k none runs/{number}")
+with open(f"runs/{number}/job", "w") as file:
+    file.write(f"{number}\\n".ljust(4096, "x"))
+save()
+exit(3)
+"""
+
+
 @on("plain", "newer")
 def test_lives(kind, clone):
-    """A script that saves and fails has so many. Past a time limit, the job continues."""
+    """A script that saves and fails has so many. Past a time limit, the job continues. With a full
+    disk, it ends."""
     edit("slurm/long.sh", "lives=5", "lives=3")
-    fails = Job("long", TRAIN="save(); exit(3)")
+    fails, full = Job("long", TRAIN="save(); exit(3)"), Job("long", TRAIN=FULL)
     options = ["--time=1", "--signal=B:USR1@60", "--nodes=2"]  # within 30 s
     job = Job("long", "--lr", "a b", options=options, TRAIN="if life == 0: save(); stand()")
     assert len(fails.ended("FAILED", restarts=2).starts()) == 3
     assert "ends with status 3: this was the last of 3 lives" in fails.log()
+    assert "/job cannot be written" in full.ended("FAILED").log()
     words = [start[0] for start in job.ended(restarts=1).starts(4)]
     assert sorted(words[:2]) == sorted(words[2:]) and "DUE TO JOB REQUEUE" in job.log()
 
@@ -441,16 +453,6 @@ def test_a_dead_node(kind, clone):
     finally:
         os.system(f"scontrol update node={lost} state=resume")  # it may have come back by itself
     assert lost not in nodes[2:] and "life 1 of 5" in job.log().partition("REQUEUE")[2]
-
-
-FULL = """
-import os
-os.system("mount -t tmpfs -o size=8k none " + os.path.dirname(output / "x"))
-open(output / "job", "w").write(os.environ["SLURM_JOB_ID"] + "\\n" + "x" * 4000)
-os.system("touch -d yesterday '" + str(output / "job") + "'")
-save()
-os.system("head -c 4096 /dev/zero >> " + str(output / "job"))
-"""
 
 
 @on("plain", "newer")
@@ -542,7 +544,7 @@ def test_small_scripts_train_on_two_nodes(kind, real, data):
     for name in SEVERAL[:2]:
         edit(f"slurm/{name}.sh", "$(hostname)", "$SLURMD_NODENAME")
     for name in "node0", "node1":
-        edit(f"slurm/{name}.sh", "23456", str(port))
+        edit(f"slurm/{name}.sh", "$((10000 + UID % 20000))", str(port))
     flags = ["--dataset", data / "pictures", "--batch-size", 16, "--workers", 0, "--epochs", 1]
     names = [*SEVERAL[:2], "node1", "node0"]
     rename = ["srun", "--nodes=2", "bash", "-c"]
@@ -566,10 +568,9 @@ STANDS = """\
 
 @on("plain")
 def test_real_scripts_beyond_a_time_limit(kind, real):
-    """Those that complete.sh names: with four minutes, each is warned at once, and requeued as soon
-    as it has a checkpoint. A copy of complete/ is warned by Slurm while it stands still on two
-    nodes, where where.sh shows its ranks, and neither torchrun nor requeue.py; it ends with the
-    weights of an undisturbed run."""
+    """With four minutes, each is warned at once, and requeued when it has a checkpoint. A copy
+    of complete/ is warned by Slurm while it stands still on two nodes, where where.sh shows its
+    ranks, and not torchrun; it ends with the weights of an undisturbed run."""
     shutil.copytree("complete", "mine")
     backward = "            scaler.scale("
     edit("mine/train.py", "import argparse\n", "import argparse, os, time\n")
@@ -581,30 +582,33 @@ def test_real_scripts_beyond_a_time_limit(kind, real):
 
     often = ["--checkpoint-minutes", 0]
     images = ["--dataset", "synthetic", "--batch-size", 1000, "--log-every", 1, *often]
+    small = ["--dataset", "synthetic", "--batch-size", 1000, "--epochs", 2]
     tokens = "--tokens tokens --layers 1 --width 64 --heads 2 --length 64 --batch-size 8".split()
     tokens += ["--steps", 300, "--log-every", 10, "--eval-tokens", 1000, *often]
-    edit("slurm/complete.sh", "processes=gpu", "processes=1")
-    good = Path("slurm/complete.sh").read_text()
+    edit("slurm/long.sh", "processes=gpu", "processes=1")
+    good = Path("slurm/long.sh").read_text()
 
     def submit(script, checkpoint, *flags, options=()):
-        changes = "script=complete/train.py", f"script={script}", "=checkpoint.pt", f"={checkpoint}"
-        Path("slurm/complete.sh").write_text(replaced(good, *changes))
-        return Job("complete", *flags, options=options)
+        changes = "complete/train.py)", f"{script})", "=checkpoint.pt", f"={checkpoint}"
+        Path("slurm/long.sh").write_text(replaced(good, *changes))
+        return Job("long", *flags, options=options)
 
     copy = submit("mine/train.py", "checkpoint.pt", *images, "--epochs", 1, options=["--nodes=2"])
     short = ["--time=4"]
-    jobs = {
+    torchrun = submit("train_ddp_torchrun.py", "checkpoint.pt", *small, options=short)
+    jobs = [
+        torchrun,
         submit("complete/train.py", "checkpoint.pt", *images, "--epochs", 2, options=short),
         submit("large/train_lm.py", "latest.json", *tokens, options=short),
         submit("own_loop/after.py", "last.pt", "--epochs", 2, "--workers", 0, options=short),
-    }
+    ]
     copy.wait_for("step 2/")
     lines = command("bash", "slurm/where.sh", copy.number).splitlines()
     ranks = [line[:12] for line in lines if "RANK=" in line]
     assert ranks == ["RANK=0 node0", "RANK=1 node1"], lines
     command("scontrol", "update", f"job={copy.number}", "endtime=now+300")  # USR1 within 30 s
-    quiet = [*images, "--epochs", 1, "--output", "runs/quiet"]
-    helpers.run("complete/train.py", *quiet, processes=2)
+    helpers.run("complete/train.py", *images, "--epochs", 1, "--output", "runs/quiet", processes=2)
+    helpers.run("torchrun", *small, "--output", "runs/small", processes=1)
     for job in [*jobs, copy]:
         job.wait_for("DUE TO JOB REQUEUE")
         command("scontrol", "update", f"job={job.number}", "timelimit=60")  # of its next life
@@ -613,8 +617,10 @@ def test_real_scripts_beyond_a_time_limit(kind, real):
         job.ended(restarts=max(1, int(job.show("Restarts"))))
         continued = r"[1-9]\d* steps are done|^epoch 1:"
         assert re.search(continued, job.log().partition("DUE TO JOB REQUEUE")[2], re.M), job.log()
+    assert torchrun.log().count("epoch 0:") == torchrun.log().count("epoch 1:") == 1
     assert re.search("0 epochs and [12] steps are done", copy.ended(restarts=1).log()), copy.log()
-    torch.testing.assert_close(weights(copy.number), weights("quiet"), rtol=0, atol=0)
+    for number, undisturbed in (copy.number, "quiet"), (torchrun.number, "small"):
+        torch.testing.assert_close(weights(number), weights(undisturbed), rtol=0, atol=0)
 
 
 def weights(name):
