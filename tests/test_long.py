@@ -374,6 +374,32 @@ def test_full_disk(run):
         subprocess.run(["umount", "runs/77"], check=True)
 
 
+def test_data_on_each_node(run):
+    """The page's lines, on a disk whose name has a space; a broken archive does not train."""
+    for part in "train", "test":
+        Path("my_images", part).mkdir(parents=True)
+    subprocess.run("tar -cf my_images.tar -C my_images train test", shell=True, check=True)
+    page = (SLURM / "clusters.md").read_text()
+    [lines] = re.findall(r"^```bash\n(data=.*\nsrun .*\n)```$", page, re.M)
+    lines = replaced(lines, "/shared/my_images.tar", "my_images.tar")
+    edit(
+        "slurm/long.sh",
+        "# module load conda",
+        f"{lines}#",
+        "train.py)",
+        'train.py --dataset "$data")',
+    )
+    disk = Path("a disk").resolve()
+    disk.mkdir()
+    done = run("long", SLURM_TMPDIR=str(disk))
+    images = Path(done.words[done.words.index("--dataset") + 1])
+    assert done.status == 0 and images.is_relative_to(disk), done.log
+    assert sorted(path.name for path in images.iterdir()) == ["test", "train"]
+    Path("my_images.tar").write_bytes(b"?" * 2000)
+    done = run("long", SLURM_TMPDIR=str(disk))
+    assert done.status and not done.words, done.log
+
+
 # ---- where.sh
 
 STACK = """Thread 1 (idle): "Thread-1 (pin)"
