@@ -229,7 +229,10 @@ def check(job, *flags, nodes=1, gres=True, whole=False):
 # ---- What the files start
 
 
-def test_each_file_starts_once_per_node(kind, clone):
+def test_each_file_starts_once_per_node(kind, clone, monkeypatch):
+    """In a login shell, which knows `module`."""
+    monkeypatch.setenv("HOME", str(clone))
+    Path(".bash_profile").write_text("export PROFILE=read\n")
     gres = kind != "no gres"
     for name in [] if gres else STARTS:  # "if sinfo -o %G shows none, delete this line"
         edit(f"slurm/{name}.sh", "#SBATCH --gres", "# no gres: ")
@@ -237,6 +240,7 @@ def test_each_file_starts_once_per_node(kind, clone):
     two = [Job(name, options=["--nodes=2"]) for name in SEVERAL]
     for job in jobs:
         check(job.ended(), "--lr", "a b", nodes=NODES[job.name], gres=gres)
+        assert job.starts()[0][2]["PROFILE"] == "read"
     for job in two:
         check(job.ended(), nodes=2, gres=gres)
 
