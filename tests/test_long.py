@@ -60,7 +60,10 @@ SQUEUE = """
 echo "squeue $* $SLURM_TIME_FORMAT" >> calls
 if [ "$(grep -c "^squeue" calls)" -le "${SILENT:-0}" ]; then exit 1; fi
 case $* in
-    *PreemptTime*) echo "${PREEMPTED:-N/A}  1000" ;; # the life has begun at 1000
+    *PreemptTime*) # the life has begun at 1000
+        if [ "$SLURM_TIME_FORMAT" != %s ]; then exit 1; fi
+        echo "${PREEMPTED:-N/A}  1000"
+        ;;
     *%l*) echo 1-00:00:00 ;;
     *) printf "%s\\n" $UNFINISHED ;;
 esac
