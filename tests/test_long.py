@@ -341,14 +341,18 @@ def test_arrays(run):
 
 
 def test_outside_of_a_job(run, monkeypatch):
-    """It prints what a life would run, and what all may cost, and starts and writes nothing."""
+    """It prints what a life would run, and what all may cost, as on the page for its edits, and
+    starts and writes nothing."""
     monkeypatch.setattr(sys.modules[__name__], "JOB", {})
-    edit("slurm/long.sh", "gres=gpu:4 ", "gres=gpu:a100:8 ", "time=04:00:00", "time=1-12:30:00")
+    edit("slurm/long.sh", "time=04:00:00", "time=24:00:00", "lives=5", "lives=8")
+    [cost] = re.findall("`(at most .* GPU hours)`", (SLURM / "README.md").read_text())
+    assert cost in run("long").log
+    edit("slurm/long.sh", "gres=gpu:4 ", "gres=gpu:a100:8 ", "time=24:00:00", "time=1-12:30:00")
     edit("slurm/long.sh", "--nodes=1", "--nodes=2")
     done = run("long", "--lr", "a b")
     assert done.status == 0 and not done.calls and not Path("runs").exists()
     assert "complete/train.py --lr a\\ b --resume --output runs/JOBID" in done.log
-    assert "at most 5 lives x 1-12:30:00 x 16 GPUs = 2920 GPU hours" in done.log
+    assert "at most 8 lives x 1-12:30:00 x 16 GPUs = 4672 GPU hours" in done.log
     edit("slurm/long.sh", "#SBATCH --gres", "# no gres")
     assert run("long").status == 0
 
