@@ -251,10 +251,10 @@ LIVES = {  # environment, exit status, what the log says, requeues, lines in run
     "the step is refused for ever": ({"TRAIN": "save()", "BUSY": "9"}, 99, "no new", 0, 1),
     "slurmctld is away": ({"TRAIN": "save(); exit(3)", "AWAY": "2"}, -15, "Unable to", 3, 2),
     "away at the warning": (
-        {"TRAIN": "save(); warn(); stand()", "AWAY": "20"},
+        {"TRAIN": "save(); warn(); stand()", "AWAY": "61"},  # longer than it asks at a time
         -15,
-        "Unable to contact",
-        21,
+        "so far: Slurm does not requeue it",
+        62,
         2,
     ),
     "away for ever": ({"TRAIN": "save(); exit(3)", "AWAY": "99"}, 3, "does not requeue", 60, 2),
