@@ -377,7 +377,7 @@ def test_long_is_preempted(kind, clone, monkeypatch):
     if kind == "newer":
         assert command("sbatch", "--version").split()[1] >= "24.05"
     monkeypatch.setenv("TRAIN", "if life < 2: stand()")
-    edit("slurm/long.sh", "lives=5", "lives=1")
+    edit("slurm/long.sh", "lives=5", "lives=2")
     [line] = re.findall("^(for i in .*singleton.*)$", PAGES, re.M)
     chain = command("bash", "-c", replaced(line, "sbatch", "sbatch -p cancel", "FLAGS", "--lr 1"))
     chain = [Job("", number=number) for number in re.findall(r"job (\d+)", chain)]
