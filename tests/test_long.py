@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import stand_in
-from helpers import ROOT, wait_until
+from helpers import ROOT, some_fast, wait_until
 from runs import replaced
 
 SLURM = ROOT / "slurm"
@@ -178,7 +178,7 @@ def test_ports(run):
     assert run("node1").words[1] == "train_ddp_multigpu_proc.py"
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", some_fast(FILES, "long", "ddp_torchrun"))
 def test_conda(run, name):
     """By a file's other lines. An environment that is active at the login is left first: it would
     be activated again in its old place in PATH."""
@@ -195,7 +195,7 @@ def test_conda(run, name):
     assert done.status == 0 and "a b" in done.words, done.log
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", some_fast(FILES, "long", "ddp_torchrun"))
 def test_container(run, name):
     """As long.sh and the page say: without `source`, and before all that srun starts."""
     command("apptainer", 'export PATH="$PWD/.venv/bin:$PATH" CONTAINER=1; shift 5; exec "$@"')
