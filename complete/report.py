@@ -110,7 +110,7 @@ def check_patients(folders, vals, tests):
         both = set(val.patient) & set(test.patient)
         if both:
             sys.exit(f"{folder}: patient {min(both)} is in val.csv and in test.csv")
-        for patient in set(test.patient):
+        for patient in sorted(set(test.patient)):
             other = first_folder.setdefault(patient, folder)
             if other != folder:
                 sys.exit(f"patient {patient} is in the test.csv of {other} and of {folder}")

@@ -35,6 +35,7 @@ from helpers import (
     wait_until,
 )
 
+SHORT = ["--batch-size", 320, "--epochs", 1]
 WRONG = "--batch-size 0,--epochs -1,--lr -0.1,--lr nan,--workers -1,--accumulate 0,--image-size 0,"
 WRONG += "--log-every 0,--clip-norm -1,--weight-decay -1,--timeout 0,--warmup-steps -1,--sync-bn,"
 WRONG += "--checkpoint-minutes -1,--batch 32,--pretrained,--pretrained --model mlp,"
@@ -67,7 +68,7 @@ def test_the_model_is_as_before(fashion):
     assert same(frozen.state_dict(), before)
 
 
-def test_a_long_path_of_temporary_files(out, denied, data, refused, monkeypatch):
+def test_a_long_path_of_temporary_files(out, denied, data, fashion, refused, monkeypatch):
     """The socket of a loader worker would not fit: the worker fails, and the loader waits on."""
     long = Path("x" * 90).absolute()
     long.mkdir()
@@ -78,18 +79,15 @@ def test_a_long_path_of_temporary_files(out, denied, data, refused, monkeypatch)
         ("pack_images.py", [data / "pictures", "packed"]),
     ):
         refused("export TMPDIR=/tmp, or use --workers 0", f"complete/{name}", *words)
-    train(*OPTIONS, "--workers", 0, "--output", "new")
+    train(*fashion, *SHORT, "--workers", 0, "--output", "new")
     assert place("new") == (1, 0)
 
 
-OPTIONS = ["--dataset", "synthetic", "--epochs", 1, "--batch-size", 2000]
-
-
-def test_an_output_that_cannot_be_written(denied, monkeypatch):
+def test_an_output_that_cannot_be_written(denied, fashion, monkeypatch):
     Path("file").touch()
     denied("--output file/out: ", "--output file/out")
     with pytest.raises(SystemExit, match="^--output /proc/no cannot be written: "):
-        train(*OPTIONS, "--output", "/proc/no")
+        train(*fashion, *SHORT, "--output", "/proc/no")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     denied("cannot be written", "--output new")
 
@@ -100,11 +98,11 @@ def metrics(sums):
 """
 
 
-def test_a_terminal_that_shows_no_accents(monkeypatch):
+def test_a_terminal_that_shows_no_accents(fashion, monkeypatch):
     """Names in the output are escaped, and stay what they are in files."""
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", line_buffering=True)
     monkeypatch.setattr(sys, "stdout", terminal)
-    train(*OPTIONS, "--output", "mod\u00e8le", more=ACCENTS)
+    train(*fashion, *SHORT, "--output", "mod\u00e8le", more=ACCENTS)
     assert b"mod\\xe8le: 0 epochs" in terminal.buffer.getvalue()
     assert "test_pr\u00e9cision" in Path("mod\u00e8le/metrics.csv").read_text()
 
