@@ -142,8 +142,8 @@ def report(unit, ill, vals, tests):
         else:
             used = [draw[name] for draw in draws if not math.isnan(draw[name])]
             low, high = np.percentile(used, [2.5, 97.5])
-            says = f"{len(used)} of {DRAWS} draws"
-            print(f"  {name:18} {value:.3f} ({low:.3f} to {high:.3f}) {says}")
+            message = f"{len(used)} of {DRAWS} draws"
+            print(f"  {name:18} {value:.3f} ({low:.3f} to {high:.3f}) {message}")
 
 
 def wilson(hits, total):
