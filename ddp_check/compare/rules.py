@@ -19,7 +19,7 @@ from ..script import source
 from .fits import relative
 
 RULES = []  # in the order of the report
-PAGE = "docs/what_ddp_changes.md"
+PAGE = "docs/your_loop.md"
 
 
 class Rule:
