@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import shutil
 import signal
 import sys
@@ -16,7 +15,8 @@ import torch
 
 from ddp_check.child import child
 from ddp_check.compare.batches import loaders_per_process
-from ddp_check.compare.report import report
+from ddp_check.compare.judge import judge
+from ddp_check.compare.report import as_text
 from ddp_check.compare.rules import PAGE, RULES
 from ddp_check.notes import Finding, Said
 from ddp_check.runs import ENDS, BothRuns, uninterrupted
@@ -52,17 +52,15 @@ def check(args, folder):
         found = {} if scaled else loaders_per_process(one, ranks)
         orders = {note.text for _, note in ranks[0][Said] if note.kind == "order"}
         if not found:
-            text, status = report(one, ranks, tolerance)
-            if re.search("^look +printed", text, re.M):  # a clock?
-                text, status = report(one, ranks, tolerance, runs.run_again())
+            result = judge(one, ranks, tolerance)
+            if any(finding.what == "printed" for finding in result.findings):  # a clock?
+                result = judge(one, ranks, tolerance, runs.run_again())
             for line in scaled.values():
-                about = (
-                    f"{source(line)}: a batch size per process, so {args.nproc} times the batch: "
-                )
-                about += "intended, and the rate, too? One process was given as many samples here"
-                text = f"{Finding('look', 'samples', 0, about)}\n{text}"
-            if not status or orders != {"blocks"} or layout == "blocks":
-                return text, status
+                about = f"{source(line)}: a batch size per process, so {args.nproc} times the "
+                about += "batch: intended, and the rate, too? One process was given as many here"
+                result.findings.insert(0, Finding("look", "samples", 0, about))
+            if not result.status or orders != {"blocks"} or layout == "blocks":
+                return as_text(result), result.status
             layout = "blocks"
         scaled = found or scaled
         for file in os.listdir(folder):

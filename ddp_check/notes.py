@@ -185,11 +185,14 @@ class Notes:
 
 @dataclass
 class Finding:
-    verdict: str  # "WRONG", "look", "note"
-    what: str
+    """A line of the report, and those below it."""
+
+    verdict: str  # "WRONG", "look", "note", "ok", "not told", "not seen"
+    what: str  # what was compared, or the rule's name
     step: int
     text: str
-    advice: str = ""  # a key of blame.ADVICE
-
-    def __str__(self):
-        return f"{self.verdict:6} {self.what:10} step {self.step + 1}: {self.text}"
+    line: str = ""  # `file:line` of the script; "" if there is none
+    more: list = field(default_factory=list)  # further lines: other places, numbers
+    advice: str = ""  # a key of causes.ADVICE
+    remedy: str = ""
+    section: str = ""  # of a page, with its anchor

@@ -63,7 +63,7 @@ def compare_samples(one, ranks):
                     why = "own"
                     text += f": each rank draws its own ({about.sampler}), so nothing after it can "
                     text += "be compared"
-                found.append(Finding("look", "samples", step, text, why))
+                found.append(Finding("look", "samples", step, text, advice=why))
     return found, uneven, trains
 
 

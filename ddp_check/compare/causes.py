@@ -61,7 +61,7 @@ def blame(values, tensors, variables, step):
         verdict = "look" if advice in ("coupled", "stream", "ratio", "own") else "WRONG"
         text = values.describe(value) + (f": {ADVICE[advice]}" if value.kind != "loss" else "")
         text += f" ({', '.join(generators)})" if advice == "own" else ""
-        return Finding(verdict, what, step, text + called + numbers, advice)
+        return Finding(verdict, what, step, text + called + numbers, advice=advice)
 
     if any(f.what == "weights" and f.step == step for f in tensors.findings):
         return [], "WRONG"  # all else follows from them

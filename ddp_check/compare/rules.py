@@ -36,7 +36,7 @@ class Rule:
 
     def wrong(self, step, text, verdict="WRONG"):
         words, anchor = self.remedy
-        return [Finding(verdict, self.name, step, f"{text}\n{'':9}-> {words}: {PAGE}{anchor}")]
+        return [Finding(verdict, self.name, step, text, remedy=words, section=PAGE + anchor)]
 
     def look(self, step, text):
         return self.wrong(step, text, "look")
