@@ -49,7 +49,7 @@ class Tee:
 
 
 def say_where(process, ended):
-    """Each second: the steps; a frame, by which a loop is told from a hang; and the script's lines."""
+    """Each second: the steps; a frame, by which a loop is told from a hang; the script's lines."""
     main, path = threading.main_thread().ident, f"{process.folder}/{process.name}.{process.rank}"
     while not ended.wait(1):
         frame = sys._current_frames()[main]

@@ -15,7 +15,7 @@ import torch
 from . import script
 from .kept.janitor import stop_groups
 from .kept.made import remove_made
-from .notes import Notes, Said, Step
+from .notes import Notes, Step
 from .waiting import Waiting, show_failure
 
 
@@ -75,18 +75,14 @@ class BothRuns:
         self.more = {"layout": layout, "scaled": scaled}
         self.spawns = False  # the script starts its processes itself
         self.counts = {"one": 1, "all": args.nproc, "again": 1}  # of processes
-        self.seconds, self.device = {}, "cpu"
+        self.seconds = {}
         gpus, self.too_few_gpus = torch.cuda.device_count(), ""
         if 0 < gpus < args.nproc:
             self.too_few_gpus = f"{gpus} GPU for {args.nproc} processes: all run on CPUs"
 
-    def on_gpus(self):
-        """Whether the script trained there."""
-        return self.device != "cpu"
-
     def run_both(self):
-        """The notes of one process and of the ranks. All processes start now, as that takes longest;
-        those of the second run wait for the first."""
+        """The notes of one process and of the ranks. All processes start now, as that takes
+        longest; those of the second run wait for the first."""
         running = {}
         try:
             for name in "one", "all":
@@ -104,7 +100,6 @@ class BothRuns:
                     self.give_up(f"no optimizer.step() on one process; then {one.end()}")
         finally:
             self.stop([process for of_run in running.values() for process in of_run])
-        self.device = next((n.text for _, n in one[Said] if n.kind == "device"), "cpu")
         return one, self.notes("all")
 
     def give_up(self, text):

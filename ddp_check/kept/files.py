@@ -1,7 +1,8 @@
 """Files: nothing of the user's is changed, and of what the script creates nothing is left.
 
 Before the script overwrites, appends to, renames or removes a file that was there before, it is
-stopped: see refuse. What it creates is noted (see made), and removed after each run; downloads stay.
+stopped: see refuse. What it creates is noted (see made), and removed after each run; downloads
+stay.
 
 Python tells an audit hook what it opens, renames and removes, in every thread and in processes that
 are forked; writers.py has what it does not tell. Not seen are files that programs write which the
@@ -39,7 +40,7 @@ def folder_path(number):
 
 
 def full(path, folder=-1):
-    """Of a name in a folder that is open, or relative to the current one; a link is not followed."""
+    """Of a name in an open folder, or relative to the current one; a link is not followed."""
     start = folder_path(folder) if isinstance(folder, int) and folder >= 0 else os.getcwd()
     path = os.path.join(start, os.fsdecode(path))
     return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))

@@ -19,8 +19,8 @@ def as_line(path, number, kind):
 
 
 class Made:
-    """{path: [identity, kind]}. Kinds: "early", before the first step; "output"; "link", a hard link
-    to a file of the user's; "download", which stays, with all early ones in it."""
+    """{path: [identity, kind]}. Kinds: "early", before the first step; "output"; "link", a hard
+    link to a file of the user's; "download", which stays, with all early ones in it."""
 
     def __init__(self, folder):
         self.file, self.read, self.paths, self.pending = f"{folder}/made", 0, {}, {}

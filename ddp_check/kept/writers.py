@@ -16,16 +16,15 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 READ_WRITE = os.O_RDWR
 
 
-def argument(position, *names):
-    return lambda args, kwargs: (
-        args[position]
-        if len(args) > position
-        else next((kwargs[n] for n in names if n in kwargs), None)
-    )
+def argument(position, name):
+    def of_call(args, kwargs):
+        return args[position] if len(args) > position else kwargs.get(name)
+
+    return of_call
 
 
-def new_file(position, *names):
-    path = argument(position, *names)
+def new_file(position, name):
+    path = argument(position, name)
     return lambda args, kwargs: (path(args, kwargs), NEW)
 
 

@@ -78,7 +78,6 @@ def patch(run):
             mine, (line, *callers) = trained[optimizer], place()
             mine.step += 1
             parameters = mine.parameters(optimizer)
-            run.say(next(p.device.type for p in parameters.values()), "device")
             gradients = {name: on_cpu(p.grad) for name, p in parameters.items()}
             weights = {name: on_cpu(p) for name, p in parameters.items()}
             before.update(weights=weights, gradients=gradients, line=line)
