@@ -48,7 +48,6 @@ def full(path, folder=-1):
 
 class PerThread(threading.local):
     busy = False  # inside of the hook, which opens files itself
-    database = ""  # that sqlite3 connects to
 
 
 class Guard:
@@ -71,8 +70,6 @@ class Guard:
             "os.mkdir": lambda path, mode, folder: self.note(full(path, folder), ""),
             "os.symlink": lambda old, path, folder: self.note(full(path, folder)),
             "os.link": self.before_link,
-            "sqlite3.connect": self.before_connect,
-            "sqlite3.connect/handle": self.after_connect,
             "subprocess.Popen": lambda program, words, *_: self.say_program(words or program),
             "os.system": self.say_program,
             "os.posix_spawn": lambda program, words, _: self.say_program(words),
@@ -115,6 +112,9 @@ class Guard:
         exists, known = os.path.lexists(path), self.made.paths.get(path, [None, ""])[1]
         if not exists or number or kind == "output" and known in ("early", "download"):
             self.made.add(path, kind, number or identity(path))
+        self.note_line(path, mode)
+
+    def note_line(self, path, mode):
         lines, line = self.lines.setdefault(path, set()), place()[0]
         if mode and line not in lines:
             self.process.note(File("again" if lines else "created", path, line, mode))
@@ -158,9 +158,9 @@ class Guard:
         old, new = full(old, old_folder), full(new, new_folder)
         self.check("rename", old)
         self.check("overwrite", new)
-        if os.path.lexists(old):
-            self.note(new)
+        if os.path.lexists(old) and not self.is_ignored(new):
             self.made.moved(old, new)
+            self.note_line(new, "w")
 
     def before_rmdir(self, path, folder):
         path = full(path, folder)
@@ -174,20 +174,6 @@ class Guard:
     def before_link(self, old, new, old_folder, new_folder):
         is_users = not self.made.owns(full(old, old_folder))
         self.note(full(new, new_folder), kind="link" if is_users else "")
-
-    def before_connect(self, database):
-        """sqlite3 opens its files in C."""
-        name = os.fsdecode(database).removeprefix("file:").partition("?")[0]
-        self.thread.database = "" if name in ("", ":memory:") else os.path.realpath(name)
-        if self.thread.database and not os.path.lexists(self.thread.database):
-            for suffix in "", "-journal", "-wal", "-shm":
-                self.note(self.thread.database + suffix)
-
-    def after_connect(self, connection):
-        if self.thread.database and not self.made.owns(self.thread.database, write=True):
-            from .writers import watch_database
-
-            watch_database(connection, self.thread.database, self.refuse)
 
     def say_program(self, words):
         """If the script's own line starts it, by Python's library or not."""

@@ -1,11 +1,13 @@
 """Files that are changed without a word to Python's audit hook: in place, in memory, and in C++."""
 
 import builtins
+import functools
 import importlib.abc
 import importlib.machinery
 import io
 import os
 import sqlite3
+import sqlite3.dbapi2
 import sys
 
 import numpy as np
@@ -118,6 +120,22 @@ def watch_database(connection, path, refuse):
     connection.set_authorizer(authorize)
 
 
+def connect(guard, original, database, *args, **kwargs):
+    """sqlite3 opens its files in C."""
+    name = os.fsdecode(database).removeprefix("file:").partition("?")[0]
+    if name in ("", ":memory:"):
+        return original(database, *args, **kwargs)
+    path = os.path.realpath(name)
+    if not os.path.lexists(path):
+        for suffix in "", "-journal", "-wal", "-shm":
+            guard.note(path + suffix)
+        return original(database, *args, **kwargs)
+    connection = original(database, *args, **kwargs)
+    if not guard.is_ignored(path) and not guard.made.owns(path, write=True):
+        watch_database(connection, path, guard.refuse)
+    return connection
+
+
 def patch(guard):
     for (module, name), what in WRITERS.items():
         if module in sys.modules:
@@ -144,6 +162,8 @@ def patch(guard):
         errors, newline = more.get("errors"), more.get("newline")
         return io.TextIOWrapper(binary, encoding, errors, newline, write_through=True)
 
+    for owner in (sqlite3, sqlite3.dbapi2):
+        wrap(owner, "connect")(functools.partial(connect, guard))
     for owner in (builtins, io):
         wrap(owner, "open")(open_in_place)
 
