@@ -3,7 +3,8 @@
 import math
 
 from ..script import source
-from .fits import CONTINUED
+
+CONTINUED = "\n" + 9 * " "
 
 
 def as_text(result):
@@ -16,8 +17,9 @@ def as_text(result):
         elif finding.what:
             text = f"{finding.what}: {text}"
         lines.append(f"{finding.verdict:6} {text}" + "".join(CONTINUED + m for m in finding.more))
-        if finding.remedy:
-            lines[-1] += f"{CONTINUED}-> {finding.remedy}: {finding.section}"
+        if finding.section:
+            remedy = f"{finding.remedy}: " if finding.remedy else "see "
+            lines[-1] += f"{CONTINUED}-> {remedy}{finding.section}"
     sizes = ", ".join(f"{kind} {size:.0e}" for kind, size in result.largest.items())
     text = f"ddp_check: {result.steps} steps on one process and on {result.ranks}: "
     wrong = [finding.step for finding in result.of("WRONG")]
