@@ -133,7 +133,10 @@ def test_refused(users, code):
     assert status == files.REFUSED and steps == "1"
     assert line.startswith("script.py:6: ") or "threading" in code
     assert text.startswith("would ") and text.endswith(", which was there before"), text
-    assert users.keys() & {os.path.relpath(path), os.path.relpath(os.path.realpath(path))} or "link" in code
+    assert (
+        users.keys() & {os.path.relpath(path), os.path.relpath(os.path.realpath(path))}
+        or "link" in code
+    )
     after = content()
     assert {path: after.get(path) for path in users} == users
     remove_made(str(Path("notes").resolve()))
@@ -180,7 +183,10 @@ def test_writers_in_c(users):
     Path("modules/h5py.py").write_text("class File:\n    def __init__(self, name, mode='r'): pass")
     Path("modules/cv2.py").write_text("def imwrite(filename, image): pass")
     start = "sys.path.insert(0, 'modules'); "
-    for code in ("import h5py; h5py.File('data.bin', 'a')", "import cv2; cv2.imwrite('data.bin', 1)"):
+    for code in (
+        "import h5py; h5py.File('data.bin', 'a')",
+        "import cv2; cv2.imwrite('data.bin', 1)",
+    ):
         assert watched(start + code)[0] == files.REFUSED, code
     assert watched(start + "import h5py; h5py.File('data.bin')")[0] == 0
 

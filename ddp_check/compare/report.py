@@ -21,7 +21,8 @@ import json
 import math
 
 from ..script import source
-from .rules import PAGE, RULES
+from .kinds import PAGE
+from .rules import RULES
 
 ORDER = "WRONG", "look", "note", "not told", "not seen", "ok"
 
@@ -46,8 +47,10 @@ def as_text(result):
             more[0] = f"step {finding.step + 1}: {more[0]}"
             more[:0] = [source(finding.line)] if finding.line else []
             what = f"{what:{width}}"
-        if finding.remedy:
-            more.append(f"-> {finding.remedy} ({finding.section})")
+        if finding.section:
+            more.append(
+                f"{finding.remedy} ({finding.section})" if finding.remedy else finding.section
+            )
         start = f"{finding.verdict:6} {what}".rstrip() + "  " * bool(finding.what)
         start = start if finding.what else f"{start:7}"
         lines += [start + more[0], *[(9 + width) * " " + line for line in more[1:]]]
@@ -109,5 +112,5 @@ def list_rules():
     lines = []
     for rule in RULES:
         words, anchor = rule.remedy
-        lines += [f"{rule.name:10}  {rule.right}", f"{'':10}  -> {words} ({PAGE}{anchor})"]
+        lines += [f"{rule.name:10}  {rule.right}", f"{'':10}  {words} ({PAGE}{anchor})"]
     return "\n".join(lines)
