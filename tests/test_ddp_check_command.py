@@ -5,14 +5,12 @@ SCRIPT is right, and does what the words after its name say."""
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from helpers import Cold, content, finish, kill, marked, start, wait_until
+from helpers import content, finish, marked, start
 from same_text import ROOT
 
 COMMAND = "tests/check_by_fork.py"
@@ -105,7 +103,102 @@ def left(user):
     return {path for path in now.keys() - user.keys() if not str(path).endswith(".log")}
 
 
-def test_report(user):
-    """Also as JSON; with progress; WRONG first; status 1."""
+def test_right(user):
+    """One JSON document; nothing is left of checkpoints that are rotated, nor said of the user."""
+    text = check("--json", "train.py", "{n}", "out/in/new", "workers")
+    document = json.loads(text[text.index("{\n") : text.rindex("}") + 1])
+    assert document["status"] == 0 and document["steps"] == 6 and document["error"] == ""
+    assert set(document["seconds"]) >= {"on one process", "on 2 processes"}
+    rules = {finding["rule"]: finding for finding in document["findings"]}
+    assert {f["verdict"] for f in document["findings"]} <= {"ok", "not seen", "note"}, text
+    assert rules["files"]["verdict"] == "ok" and rules["order"]["line"] is None
+    assert not left(user)
+
+
+def test_wrong(user):
+    """A line with its text, numbers, what to do, where it is explained; WRONG comes first."""
     text = check("train.py", "{n}", "divides", "no set_epoch", status=1)
-    print(text)
+    assert "ddp_check: on 2 processes: " in text
+    report = text[text.index("WRONG") :]
+    line = 1 + SCRIPT.splitlines().index("        for inputs, targets in loader:")
+    wanted = rf"""WRONG  order     train.py:{line}: for inputs, targets in loader:
+ +step 4: pass 2 has the order of an earlier one
+ +call sampler.set_epoch\(epoch\) before each epoch \(docs/your_loop.md#loader\)
+"""
+    assert re.search(wanted, report), report
+    line = 1 + next(i for i, text in enumerate(SCRIPT.splitlines()) if "divides" in text)
+    assert re.search(rf"^WRONG  loss +train.py:{line}: \(loss / world if", report, re.M), report
+    assert "0.5 times one process's" in " ".join(report.split()), report
+    verdicts = re.findall("^(WRONG|look|not seen|ok) ", report, re.M)
+    assert verdicts == sorted(verdicts, key=["WRONG", "look", "not seen", "ok"].index), report
+    assert max(map(len, report.splitlines())) <= 100 and not left(user)
+
+
+def test_refused(user):
+    """A file that was there before: both runs end, with the line and the remedy; also as JSON."""
+    os.mkdir("out")
+    Path("out/1.pt").write_text("of an earlier training")
+    user = content()
+    line = 1 + next(i for i, text in enumerate(SCRIPT.splitlines()) if "os.replace" in text)
+    text = check("--json", "train.py", "{n}", "out", status=2)
+    document = json.loads(text[text.index("{\n") : text.rindex("}") + 1])
+    assert document["status"] == 2 and document["findings"] == []
+    first, second, third = document["error"].splitlines()
+    assert first.startswith(f"train.py:{line}: os.replace(")
+    assert second == "  would overwrite out/1.pt, which was there before; nothing was changed"
+    assert third == "  give it a new output: out-{run} for out; or end before: --steps 1"
+    assert not left(user)
+
+
+def test_bad_start(user):
+    """Refused at once, in a line."""
+    for line, says in {
+        "missing.py": "there is no file missing.py",
+        "-m missing.module": "there is no module missing.module",
+        "--short 1": "which script?",
+        "--steps x train.py": "argument --steps: invalid int value: 'x'",
+    }.items():
+        words = [sys.executable, ROOT / "ddp_check", *line.split()]
+        done = subprocess.run(words, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.endswith(f"error: {says}\n"), done.stderr
+    assert not left(user) and not list(Path().glob("ddp_check-*"))
+
+
+# What a script does, and what is said of it; {3} is the line with the third word.
+ENDS = {
+    "exit": (0, ["2 steps on one process and on 2: nothing WRONG"], ""),
+    "os._exit": (0, ["2 steps on one process and on 2: nothing WRONG"], ""),
+    "fails": (2, ["rank 0 failed", "ValueError: gone: é中"], "raise ValueError"),
+    "killed": (2, ["rank 0 failed (killed by SIGKILL: is there too little memory?)"], ""),
+    "hangs": (1, ["nothing new for 6 s; if it is only slow, --wait 30"], "time.sleep(1000)"),
+    "busy": (0, ["6 steps on one process and on 2: nothing WRONG"], ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ENDS)
+def test_ends(user, kind):
+    """Of the script: it is shown why, and at which line each rank hangs; who is busy is no hang."""
+    status, says, shown = ENDS[kind]
+    text = check("--wait", "6", "train.py", "{n}", kind, status=status)
+    assert all(words in text for words in says), text
+    if shown:
+        line = 1 + next(i for i, words in enumerate(SCRIPT.splitlines()) if shown in words)
+        assert f"train.py:{line}" in text or f'train.py", line {line}' in text, text
+    assert not left(user)
+
+
+BROKEN = {
+    "import argparse\nargparse.ArgumentParser(prog='me').parse_args(['--no'])": "me: error:",
+    "x = (": "SyntaxError",
+    "print('done')": "no optimizer.step() on one process; then its end",
+    "input()": "EOFError",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", BROKEN)
+def test_broken(work, code):
+    Path("train.py").write_text(code)
+    text = check("train.py", status=2)
+    assert BROKEN[code] in text and "nothing can be compared" in text, text

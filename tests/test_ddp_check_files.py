@@ -211,7 +211,7 @@ def test_another_programs_files(users):
 
 
 def test_downloads_stay(users):
-    """What is large and read again before the first step, with all in its folder; but no outputs."""
+    """What is large and read before the first step, with all in its folder; but no outputs."""
     code = "os.mkdir('data'); open('data/names', 'w').write('1')\n"
     code += "np.save('data/images.npy', np.zeros(9000)); np.load('data/images.npy')\n"
     code += "torch.save(torch.zeros(90000), 'first.pt'); torch.load('first.pt')\n"

@@ -19,6 +19,7 @@ findings     WRONG first, each with
 
 import json
 import math
+import textwrap
 
 from ..script import source
 from .kinds import PAGE
@@ -38,27 +39,38 @@ def texts(finding):
 
 
 def as_text(result):
-    findings = in_order(result)
-    width = max([len(f.what) for f in findings if f.verdict in ("WRONG", "look")], default=0)
     lines = []
-    for finding in findings:
-        what, more = finding.what, texts(finding)
-        if finding.verdict in ("WRONG", "look"):
-            more[0] = f"step {finding.step + 1}: {more[0]}"
-            more[:0] = [source(finding.line)] if finding.line else []
-            what = f"{what:{width}}"
-        if finding.section:
-            more.append(
-                f"{finding.remedy} ({finding.section})" if finding.remedy else finding.section
-            )
-        start = f"{finding.verdict:6} {what}".rstrip() + "  " * bool(finding.what)
-        start = start if finding.what else f"{start:7}"
-        lines += [start + more[0], *[(9 + width) * " " + line for line in more[1:]]]
+    acts = result.of("WRONG", "look")
+    width = max([len(finding.what) for finding in acts], default=0)
+    for finding in in_order(result):
+        text, *more = texts(finding)
+        if finding in acts:
+            start, indent = f"{finding.verdict:6} {finding.what:{width}}  ", (9 + width) * " "
+            more = [f"step {finding.step + 1}: {text}", *more]
+            advice = f"{finding.remedy} ({finding.section})" if finding.remedy else finding.section
+            more.append(advice)
+            text = source(finding.line) if finding.line else more.pop(0)
+        else:
+            start, indent = f"{finding.verdict:8}  {finding.what:10}  ", 22 * " "
+        lines += wrapped(text, start, indent)
+        for line in more:
+            lines += wrapped(line, indent, indent) if line else []
     return "\n".join([*lines, summary(result)])
 
 
+def wrapped(text, start, indent):
+    return textwrap.wrap(
+        text,
+        100,
+        initial_indent=start,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def summary(result):
-    text = f"{result.steps} steps on one process and on {result.ranks}"
+    text = f"ddp_check: {result.steps} steps on one process and on {result.ranks}"
     wrong = [finding.step for finding in result.of("WRONG")]
     looks = len(result.of("look"))
     if wrong:
@@ -69,7 +81,7 @@ def summary(result):
         text += ": nothing WRONG"
     text += f", {looks} to look at" * bool(looks)
     sizes = ", ".join(f"{kind} {size:.0e}" for kind, size in result.largest.items())
-    return f"ddp_check: {text}" + f" (largest differences: {sizes})" * bool(sizes)
+    return f"{text}\nlargest differences: {sizes}" if sizes else text
 
 
 def as_json(args, result, error, seconds):
