@@ -60,13 +60,6 @@ def check(args, folder, janitor=None):
                 text = f"a batch size per process, so {args.nproc} times the batch: intended, and "
                 text += "the rate, too? One process was given as many samples here"
                 result.findings.insert(0, Finding("look", "samples", 0, text, line))
-            end = one.end()
-            if end not in ("its end", "--steps") and not any(
-                f.what == "end" for f in result.findings
-            ):
-                result.findings.append(
-                    Finding("look", "end", result.steps, f"both runs end: {end}")
-                )
             if runs.too_few_gpus:
                 result.findings.insert(0, Finding("note", "", 0, runs.too_few_gpus))
             if not result.status or orders != {"blocks"} or layout == "blocks":
