@@ -15,6 +15,9 @@ import pytest
 from helpers import Cold, content, finish, free_port, marked, some_fast, start, wait_until
 from same_text import ROOT
 
+from ddp_check import runs
+
+GPUS = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 COMMAND = "tests/check_by_fork.py"
 
 SCRIPT = """\
@@ -259,41 +262,53 @@ def test_wrong_number_of_processes(user):
 
 
 STARTS = {
-    "a copy of the folder": [sys.executable, "ddp_check", "train.py"],
-    "another folder": [sys.executable, "../ddp_check", "../train.py"],
-    "a module": [sys.executable, "-m", "ddp_check", "-m", "train"],
-    "pip": ["venv/bin/ddp_check", "train.py"],
+    "a copy": (".", [sys.executable, "ddp_check", "train.py"]),
+    "a path": ("elsewhere", [sys.executable, "../ddp_check", "../train.py"]),
+    "a module": (".", [sys.executable, "-m", "ddp_check", "-m", "train"]),
+    "pip": (".", ["venv/bin/ddp_check", "train.py"]),
 }
+
+
+def install(clone):
+    """The clone, with pip, into venv/, which has torch from the environment of the tests."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "venv"], check=True)
+    site = next(Path("venv/lib").glob("python*/site-packages"))
+    site.joinpath("shared.pth").write_text("\n".join(p for p in sys.path if "site-pack" in p))
+    pip = ["venv/bin/python", "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, clone], check=True)
+    shutil.rmtree(clone)
+    assert [path.parent.name for path in site.glob("*/__init__.py")] == ["ddp_check"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STARTS)
 def test_starts(user, name):
     """As a user types it, with all its processes; nor are our modules confused with the user's."""
-    words, folder = STARTS[name], Path()
+    folder, words = STARTS[name]
     if name == "pip":
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", "venv"], check=True)
-        site = next(Path("venv/lib").glob("python*/site-packages"))
-        site.joinpath("shared.pth").write_text("\n".join(p for p in sys.path if "site-pack" in p))
-        clone = shutil.copytree(
-            ROOT, "clone", ignore=shutil.ignore_patterns(".git", ".venv", "data")
-        )
-        pip = ["venv/bin/python", "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
-        subprocess.run([*pip, clone], check=True)
-        shutil.rmtree("clone")
-        assert sorted(
-            p.name for p in site.glob("[!_]*") if p.is_dir() and "-info" not in p.name
-        ) == ["ddp_check"]
+        leave_out = shutil.ignore_patterns(".*", "data", "runs")
+        install(shutil.copytree(ROOT, "clone", ignore=leave_out))
     else:
         shutil.copytree(ROOT / "ddp_check", "ddp_check")
-        folder = Path("elsewhere")
-        if name == "another folder":
-            folder.mkdir()
-        else:
-            folder = Path()
-    user = content()
-    environment = os.environ | {"TMPDIR": "/tmp/" + 90 * "x"}
+    os.makedirs(folder, exist_ok=True)
+    temporary = Path(90 * "x").resolve()  # longer than a socket's name may be
+    temporary.mkdir()
+    user, environment = content(), os.environ | {"TMPDIR": str(temporary)}
     job = Cold([*words, "{n}", "out"], "log", cwd=folder, env=environment)
     statuses, text = finish([job])
     assert statuses == [0] and "6 steps on one process and on 2: nothing WRONG" in text, text
-    assert {path for path in left(user) if "__pycache__" not in path.parts} == set()
+    assert {path for path in left(user) if "__pycache__" not in path.parts} == {Path("log")}
+
+
+def test_gpus(monkeypatch):
+    """Each run sees exactly its number of GPUs, of those that are visible; or none."""
+    monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 3)
+    for name in GPUS:
+        monkeypatch.delenv(name, raising=False)
+    assert runs.visible_gpus(1, 2) == dict.fromkeys(GPUS, "0")
+    assert runs.visible_gpus(2, 2) == dict.fromkeys(GPUS, "0,1")
+    assert runs.visible_gpus(1, 4) == {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
+    for name in GPUS:
+        monkeypatch.setenv(name, "4,2,7")
+        assert runs.visible_gpus(2, 2) == dict.fromkeys(GPUS, "4,2")
+        monkeypatch.delenv(name)
