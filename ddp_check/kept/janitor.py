@@ -18,7 +18,7 @@ def stop_groups(groups):
 
 
 def wait_for_end(groups):
-    """Until they write nothing any more. A group that stays is of processes that nobody waits for."""
+    """Until they write no more; those that nobody waits for stay as numbers only."""
     for _ in range(60):
         for group in list(groups):
             try:
