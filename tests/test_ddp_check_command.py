@@ -15,7 +15,7 @@ import pytest
 from helpers import Cold, content, finish, free_port, marked, some_fast, start, wait_until
 from same_text import ROOT
 
-from ddp_check import runs
+from ddp_check import command, runs
 
 GPUS = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 COMMAND = "tests/check_by_fork.py"
@@ -252,6 +252,20 @@ def test_spawned(user, how):
     os.mkdir("out")
     Path("out/1.pt").write_text("of an earlier training")
     assert "would overwrite out/1.pt" in check("train.py", how, "{n}", "out", status=2)
+
+
+@pytest.mark.slow
+def test_batch_size_per_process(user):
+    """Without a flag: one process is given as many samples, which is said; the rest is right."""
+    text = check("train.py", "{n}", "own batch")
+    assert "a batch size per process, so 2 times the batch" in " ".join(text.split()), text
+    assert "nothing WRONG, 1 to look at" in text, text
+
+
+def test_list(capsys):
+    command.main(["--list"])
+    text = capsys.readouterr().out
+    assert re.search(r"^order +.*\n +call sampler.set_epoch\(epoch\)", text, re.M), text
 
 
 @pytest.mark.slow
