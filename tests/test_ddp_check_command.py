@@ -289,7 +289,7 @@ def install(clone):
     site = next(Path("venv/lib").glob("python*/site-packages"))
     site.joinpath("shared.pth").write_text("\n".join(p for p in sys.path if "site-pack" in p))
     pip = ["venv/bin/python", "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, clone], check=True)
+    subprocess.run([*pip, f"./{clone}"], check=True)
     shutil.rmtree(clone)
     assert [path.parent.name for path in site.glob("*/__init__.py")] == ["ddp_check"]
 
