@@ -19,12 +19,12 @@ ADVICE = {
     "stream": "the ranks' streams have other samples in this step than one process's, as shards of "
     "files have. What follows from that cannot be compared",
     "ratio": "a ratio of sums over the rank's own share, as in a Dice loss of the batch. Intended?",
-    "share": "one process has neither these numbers nor their mean or sum: a number or a decision "
-    "of the rank's own share? all_reduce that number first",
+    "share": "one process has neither these numbers nor their mean or sum. If they come from this "
+    "rank's samples alone, all_reduce what they are made from first",
     "same loss": "but the loss is the same",
     "branch": "a decision by numbers of the rank's own share?",
-    "own": "it comes from outside of torch, as of an environment, and each rank has a generator of "
-    "its own: nothing after it can be compared",
+    "own": "it comes from outside of torch, as of an environment, by random numbers of each rank's "
+    "own: nothing after it can be compared",
 }
 LOOKS = "coupled", "stream", "ratio", "own"  # which may be intended
 
