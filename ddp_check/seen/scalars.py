@@ -35,7 +35,7 @@ def generators(run):
         state = state or (thing.get_state() if hasattr(thing, "get_state") else thing.getstate())
         line = run.made.get(id(thing))  # of default_rng
         name = f"{names[-1]}, made at {line}" if line else names[-1]
-        found[name] = zlib.crc32(pickle.dumps(state))
+        found[name] = found.get(name, 0) + zlib.crc32(pickle.dumps(state))
     found |= {f"process {child.name}": child.pid for child in multiprocessing.active_children()}
     return found
 
