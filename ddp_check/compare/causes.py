@@ -41,7 +41,8 @@ def last_pass(of_step, variables, step):
 
 def averaging(unlike, of_step, variables, step):
     more = last_pass(of_step, variables, step)
-    return Finding("WRONG", "averaging", step, unlike, more=more, section=f"{PAGE}#gradients")
+    about = {"remedy": "call the wrapped model", "section": f"{PAGE}#gradients"}
+    return Finding("WRONG", "averaging", step, unlike, more=more, **about)
 
 
 class Step:
@@ -67,9 +68,9 @@ class Step:
         verdict = "look" if advice in LOOKS else "WRONG"
         text = values.describe(value) + (f": {ADVICE[advice]}" if value.kind != "loss" else "")
         text += f" ({', '.join(generators)})" if advice == "own" else ""
-        section = PAGE + KINDS[value.kind].section
-        line = values.line_of(value)
-        return Finding(verdict, what, step, text, line, more, advice, section=section)
+        row, line = KINDS[value.kind], values.line_of(value)
+        about = {"remedy": row.remedy if verdict == "WRONG" else "", "section": PAGE + row.section}
+        return Finding(verdict, what, step, text, line, more, advice, **about)
 
     def blame(self):
         """The findings, and whether they may be intended: "look", "WRONG" or "unclear"."""
@@ -125,8 +126,8 @@ class Step:
         text, more = f"computed on {on} alone: {ADVICE['branch']}", []
         if branch := branch_of(line):
             more = [source(branch), *self.variables.behind([branch], self.step)]
-        section = f"{PAGE}#decisions"
-        return Finding(verdict, "branch", self.step, text, line, more, "branch", section=section)
+        about = {"remedy": "decide by numbers of all ranks", "section": f"{PAGE}#decisions"}
+        return Finding(verdict, "branch", self.step, text, line, more, "branch", **about)
 
 
 def find_causes(values, differences, variables, steps, samples, lost):
