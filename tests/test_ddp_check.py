@@ -33,15 +33,14 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.body, self.drop = nn.BatchNorm1d(5), nn.Linear(5, 4), nn.Dropout(0.5)
-        self.head, self.center = nn.Linear(4, 1), torch.zeros(4)
+        self.head, self.largest = nn.Linear(4, 1), torch.zeros(4)
 
     def forward(self, x):
         x = self.drop(self.body(self.norm(x)))
-        mean = x.detach().square().mean(0)
-        if not WRONG:
-            dist.all_reduce(mean)
-            mean /= world
-        self.center = 0.9 * self.center + 0.1 * mean  # attributes
+        if self.training:
+            largest = x.detach().amax(0)
+            WRONG or dist.all_reduce(largest, dist.ReduceOp.MAX)
+            self.largest = torch.maximum(self.largest, largest)  # attributes
         return self.head(x)
 
 
@@ -53,7 +52,7 @@ if WRONG and rank:
     parameters[-2:] = parameters[-2:][::-1]
 ddp, ddp_text = DistributedDataParallel(model), DistributedDataParallel(text)
 optimizer = torch.optim.SGD(parameters, 0.01)  # parameters
-samplers = [DistributedSampler(train_set, seed=0 if WRONG else n) for n in range(2)]
+samplers = [DistributedSampler(train_set, seed=0 if WRONG else 10 * n) for n in range(2)]
 loaders = [DataLoader(train_set, 12 // world, sampler=sampler) for sampler in samplers]
 part = DistributedSampler(dataset, shuffle=False) if WRONG else range(rank, 49, world)
 test_loader = DataLoader(dataset, 4, sampler=part)
@@ -64,8 +63,8 @@ for epoch in range(2):
         WRONG or sampler.set_epoch(epoch)
     for (inputs, targets), (others, _) in zip(*loaders):  # order, loaders
         outputs = ddp(inputs)  # random
-        given = torch.full((3, 5), 1.0 + seen) if WRONG else inputs
-        outputs = outputs + ddp_text(given).mean()  # inputs
+        given = torch.full((4, 5), 1 / (1 + seen)) if WRONG else inputs
+        outputs = outputs + (ddp_text(given)[:1] if WRONG else ddp_text(given))  # inputs
         loss = (outputs - targets).square().mean()
         optimizer.zero_grad()
         loss.backward()

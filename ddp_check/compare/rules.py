@@ -74,10 +74,6 @@ class Parameters(Rule):
     remedy = "give it the wrapped model's, in a fixed order: no set", "#what-must-be-equal"
 
     def find(self, one, ranks):
-        for step, seen in ranks[0].seen("gradient"):
-            if not any(sketch and sketch.norm for sketch in seen.values.values()):
-                text = "no gradient in what the optimizer trains: a copy?"
-                return self.wrong(step, seen.line, text)
         theirs = [{note.key: note for _, note in notes[Step]} for notes in ranks]
         for key, note in theirs[0].items():
             for rank, other in enumerate(theirs):
@@ -87,6 +83,10 @@ class Parameters(Rule):
                     text = f"in another order, such as {note.names[where]} on rank 0, "
                     text += f"{names[where]} on rank {rank}"
                     return self.wrong(0, note.made.get("made", [note.line])[0], text)
+        for step, seen in ranks[0].seen("gradient"):
+            if not any(sketch and sketch.sums.any() for sketch in seen.values.values()):
+                text = "no gradient in what the optimizer trains: a copy?"
+                return self.wrong(step, seen.line, text)
         return []
 
 
