@@ -70,7 +70,7 @@ class Step:
         verdict = "look" if advice in LOOKS else "WRONG"
         text = values.describe(value) + (f": {ADVICE[advice]}" if value.kind != "loss" else "")
         text += f" ({', '.join(generators)})" if advice == "own" else ""
-        row, line = KINDS[value.kind], values.line_of(value)
+        row, line = KINDS.get(what, KINDS[value.kind]), values.line_of(value)
         about = {"remedy": row.remedy if verdict == "WRONG" else "", "section": PAGE + row.section}
         return Finding(verdict, what, step, text, line, more, advice, **about)
 
