@@ -23,6 +23,8 @@ ADVICE = {
     "rank's samples alone, all_reduce what they are made from first",
     "same loss": "but the loss is the same",
     "branch": "a decision by numbers of the rank's own share?",
+    "weights": "no optimizer trains it, and its weights are not those of one process. If numbers "
+    "of this rank's samples have set them, all_reduce these first",
     "own": "it comes from outside of torch, as of an environment, by random numbers of each rank's "
     "own: nothing after it can be compared",
 }
@@ -76,6 +78,8 @@ class Step:
         """The findings, and whether they may be intended: "look", "WRONG" or "unclear"."""
         if self.has_other_weights:
             return [], "WRONG"  # all else follows from them
+        if value := self.values.has_other_weights(self.step):
+            return [self.finding("weight", value, "weights"), *self.averaging()], "WRONG"
         if value := self.values.coupled(self.step):
             found = [self.finding("outputs", value, "coupled")]
             return found + self.averaging(), "WRONG" if self.unlike else "look"
@@ -192,11 +196,12 @@ def find_all(one, ranks, tolerance, again=None):
         if (clear or of_kind)[:1] and (clear or of_kind)[0].step < lost:
             finding = (clear or of_kind)[0]
             finding.text += f" (in {len({f.step for f in of_kind})} steps)"
-            is_look = finding.step < wrong and bool(looks)
-            if is_look or due and kind == "update" and settings:
+            if finding.step < wrong and looks:
                 finding.verdict = "look"
-            if kind != "update" or not differences.of("gradient"):
+            if kind != "update" or not settings:  # which explain it
                 found.append(finding)
+    if settings:
+        found = [finding for finding in found if finding.what != "numbers"]
     for finding in settings:
         finding.verdict = "look" if due or finding.step >= lost else finding.verdict
     found += settings + differences.hidden
