@@ -230,13 +230,15 @@ def test_janitor(work):
     new = os.path.abspath("new")
     command = os.fork()
     if command == 0:
-        janitor = Janitor(str(folder))
-        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-        janitor.started(child)
-        Path(new).touch()
-        Made(str(folder)).add(new, "output", identity(new))
-        Path("child").write_text(str(child.pid))
-        os.kill(os.getpid(), 9)
+        try:
+            janitor = Janitor(str(folder))
+            child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            janitor.started(child)
+            Path(new).touch()
+            Made(str(folder)).add(new, "output", identity(new))
+            Path("child").write_text(str(child.pid))
+        finally:
+            os.kill(os.getpid(), 9)
     os.waitpid(command, 0)
     child = Path("/proc", Path("child").read_text(), "cmdline")  # empty: it waits to be fetched
     assert wait_until(lambda: not child.exists() or not child.read_bytes(), 20)
