@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers import finish, start
+from same_text import ROOT
 
 COMMAND = "tests/check_by_fork.py"
 
