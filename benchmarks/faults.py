@@ -628,15 +628,6 @@ OBJECTS = [
         "objects",
         "order = torch.randperm",
     ),
-    Fault(
-        "momentum",
-        "an outlier by the rank's own loss",
-        "now = mean_over_ranks(loss)",
-        "now = loss.detach()",
-        "a rank alone makes a step",
-        "objects",
-        "if usual is None or",
-    ),
 ]
 
 LOOP_NAMES = sorted(path.stem for path in LOOPS.glob("*.py"))
