@@ -176,7 +176,7 @@ def test_full_disk(user, monkeypatch, capsys):
     monkeypatch.setattr(command.tempfile, "tempdir", os.getcwd())
     monkeypatch.setattr(command.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
     with pytest.raises(SystemExit, match="2"):
-        command.main(["train.py", "1"])
+        command.main([os.path.abspath("train.py"), "1"])
     assert "5 MB are free there: set TMPDIR to a folder with more" in capsys.readouterr().err
     assert not left(user) and not list(Path().glob("ddp_check-*"))
 
