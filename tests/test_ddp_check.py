@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers import finish, start
+from same_text import ROOT
 
 COMMAND = "tests/check_by_fork.py"
 
@@ -135,9 +136,13 @@ def test_every_rule_has_a_row():
 
 
 def test_private_names():
-    from ddp_check.private import missing
+    """A torch or Python that lacks one is named, with where it is used; the table has all."""
+    from ddp_check.private import PRIVATE, missing
 
     assert missing() == []
+    texts = [path.read_text() for path in (ROOT / "ddp_check").rglob("*.py")]
+    used = {name for text in texts for name in re.findall(r"[\w)\]]\.(_[a-z]\w+)", text)}
+    assert used - {"_exit", "_rng"} <= {part for name in PRIVATE for part in name.split(".")}
 
 
 NOISE = """\

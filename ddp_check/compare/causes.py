@@ -47,7 +47,7 @@ def averaging(unlike, of_step, variables, step):
     return Finding("WRONG", "averaging", step, unlike, more=more, **about)
 
 
-class Step:
+class Cause:
     """What the difference of one step comes from."""
 
     def __init__(self, values, differences, variables, step):
@@ -70,7 +70,7 @@ class Step:
         verdict = "look" if advice in LOOKS else "WRONG"
         text = values.describe(value) + (f": {ADVICE[advice]}" if value.kind != "loss" else "")
         text += f" ({', '.join(generators)})" if advice == "own" else ""
-        row, line = KINDS[value.kind], values.line_of(value)
+        row, line = KINDS.get(what, KINDS[value.kind]), values.line_of(value)
         about = {"remedy": row.remedy if verdict == "WRONG" else "", "section": PAGE + row.section}
         return Finding(verdict, what, step, text, line, more, advice, **about)
 
@@ -139,19 +139,19 @@ def find_causes(values, differences, variables, steps, samples, lost):
     findings; that step, or inf; the step from which on nothing can be compared, or inf."""
     looks = []
     for number in steps:
-        step = Step(values, differences, variables, number)
+        cause = Cause(values, differences, variables, number)
         if number >= lost:  # but the ranks' gradients are to be equal in any case
-            if step.unlike:
-                return looks + step.averaging(), math.inf, lost
+            if cause.unlike:
+                return looks + cause.averaging(), math.inf, lost
         elif samples and samples[0].step <= number:
             return looks, number, lost  # other samples: all else follows
         else:
-            causes, verdict = step.blame()
+            causes, verdict = cause.blame()
             may_be = verdict == "look" and number not in differences.factors
             if not may_be and not (looks and verdict == "unclear"):
                 return looks + causes, number, lost
             looks = looks or causes
-            if any(cause.advice in ("own", "stream") for cause in causes):
+            if any(finding.advice in ("own", "stream") for finding in causes):
                 lost = number
     return looks, math.inf, lost
 
