@@ -1,0 +1,73 @@
+"""All findings of two runs: differences, and rules."""
+
+import math
+import traceback
+from dataclasses import dataclass
+
+from ..notes import Finding, Said, Step
+from ..script import source
+from ..syntax import loops_around
+from . import rules_of_samples  # noqa: F401  # whose rules are in RULES, too
+from .causes import find_all
+from .fits import CONTINUED
+from .rules import RULES
+
+VERDICTS = "note", "WRONG", "look", "ok", "not told", "not seen"  # in the order of the report
+
+
+@dataclass
+class Result:
+    findings: list  # of Finding, in the order of VERDICTS
+    steps: int  # that both runs have made
+    ranks: int
+    largest: dict  # {kind: the largest difference}
+    lost: float  # from this step on nothing can be compared, or inf
+
+    def of(self, *verdicts):
+        return [finding for finding in self.findings if finding.verdict in verdicts]
+
+    @property
+    def status(self):
+        """1 if something is WRONG, 2 if not even the first step can be compared, else 0."""
+        if self.of("WRONG") or not self.steps:
+            return 1
+        return 0 if self.lost else 2
+
+
+def judge(one, ranks, tolerance, again=None):
+    """The Result of comparing one process's notes with each rank's."""
+    said = [note.text for _, note in [*one[Said], *ranks[0][Said]] if note.kind == "note"]
+    found = [Finding("note", "", 0, text) for text in dict.fromkeys(said)]
+    counts, ends = [len(n[Step]) for n in (one, *ranks)], [n.end() for n in (one, *ranks)]
+    steps, largest = min(counts), {}
+    if steps:
+        differences, largest = find_all(one, ranks, tolerance, again)
+        found += differences
+    if len(set(counts)) > 1 or len(set(ends)) > 1:
+        found.append(about_ends(one, ranks, counts, ends, found))
+    for rule in RULES:
+        try:
+            results = rule.find(one, ranks)
+        except Exception as error:  # the others still count
+            traceback.print_exc()
+            found.append(Finding("not seen", rule.name, 0, f"it failed: {error!r}"))
+            continue
+        if results is None:
+            found.append(Finding("not seen", rule.name, 0, f"needs {rule.needs}"))
+        else:
+            found += results or [Finding("ok", rule.name, 0, rule.right)]
+    found.sort(key=lambda finding: VERDICTS.index(finding.verdict))
+    lost = min([f.step for f in found if f.advice in ("own", "stream")], default=math.inf)
+    return Result(found, steps, len(ranks), largest, lost)
+
+
+def about_ends(one, ranks, counts, ends, found):
+    """They have made other numbers of steps, or ended otherwise."""
+    steps = min(counts)
+    due = any(f.what == "epoch" and f.verdict == "look" for f in found)
+    text = f"{counts[0]} steps on one process, then {ends[0]}; {counts[1:]} on the ranks, then "
+    text += "; ".join(ends[1:])
+    extra = [notes[Step][steps][1] for notes in (one, *ranks) if len(notes[Step]) > steps]
+    for line in [extra[0].line, *extra[0].callers] if extra and steps else []:
+        text += "".join(f"{CONTINUED}in the loop of {source(loop)}" for loop in loops_around(line))
+    return Finding("look" if due else "WRONG", "end", steps, text)

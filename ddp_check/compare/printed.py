@@ -1,0 +1,65 @@
+"""Numbers that rank 0 prints, beside those of one process."""
+
+import re
+
+from ..notes import Finding, Printed, Value
+from ..script import source
+from .fits import CONTINUED, number_in, relative
+
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.I)
+NO_SCORE = re.compile(
+    r"(time|data|speed|eta|dt|secs?|seconds|elapsed|took|port|pid|rank|size|world|process|processes)"
+    r"[^a-zA-Z]*$|/$",
+    re.I,
+)
+
+
+UNIT = re.compile(
+    r"\s*(ms|s|secs?|seconds|min|h|MB|GB|GiB|MiB|processes|[a-zA-Z ]{0,20}/s)\b", re.I
+)
+
+
+def scores(text, losses):
+    """The numbers in a printed line, None for times and for a loss that backward() got."""
+    for m in NUMBER.finditer(text):
+        digits = len(m.group().partition(".")[2]) if "e" not in m.group().lower() else 0
+        number = float(m.group())
+        is_loss = digits > 1 and any(abs(number - x) <= 0.51 * 10**-digits for x in losses)
+        no_score = UNIT.match(text[m.end() :]) or NO_SCORE.search(text[: m.start()])
+        yield None if no_score or is_loss else number
+
+
+def compare_printed(one, ranks, values, variables, again=None):
+    """Numbers that rank 0 prints, but not those that another run on one process prints otherwise,
+    such as clocks."""
+    both = []
+    for notes in (one, ranks[0], again or one):
+        losses = [number_in(v.summaries[0]) for _, v in notes[Value] if v.kind == "loss"]
+        losses = [loss for loss in losses if loss is not None]
+        lines = {}
+        for step, note in notes[Printed]:
+            if step and not re.search(r"it/s|s/it|Warning", note.text):
+                skeleton = " ".join(NUMBER.sub("#", note.text).split())
+                lines.setdefault(skeleton, []).append((step, note, losses))
+        both.append(lines)
+    for skeleton, mine in both[0].items():
+        others = both[1].get(skeleton, []), both[2].get(skeleton, [])
+        for (step, a, losses), (other, b, their), (_, c, _) in zip(mine, *others):
+            if not re.search(r"\d\.\d", a.text):
+                continue
+            if step != other:
+                break
+            same = [x == y for x, y in zip(NUMBER.findall(a.text), NUMBER.findall(c.text))]
+            pairs = list(zip(scores(a.text, losses), scores(b.text, their), same))
+            pairs = [(x, y) for x, y, same in pairs if None not in (x, y) and same]
+            wrong = [(x, y) for x, y in pairs if relative(x, y) > 2e-3]
+            if wrong:
+                text = f"{wrong[0][0]:g} on one process, {wrong[0][1]:g} on rank 0, in "
+                text += f"{a.text.strip()[:100]!r}: of rank 0's share alone, or a mean of means "
+                text += "over unequal shares?"
+                if value := values.printed(step, wrong[0][0]):
+                    text += f"{CONTINUED}{values.describe(value)}{values.behind(value)}"
+                else:
+                    text += variables.behind([a.line], step)
+                yield Finding("look", "printed", step, f"{source(a.line)}: {text}")
+                break

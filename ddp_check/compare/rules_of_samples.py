@@ -1,0 +1,123 @@
+"""Rules on orders and samples, which a comparison cannot see."""
+
+import math
+
+from ..given.draws import ORDER
+from ..notes import (
+    Batch,
+    Collective,
+    Pass,
+    PassEnd,
+    Step,
+)
+from ..script import source
+from .batches import training_passes
+from .rules import Rule, draws_of
+
+
+def passes_of(notes):
+    """[(step, Pass, the indices of its samples, whether it is for training)] of a process."""
+    orders, trains = {}, training_passes(notes)
+    for _, batch in notes[Batch]:
+        orders.setdefault(batch.key, []).extend(batch.indices or [None])
+    return [(at, p, orders.get(p.key, []), p.key in trains) for at, p in notes[Pass]]
+
+
+def is_shuffled(order):
+    return len(order) >= 8 and None not in order and order != sorted(order, key=repr)
+
+
+class Order(Rule):
+    name = "order"
+    right = "each epoch has another order than the one before"
+    needs = "a second epoch (--short 10); if there was one, no training loader shuffles: intended?"
+    remedy = "call sampler.set_epoch(epoch) before each epoch", "#loader"
+
+    def find(self, one, ranks):
+        seen, last = False, {}
+        for step, about, order, trains in passes_of(ranks[0]):
+            size = min(len(order), len(earlier := last.get(about.loader, [])))
+            if trains and is_shuffled(order[:size]):
+                seen = True
+                if order[:size] == earlier[:size]:
+                    text = f"{source(about.key[0][0])}: pass {about.key[1] + 1} has the order of an"
+                    return self.wrong(step, f"{text} earlier one")
+            if trains or about.loader not in last:
+                last[about.loader] = order
+        return [] if seen else None
+
+
+class Loaders(Rule):
+    name = "loaders"
+    right = "two training loaders do not give the same samples at the same time"
+    needs = "two loaders in training, with samplers that shuffle"
+    remedy = "pass another seed to the second DistributedSampler", "#loader"
+
+    def find(self, one, ranks):
+        orders = {}
+        for step, about, order, trains in passes_of(ranks[0]):
+            if not trains or not is_shuffled(order) or about.sampler == "RandomSampler":
+                continue  # a RandomSampler's order is given here
+            for loader, (line, other) in orders.items():
+                size = min(len(order), len(other))
+                if loader != about.loader and order[:size] == other[:size]:
+                    text = f"{source(about.key[0][0])}: the samples of {line}, in the same order"
+                    return self.look(step, f"{text}: right for pairs, such as images and masks")
+            orders[about.loader] = about.key[0][0], order
+        return [] if len(orders) > 1 else None
+
+
+class Splits(Rule):
+    name = "split"
+    right = "what is shuffled or split before the training is so alike on all ranks"
+    needs = "a random split, or another order of all samples"
+    remedy = "same seed, sorted(glob(...)), sorted(set(...)) on all ranks", "#what-must-be-equal"
+
+    def find(self, one, ranks):
+        orders = [draws_of(notes, ORDER) for notes in ranks]
+        for key, state in orders[0].items():
+            if any(other.get(key, state) != state for other in orders):
+                return self.look(key[0], f"{source(key[2])}: each rank has an order of its own")
+        return [] if orders[0] else None
+
+
+class TestSamples(Rule):
+    name = "test set"
+    right = "the samples of a whole evaluation count once each"
+    needs = "a whole pass, of each rank's own part, over a loader without training (not --short)"
+    remedy = "give each rank Subset(test_set, range(rank, len(test_set), world_size))", "#scores"
+
+    def find(self, one, ranks):
+        ended = [{note.key for _, note in notes[PassEnd]} for notes in ranks]
+        lists = [{p.key: order for _, p, order, _ in passes_of(notes)} for notes in ranks]
+        trained = {p.loader for _, p, _, trains in passes_of(ranks[0]) if trains}
+        seen = False
+        for step, about, order, _ in passes_of(ranks[0]):
+            if about.loader in trained or not all(about.key in keys for keys in ended):
+                continue
+            everyone = [i for own in lists for i in own.get(about.key, [])]
+            if (
+                len(lists) > 1
+                and order
+                and None not in order
+                and all(own.get(about.key) == order for own in lists)
+            ):
+                if line := self.put_together(ranks[0], about):
+                    text = f"{source(about.key[0][0])}: all {len(order)} samples on each rank, and "
+                    text += f"then {source(line)}: does each count {len(lists)} times?"
+                    return self.look(step, text)
+                continue  # each rank has the score of all
+            seen = True
+            if about.has_share and None not in everyone and len(set(everyone)) < len(everyone):
+                text = f"{source(about.key[0][0])}: {len(everyone)} samples on all ranks, of "
+                text += f"{len(set(everyone))}: {about.sampler} repeats some, which count twice"
+                return self.look(step, text)
+        return [] if seen else None
+
+    def put_together(self, notes, about):
+        """The line of a collective call after this pass and before what comes next."""
+        later = [n.at for kind in (Batch, Step, Pass) for _, n in notes[kind] if n.key != about.key]
+        end = min([at for at in later if at > about.at], default=math.inf)
+        calls = [call for _, call in notes[Collective] if about.at < call.at < end]
+        calls = [call for call in calls if "gather" in call.name]  # sums are divided by a sum
+        return calls[0].line if calls else None

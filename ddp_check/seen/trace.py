@@ -1,0 +1,220 @@
+"""What the script's lines compute: summaries of each value, and what it is made from."""
+
+import contextlib
+import os
+import sys
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Subset
+
+from ..given.alike import keep_precise
+from ..notes import Collective, Value, Weights
+from ..process import is_plain, wrap
+from ..script import FOLDER, UNKNOWN, own_file, own_lines, place
+
+MANY_VALUES = 50  # of a line and step that are noted
+MANY_COLUMNS = 4096
+TORCH = os.path.dirname(torch.__file__)
+NOT_THE_SCRIPTS = tuple(
+    os.path.join(TORCH, part) for part in ("optim", "utils/data", "nn/init", "nn/utils")
+)
+
+
+SIGNS = np.cos(np.arange(MANY_COLUMNS) * 1.618 + 0.5)
+
+
+def summary(tensor):
+    """To compare a tensor over processes: its shape; for each entry of its first three dimensions
+    a number by which it is told apart, its sum and its norm."""
+    if not torch.is_tensor(tensor) or isinstance(tensor, nn.Parameter):
+        return None
+    if tensor.layout != torch.strided or not is_plain(tensor) or not tensor.numel():
+        return None
+    shape, tensor = tuple(tensor.shape), torch.atleast_1d(tensor.detach())
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    dims = []
+    for d in range(min(3, tensor.dim())):
+        if tensor.shape[d] > MANY_COLUMNS and d:
+            dims.append(None)
+            continue
+        rows = tensor.movedim(d, 0).reshape(tensor.shape[d], -1)
+        rows = rows[:, :: rows.shape[1] // MANY_COLUMNS + 1].cpu().double().numpy()
+        finite = np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
+        sums = (finite if shape else rows).sum(1)
+        dims.append((finite @ SIGNS[: rows.shape[1]], sums, np.linalg.norm(finite, axis=1)))
+    return shape, dims
+
+
+def sums_of(tensor):
+    """[(norm, sum, shape)], the same in any order of the entries; [] of what has no numbers."""
+    if not tensor.is_floating_point() or tensor.is_meta or tensor.layout != torch.strided:
+        return []
+    tensor = tensor.detach().cpu().double()
+    return [(float(tensor.norm()), float(tensor.abs().sum()), tuple(tensor.shape))]
+
+
+def note_evaluation(run, module, line):
+    """The buffers with which a module is evaluated: batch norm's averages are each rank's own."""
+    number = run.nth("evaluation", run.steps, line)
+    if not run.is_single and number == 0 and run.nth("evaluations", line) < 20:
+        sums = {f"{type(module).__name__}.{name}": sums_of(b) for name, b in module.named_buffers()}
+        run.note(Weights(("evaluation", line, run.steps), sums))
+
+
+def note_value(run, kind, line, name, tree, made_from=(), **more):
+    """Note it, and return its index."""
+    leaves = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)][:8]
+    summaries, model = [None] * len(leaves), run.model
+    with run.quiet(), contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
+        summaries = [summary(leaf) for leaf in leaves]
+    number = run.nth("value", run.steps, kind, line, name)
+    index = run.nth("values")
+    value = Value(kind, line, name, number, summaries, index, list(made_from), model=model, **more)
+    run.note(value)
+    for leaf in leaves:
+        if is_plain(leaf) and not isinstance(leaf, nn.Parameter):
+            leaf.compare_index = index
+    return index
+
+
+def indices_in(tree):
+    """Of the values that are among the arguments of a function."""
+    return [leaf.compare_index for leaf in tree_leaves(tree) if hasattr(leaf, "compare_index")]
+
+
+class Trace(TorchFunctionMode):
+    """Notes what each line of the script computes, where it calls torch directly. So the line is
+    found whose result is not that of one process."""
+
+    SAME_VALUE = ("detach", "__get__", "to", "requires_grad_", "contiguous", "clone", "cuda")
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        name = getattr(function, "__name__", UNKNOWN)
+        if name == "all_reduce" and out is None:
+            out = args[0]  # it is another value now
+        if self.run.thread.quiet or self.run.thread.in_dataset:
+            return out
+        if name in ("cat", "concat", "concatenate", "vstack") and is_plain(out):
+            parts = args[0] if args else kwargs["tensors"]
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            if dim in (0, -out.dim()) and len({len(part) for part in parts if part.dim()}) == 1:
+                self.run.joined.add(len(out))
+        with contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
+            if torch.is_tensor(out) or isinstance(out, (tuple, list)):
+                self.see(name, out, args, kwargs)
+        return out
+
+    def see(self, name, out, args, kwargs):
+        made_from = indices_in((args, kwargs))
+        if name in self.SAME_VALUE:
+            if made_from and is_plain(out) and not isinstance(out, nn.Parameter):
+                out.compare_index = made_from[0]
+            if is_plain(out) and hasattr(args[0], "check_line"):
+                out.check_line = args[0].check_line
+            return
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename.startswith((TORCH, FOLDER)):
+            if frame.f_code.co_filename.startswith(NOT_THE_SCRIPTS):
+                return
+            frame = frame.f_back
+        file = None if frame is None or "empty" in name else own_file(frame.f_code.co_filename)
+        leaves = [leaf for leaf in tree_leaves(out) if torch.is_tensor(leaf)]
+        if file is None or not leaves or isinstance(leaves[0], nn.Parameter):
+            return
+        line = f"{file}:{frame.f_lineno}"
+        if self.run.nth("seen", self.run.steps, line, name) >= MANY_VALUES:
+            return
+        by = args[1] if len(args) > 1 else kwargs.get("other")
+        by_gradient = "div" in name and getattr(by, "requires_grad", False)
+        called_at = ""
+        if frame.f_code.co_name != "<module>":
+            called_at = next((at for at in own_lines(frame) if at != line), "")
+        more = {"by_gradient": by_gradient, "called_at": called_at}
+        note_value(self.run, "value", line, name, out, made_from, **more)
+
+
+def patch(run):
+    """What goes into and comes out of each outermost module in training; and the losses."""
+
+    @wrap(nn.Module, "__call__")
+    def call(original, module, *args, **kwargs):
+        is_training = module.training and torch.is_grad_enabled()
+        if run.model is not None or run.thread.in_dataset or not is_training:
+            if run.model is not None or module.training or run.thread.evaluates:
+                return original(module, *args, **kwargs)
+            run.thread.evaluates = True
+            try:
+                note_evaluation(run, module, place()[0])
+                return original(module, *args, **kwargs)
+            finally:
+                run.thread.evaluates = False
+        keep_precise()
+        inner = module.module if isinstance(module, DistributedDataParallel) else module
+        if not any(True for _ in inner.parameters()):
+            return original(module, *args, **kwargs)
+        name, line = type(inner).__name__, place()[0]
+        tensors = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t) and t.dim()]
+        if tensors:
+            run.model_rows = len(tensors[0])
+        made_from = indices_in((args, kwargs))
+        index = note_value(run, "inputs", line, name, (args, kwargs), made_from)
+        run.model = index
+        try:
+            outputs = original(module, *args, **kwargs)
+        finally:
+            run.model = None
+        note_value(run, "outputs", line, name, outputs, [*indices_in(outputs), index])
+        return outputs
+
+    @wrap(Subset, "__init__")
+    def choose(original, self, dataset, indices):
+        original(self, dataset, indices)
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not a list of numbers
+            note_value(run, "value", place()[0], "Subset", torch.tensor(list(indices)))
+
+    @wrap(DistributedDataParallel, "no_sync")
+    def no_sync(original, self):
+        note_value(run, "no_sync", place()[0], "no_sync", ())
+        return original(self)
+
+    @wrap(torch.autograd, "backward")
+    def backward(original, tensors, *args, **kwargs):
+        leaves = [t for t in tree_leaves(tensors) if torch.is_tensor(t)]
+        with run.quiet(), torch.no_grad():
+            value = sum(t.double().sum() for t in leaves)
+        note_value(run, "loss", place()[0], "backward", value, indices_in(leaves))
+        return original(tensors, *args, **kwargs)
+
+    def watch_collective(name):
+        @wrap(torch.distributed, name)
+        def collective(original, *args, **kwargs):
+            line = place()[0]
+            if not run.thread.quiet and run.nth("collective", run.steps, line) < MANY_VALUES:
+                run.note(Collective(name, line, getattr((*args, None)[0], "check_line", "")))
+            return original(*args, **kwargs)
+
+    names = "all_reduce reduce all_gather all_gather_object gather gather_object broadcast"
+    for name in names.split():
+        watch_collective(name)
+
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+
+        @wrap(torch.Tensor, name)
+        def register(original, self, hook):
+            def traced(*args):
+                with Trace(run):  # which is off in a backward pass
+                    return hook(*args)
+
+            return original(self, traced)
