@@ -60,7 +60,7 @@ def load_data(args):
 
 
 # ---- Recipes of docs/ ----------------------------------------------------------------------------
-RECIPES = ["recipes.md", "your_model_and_data.md", "how_fast.md"]
+RECIPES = ["recipes.md", "patients.md", "cost_and_speed.md"]
 NEW = "# ---- A step, and the evaluation"  # new functions go above this line of train.py
 IMPORTS = "from torch import nn\n"
 
