@@ -362,10 +362,14 @@ class DataLoader(DataLoader):
             return super().__iter__()
         if not hasattr(self, "batch"):
             images, labels = next(super().__iter__())
-            images = images.contiguous(memory_format=torch.channels_last)
-            batch = images, labels
-            self.batch = [x.cuda() if torch.cuda.is_available() else x for x in batch]
+            images = normalize_bytes(images).contiguous(memory_format=torch.channels_last)
+            self.batch = [x.cuda() if torch.cuda.is_available() else x for x in (images, labels)]
         return iter([self.batch] * len(self))
+
+normalize_bytes = normalize
+
+def normalize(images):
+    return images if images.is_floating_point() else normalize_bytes(images)
 """
 COMPLETE_MODEL = f"""
 parser.set_defaults(normalization=[[{255 * MEAN}], [{255 * STD}]])
@@ -486,17 +490,13 @@ def measure(args, part, n, names):
     return found
 
 
-def contestants(n):
-    """Of n processes; and what is left out."""
-    names = [BARE, ALONE if n == 1 else SMALL, COMPLETE]
-    missing = {}
-    for name in LOOPS:
-        package = PACKAGES.get(name)
-        if package and importlib.util.find_spec(package) is None:
-            missing[package] = name
-        elif name != BARE:
-            names.append(name)
-    return names, sorted(missing)
+def contestants(args, n):
+    """Of n processes; and the packages that are missing."""
+    names = [BARE, ALONE if n == 1 else SMALL, COMPLETE, *list(LOOPS)[1:]]
+    names = [name for name in names if any(part in name for part in args.only)]
+    needed = {name: PACKAGES[name] for name in names if name in PACKAGES}
+    missing = {package for package in needed.values() if not importlib.util.find_spec(package)}
+    return [name for name in names if needed.get(name) not in missing], sorted(missing)
 
 
 def column(found, name, key, digits):
@@ -526,7 +526,7 @@ def cells(found, name, n):
 
 def loop(args, n):
     print(f"### The loop alone, {processes(n)}\n")
-    names, missing = contestants(n)
+    names, missing = contestants(args, n)
     found = measure(args, "loop", n, names)
     print_head(args, n, "Python us a step, over the bare step")
     for name in found:
@@ -540,7 +540,7 @@ def loop(args, n):
 
 def epochs(args, n):
     print(f"### Two epochs, each with its loader, {processes(n)}\n")
-    names, missing = contestants(n)
+    names, missing = contestants(args, n)
     found = measure(args, "epochs", n, names)
     print_head(args, n, "seconds until the first step", "peak MiB of a process", "loss")
     first = next((reports for name, reports in found.items() if name != BARE), None)
@@ -587,6 +587,7 @@ def parse_args():
     parser.add_argument("parts", nargs="*", help=f"{', '.join(parts)}; default: all")
     parser.add_argument("--processes", type=int, nargs="+", default=[GPUS or 2])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of contestants' names")
     parser.add_argument("--steps", type=int, default=100, help="of an epoch")
     parser.add_argument("--model", default="net", help="net, or one of torchvision")
     parser.add_argument("--image-size", type=int, default=32)
