@@ -31,9 +31,9 @@ from torch.optim import swa_utils  # noqa: F401
 LOOPS = Path(__file__).resolve().parent / "loops"
 sys.path.insert(0, str(LOOPS.parents[1]))
 
-import ddp_check.__main__ as command  # noqa: E402
-from ddp_check import runs, syntax  # noqa: E402
+from ddp_check import command, runs, syntax  # noqa: E402
 from ddp_check import script as check_script  # noqa: E402
+from ddp_check.compare.report import as_text  # noqa: E402
 
 
 @dataclass
@@ -650,7 +650,10 @@ def run_check(script):
     check_script.own_file.cache_clear()
     args = command.parser.parse_args(["--wait", "40", str(script)])
     with tempfile.TemporaryDirectory() as folder:
-        return command.check(args, folder)[0]
+        try:
+            return as_text(command.check(args, folder)[0])
+        except runs.NothingCompared as error:
+            return str(error)
 
 
 def changed_copy(fault, folder):

@@ -15,7 +15,6 @@ import time
 import zipfile
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -131,10 +130,15 @@ def identity_in(content):
     return {name: content[name] for name in names} if content.keys() >= {*names} else None
 
 
+def dataset_name(args):
+    """The last part of --dataset, as a folder may be moved; of `.`, the name of the folder."""
+    return os.path.basename(os.path.abspath(args.dataset))
+
+
 def flags_of_run(args, may_change):
     """The flags with which a run must be resumed: all but those named in `may_change`."""
     flags = {name: value for name, value in vars(args).items() if name not in may_change}
-    flags["dataset"] = Path(args.dataset).name  # its folder may be moved
+    flags["dataset"] = dataset_name(args)
     simple = (bool, int, float, str)  # which torch.load reads with weights_only
     return {name: x if isinstance(x, simple) else str(x) for name, x in flags.items()}
 
@@ -145,8 +149,11 @@ def find_run(args, may_change):
     folder, path = args.output, args.output / "checkpoint.pt"
     new = Start(version=file_identity(path))
     best = f"start a new run with --init {folder / 'best.pt'}"
-    if folder.exists() and not folder.is_dir():
-        raise FileError(f"--output {folder} is a file: it must be a folder")
+    parent = next(path for path in [folder, *folder.absolute().parents] if path.exists())
+    if not parent.is_dir():
+        raise FileError(f"--output {folder}: {parent} is a file: it must be a folder")
+    if dist.get_rank() == 0 and not os.access(parent, os.W_OK):  # rank 0 alone writes
+        raise FileError(f"--output {folder}: {parent} cannot be written")
     # Of a run of whichever script.
     signs = ("*.pt", "last.json", "latest.json", "epoch-*", "checkpoint-*")
     if args.overwrite or not any(any(folder.glob(sign)) for sign in signs):
@@ -210,15 +217,17 @@ class Files:
 
     def claim(self):
         """Mark the folder as that of a new run. Of two that start at the same moment, one can."""
-        self.folder.resolve().mkdir(parents=True, exist_ok=True)  # also where a link points to
-        (self.folder / "model.pt").unlink(missing_ok=True)  # of a run that --overwrite replaces
         try:
+            self.folder.resolve().mkdir(parents=True, exist_ok=True)  # also where a link points to
+            (self.folder / "model.pt").unlink(missing_ok=True)  # of a run that --overwrite replaces
             open(self.path, "xb" if self.version is None else "wb").close()
+            self.version = file_identity(self.path)
+            for name in ("best.pt", "metrics.csv", "last.json"):
+                (self.folder / name).unlink(missing_ok=True)
         except FileExistsError:
             raise SystemExit(f"another run has just started in {self.folder}") from None
-        self.version = file_identity(self.path)
-        for name in ("best.pt", "metrics.csv", "last.json"):
-            (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise SystemExit(f"--output {self.folder} cannot be written: {error}") from error
 
     def check_owner(self):
         """End if checkpoint.pt is not the one that this run has read or written last: then another

@@ -9,6 +9,8 @@ import functools
 import hashlib
 import random
 import sys
+import tempfile
+from multiprocessing.connection import Listener
 
 import numpy as np
 import torch
@@ -97,7 +99,7 @@ class TestLoader:
     which may have different numbers of batches."""
 
     def __init__(self, args, test_set, collate, device):
-        self.sample = collate([test_set[0]])  # a batch of one
+        self.sample = collate([test_set[0]] * min(2, micro_batch_size(args)))  # to try the model
         sampler = EpochSampler()
         sampler.set_epoch(0, torch.arange(dist.get_rank(), len(test_set), dist.get_world_size()))
         self.loader = make_loader(args, "test", test_set, sampler, collate, device)
@@ -106,8 +108,22 @@ class TestLoader:
         return iter(self.loader)
 
 
+def micro_batch_size(args):
+    return args.batch_size // dist.get_world_size() // args.accumulate
+
+
+def check_temporary_folder():
+    """Why loader workers could send nothing, or "". They do it by sockets in TMPDIR, of which the
+    path must be short; a worker that fails to make one would never be heard of."""
+    try:
+        Listener().close()
+    except OSError as error:
+        return f"{error}: {tempfile.gettempdir()}: export TMPDIR=/tmp, or use --workers 0"
+    return ""
+
+
 def make_loader(args, name, dataset, sampler, collate, device):
-    batch_size = args.batch_size // dist.get_world_size() // args.accumulate
+    batch_size = micro_batch_size(args)
     if type(dataset) is TensorDataset:
         return TensorLoader(dataset, sampler, batch_size, device)
     # Both loaders fetch ahead during the evaluation, and all their batches are in /dev/shm.

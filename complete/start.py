@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+import traceback
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
@@ -19,14 +20,16 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from checkpoint import FileError, Start, check_file, find_run, read_weights
+from checkpoint import FileError, Start, check_file, dataset_name, find_run, read_weights
 from images import FolderError
+from torch.func import functional_call
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from torchvision import models
 from torchvision.datasets import DatasetFolder
 
 # Flags that two machines may give differently.
 MAY_DIFFER = ["data_dir", "output", "workers", "timeout"]
+LONGEST_TIMEOUT = 10**7  # seconds: 115 days
 PATIENCE = 10  # seconds after which a process says for whom it waits
 
 
@@ -61,6 +64,7 @@ def join(args):
     refuse_on_all_ranks(check_launch(args))
     rank = from_environment("RANK", 0)  # number of this process: 0, 1, ... over all machines
     local_rank = from_environment("LOCAL_RANK", 0)  # 0, 1, ... on this machine
+    sys.stdout.reconfigure(errors="backslashreplace")  # for names that a terminal cannot show
     device = torch.device("cpu")
     if args.device != "cpu":
         device = torch.device(args.device, local_rank)  # each process uses its own GPU
@@ -105,6 +109,8 @@ def check_launch(args):
     names = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if launched() and not all(os.environ.get(name) for name in names):
         return f"RANK is set, but not all of {', '.join(names)}: start torchrun, or unset RANK"
+    if not 0 < args.timeout <= LONGEST_TIMEOUT:
+        return f"--timeout must be from 1 to {LONGEST_TIMEOUT} seconds"
     rank, world_size = from_environment("RANK", 0), from_environment("WORLD_SIZE", 1)
     if rank >= world_size:
         return f"RANK is {rank}, and WORLD_SIZE {world_size}: start torchrun, or unset RANK"
@@ -145,12 +151,12 @@ def refuse_on_all_ranks(problem):
 
 
 def call_on_all_ranks(function, *args):
-    """What `function` returns, on each rank. All ranks end if it raises a FileError or FolderError
-    on one of them."""
+    """What `function` returns, on each rank. All ranks end if it raises a FileError, FolderError or
+    PermissionError on one of them."""
     value, problem = None, ""
     try:
         value = function(*args)
-    except (FileError, FolderError) as error:
+    except (FileError, FolderError, PermissionError) as error:
         problem = str(error)
     refuse_on_all_ranks(problem)
     return value
@@ -184,7 +190,7 @@ def compare_ranks(args, float16):
     """Refuse ranks that were started with different flags or code, and GPUs for which --amp means
     different things: `float16` or not."""
     flags = {flag(name): str(x) for name, x in vars(args).items() if name not in MAY_DIFFER}
-    flags["--dataset"] = Path(args.dataset).name  # its folder may be elsewhere
+    flags["--dataset"] = dataset_name(args)  # its folder may be elsewhere
     compare_on_all_ranks(flags, "start all machines with the same flags")
     sources = Path(__file__).parent.glob("*.py")
     files = {path.name: hash_of([path.read_bytes()]) for path in sources}
@@ -210,10 +216,10 @@ def flag(name):
 # ---- The data ------------------------------------------------------------------------------------
 def load_on_all_ranks(args, load_data):
     """What load_data returns, and the identity of the data. Refuses a rank that finds no data, too
-    few, or others than rank 0."""
+    few, or others than rank 0. --evaluate needs no training set."""
     train_set, test_set, classes = call_on_all_ranks(load_data, args)
     problem, world_size = "", dist.get_world_size()
-    if len(train_set) < args.batch_size:
+    if not args.evaluate and len(train_set) < args.batch_size:
         problem = f"--batch-size: the training set has only {len(train_set)} samples"
     elif len(test_set) < world_size:
         problem = f"only {len(test_set)} {part_of(test_set)} samples, for {world_size} processes"
@@ -237,9 +243,10 @@ def identify(train_set, test_set, classes):
     """What every rank and a resumed run must find again: the names of the classes, if the training
     set has names, else their number; how many samples, and which. A data set may be moved to
     another folder."""
-    names = getattr(train_set, "classes", None)
+    names = getattr(test_set if train_set is None else train_set, "classes", None)
     names = [str(name) for name in names] if isinstance(names, (list, tuple)) else classes
-    parts = {"train": fingerprint(train_set), part_of(test_set): fingerprint(test_set)}
+    parts = {} if train_set is None else {"train": fingerprint(train_set)}
+    parts[part_of(test_set)] = fingerprint(test_set)
     return {"classes": names, "data": parts, "image": image_shape(test_set[0])}
 
 
@@ -252,8 +259,9 @@ def image_shape(sample):
 
 def describe(identity):
     """In words: how many samples and classes, with the names of the first and the last."""
-    (_, train), (part, test) = identity["data"].items()
-    samples = f"{train['samples']} training samples, {test['samples']} {part} samples"
+    words = {"train": "training"}
+    parts = identity["data"].items()
+    samples = ", ".join(f"{x['samples']} {words.get(part, part)} samples" for part, x in parts)
     classes = identity["classes"]
     if isinstance(classes, int):  # classes without names, or the one output of a regression
         return f"{samples}, {f'{classes} classes' if classes > 1 else '1 output'}"
@@ -361,9 +369,10 @@ def check_scores(trained, args, identity):
             return f"{file} was trained with {flag(name)} {flags[name]}: test it with that"
     if then["classes"] != identity["classes"]:
         return f"{file} was trained with {difference(then, identity)}"
-    same_folder = flags["dataset"] == Path(args.dataset).name
+    if flags["dataset"] != dataset_name(args) or "train" not in identity["data"]:
+        return ""
     data = {**identity["data"], "train": then["data"]["train"]}  # what is tested may be another
-    if same_folder and (differ := difference({**identity, "data": data}, identity)):
+    if differ := difference({**identity, "data": data}, identity):
         return f"{file} was trained with {differ}: what is tested may be part of it"
     return ""
 
@@ -446,3 +455,31 @@ def load_fitting(model, weights, file, new_head):
         remedy = "new_head=not args.evaluate, in train.py's main, trains a new last layer"
         return f"{file}: {misfits[0]} has another shape here (other classes?): {remedy}"
     return f"{file} is not of this model: {', '.join([*misfits, *random][:6])}"
+
+
+@torch.no_grad()
+def try_model(model, inputs):
+    """Refuse a model that cannot be trained on a batch such as `inputs`: of images that are too
+    small for it; or of one image per GPU, of which batch norm may get a single number."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # statistics stay
+    problem = ""
+    try:
+        functional_call(model, buffers, (inputs,))
+    except (ValueError, RuntimeError, AssertionError) as error:
+        problem = f"the model cannot be trained on {in_words(inputs)}: {error} ({line_of(error)})"
+        problem += ": another --image-size or --batch-size?"
+    refuse_on_all_ranks(problem)
+
+
+def in_words(inputs):
+    if torch.is_tensor(inputs):
+        return f"a batch of the shape {[*inputs.shape]}"
+    return "a batch"
+
+
+def line_of(error):
+    """The last line of code, outside of torch, that was on the way to an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    torchs = os.path.dirname(torch.__file__) + os.sep
+    frame = [frame for frame in frames if not frame.filename.startswith(torchs)][-1]
+    return f"{os.path.basename(frame.filename)}, line {frame.lineno}"

@@ -1,9 +1,11 @@
 """In each process of a run: the script, watched."""
 
 import argparse
+import contextlib
 import faulthandler
 import functools
 import json
+import multiprocessing.process
 import os
 import sys
 import threading
@@ -11,6 +13,7 @@ import time
 import traceback
 
 import torch
+import torch.distributed as dist
 
 from .given import alike, datasets, draws, draws_python, samples
 from .kept import files
@@ -19,96 +22,163 @@ from .process import LEAVE, Process, wrap
 from .script import find_script, own_lines, place, run_script, source
 from .seen import steps, trace
 
+WATCHES = draws, draws_python, alike, datasets, samples, trace, steps
 SPAWNS = 75  # exit status of a script that would start processes itself
+
+
+def options():
+    return argparse.Namespace(**json.loads(os.environ["DDP_CHECK"]))
 
 
 class Tee:
     """Text for the terminal whose lines are noted, too."""
 
-    def __init__(self, run, stream):
-        self.run, self.stream, self.text = run, stream, ""
+    def __init__(self, process, stream):
+        self.process, self.stream, self.text = process, stream, ""
 
     def write(self, text):
-        if threading.current_thread() is threading.main_thread() and os.getpid() == self.run.pid:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and os.getpid() == self.process.pid:
             *lines, self.text = (self.text + text).split("\n")
             for line in lines:
-                self.run.note(Printed(place()[0], line.split("\r")[-1]))
+                self.process.note(Printed(place()[0], line.split("\r")[-1]))
         return self.stream.write(text)
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
 
 
-def watch_parent(run):
-    """End with check. Meanwhile, say where the script is."""
-    parent, main = os.getppid(), threading.main_thread().ident
-    while True:
-        time.sleep(1)
-        if os.getppid() != parent:
-            LEAVE(1)
-        frame = sys._current_frames().get(main)
-        with open(f"{run.folder}/{run.name}.{run.rank}.where", "w") as file:
-            file.write(f"{run.steps} < " + " < ".join(own_lines(frame)[:3]))
+def say_where(process, ended):
+    """Each second: the steps; a frame, by which a loop is told from a hang; the script's lines."""
+    main, path = threading.main_thread().ident, f"{process.folder}/{process.name}.{process.rank}"
+    while not ended.wait(1):
+        frame = sys._current_frames()[main]
+        innermost = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        words = f"{process.steps} {innermost}", *own_lines(frame)[:3]
+        with open(f"{path}.where.new", "w") as file:
+            file.write(" < ".join(words))
+        os.replace(f"{path}.where.new", f"{path}.where")
+        process.settle()
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(f"{path}.where")
 
 
-def run_watched(run, start):
-    """Process the script with the random numbers of one process, and note what it does."""
-    find_script(argparse.Namespace(**run.options))
-    for watch in (draws, draws_python, alike, datasets, samples, trace, steps, files):
-        watch.patch(run)
-    threading.Thread(target=watch_parent, args=(run,), daemon=True).start()
-    if run.rank == 0:
-        sys.stdout, sys.stderr = Tee(run, sys.stdout), Tee(run, sys.stderr)
+@contextlib.contextmanager
+def watching(process):
+    """The script has the random numbers of one process, and what it does is noted."""
+    find_script(options())
+    files.patch(process)
+    for watch in WATCHES:
+        watch.patch(process)
+    ended = threading.Event()
+    where = threading.Thread(target=say_where, args=(process, ended), daemon=True)
+    where.start()
+    if process.rank == 0:
+        sys.stdout, sys.stderr = Tee(process, sys.stdout), Tee(process, sys.stderr)
+    wrap(os, "_exit")(functools.partial(before_exit, process))
     draws.seed_all(0)
     faulthandler.enable()  # a crash prints its lines
     try:
-        with trace.Trace(run):
-            start()
+        with trace.Trace(process):
+            yield
     except SystemExit as end:
-        run.end(f"SystemExit {end.code}" if end.code else "its end")
+        process.end(f"SystemExit {end.code}" if end.code else "its end")
         raise
     except BaseException as error:
         at = own_lines([*traceback.walk_tb(error.__traceback__)][-1][0])[0]
-        run.end(f"{type(error).__name__} at {source(at)}: {str(error)[:300]}")
+        process.end(f"{type(error).__name__} at {source(at)}: {str(error)[:300]}")
         raise
-    run.end("its end")
+    else:
+        process.end("its end")
+    finally:
+        ended.set()
+        where.join()
+
+
+def before_exit(process, original, status):
+    if os.getpid() == process.pid:
+        process.end(f"os._exit({status})" if status else "its end")
+    original(status)
+
+
+# ---- processes that the script starts
+
+
+def stop_all(name, text=""):
+    """The command ends all processes as soon as there is such a file."""
+    with open(f"{options().folder}/{name}", "w") as file:
+        file.write(text)
+    LEAVE(SPAWNS)
 
 
 def run_spawned(function, rank, *words):
     """In each of mp.spawn's processes."""
-    run_watched(Process(rank), lambda: function(rank, *words))
+    with watching(Process(rank)):
+        function(rank, *words)
 
 
-def control_spawn(options):
-    """Watches the processes that the script starts by mp.spawn, if check knows that it does,
-    and has started it once, not as one of N ranks."""
-    nproc = options["nproc"] if options["run"] == "all" else 1
+def control_spawn(args):
+    """torch.multiprocessing's functions that start a process a rank."""
+    nproc = args.nproc if args.run == "all" else 1
 
-    @wrap(torch.multiprocessing, "spawn")
-    def spawn(original, fn, args=(), nprocs=1, *others, **more):
-        if not options["spawns"]:
-            open(f"{options['folder']}/spawns", "w").close()
-            LEAVE(SPAWNS)
+    def start_processes(original, fn, words=(), nprocs=1, *others, **more):
+        if not args.spawns:
+            stop_all("spawns")
         if nprocs != nproc:
-            text = f"the script starts {nprocs} processes by mp.spawn, not {nproc}: give it their "
-            print(f"ddp_check: {text}number in a flag, as {{n}}", flush=True)
-            LEAVE(2)
-        fn = functools.partial(run_spawned, fn)
-        return original(fn, args, nprocs, *others, **more)
+            text = f"{source(place()[0])}\nstarts {nprocs} processes, not {nproc}"
+            stop_all("refused", f"{text}\ngive the script their number in a flag, as {{n}}")
+        words = more.pop("args", words)
+        return original(functools.partial(run_spawned, fn), words, nprocs, *others, **more)
+
+    for name in "spawn", "start_processes":
+        wrap(torch.multiprocessing, name)(start_processes)
+
+
+def control_processes():
+    """Files are watched in all processes that the script starts by multiprocessing, forked or not;
+    one that joins a process group is a rank, unless it is part of one."""
+
+    @wrap(multiprocessing.process.BaseProcess, "start")
+    def start(original, process):
+        process.run = functools.partial(run_process, process.run)
+        return original(process)
+
+
+def run_process(run):
+    args = options()
+    if files.GUARD is None:  # a new Python
+        find_script(args)
+        files.patch(Process(f"worker{os.getpid()}"))
+        control_processes()
+    with contextlib.ExitStack() as stack:
+
+        @wrap(dist, "init_process_group")
+        def init_process_group(original, *words, **more):
+            if not args.spawns:
+                stop_all("spawns")
+            if files.GUARD.process.rank not in range(args.nproc):
+                rank = more.get("rank", -1)
+                rank = rank if rank >= 0 else int(os.environ.get("RANK", 0))
+                stack.enter_context(watching(Process(rank)))
+            return original(*words, **more)
+
+        run()
 
 
 def child():
-    """In each process that check starts."""
-    options = json.loads(os.environ["DDP_CHECK"])
-    args, parent = argparse.Namespace(**options), os.getppid()
+    """In each process that the command starts."""
+    args, parent = options(), os.getppid()
     while not os.path.exists(f"{args.folder}/{args.run}.go"):
         time.sleep(0.05)
-        if os.getppid() != parent:
+        if os.getppid() != parent:  # the command was killed
             LEAVE(1)
-    control_spawn(options)
-    if options["spawns"]:
+    sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
+    control_spawn(args)
+    control_processes()
+    if args.spawns:
         find_script(args)
         files.patch(Process("parent"))
         run_script(args)
     else:
-        run_watched(Process(), lambda: run_script(args))
+        with watching(Process()):
+            run_script(args)

@@ -5,26 +5,23 @@ import itertools
 import pickle
 import re
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from .script import own_file, source
 
 
 @dataclass
-class Value:
-    """What a line of the script has computed, in the order of the script."""
+class Seen:
+    """What the runs are compared by: what has the same step, kind, line, name and number in both.
+    compare.kinds has a row for each kind."""
 
-    kind: str  # "value" of one operation, "inputs" and "outputs" of a model, "loss"
+    kind: str
     line: str
-    name: str  # of the operation or model
+    name: str  # of the operation, the model, the optimizer, the generator
     number: int  # the n-th of this line and name in the step
-    summaries: list  # of each tensor
-    index: int = 0  # of this value, in this process
+    values: dict  # {part: its sketch, number or checksum}
+    index: int = 0  # of a value, in this process
     made_from: list = field(default_factory=list)  # indices of values
-    by_gradient: bool = False  # divided by something that has a gradient
-    model: int | None = None  # index of the inputs of the model inside of which it is
-    called_at: str = ""  # the script's line that has called the function of this line
-    made_by: str = ""  # of a batch, the line where the dataset's __getitem__ begins
+    about: dict = field(default_factory=dict)  # further facts, for causes and texts
 
 
 @dataclass
@@ -58,37 +55,15 @@ class Batch:
 
 @dataclass
 class Step:
-    """An optimizer's step: the learning rate and other numbers."""
+    """An optimizer's step, and the numbers that the script has then."""
 
     key: tuple  # the optimizer's number, its step
     line: str
     callers: list  # the script's lines that have called the function of this line
-    settings: list
     made: list  # the lines that made the optimizer and its schedulers
     names: list  # of the parameters, in the optimizer's order
     variables: dict  # {name: number} of the script's plain numbers
     generators: dict  # at the first step: {name: state} of those that the script has made
-    modes: list  # names of modules in evaluation mode
-
-
-class Difference(NamedTuple):
-    """Of a tensor of run N from that of run one."""
-
-    size: float  # these three are norms
-    one: float
-    other: float
-    ratio: float  # how many times run one's it is
-    mark: float  # a number by which those of several ranks are compared
-
-
-@dataclass
-class Compared:
-    """Tensors of run N beside those of run one, at an optimizer's step."""
-
-    kind: str  # "weights" and "gradients" before it, "update", "buffers"
-    line: str
-    differences: dict  # {name: Difference}
-    missing: list  # names that only one side has
 
 
 @dataclass
@@ -98,27 +73,6 @@ class Collective:
     name: str
     line: str
     drawn: str  # the line that has drawn its random numbers
-
-
-@dataclass
-class Draw:
-    """Random numbers for this rank's samples: the state of the script's own generator then."""
-
-    what: str  # "the model", "the dataset", "the loop", "the order"
-    line: str
-    generator: str
-    number: int  # the n-th of this line
-    state: int  # a checksum
-
-
-@dataclass
-class Weights:
-    """Sums of what no optimizer trains, such as a teacher, at a step; or of a model's buffers, when
-    it is evaluated."""
-
-    key: tuple  # ("step", number), or ("evaluation", line, number)
-    sums: dict  # {name: [(norm, sum, shape) of each module of this name]}
-    drawn: dict = field(default_factory=dict)  # {name: states of the generator that has set it}
 
 
 @dataclass
@@ -165,9 +119,18 @@ class Notes:
     def __getitem__(self, kind):
         return self.of.get(kind, [])
 
-    def leave_out(self, is_out):
-        for kind in (Value, Compared, Printed):
-            self.of[kind] = [note for note in self[kind] if not is_out(note[0])]
+    def seen(self, *kinds):
+        """[(steps before it, Seen), ...] of these kinds."""
+        return [each for each in self[Seen] if each[1].kind in kinds]
+
+    def leave_out(self, kinds, is_out):
+        """Forget what has been seen of these kinds, and printed, in such steps."""
+        for kind in (Seen, Printed):
+            self.of[kind] = [
+                (step, note)
+                for step, note in self[kind]
+                if not is_out(step) or getattr(note, "kind", None) not in (*kinds, None)
+            ]
 
     def end(self):
         if self[End]:

@@ -58,6 +58,8 @@ class Process:
         self.folder, self.world = self.options["folder"], self.options["nproc"]
         self.name = self.options["run"]
         self.is_single = self.name != "all"  # a run on one process
+        self.noise = 1e-6 if self.name == "again" else 0.0  # in the layers' outputs
+        self.saves = self.name == "one"  # what the others are compared with, and set to
         self.rank = int(os.environ.get("RANK", 0)) if rank is None else rank
         self.thread = PerThread()
         self.steps, self.counts, self.pid = 0, {}, os.getpid()
@@ -70,10 +72,11 @@ class Process:
         self.made = {}  # lines that made optimizers and schedulers
         self.settle = lambda: None  # of files
         self.notes = open(f"{self.folder}/{self.name}.{self.rank}.notes", "wb")
-        if not self.is_single:
+        if not self.saves:
             with open(f"{self.folder}/one.draws", "rb") as file:
-                steps, self.draws, self.given, self.batches = pickle.load(file)
-                self.options["steps"] = steps
+                self.options["steps"], *known = pickle.load(file)
+            if not self.is_single:
+                self.draws, self.given, self.batches = known
 
     def note(self, note):
         if os.getpid() == self.pid and not self.notes.closed:
@@ -106,7 +109,7 @@ class Process:
     def end(self, state):
         self.settle()
         self.note(End(state))
-        if self.is_single:
+        if self.saves:
             with open(f"{self.folder}/one.draws", "wb") as file:
                 known = self.options["steps"], self.draws, self.given, self.batches
                 pickle.dump(known, file)

@@ -4,9 +4,7 @@ import contextlib
 import json
 import os
 import random
-import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -15,39 +13,23 @@ import time
 import torch
 
 from . import script
-from .child import SPAWNS
-from .kept.made import refused, remove_made
+from .kept.janitor import stop_groups
+from .kept.made import remove_made
 from .notes import Notes, Step
+from .waiting import Waiting, show_failure
+
+
+class NothingCompared(Exception):
+    """Its text says why."""
+
+    seconds = {}
 
 
 def launch(words, env, log):
     """Start a process, with what it starts in a group of its own."""
     with open(log, "wb") as file:
-        return subprocess.Popen(words, env=env, stdout=file, stderr=file, start_new_session=True)
-
-
-def stop(processes):
-    """End them, and what they have started."""
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-
-
-ENDS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-
-
-@contextlib.contextmanager
-def uninterrupted():
-    """Until its end, Ctrl-C and other signals do nothing."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+        return subprocess.Popen(words, env=env, start_new_session=True, **streams)
 
 
 def free_port():
@@ -75,118 +57,136 @@ def environment(rank, nproc, port):
     return {name: str(value) for name, value in values.items()}
 
 
+def visible_gpus(nproc, needed):
+    """The environment in which a run sees so many GPUs, of those that this process sees; none if
+    they are fewer than the larger run needs. AMD's have a variable of their own."""
+    names = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+    count = torch.cuda.device_count()
+    if count < needed:
+        return dict(zip(names, ("", "-1")))  # "" is all to HIP
+    own = [os.environ[name] for name in reversed(names) if os.environ.get(name)]
+    gpus = own[0].split(",") if own else [str(gpu) for gpu in range(count)]
+    return dict.fromkeys(names, ",".join(gpus[:nproc]))
+
+
 class BothRuns:
-    def __init__(self, args, folder, layout, scaled):
-        self.args, self.folder = args, folder
+    def __init__(self, args, folder, layout, scaled, janitor=None):
+        self.args, self.folder, self.janitor = args, folder, janitor
         self.more = {"layout": layout, "scaled": scaled}
         self.spawns = False  # the script starts its processes itself
+        self.counts = {"one": 1, "all": args.nproc, "again": 1}  # of processes
+        self.seconds = {}
+        gpus, self.too_few_gpus = torch.cuda.device_count(), ""
+        if 0 < gpus < args.nproc:
+            self.too_few_gpus = f"{gpus} GPU for {args.nproc} processes: all run on CPUs"
 
     def run_both(self):
-        """The notes of one process and of the ranks; None and why, if nothing can be compared. All
-        processes start now, as that takes longest; those of the second run wait for the first."""
-        sides, running = {"one": 1, "all": self.args.nproc}, {}
+        """The notes of one process and of the ranks. All processes start now, as that takes
+        longest; those of the second run wait for the first."""
+        running = {}
         try:
-            for name, nproc in sides.items():
-                running[name] = self.start(name, nproc)
-            for name, nproc in sides.items():
-                self.run(name, nproc, running[name])
-                if text := refused(self.folder, self.args.flags):
-                    return None, f"stopped at {text}"
+            for name in "one", "all":
+                running[name] = self.start(name)
+            for name in "one", "all":
+                self.run(name, running[name])
                 if os.path.exists(f"{self.folder}/spawns") and not self.spawns:
                     self.spawns = True  # start again, and leave that to the script
-                    stop([process for processes in running.values() for process in processes])
+                    self.stop([process for of_run in running.values() for process in of_run])
                     return self.run_both()
-                one = Notes(self.folder, "one", 0)
+                one = self.notes("one")[0]
                 if not os.path.exists(f"{self.folder}/one.draws"):
-                    return None, f"the run on one process was cut off: {one.end()}"
+                    self.give_up(f"the run on one process was cut off: {one.end()}")
                 if not one[Step]:
-                    return None, f"no optimizer.step() on one process; then {one.end()}"
+                    self.give_up(f"no optimizer.step() on one process; then {one.end()}")
         finally:
-            with uninterrupted():
-                stop([process for processes in running.values() for process in processes])
-        return one, [Notes(self.folder, "all", rank) for rank in range(self.args.nproc)]
+            self.stop([process for of_run in running.values() for process in of_run])
+        return one, self.notes("all")
+
+    def give_up(self, text):
+        error = NothingCompared(text)
+        error.seconds = self.seconds
+        raise error
+
+    def notes(self, name):
+        return [Notes(self.folder, name, rank) for rank in range(self.counts[name])]
 
     def run_again(self):
         """The notes of a second run on one process."""
-        processes = self.start("again", 1)
-        self.run("again", 1, processes)
-        return Notes(self.folder, "again", 0)
+        processes = self.start("again")
+        try:
+            self.run("again", processes)
+        finally:
+            self.stop(processes)
+        return self.notes("again")[0]
 
-    def start(self, name, nproc):
+    def start(self, name):
         """The processes of a run, which wait for a file NAME.go."""
-        port, processes = free_port(), []
+        nproc, port, processes = self.counts[name], free_port(), []
         with contextlib.suppress(FileNotFoundError):
             os.remove(f"{self.folder}/{name}.go")
         options = vars(self.args) | {"folder": self.folder, "run": name}
-        options |= self.more | {"spawns": self.spawns}
-        env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        options |= self.more | {"spawns": self.spawns, "flags": self.flags(name)}
+        env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "DDP_CHECK": json.dumps(options)}
+        env |= visible_gpus(nproc, self.args.nproc)
         env.setdefault("OMP_NUM_THREADS", "1")
-        if 0 < torch.cuda.device_count() < self.args.nproc:
-            env["CUDA_VISIBLE_DEVICES"] = ""
         for rank in range(1 if self.spawns else nproc):
-            options["flags"] = self.flags(name, nproc)
             own = {} if self.spawns else environment(rank, nproc, port)
-            own["DDP_CHECK"] = json.dumps(options)
             log = f"{self.folder}/{name}.{rank}.log"
             processes.append(launch([sys.executable, script.FOLDER], env | own, log))
+            if self.janitor:
+                self.janitor.started(processes[-1])
         return processes
 
-    def run(self, name, nproc, processes):
-        """Run the script once, to its end or to --steps, and remove what it has created."""
-        began, self.shown = time.monotonic(), 0
-        open(f"{self.folder}/{name}.go", "w").close()
-        try:
-            self.wait(name, nproc, processes)
-        finally:
-            with uninterrupted():
-                stop(processes)
-                ranks = *range(nproc), "parent"
-                remove_made(self.folder, [Notes(self.folder, name, rank) for rank in ranks])
-        print(f"ddp_check: {name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+    def stop(self, processes):
+        """End them, and what they have started."""
+        stop_groups([process.pid for process in processes])
+        for process in processes:
+            process.wait()
+            if self.janitor:
+                self.janitor.ended(process)
 
-    def show_progress(self, name, began):
-        """A line every ten seconds."""
-        seconds, where = int(time.monotonic() - began), f"{self.folder}/{name}.0.where"
-        if seconds >= self.shown + 10 and os.path.exists(where):
-            self.shown = seconds
-            with open(where) as file:
-                step, line, *_ = [*file.read().split(" < "), "", ""]
-            text = f"step {step or 0} of {self.args.steps}, at {line}"
-            print(f"ddp_check: {name}: {seconds} s: {text}", file=sys.stderr, flush=True)
-
-    def flags(self, name, nproc):
+    def flags(self, name):
         flags = self.args.flags + (shlex.split(self.args.one) if name != "all" else [])
-        for key, value in {"{run}": name, "{n}": nproc}.items():
+        for key, value in {"{run}": name, "{n}": self.counts[name]}.items():
             flags = [flag.replace(key, str(value)) for flag in flags]
         return flags
 
-    def wait(self, name, nproc, processes):
-        """Until all have ended, or one has failed and the others wait for it, or all hang."""
-        sizes, since, began = None, time.monotonic(), time.monotonic()
+    def run(self, name, processes):
+        """Run the script once, to its end or to --steps, and remove what it has created."""
+        nproc, began = self.counts[name], time.monotonic()
         side = "on one process" if nproc == 1 else f"on {nproc} processes"
-        while any(process.poll() is None for process in processes):
-            time.sleep(0.2)
-            notes = [f"{self.folder}/{name}.{rank}.notes" for rank in range(nproc)]
-            now = [os.path.getsize(file) for file in notes if os.path.exists(file)]
-            if now != sizes:
-                sizes, since = now, time.monotonic()
-            if os.path.exists(f"{self.folder}/refused"):
-                return
-            self.show_progress(name, began)
-            idle = time.monotonic() - since
-            if idle > 3 and any(process.poll() for process in processes):
-                break
-            if idle > self.args.wait:
-                print(
-                    f"ddp_check: {side}: nothing new for {self.args.wait:.0f} s; "
-                    f"if it is only slow, --wait {5 * self.args.wait:.0f}"
-                )
-                return
-        statuses = [process.poll() for process in processes]
-        failed = [rank for rank, status in enumerate(statuses) if status != 0]
-        if failed and SPAWNS not in statuses:  # show the first, which lost no connection to another
-            ends = {rank: Notes(self.folder, name, rank).end() for rank in failed}
-            first = [rank for rank in failed if "Connection" not in ends[rank]] or failed
-            print(f"ddp_check: {side}: rank {first[0]} failed; the end of what it printed:")
-            with open(f"{self.folder}/{name}.{first[0]}.log", errors="replace") as log:
-                print(re.sub("Extension modules: .*", "", log.read())[-2500:])  # of a C++ abort
+        side += " again" * (name == "again")
+        waiting = Waiting(self.args, f"{self.folder}/{name}", nproc, side)
+        open(f"{self.folder}/{name}.go", "w").close()
+        try:
+            failed = waiting.wait(processes)
+        finally:
+            self.stop(processes)
+            for text in remove_made(self.folder):
+                print(f"ddp_check: {text}", file=sys.stderr)
+        if os.path.exists(f"{self.folder}/refused"):
+            self.give_up(refusal(self.folder, self.args.flags))
+        if os.path.exists(f"{self.folder}/spawns") and not self.spawns:
+            return
+        if failed:
+            show_failure(side, self.folder, name, failed)
+        self.seconds[side] = round(time.monotonic() - began, 1)
+        print(f"ddp_check: {side}: {self.seconds[side]:.0f} s", file=sys.stderr, flush=True)
+
+
+def refusal(folder, flags):
+    """In words: what the script would have changed, and what to do; it is in FOLDER/refused: two
+    lines, the file, and the steps before."""
+    with open(f"{folder}/refused") as file:
+        line, text, path, *steps = file.read().splitlines()
+    if not path:
+        return f"{line}\n  {text}"
+    remedy = "give it a new output, as by --output {run}, or start it in another folder"
+    for flag in flags:
+        name, _, value = flag.rpartition("=")
+        if value and (path + os.sep).startswith(os.path.realpath(value) + os.sep):
+            new = f"{name}={value}-{{run}}" if name else f"{value}-{{run}}"
+            remedy = f"give it a new output: {new} for {flag}"
+    if steps and int(steps[0]):
+        remedy += f"; or end before: --steps {steps[0]}"
+    return f"{line}\n  {text}; nothing was changed\n  {remedy}"

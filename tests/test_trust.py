@@ -107,7 +107,7 @@ def test_machines_with_other_code(fashion):
     assert re.search(r"error: images.py is \w+ on rank 0 and \w+ on rank 1: copy", text), text
 
 
-def test_resumed_with_other_files(refused):
+def test_resumed_with_other_files(refused, monkeypatch):
     """Another number of images, another class, or another name of an image, by which another one is
     every tenth: refused. The folder may be moved, or packed."""
     write_folder("pictures", side=20)
@@ -129,7 +129,10 @@ def test_resumed_with_other_files(refused):
     shutil.rmtree("moved/pictures")
     shutil.move("pictures", "moved/pictures")
     train("--dataset", "moved/pictures", *flags, "--epochs", 3)
-    assert place("out") == (3, 0)
+    monkeypatch.chdir("moved/pictures")
+    for epochs, folder in (4, "."), (5, "../pictures/"), (6, "train/.."):
+        train("--dataset", folder, *flags[:-1], "../../out", "--epochs", epochs)
+    assert place("../../out") == (6, 0)
 
 
 def test_what_identifies_a_dataset():
@@ -367,6 +370,14 @@ def test_evaluate_on_test(capsys):
     assert metrics("out")[-1]["val_accuracy"] == 1
     train(*flags, "--evaluate")
     assert "test accuracy 0.0000" in capsys.readouterr().out.splitlines()[-1]
+    for folder in "elsewhere/pictures", "other/test":
+        shutil.copytree("pictures/test", f"{folder}/test")  # without train/
+        with pytest.raises(SystemExit, match="2"):
+            train(*flags[2:], "--dataset", folder, "--overwrite")
+        assert "has no train/, which only --evaluate can do" in capsys.readouterr().err
+        train(*flags[2:], "--dataset", folder, "--evaluate", "--batch-size", 9)
+        said = capsys.readouterr().out
+        assert "test accuracy 0.0000" in said and "\n8 test samples, 2 classes" in said, said
     Path("pictures/train/a/00000.jpg").rename("pictures/test/a/00000.jpg")
     with pytest.raises(SystemExit):
         train(*flags, "--evaluate")

@@ -1,7 +1,6 @@
 """Where the ranks' notes are not those of one process: samples, tensors, settings, numbers."""
 
 from ..notes import Batch, Finding, Pass, PassEnd
-from ..script import source
 
 
 def training_passes(one):
@@ -51,19 +50,19 @@ def compare_samples(one, ranks):
             if batch.batches == number and total - batch.rows < len(ranks):
                 uneven[step] = f"{line}: the last {text}: not compared"
                 continue
-            found.append(Finding("look", "samples", step, f"{source(line)}: {text}"))
+            found.append(Finding("look", "samples", step, text, line))
         elif batch.indices and all(other.indices for other in others):
             union = [index for other in others for index in other.indices]
             if sorted(map(repr, union)) != sorted(map(repr, batch.indices)):
                 only = len(set(map(repr, batch.indices)) - set(map(repr, union)))
-                text = f"{source(line)}: batch {number} of pass {batch.key[1] + 1}: {only} of "
+                text = f"batch {number} of pass {batch.key[1] + 1}: {only} of "
                 text += f"{batch.rows} samples of one process are on no rank"
                 about, why = samplers.get(batch.key), ""
                 if about and about.draws and not about.has_share:
                     why = "own"
                     text += f": each rank draws its own ({about.sampler}), so nothing after it can "
                     text += "be compared"
-                found.append(Finding("look", "samples", step, text, advice=why))
+                found.append(Finding("look", "samples", step, text, line, advice=why))
     return found, uneven, trains
 
 
@@ -84,8 +83,7 @@ def compare_lengths(one, ranks, trains):
             if note.key in trains and None not in [note.batches, *others]:
                 most = max(abs(other - note.batches) for other in others)
                 if most:
-                    text = f"{source(note.key[0][0])}: {words} {note.batches} batches on one "
-                    text += f"process, {others} on the ranks"
+                    text = f"{words} {note.batches} batches on one process, {others} on the ranks"
                     verdict = "look" if most == 1 or note.key in streams else "WRONG"
-                    found[kind].append(Finding(verdict, "epoch", step, text))
+                    found[kind].append(Finding(verdict, "epoch", step, text, note.key[0][0]))
     return found.values()

@@ -1,10 +1,9 @@
-"""How a value of one process is made up of those of the ranks."""
+"""How a value of one process is made up of those of the ranks, and how far it is from that."""
 
+import itertools
 import math
 
 import numpy as np
-
-CONTINUED = "\n" + 9 * " "
 
 
 def relative(one, other):
@@ -13,9 +12,119 @@ def relative(one, other):
     return abs(one - other) / max(abs(one), abs(other), 1e-12)
 
 
-def number_in(part):
-    """The number that a summary is of, if it is of a single one."""
-    return None if part is None or part[0] else float(part[1][0][1][0])
+def size(value):
+    """The norm of a tensor; of a number, how large it is; of all else, 1."""
+    if value is None:
+        return 0.0
+    if isinstance(value, float):
+        return abs(value) if math.isfinite(value) else 1.0
+    return getattr(value, "norm", 1.0)
+
+
+def distance(one, other):
+    """The norm of a difference; of what is no number, 1 if it is not the same."""
+    if isinstance(one, float) and isinstance(other, float):
+        return relative(one, other) * max(size(one), size(other))
+    if hasattr(one, "sums") and hasattr(other, "sums"):
+        if one.shape == other.shape:
+            return float(np.linalg.norm(one.sums - other.sums))
+        return max(one.norm, other.norm)
+    if one is None or other is None:
+        return max(size(one), size(other))
+    return float(one != other)
+
+
+def same(one, ranks):
+    return max(distance(one, other) for other in ranks)
+
+
+def sorted_same(one, ranks):
+    """In any order, as a queue of features has the ranks' rows one rank after the other."""
+    if any(v is None or v.shape != one.shape for v in [one, *ranks]):
+        return same(one, ranks)
+    return max(float(np.linalg.norm(one.in_order - other.in_order)) for other in ranks)
+
+
+def alike(one, ranks):
+    """Whatever one process has: the ranks have the same."""
+    return same(ranks[0], ranks[1:]) if ranks[1:] else 0.0
+
+
+def unlike(one, ranks):
+    """1 if all ranks have the same."""
+    return float(len(ranks) > 1 and all(distance(ranks[0], other) == 0 for other in ranks[1:]))
+
+
+def combined(one, ranks, factor):
+    if any(other.shape != one.shape for other in ranks):
+        return math.inf
+    return float(np.linalg.norm(one.sums - factor * sum(other.sums for other in ranks)))
+
+
+def mean(one, ranks):
+    return combined(one, ranks, 1 / len(ranks))
+
+
+def sum_of(one, ranks):
+    return min(combined(one, ranks, 1.0), combined(one, ranks, 1 / len(ranks) ** 2))
+
+
+def rows(one, ranks):
+    """The ranks' rows are those of one process, in any order: also of columns, and each times the
+    number of ranks, or divided by it; of a single number, it is the largest or smallest."""
+    if all(other.shape == one.shape for other in ranks):
+        if not one.shape:
+            numbers = [other.number for other in ranks]
+            return min(abs(one.number - max(numbers)), abs(one.number - min(numbers)))
+        return max(off_of_rows(one, [other], 0) for other in ranks)
+    dims = [d for d in range(len(one.shape)) if any(o.shape[d] != one.shape[d] for o in ranks)]
+    if len(dims) > 1 or dims[0] > 2 or any(o.rows[dims[0]] is None for o in [one, *ranks]):
+        return math.inf
+    return off_of_rows(one, ranks, dims[0])
+
+
+def off_of_rows(one, ranks, dim):
+    _, sums, norms = one.rows[dim]
+    theirs = [np.concatenate([other.rows[dim][i] for other in ranks]) for i in (1, 2)]
+    if len(sums) != len(theirs[0]):
+        return math.inf
+    scale, off = one.norm / max(float(np.max(norms)), 1e-30), math.inf
+    for factor in {1, len(ranks), 1 / len(ranks)}:
+        pairs = zip((sums, norms), theirs)
+        worst = max(np.max(np.abs(np.sort(a) - np.sort(b * factor)), initial=0) for a, b in pairs)
+        off = min(off, scale * float(worst) / (2 * max(factor, 1)))
+    return off
+
+
+FITS = {
+    "same": same,
+    "mean": mean,
+    "sum": sum_of,
+    "rows": rows,
+    "sorted": sorted_same,
+    "alike": alike,
+    "unlike": unlike,
+}
+
+
+def is_unknown(one, ranks):
+    """Whether it cannot be told: of what nothing is known; or padded to the longest sample of the
+    rank's batch, or a matrix of all pairs of a batch."""
+    if one is None or None in ranks or any(len(o.shape) != len(one.shape) for o in ranks):
+        return True
+    dims = {d for o in ranks for d in range(len(one.shape)) if o.shape[d] != one.shape[d]}
+    if len(dims) > 1:
+        return all(max(o.shape[d] for o in ranks) == one.shape[d] for d in dims - {0})
+    return any(d > 2 or any(o.rows[d] is None for o in [one, *ranks]) for d in dims)
+
+
+def fit(ways, one, ranks, limit):
+    """The first of these ways in which a value fits; None if in none, "unknown" if that cannot be
+    told."""
+    if is_unknown(one, ranks):
+        return "unknown"
+    scale = max([one.norm, *[other.norm for other in ranks], 1e-9])  # a mean may be near zero
+    return next((way for way in ways.split() if FITS[way](one, ranks) <= limit * scale), None)
 
 
 def sides(one, *others):
@@ -34,47 +143,7 @@ def meaning(ratio, world):
     return f"; {ratio:.4g} times one process's" if abs(ratio - 1) > 0.01 else ""
 
 
-def fit(one, others, tolerance):
-    """How a tensor of run one is made up of those of the ranks: "same", their "mean", "sum", or
-    "rows"; None if it is none of these, "unknown" if it cannot be told."""
-    if one is None or None in others or any(len(o[0]) != len(one[0]) for o in others):
-        return "unknown"
-    shape, (rows, *_) = one
-    sizes = [np.max(o[1][0][2], initial=1e-9) for o in (one, *others)]  # a mean may be near zero
-    limit = tolerance * float(max(sizes))
-
-    def close(a, b):
-        return len(a) == len(b) and bool(np.all(np.abs(a - b) <= limit))
-
-    if all(o[0] == shape for o in others):
-        mine, theirs = rows[0], [o[1][0][0] for o in others]
-        if all(close(mine, other) for other in theirs):
-            return "same"
-        for factor in (1, len(theirs), 1 / len(theirs)):
-            if close(mine, factor * sum(theirs) / len(theirs)):
-                return "mean" if factor == 1 else "sum"
-        if not shape:  # a largest or smallest of the batch
-            return "rows" if mine in (max(theirs), min(theirs)) else None
-        return "rows" if all(same_rows(rows, [o[1][0]], limit) for o in others) else None
-    different = {d for o in others for d in range(len(shape)) if o[0][d] != shape[d]}
-    if len(different) > 1:  # padded to the longest sample of the rank's batch, or a [B, B] matrix
-        padded = all(max(o[0][d] for o in others) == shape[d] for d in different - {0})
-        return "unknown" if padded else None
-    d = min(different)
-    if d > 2 or one[1][d] is None or any(o[1][d] is None for o in others):
-        return "unknown"
-    return "rows" if same_rows(one[1][d], [o[1][d] for o in others], limit) else None
-
-
-def same_rows(one, others, limit):
-    """Whether the ranks' rows are those of one process, in any order: also of columns, and each
-    times the number of ranks, or divided by it."""
-    sums, norms = [np.concatenate([o[i] for o in others]) for i in (1, 2)]
-    if len(sums) != len(one[1]):
-        return False
-    ranks = max(len(others), 1)
-    for factor in {1, ranks, 1 / ranks}:
-        size, both = 2 * max(factor, 1) * limit, [(one[1], sums), (one[2], norms)]
-        if all(np.all(np.abs(np.sort(a) - np.sort(b * factor)) <= size) for a, b in both):
-            return True
-    return False
+def zipped(one, ranks):
+    """Each part of a value, on one process and on the ranks."""
+    parts = [one.values, *[other.values if other else {} for other in ranks]]
+    return [[of.get(part) for of in parts] for part in dict.fromkeys(itertools.chain(*parts))]

@@ -9,10 +9,12 @@ from ..script import source
 from ..syntax import loops_around
 from . import rules_of_samples  # noqa: F401  # whose rules are in RULES, too
 from .causes import find_all
-from .fits import CONTINUED
+from .differences import TENSORS
+from .lineage import VALUES
 from .rules import RULES
 
 VERDICTS = "note", "WRONG", "look", "ok", "not told", "not seen"  # in the order of the report
+MEASURED = *TENSORS, *VALUES, "printed"  # the kinds of findings that rest on numbers
 
 
 @dataclass
@@ -25,6 +27,11 @@ class Result:
 
     def of(self, *verdicts):
         return [finding for finding in self.findings if finding.verdict in verdicts]
+
+    @property
+    def may_be_noise(self):
+        """Whether another run on one process may explain a finding: by rounding, or as a clock."""
+        return any(finding.what in MEASURED for finding in self.of("WRONG", "look"))
 
     @property
     def status(self):
@@ -63,11 +70,11 @@ def judge(one, ranks, tolerance, again=None):
 
 def about_ends(one, ranks, counts, ends, found):
     """They have made other numbers of steps, or ended otherwise."""
-    steps = min(counts)
+    steps, more = min(counts), []
     due = any(f.what == "epoch" and f.verdict == "look" for f in found)
     text = f"{counts[0]} steps on one process, then {ends[0]}; {counts[1:]} on the ranks, then "
     text += "; ".join(ends[1:])
     extra = [notes[Step][steps][1] for notes in (one, *ranks) if len(notes[Step]) > steps]
     for line in [extra[0].line, *extra[0].callers] if extra and steps else []:
-        text += "".join(f"{CONTINUED}in the loop of {source(loop)}" for loop in loops_around(line))
-    return Finding("look" if due else "WRONG", "end", steps, text)
+        more += [f"in the loop of {source(loop)}" for loop in loops_around(line)]
+    return Finding("look" if due else "WRONG", "end", steps, text, more=more)

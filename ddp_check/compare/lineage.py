@@ -1,21 +1,19 @@
 """What the script's lines have computed, what it was made from, and which of it differs."""
 
-import itertools
-
-from ..notes import Value
 from ..script import source
-from .fits import CONTINUED, fit, meaning, number_in, relative, sides
+from .fits import distance, fit, meaning, relative, sides, zipped
+from .kinds import KINDS, limit_of
+
+VALUES = "value", "inputs", "outputs", "loss", "no_sync"
 
 
 class Values:
     """What the lines of the script have computed: on one process, and on the ranks."""
 
-    def __init__(self, one, ranks, tolerance):
+    def __init__(self, one, ranks, tolerance, again=None):
         self.tolerance, self.ranks, self.known = tolerance, len(ranks), {}
-        mine, *theirs = [
-            {(step, v.kind, v.line, v.name, v.number): v for step, v in notes[Value]}
-            for notes in (one, *ranks)
-        ]
+        mine, *theirs = [by_key(notes) for notes in (one, *ranks)]
+        self.noise = noise_of(mine, by_key(again)) if again else {}
         last = [{key[:4]: key[4] for key in sorted(notes)} for notes in (mine, *theirs)]
         self.all, self.others, self.of_step, self.alone = {}, {}, {}, {}
         for key, value in mine.items():
@@ -24,7 +22,9 @@ class Values:
                 self.others[value.index] = [notes.get(key) for notes in theirs]
                 self.of_step.setdefault(key[0], []).append(value)
 
-        self.lines = [{v.index: (step, v.line) for step, v in n[Value]} for n in (one, *ranks)]
+        self.lines = [
+            {v.index: (step, v.line) for step, v in notes.seen(*VALUES)} for notes in (one, *ranks)
+        ]
         names = ["one process", *[f"rank {rank}" for rank in range(len(ranks))]]
         ran = [dict.fromkeys(lines.values()) for lines in self.lines]
         for step_and_line in (key for lines in ran for key in lines):
@@ -35,18 +35,19 @@ class Values:
     def differs(self, index):
         """Whether it is not made up of what the ranks have."""
         if index not in self.known:
-            wrong = (None, "sum", "rows") if self.all[index].kind == "loss" else (None,)
-            self.known[index] = any(found in wrong for found in self.fits(index))
+            self.known[index] = None in self.fits(index)
         return self.known[index]
 
     def fits(self, index):
         """Of each of its tensors."""
-        for one, *others in self.summaries(index):
-            yield fit(one, others, self.tolerance)
+        value = self.all[index]
+        noise = self.noise.get((value.kind, value.line, value.name), 0.0)
+        limit, row = limit_of(value.kind, self.tolerance, noise), KINDS[value.kind]
+        return [fit(row.fits, mine, theirs, limit) for mine, *theirs in self.parts(index)]
 
-    def summaries(self, index):
-        """Summaries of each of its tensors, on one process and on the ranks."""
-        return itertools.zip_longest(*[v.summaries for v in (self.all[index], *self.others[index])])
+    def parts(self, index):
+        """Sketches of each of its tensors, on one process and on the ranks."""
+        return zipped(self.all[index], self.others[index])
 
     def find(self, step, *kinds):
         """Those of a step that differ, in the order of the script."""
@@ -55,7 +56,7 @@ class Values:
 
     def is_fresh(self, value):
         """Whether it is made from nothing that torch has computed, and is no batch of a loader."""
-        return not any(i in self.all for i in value.made_from) and not value.made_by
+        return not any(i in self.all for i in value.made_from) and not value.about.get("made_by")
 
     def origin(self, value):
         """The first value that differs among those that this one is made from."""
@@ -90,23 +91,22 @@ class Values:
     def printed(self, step, number):
         """What a printed number that differs comes from."""
         for value in reversed(self.find(step, "value")):
-            scalars = [number_in(part) for part in value.summaries]
+            scalars = [sketch.number for sketch in value.values.values() if sketch]
             if any(n is not None and relative(n, number) < 5e-3 for n in scalars):
                 return self.origin(value)
         return None
 
     def behind(self, value):
-        """In words: the last lines before it that have each rank's own, whose mean or sum over the
-        ranks is one process's."""
-        lines = [value.line, self.line_of(value)]
-        text = ""
+        """The last lines before it that have each rank's own, whose mean or sum over the ranks is
+        one process's."""
+        lines, found = [value.line, self.line_of(value)], []
         for before in reversed(self.ancestors(value)):
             if len(lines) < 4 and before.line not in lines:
                 if {"mean", "sum"} & set(self.fits(before.index)):
                     lines.append(before.line)
-                    text += f"{CONTINUED}a mean or sum over ranks is right up to "
-                    text += f"{source(before.line)}  [{before.name}]"
-        return text
+                    text = f"a mean or sum over ranks is right up to {source(before.line)}"
+                    found.append(f"{text}  [{before.name}]")
+        return found
 
     def coupled(self, step):
         """The first value inside of a model that differs, where its outputs of a step do, but its
@@ -116,13 +116,10 @@ class Values:
             inputs = [self.all[i] for i in inputs if self.all[i].kind == "inputs"]
             if not inputs or any(self.differs(v.index) for v in inputs):
                 continue
-            if not any(part and part[0] for part in outputs.summaries):
+            if not any(sketch and sketch.shape for sketch in outputs.values.values()):
                 continue  # only numbers: a loss that the model computes
-            inside = [
-                v
-                for v in self.of_step[step]
-                if v.model == inputs[0].index and v.kind == "value" and self.differs(v.index)
-            ]
+            inside = [v for v in self.of_step[step] if v.about["model"] == inputs[0].index]
+            inside = [v for v in inside if v.kind == "value" and self.differs(v.index)]
             return (inside or [outputs])[0]
         return None
 
@@ -132,19 +129,35 @@ class Values:
         return self.all[max(makers)].line if makers else value.line
 
     def describe(self, value):
-        """The line, and what it computes on each side."""
-        text = f"{source(self.line_of(value))}  [{value.name}]"
-        for one, *others in self.summaries(value.index):
-            fits = fit(one, others, self.tolerance)
-            if fits == "unknown" or fits and value.kind != "loss":
+        """What the line computes on each side."""
+        text = f"[{value.name}]"
+        for part, fits in zip(self.parts(value.index), self.fits(value.index)):
+            if fits is not None:
                 continue
-            if one[0]:
-                shapes = ", ".join(str(other[0]) for other in others)
-                text += f": other numbers, of shape {one[0]} on one process"
+            mine, *theirs = part
+            if mine.shape:
+                shapes = ", ".join(str(other.shape) for other in theirs)
+                text += f": other numbers, of shape {mine.shape} on one process"
                 return f"{text}, {shapes} on the ranks"
-            mine, *theirs = map(number_in, (one, *others))
-            text += f": {sides(mine, *theirs)}"
-            if value.kind == "loss" and mine:
-                text += meaning(sum(theirs) / len(theirs) / mine, self.ranks)
+            numbers = [sketch.number for sketch in part]
+            text += f": {sides(*numbers)}"
+            if value.kind == "loss" and mine.number:
+                text += meaning(sum(numbers[1:]) / len(theirs) / mine.number, self.ranks)
             return text
         return text
+
+
+def by_key(notes):
+    return {(step, v.kind, v.line, v.name, v.number): v for step, v in notes.seen(*VALUES)}
+
+
+def noise_of(mine, again):
+    """{(kind, line, name): by which part of its size it is another in a second run}"""
+    noise = {}
+    for key, value in mine.items():
+        other = again.get(key)
+        for one, two in zipped(value, [other]) if other else []:
+            if one and two and one.shape == two.shape and one.norm:
+                off = distance(one, two) / one.norm
+                noise[key[1:4]] = max(noise.get(key[1:4], 0.0), off)
+    return noise

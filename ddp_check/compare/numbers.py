@@ -5,7 +5,7 @@ import math
 from ..notes import Step
 from ..script import source
 from ..syntax import lines_that_set, names_at
-from .fits import CONTINUED, relative, sides
+from .fits import relative, sides
 
 
 class Variables:
@@ -36,7 +36,7 @@ class Variables:
         """In words: those that differ, and were not yet so at the first step."""
         first, line = self.others(min(self.all[0])), self.lines[step]
         found = [name for name, n in self.others(step).items() if n != first.get(name)]
-        return "".join(self.describe(name, name, step, line) for name in found[:4])
+        return [self.describe(name, name, step, line) for name in found[:4]]
 
     def behind(self, lines, step, further=2):
         """In words: the numbers in these lines that differ, and in those that set them; if there
@@ -51,16 +51,16 @@ class Variables:
                     hidden += lines_that_set(line, name)
         if not texts and hidden and further:
             return self.behind(dict.fromkeys(hidden), step, further - 1)
-        return "".join(texts.values())
+        return list(texts.values())
 
     def set_at(self, line, step):
-        """In words: where the numbers in a line are set."""
+        """The lines where the numbers in a line are set."""
         names = [name for name in names_at(line) if name in self.all[0].get(step, {})]
         lines = [at for name in names for at in lines_that_set(line, name)]
-        return "".join(f"{CONTINUED}{source(line)}" for line in lines[:3])
+        return [source(line) for line in lines[:3]]
 
     def describe(self, name, text, step, line):
         numbers = [of_step.get(step, {}).get(name, math.nan) for of_step in self.all]
         set_at = lines_that_set(line, name)
-        text = f"{CONTINUED}{text} is {sides(*numbers)}"
+        text = f"{text} is {sides(*numbers)}"
         return f"{text}; set at {', '.join(set_at)}" if set_at else text

@@ -2,9 +2,10 @@
 
 import re
 
-from ..notes import Finding, Printed, Value
+from ..notes import Finding, Printed
 from ..script import source
-from .fits import CONTINUED, number_in, relative
+from .fits import relative
+from .kinds import PAGE, SCORES
 
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.I)
 NO_SCORE = re.compile(
@@ -34,7 +35,7 @@ def compare_printed(one, ranks, values, variables, again=None):
     such as clocks."""
     both = []
     for notes in (one, ranks[0], again or one):
-        losses = [number_in(v.summaries[0]) for _, v in notes[Value] if v.kind == "loss"]
+        losses = [v.values[0].number for _, v in notes.seen("loss") if v.values.get(0)]
         losses = [loss for loss in losses if loss is not None]
         lines = {}
         for step, note in notes[Printed]:
@@ -58,8 +59,10 @@ def compare_printed(one, ranks, values, variables, again=None):
                 text += f"{a.text.strip()[:100]!r}: of rank 0's share alone, or a mean of means "
                 text += "over unequal shares?"
                 if value := values.printed(step, wrong[0][0]):
-                    text += f"{CONTINUED}{values.describe(value)}{values.behind(value)}"
+                    about = f"{source(values.line_of(value))}  {values.describe(value)}"
+                    more = [about, *values.behind(value)]
                 else:
-                    text += variables.behind([a.line], step)
-                yield Finding("look", "printed", step, f"{source(a.line)}: {text}")
+                    more = variables.behind([a.line], step)
+                more = {"line": a.line, "more": more, "remedy": SCORES, "section": f"{PAGE}#scores"}
+                yield Finding("look", "printed", step, text, **more)
                 break

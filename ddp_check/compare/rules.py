@@ -5,21 +5,16 @@ one process and of each rank; it returns findings, [] if `right` is so, None if 
 
 import re
 
-from ..given.draws import DATASET, LOOP, MODEL
 from ..notes import (
     Collective,
-    Compared,
-    Draw,
     File,
     Finding,
     Step,
-    Weights,
 )
-from ..script import source
-from .fits import relative
+from .differences import paired
+from .kinds import PAGE, misfits
 
 RULES = []  # in the order of the report
-PAGE = "docs/your_loop.md"
 
 
 class Rule:
@@ -34,23 +29,24 @@ class Rule:
     def find(self, one, ranks):
         raise NotImplementedError
 
-    def wrong(self, step, text, verdict="WRONG"):
+    def wrong(self, step, line, text, verdict="WRONG"):
         words, anchor = self.remedy
-        return [Finding(verdict, self.name, step, text, remedy=words, section=PAGE + anchor)]
+        return [Finding(verdict, self.name, step, text, line, remedy=words, section=PAGE + anchor)]
 
-    def look(self, step, text):
-        return self.wrong(step, text, "look")
+    def look(self, step, line, text):
+        return self.wrong(step, line, text, "look")
 
 
-def draws_of(notes, *kinds):
-    """{(step, what draws, line, generator, number): the generator's state} of a process; but not of
-    what is broadcast to all ranks."""
-    known = {(step, call.drawn) for step, call in notes[Collective] if call.name == "broadcast"}
-    return {
-        (step, note.what, note.line, note.generator, note.number): note.state
-        for step, note in notes[Draw]
-        if note.what in kinds and (step, note.line) not in known
+def among(kind, ranks):
+    """[(step, Seen of rank 0, what of it does not fit with the others)]"""
+    broadcast = {
+        (step, call.drawn) for n in ranks for step, call in n[Collective] if "broad" in call.name
     }
+    return [
+        (step, seen, misfits(kind, seen.values, list(others.values()), 3e-4))
+        for step, seen, others in paired(kind, ranks[0], ranks)
+        if len(others) == len(ranks) and (step, seen.line) not in broadcast
+    ]
 
 
 class RandomNumbers(Rule):
@@ -60,13 +56,12 @@ class RandomNumbers(Rule):
     remedy = "torch.manual_seed(seed + rank) after the model and the split", "#seeds"
 
     def find(self, one, ranks):
-        states = [draws_of(notes, MODEL, DATASET, LOOP) for notes in ranks]
-        for key, state in states[0].items():
-            if all(other.get(key) == state for other in states[1:]):
-                step, what, line, generator, _ = key
-                text = f"{source(line)}: {what} draws the same numbers on all ranks ({generator})"
-                return self.wrong(step, text)
-        return [] if states[0] else None
+        draws = among("draw", ranks)
+        for step, seen, found in draws:
+            if found:
+                text = f"{found[0].part} draws the same numbers on all ranks ({seen.name})"
+                return self.wrong(step, seen.line, text)
+        return [] if draws else None
 
 
 class Parameters(Rule):
@@ -76,28 +71,20 @@ class Parameters(Rule):
     remedy = "give it the wrapped model's, in a fixed order: no set", "#what-must-be-equal"
 
     def find(self, one, ranks):
-        for step, note in ranks[0][Compared]:
-            if note.kind == "gradients" and not any(d.one for d in note.differences.values()):
-                text = f"{source(note.line)}: no gradient in what the optimizer trains: a copy?"
-                return self.wrong(step, text)
+        for step, seen in ranks[0].seen("gradient"):
+            if not any(sketch and sketch.norm for sketch in seen.values.values()):
+                text = "no gradient in what the optimizer trains: a copy?"
+                return self.wrong(step, seen.line, text)
         theirs = [{note.key: note for _, note in notes[Step]} for notes in ranks]
         for key, note in theirs[0].items():
             for rank, other in enumerate(theirs):
                 names = other[key].names if key in other else note.names
                 if names != note.names and sorted(names) == sorted(note.names):
                     where = [a != b for a, b in zip(names, note.names)].index(True)
-                    text = f"{source((note.made or [note.line])[0])}: in another order, such as "
-                    text += f"{note.names[where]} on rank 0, {names[where]} on rank {rank}"
-                    return self.wrong(0, text)
+                    text = f"in another order, such as {note.names[where]} on rank 0, "
+                    text += f"{names[where]} on rank {rank}"
+                    return self.wrong(0, note.made.get("made", [note.line])[0], text)
         return []
-
-
-def differ(ours, theirs):
-    """How much sums differ; 0 if there are others, or of other shapes, such as a cache's."""
-    if len(ours) != len(theirs) or any(a[2] != b[2] for a, b in zip(ours, theirs)):
-        return 0.0
-    pairs = [pair for a, b in zip(ours, theirs) for pair in zip(a[:2], b[:2])]
-    return max((relative(*pair) for pair in pairs), default=0.0)
 
 
 class OtherWeights(Rule):
@@ -107,21 +94,17 @@ class OtherWeights(Rule):
     remedy = "build and update them alike on all ranks, from what all ranks have", "#model"
 
     def find(self, one, ranks):
-        mine = {note.key: note.sums for _, note in one[Weights]}
-        drawn = [{n.key: n.drawn for _, n in notes[Weights] if n.drawn} for notes in ranks]
-        for key, ours in drawn[0].items():
-            for name, states in ours.items():
-                if any(of.get(key, {}).get(name, states) != states for of in drawn):
-                    text = f"{name} has each rank's own random weights, and no optimizer trains it"
-                    return self.wrong(0, text)
+        for _, _, found in among("born", ranks):
+            if found:
+                text = f"{found[0].part} has each rank's own random weights, and no optimizer "
+                return self.wrong(0, "", f"{text}trains it")
         seen = False
-        for rank, notes in enumerate(ranks):
-            for step, note in notes[Weights]:
-                for name in sorted(note.sums.keys() & mine.get(note.key, {}).keys()):
-                    seen = True
-                    if (size := differ(mine[note.key][name], note.sums[name])) > 1e-3:
-                        text = f"{name} on rank {rank} differs from one process's by {size:.0e}"
-                        return self.look(step, text)
+        for step, note, others in paired("other", one, ranks):
+            for rank, values in others.items():
+                seen = seen or bool(note.values)
+                for part, off, _ in misfits("other", note.values, [values], 3e-4)[:1]:
+                    text = f"{part} on rank {rank} differs from one process's by {off:.0e}"
+                    return self.look(step, "", text)
         return [] if seen else None
 
 
@@ -132,17 +115,12 @@ class Evaluation(Rule):
     remedy = "broadcast rank 0's buffers before it", "#buffers"
 
     def find(self, one, ranks):
-        theirs = [{n.key: (at, n.sums) for at, n in notes[Weights]} for notes in ranks]
-        seen = False
-        for key, (step, sums) in theirs[0].items():
-            if key[0] != "evaluation" or not all(key in other for other in theirs):
-                continue  # only rank 0 evaluates
-            seen = True
-            for name in sums:
-                if max(differ(sums[name], of[key][1].get(name, [])) for of in theirs) > 1e-3:
-                    text = f"{source(key[1])}: {name} is another one on each rank"
-                    return self.look(step, f"{text}: right if only rank 0's score counts")
-        return [] if seen else None
+        evaluations = among("evaluation", ranks)  # none if only rank 0 evaluates
+        for step, seen, found in evaluations:
+            for part, _, _ in found[:1]:
+                text = f"{part} is another one on each rank: right if only rank 0's score counts"
+                return self.look(step, seen.line, text)
+        return [] if evaluations else None
 
 
 class Modes(Rule):
@@ -152,18 +130,14 @@ class Modes(Rule):
     remedy = "call train() and eval() on all ranks alike", "#decisions"
 
     def find(self, one, ranks):
-        mine = {note.key: note for _, note in one[Step]}
-        for rank, notes in enumerate(ranks):
-            for step, note in notes[Step]:
-                other = mine.get(note.key, note)
-                unlike = sorted(set(note.modes) ^ set(other.modes))
-                if unlike and note.names == other.names:
-                    name, *more = unlike
-                    text = (
-                        f"{source(note.line)}: {name} (of {len(more) + 1}) is in evaluation mode "
-                    )
-                    text += f"on {f'rank {rank}' if name in note.modes else 'one process'} alone"
-                    return self.wrong(step, text)
+        for step, seen, others in paired("mode", one, ranks):
+            for rank, modes in others.items():
+                found = misfits("mode", seen.values, [modes], 0)
+                if found and modes.keys() == seen.values.keys():
+                    name = found[0].part
+                    where = "one process" if modes[name] else f"rank {rank}"
+                    text = f"{name} (of {len(found)}) is in evaluation mode on {where} alone"
+                    return self.wrong(step, seen.line, text)
         return []
 
 
@@ -185,7 +159,8 @@ class Files(Rule):
                 r"\.lock$|torchinductor|triton|huggingface", path
             ):
                 step, note = min(writers.values(), key=lambda each: each[0])
-                text = f"{source(note.line)}: ranks {sorted(writers)} write {path}"
-                found += self.look(step, text) if "a" in note.mode else self.wrong(step, text)
+                verdict = "look" if "a" in note.mode else "WRONG"
+                text = f"ranks {sorted(writers)} write {path}"
+                found += self.wrong(step, note.line, text, verdict)
         found.sort(key=lambda one: one.verdict)  # WRONG first
         return found[:1] if found or written else None

@@ -2,7 +2,6 @@
 
 import math
 
-from ..given.draws import ORDER
 from ..notes import (
     Batch,
     Collective,
@@ -12,7 +11,7 @@ from ..notes import (
 )
 from ..script import source
 from .batches import training_passes
-from .rules import Rule, draws_of
+from .rules import Rule, among
 
 
 def passes_of(notes):
@@ -40,8 +39,8 @@ class Order(Rule):
             if trains and is_shuffled(order[:size]):
                 seen = True
                 if order[:size] == earlier[:size]:
-                    text = f"{source(about.key[0][0])}: pass {about.key[1] + 1} has the order of an"
-                    return self.wrong(step, f"{text} earlier one")
+                    text = f"pass {about.key[1] + 1} has the order of an earlier one"
+                    return self.wrong(step, about.key[0][0], text)
             if trains or about.loader not in last:
                 last[about.loader] = order
         return [] if seen else None
@@ -61,8 +60,8 @@ class Loaders(Rule):
             for loader, (line, other) in orders.items():
                 size = min(len(order), len(other))
                 if loader != about.loader and order[:size] == other[:size]:
-                    text = f"{source(about.key[0][0])}: the samples of {line}, in the same order"
-                    return self.look(step, f"{text}: right for pairs, such as images and masks")
+                    text = f"the samples of {line}, in the same order: right for pairs, such as "
+                    return self.look(step, about.key[0][0], f"{text}images and masks")
             orders[about.loader] = about.key[0][0], order
         return [] if len(orders) > 1 else None
 
@@ -74,11 +73,11 @@ class Splits(Rule):
     remedy = "same seed, sorted(glob(...)), sorted(set(...)) on all ranks", "#what-must-be-equal"
 
     def find(self, one, ranks):
-        orders = [draws_of(notes, ORDER) for notes in ranks]
-        for key, state in orders[0].items():
-            if any(other.get(key, state) != state for other in orders):
-                return self.look(key[0], f"{source(key[2])}: each rank has an order of its own")
-        return [] if orders[0] else None
+        orders = among("split", ranks)
+        for step, seen, found in orders:
+            if found:
+                return self.look(step, seen.line, "each rank has an order of its own")
+        return [] if orders else None
 
 
 class TestSamples(Rule):
@@ -103,15 +102,15 @@ class TestSamples(Rule):
                 and all(own.get(about.key) == order for own in lists)
             ):
                 if line := self.put_together(ranks[0], about):
-                    text = f"{source(about.key[0][0])}: all {len(order)} samples on each rank, and "
-                    text += f"then {source(line)}: does each count {len(lists)} times?"
-                    return self.look(step, text)
+                    text = f"all {len(order)} samples on each rank, and then {source(line)}: does "
+                    text += f"each count {len(lists)} times?"
+                    return self.look(step, about.key[0][0], text)
                 continue  # each rank has the score of all
             seen = True
             if about.has_share and None not in everyone and len(set(everyone)) < len(everyone):
-                text = f"{source(about.key[0][0])}: {len(everyone)} samples on all ranks, of "
-                text += f"{len(set(everyone))}: {about.sampler} repeats some, which count twice"
-                return self.look(step, text)
+                text = f"{len(everyone)} samples on all ranks, of {len(set(everyone))}: "
+                text += f"{about.sampler} repeats some, which count twice"
+                return self.look(step, about.key[0][0], text)
         return [] if seen else None
 
     def put_together(self, notes, about):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..notes import Draw
+from ..notes import Seen
 from ..process import is_plain, wrap
 from ..script import place
 
@@ -57,7 +57,7 @@ def note_draw(run, what, generator, state):
     if not run.is_single:
         line = place()[0]
         number = run.nth("draw of", run.steps, what, line, generator)
-        run.note(Draw(what, line, generator, number, state))
+        run.note(Seen("split" if what == ORDER else "draw", line, generator, number, {what: state}))
 
 
 def of_own_generator(run, name, values):

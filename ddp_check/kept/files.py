@@ -1,207 +1,203 @@
 """Files: nothing of the user's is changed, and of what the script creates nothing is left.
 
 Before the script overwrites, appends to, renames or removes a file that was there before, it is
-stopped: see refuse. What it creates is noted, with its inode, in FOLDER/made, for all processes of
-both runs; after a run that is removed, one by one, if the inode is still that, and a folder only if
-it is empty then. So what another program has put there stays. Downloads stay, too.
+stopped: see refuse. What it creates is noted (see made), and removed after each run; downloads
+stay.
 
-An audit hook is told of what Python opens, renames and removes, but of no write: a file that is
-opened to be changed in place (r+) is stopped at its first write, and numpy.memmap's r+ gets a copy
-in memory. It is not told what C and C++ write (h5py, cv2, sqlite3, mmap), but for torch.save and
-the like; nor what programs do that the script starts."""
+Python tells an audit hook what it opens, renames and removes, in every thread and in processes that
+are forked; writers.py has what it does not tell. Not seen are files that programs write which the
+script starts, and those that C++ writes, but for the libraries in writers.py."""
 
-import builtins
 import contextlib
-import io
 import os
+import stat
 import sys
 import tempfile
 import threading
-from pathlib import Path
-
-import numpy as np
-import torch
+import traceback
 
 from ..notes import File
-from ..process import LEAVE, wrap
-from ..script import place, source
-from .made import Made
+from ..process import LEAVE
+from ..script import FOLDER, STANDARD, is_installed, own_file, place, source
+from .made import Made, identity
 
-CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tmp", ".safetensors")
-CACHES = "torchinductor", "torch_extensions", "triton", "matplotlib", "huggingface", ".lock"
+CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tmp", ".safetensors")  # they are no downloads
+DOWNLOAD = 50_000  # bytes: a smaller file is not worth to be kept
+CACHES = "~/.cache", "~/.config", "~/.triton", "~/.nv"
+CACHE_VARIABLES = "TORCH_HOME", "HF_HOME", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"
+CACHE_VARIABLES += "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "MPLCONFIGDIR"
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 REFUSED = 76  # exit status
 
 
+def folder_path(number):
+    """The path of a folder that is open."""
+    if sys.platform == "darwin":
+        import fcntl
+
+        return os.fsdecode(fcntl.fcntl(number, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
+    return os.readlink(f"/proc/self/fd/{number}")
+
+
 def full(path, folder=-1):
-    """Of a name in a folder that is open, or relative to the current one."""
-    start = os.getcwd()
-    if isinstance(folder, int) and folder >= 0:
-        with contextlib.suppress(OSError):
-            start = os.readlink(f"/proc/self/fd/{folder}")
+    """Of a name in an open folder, or relative to the current one; a link is not followed."""
+    start = folder_path(folder) if isinstance(folder, int) and folder >= 0 else os.getcwd()
     path = os.path.join(start, os.fsdecode(path))
     return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 
 
-class Guard(threading.local):
+class PerThread(threading.local):
     busy = False  # inside of the hook, which opens files itself
-    in_place = False  # opened by us, and watched
 
 
-class Watched(io.FileIO):
-    """A file of the user's, opened r+: it may be read."""
+class Guard:
+    """Asked before the script opens, renames or removes something."""
 
-    def write(self, data):
-        self.refuse("write into", os.path.abspath(self.name))
+    def __init__(self, process):
+        self.process, self.made, self.lines = process, Made(process.folder), {}
+        self.thread = PerThread()
+        caches = [os.path.expanduser(path) for path in CACHES]
+        caches += [os.environ[name] for name in CACHE_VARIABLES if name in os.environ]
+        caches.append(os.path.join(tempfile.gettempdir(), "torchinductor_"))
+        folders = [os.path.join(path, "") for path in ("/dev", "/proc", "/sys", process.folder)]
+        self.ignored = tuple(os.path.realpath(path) for path in caches) + tuple(folders)
+        self.events = {
+            "open": self.before_open,
+            "os.rename": self.before_rename,
+            "os.remove": lambda path, folder: self.check("remove", full(path, folder)),
+            "os.rmdir": self.before_rmdir,
+            "os.truncate": self.before_truncate,
+            "os.mkdir": lambda path, mode, folder: self.note(full(path, folder), ""),
+            "os.symlink": lambda old, path, folder: self.note(full(path, folder)),
+            "os.link": self.before_link,
+            "subprocess.Popen": lambda program, words, *_: self.say_program(words or program),
+            "os.system": self.say_program,
+            "os.posix_spawn": lambda program, words, _: self.say_program(words),
+        }
 
-    def truncate(self, size=None):
-        self.refuse("truncate", os.path.abspath(self.name))
+    def hook(self, event, args):
+        if event not in self.events or self.thread.busy:
+            return
+        self.thread.busy = True
+        try:
+            self.made.settle()
+            self.events[event](*args)
+        finally:
+            self.thread.busy = False
 
+    def is_ignored(self, path):
+        is_empty_lock = (
+            path.endswith(".lock") and os.path.isfile(path) and not os.stat(path).st_size
+        )
+        return path.startswith(self.ignored) or "__pycache__" in path or is_empty_lock
 
-def patch(run):
-    made, guard, seen = Made(run.folder), Guard(), {}
-    caches = [os.path.expanduser(f"~/.{name}") for name in ("cache", "config", "triton")]
-    folders = "/dev", "/proc", "/sys", *caches, run.folder
-    ignored = tuple(os.path.join(os.path.realpath(path), "") for path in folders)
-    temporary = os.path.join(os.path.realpath(tempfile.gettempdir()), "")
+    def check(self, what, path, write=False):
+        """Before a file or folder is changed or removed."""
+        if os.path.lexists(path) and not self.is_ignored(path) and not self.made.owns(path, write):
+            self.refuse(what, path)
 
-    def is_ignored(path):
-        if path.startswith(ignored) or "__pycache__" in path:
-            return True
-        first = path.removeprefix(temporary).split(os.sep)[0]
-        return path.startswith(temporary) and any(name in first for name in CACHES)
-
-    def refuse(what, path):
+    def refuse(self, what, path):
         """End both runs, before anything is done to the file."""
-        text = f"{source(place()[0])}: would {what} {path}, which was there before. Nothing was "
-        with open(f"{run.folder}/refused", "a") as file:
-            file.write(f"{text}changed\n{path}\n")
+        shown = min(path, os.path.relpath(path), key=len)
+        text = f"{source(place()[0])}\nwould {what} {shown}, which was there before"
+        with open(f"{self.process.folder}/refused", "a") as file:
+            file.write(f"{text}\n{path}\n{self.process.steps}\n")
         LEAVE(REFUSED)
 
-    Watched.refuse = staticmethod(refuse)
-
-    def check(what, path):
-        """Before a file or folder is changed or removed."""
-        if not is_ignored(path) and os.path.lexists(path) and path not in made:
-            if not (path.endswith(".lock") and os.path.isfile(path) and not os.path.getsize(path)):
-                refuse(what, path)
-
-    def note(path, mode="w"):
-        """Before a file is created or written."""
-        if is_ignored(path):
+    def note(self, path, mode="w", kind="", number=None):
+        """What is written; and is created in a moment, if it is not there yet."""
+        if self.is_ignored(path):
             return
-        if not os.path.lexists(path):
-            made.add(path)
-        lines, line = seen.setdefault(path, set()), place()[0]
+        kind = kind or ("output" if self.process.steps else "early")
+        exists, known = os.path.lexists(path), self.made.paths.get(path, [None, ""])[1]
+        if not exists or number or kind == "output" and known in ("early", "download"):
+            self.made.add(path, kind, number or identity(path))
+        self.note_line(path, mode)
+
+    def note_line(self, path, mode):
+        lines, line = self.lines.setdefault(path, set()), place()[0]
         if mode and line not in lines:
-            run.note(File("again" if lines else "created", path, line, mode))
+            self.process.note(File("again" if lines else "created", path, line, mode))
             lines.add(line)
 
-    def before_open(path, mode, flags):
-        real = os.path.realpath(path)
-        if os.path.isdir(real):  # or a file without a name
+    def before_open(self, path, mode, flags):
+        if isinstance(path, int) or path is None or not flags & WRITES and not self.made.paths:
             return
+        path = os.path.realpath(os.fsdecode(path))
         if not flags & WRITES:
-            return before_reading(real)
-        if not guard.in_place:
-            check("append to" if flags & os.O_APPEND else "overwrite", real)
-            note(real, mode or "w")
+            self.before_reading(path)
+        elif not os.path.lexists(path):
+            by_python = mode and not flags & os.O_EXCL and not self.is_ignored(path)
+            self.note(path, mode or "w", number=self.create(path) if by_python else None)
+        elif stat.S_ISREG(os.stat(path).st_mode) and not flags & os.O_EXCL:
+            self.check("append to" if flags & os.O_APPEND else "overwrite", path, write=True)
+            self.note(path, mode or "w")
 
-    def before_reading(path):
+    def create(self, path):
+        """Create an empty file that the script opens in a moment, so that its identity is known; if
+        that fails, let the script try."""
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            return identity(path)
+        return None
+
+    def before_reading(self, path):
         """What is large and read again before the first step is a download, not an output, with all
         that came before that step into the outermost folder that is new."""
-        if not run.steps and not path.endswith(CHECKPOINTS) and path in made.paths:
-            if os.path.exists(path) and os.path.getsize(path) > 50_000:
-                around = [path, *map(str, Path(path).parents)]
-                run.note(File("downloaded", [each for each in around if each in made.paths][-1]))
+        is_output = self.process.steps or path.endswith(CHECKPOINTS) or path not in self.made.paths
+        if not is_output and os.path.isfile(path) and os.path.getsize(path) > DOWNLOAD:
+            while os.path.dirname(path) in self.made.paths:
+                path = os.path.dirname(path)
+            if self.made.paths[path][1] != "download":
+                self.made.add(path, "download", identity(path))
+                self.process.say(
+                    f"{os.path.relpath(path)} is downloaded or prepared data: it stays"
+                )
 
-    def before_rename(old, new, old_folder=-1, new_folder=-1):
+    def before_rename(self, old, new, old_folder=-1, new_folder=-1):
         old, new = full(old, old_folder), full(new, new_folder)
-        check("rename", old)
-        check("overwrite", new)
-        made.update()
-        note(new)
-        for path, number in list(made.paths.items()):
-            if path == old or path.startswith(old + os.sep):
-                made.add(new + path.removeprefix(old), number)
+        self.check("rename", old)
+        self.check("overwrite", new)
+        if os.path.lexists(old) and not self.is_ignored(new):
+            self.made.moved(old, new)
+            self.note_line(new, "w")
 
-    def before_tree(path, *_):
-        path = full(path)
-        for folder, _, files in os.walk(path):
-            for name in files or [""]:
-                check("remove", os.path.join(folder, name).rstrip(os.sep))
+    def before_rmdir(self, path, folder):
+        path = full(path, folder)
+        if os.path.isdir(path) and not os.listdir(path):  # or it fails
+            self.check("remove", path)
 
-    events = {
-        "open": before_open,
-        "os.rename": before_rename,
-        "os.remove": lambda path, folder: check("remove", full(path, folder)),
-        "os.rmdir": lambda path, folder: check("remove", full(path, folder)),
-        "os.truncate": lambda path, size: check("truncate", full(path)),
-        "os.mkdir": lambda path, mode, folder: note(full(path, folder), ""),
-        "os.symlink": lambda old, path, folder: note(full(path, folder)),
-        "os.link": lambda old, path, _, folder: note(full(path, folder)),
-        "shutil.rmtree": before_tree,
-    }
+    def before_truncate(self, path, size):
+        if not isinstance(path, int):  # or it is open: see before_open
+            self.check("truncate", os.path.realpath(os.fsdecode(path)), write=True)
 
-    def hook(event, args):
-        if event not in events or guard.busy or not isinstance(args[0], (str, bytes, os.PathLike)):
+    def before_link(self, old, new, old_folder, new_folder):
+        is_users = not self.made.owns(full(old, old_folder))
+        self.note(full(new, new_folder), kind="link" if is_users else "")
+
+    def say_program(self, words):
+        """If the script's own line starts it, by Python's library or not."""
+        for frame, line in traceback.walk_stack(None):
+            name = frame.f_code.co_filename
+            if name.startswith(FOLDER) or name.startswith(STANDARD) and not is_installed(name):
+                continue
+            if own := own_file(name):
+                words = [words] if isinstance(words, (str, bytes)) else words
+                text = " ".join(map(os.fsdecode, words))[:60]
+                self.process.say(f"{own}:{line} starts `{text}`: what it does to files is not seen")
             return
-        guard.busy = True
-        try:
-            made.settle()
-            events[event](*args)
-        except OSError:  # as the script will find itself
-            pass
-        finally:
-            guard.busy = False
 
-    run.settle = made.settle
-    sys.addaudithook(hook)
 
-    def open_in_place(original, file, mode="r", buffering=-1, encoding=None, *args, **kwargs):
-        """A file of the user's that is opened r+ may be read."""
-        path = None if isinstance(file, int) else os.path.realpath(file)
-        if "+" not in mode or "r" not in mode or path is None or is_ignored(path) or path in made:
-            return original(file, mode, buffering, encoding, *args, **kwargs)
-        guard.in_place = True
-        try:
-            raw = Watched(path, "r+")
-        finally:
-            guard.in_place = False
-        if buffering == 0:
-            return raw
-        file = io.BufferedRandom(raw)
-        more = dict(zip(("errors", "newline"), args)) | kwargs
-        return (
-            file
-            if "b" in mode
-            else io.TextIOWrapper(file, encoding, more.get("errors"), more.get("newline"))
-        )
+GUARD = None
 
-    for owner in (builtins, io):
-        wrap(owner, "open")(open_in_place)
 
-    @wrap(np.memmap, "__new__")
-    def memmap(original, cls, filename, dtype=np.uint8, mode="r+", *args, **kwargs):
-        path = isinstance(filename, (str, os.PathLike)) and os.path.realpath(filename)
-        if path and mode in ("r+", "readwrite", "write") and path not in made:
-            run.say(f"{path}: opened r+ by numpy.memmap; what is written to it stays in memory")
-            mode = "c"
-        return original(cls, filename, dtype, mode, *args, **kwargs)
+def patch(process):
+    """Once in a process, and in those that are forked from it."""
+    global GUARD
+    if GUARD is None:
+        GUARD = Guard(process)
+        sys.addaudithook(GUARD.hook)
+        from . import writers
 
-    def watch_writer(owner, name, at):
-        """A function that writes a file in C++, whose name is its argument number `at`."""
-
-        @wrap(owner, name)
-        def save(original, *args, **kwargs):
-            path = args[at] if len(args) > at else kwargs.get("f", kwargs.get("filename"))
-            if isinstance(path, (str, os.PathLike)):
-                hook("open", (path, "w", os.O_WRONLY))
-            return original(*args, **kwargs)
-
-    watch_writer(torch, "save", 1)
-    watch_writer(torch.jit, "save", 1)
-    with contextlib.suppress(ImportError):
-        import safetensors.torch
-
-        watch_writer(safetensors.torch, "serialize_file", 1)
+        writers.patch(GUARD)
+    GUARD.process, process.settle = process, GUARD.made.settle

@@ -1,84 +1,96 @@
-"""What the script has created: {path: inode} in FOLDER/made, for all processes of both runs."""
+"""What the script has created: {path: identity}, in FOLDER/made, for all processes of both runs."""
 
 import contextlib
 import json
 import os
 from pathlib import Path
 
-from ..notes import File
 
-
-def inode(path):
+def identity(path):
+    """By this a file is known, whatever another program has put in its place; None: no file."""
     with contextlib.suppress(OSError):
-        return os.lstat(path).st_ino
+        status = os.lstat(path)
+        return [status.st_dev, status.st_ino]
+    return None
+
+
+def as_line(path, number, kind):
+    return json.dumps([path, number, kind]) + "\n"
 
 
 class Made:
-    """{path: inode} of what the script has created; also by other ranks, by FOLDER/made."""
+    """{path: [identity, kind]}. Kinds: "early", before the first step; "output"; "link", a hard
+    link to a file of the user's; "download", which stays, with all early ones in it."""
 
     def __init__(self, folder):
-        self.file, self.read, self.paths, self.pending = f"{folder}/made", 0, {}, []
+        self.file, self.read, self.paths, self.pending = f"{folder}/made", 0, {}, {}
 
     def update(self):
-        with contextlib.suppress(FileNotFoundError), open(self.file) as file:
+        """Also what other processes have created."""
+        with contextlib.suppress(FileNotFoundError), open(self.file, "rb") as file:
             file.seek(self.read)
-            text = file.read()
-            lines = text[: text.rfind("\n") + 1]
-            self.read += len(lines.encode())
-            self.paths.update(map(json.loads, lines.splitlines()))
+            lines = file.read().splitlines(keepends=True)
+            for line in lines:
+                if line.endswith(b"\n"):  # whole
+                    path, *entry = json.loads(line)
+                    self.paths[path] = entry
+                    self.read += len(line)
         return self.paths
 
-    def add(self, path, number=None):
-        """It exists in a moment, so its inode is not known yet; see settle."""
-        self.paths[path] = number
+    def add(self, path, kind, number=None):
+        """Without a number, it exists in a moment; see settle."""
+        self.paths[path] = [number, kind]
         if number is None:
-            self.pending.append(path)
+            self.pending[path] = kind
         with open(self.file, "a") as file:
-            file.write(json.dumps([path, number]) + "\n")
+            file.write(as_line(path, number, kind))
 
     def settle(self):
-        pending, self.pending = self.pending, []
-        for path in pending:
-            if number := inode(path):
-                self.add(path, number)
-            else:
-                self.pending.append(path)
+        """Note the identity of what has been created since."""
+        for path, kind in list(self.pending.items()):
+            if number := identity(path):
+                self.pending.pop(path, None)  # also another thread settles
+                self.add(path, kind, number)
 
-    def __contains__(self, path):
-        return path in self.paths or path in self.update()
+    def moved(self, old, new):
+        """What was at `old`, and all in it, is in a moment at `new`."""
+        for path, (number, kind) in list(self.update().items()):
+            if path == old or path.startswith(old + os.sep):
+                self.add(new + path.removeprefix(old), kind, number)
 
-
-def refused(folder, flags):
-    """In words: what the script would have changed; None if nothing."""
-    with contextlib.suppress(FileNotFoundError), open(f"{folder}/refused") as file:
-        text, path = file.read().splitlines()[:2]
-        for flag in flags:
-            name, _, value = flag.rpartition("=")
-            if value and (path + os.sep).startswith(os.path.realpath(value) + os.sep):
-                new = f"{name}={value}-{{run}}" if name else f"{value}-{{run}}"
-                return f"{text}. Give it a new output: {new} for {flag}"
-        return f"{text}. Give it a new output, or another folder to start in"
+    def owns(self, path, write=False):
+        """Whether the script has created what is there now; to write to, also through a link."""
+        for paths in (lambda: self.paths, self.update):
+            number, kind = paths().get(path, [0, ""])
+            if number is None or number == identity(path):
+                return not (write and kind == "link")
+        return False
 
 
-def remove_made(folder, notes):
-    """What a run has created goes, or the next one would meet it; but not downloads, nor what is
-    not the same file any more. What is in a folder goes before it."""
-    made, stay = Made(folder), []
-    downloads = {f.path for of_rank in notes for _, f in of_rank[File] if f.kind == "downloaded"}
-    late = {f.path for of_rank in notes for step, f in of_rank[File] if step}  # not downloads
-    for path, number in sorted(made.update().items(), key=lambda each: -len(each[0])):
-        now = inode(path)
-        if path not in late and downloads & {path, *map(str, Path(path).parents)}:
-            stay.append((path, now))
-            continue
-        if now is None:
-            continue
-        with contextlib.suppress(OSError):
-            if os.path.isdir(path) and not os.path.islink(path):
+def is_in(path, folders):
+    return not folders.isdisjoint([path, *map(str, Path(path).parents)])
+
+
+def remove_made(folder):
+    """What a run has created goes, or the next one would meet it: each file whose identity is
+    still that, and folders that are empty then. Returns what is left, in words."""
+    made, stay, left = Made(folder), {}, []
+    paths = made.update()
+    downloads = {path for path, (_, kind) in paths.items() if kind == "download"}
+    for path in sorted(paths, key=len, reverse=True):  # what is in a folder goes before it
+        (number, kind), now = paths[path], identity(path)
+        if kind != "output" and is_in(path, downloads):
+            stay[path] = now, kind
+        elif now is not None and os.path.isdir(path) and not os.path.islink(path):
+            with contextlib.suppress(OSError):  # something of another program's is in it
                 os.rmdir(path)
-            elif now == number:
+        elif now is not None and now == number:
+            try:
                 os.remove(path)
-            else:
-                print(f"ddp_check: {path} is left: it is not the file that the script has made")
+            except OSError as error:  # the others go nevertheless
+                left.append(f"{path} is left: {error.strerror}")
+        elif now is not None:
+            left.append(f"{path} is left: it may be another program's")
     with open(made.file, "w") as file:
-        file.writelines(json.dumps(each) + "\n" for each in stay)
+        file.writelines(as_line(path, *entry) for path, entry in stay.items())
+    return left

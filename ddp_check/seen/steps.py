@@ -1,174 +1,187 @@
-"""At each optimizer's step: weights, gradients and settings, beside those of one process, which the
-ranks get after it: each step is a test of its own, and rounding cannot grow."""
+"""At each optimizer's step: weights, gradients and settings. Then each process gets the weights of
+the run on one process, so that each step is a test of its own, and rounding cannot grow."""
 
-import math
+import inspect
 import os
 import re
 import shutil
-import sys
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from ..compare.tensors import BATCH_NORM
 from ..given.draws import seed_all
-from ..notes import Compared, Step, Weights
+from ..notes import Seen, Step
 from ..process import wrap
 from ..script import place
 from .scalars import generators, variables_of
-from .trace import sums_of
-from .trained import (
-    Trained,
-    differ,
-    differ_in_any_order,
-    moments,
-    on_cpu,
-    outer_modules,
-    set_to,
-    settings_of,
-)
+from .sketch import sketch
+from .trained import Trained, moments, on_cpu, others, set_to, settings_of
+
+BATCH_NORM = r"running_mean$|running_var$|num_batches_tracked$"  # averages: each rank's own
 
 
-def note_weights(run, optimizers):
-    """Of what no optimizer trains, such as a teacher, an average, a bank: in any order."""
-    trained = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
-    found, states = {}, {}
-    for module in outer_modules():
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if id(tensor) not in trained and not re.search(BATCH_NORM, name):
-                full = f"{type(module).__name__}.{name}"
-                found.setdefault(full, []).extend(sums_of(tensor))
-                state, version = getattr(tensor, "check_drawn", (None, None))
-                if version == tensor._version:  # as it was initialized
-                    states.setdefault(full, []).append(state)
-    sums = {name: sorted(sums) for name, sums in found.items()}
-    run.note(Weights(("step", run.steps), sums, states))
+class Steps:
+    """Of all optimizers of this process."""
 
+    def __init__(self, run):
+        self.run, self.trained = run, {}
+        self.inside = None  # the optimizer that makes a step, and the frame that has called it
+        self.before = {}  # what was there before this step
 
-def patch(run):
-    trained, nested, before = {}, [], {}
+    def path(self, mine):
+        return f"{self.run.folder}/step.{mine.number}.{mine.step}.pt"
 
-    def path(mine):
-        return f"{run.folder}/step.{mine.number}.{mine.step}.pt"
+    def is_nested(self):
+        """Whether another optimizer's step, which has not failed, has called this one."""
+        frame = inspect.currentframe()
+        while frame is not None and self.inside:
+            if frame is self.inside[1]:
+                return True
+            frame = frame.f_back
+        return False
 
-    @wrap(Optimizer, "__init__")
-    def make(original, self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        run.made[id(self)] = [place()[0]]
-
-    @wrap(LRScheduler, "__init__")
-    def schedule(original, self, optimizer, *args, **kwargs):
-        original(self, optimizer, *args, **kwargs)
-        run.made.setdefault(id(optimizer), []).append(place()[0])
-
-    def before_step(optimizer, args, kwargs):
-        if optimizer in nested:  # its step before has failed
-            nested.clear()
-        nested.append(optimizer)
-        if len(nested) > 1:
+    def begin(self, optimizer, args, kwargs):
+        if self.is_nested():
             return
+        self.inside = optimizer, inspect.currentframe().f_back
+        run = self.run
         with run.quiet():
-            if optimizer not in trained:
-                trained[optimizer] = Trained(run, optimizer)
-            mine, (line, *callers) = trained[optimizer], place()
+            if optimizer not in self.trained:
+                self.trained[optimizer] = Trained(run, optimizer)
+            mine, (line, *callers) = self.trained[optimizer], place()
             mine.step += 1
             parameters = mine.parameters(optimizer)
             gradients = {name: on_cpu(p.grad) for name, p in parameters.items()}
             weights = {name: on_cpu(p) for name, p in parameters.items()}
-            before.update(weights=weights, gradients=gradients, line=line)
-            key, made = (mine.number, mine.step), run.made.get(id(optimizer), [])
-            variables = variables_of(sys._getframe(1))
-            settings, names = settings_of(optimizer), list(parameters)
+            has_closure = len(args) > 1 or kwargs.get("closure") is not None
+            self.before = {"weights": weights, "gradients": gradients, "line": line}
+            self.before["has_closure"] = has_closure  # it computes gradients of its own
+            made = run.made.get(id(optimizer), [])
+            variables = variables_of(inspect.currentframe())
             own = {} if mine.step else generators()
-            run.note(Step(key, line, callers, settings, made, names, variables, own, mine.modes()))
-            if not run.is_single and os.path.exists(path(mine)):
-                before["saved"] = compare_before(torch.load(path(mine)), gradients, weights, line)
+            key = mine.number, mine.step
+            run.note(Step(key, line, callers, made, list(parameters), variables, own))
+            self.note("setting", settings_of(optimizer))
+            self.note("mode", mine.modes())
+            self.note("gradient", {name: sketch(g) for name, g in gradients.items()})
+            self.note("weight", {name: sketch(w) for name, w in weights.items()})
+            if not run.saves and os.path.exists(self.path(mine)):
+                saved = self.before["saved"] = self.saved_by_one(mine, parameters)
+                if not has_closure:  # then the same gradients make the same step
+                    for name, p in parameters.items():
+                        if p.grad is not None:
+                            set_to(p.grad, saved["gradients"].get(name))
 
-    def compare_before(saved, gradients, weights, line):
-        if saved["weights"].keys() != weights.keys() and len(saved["weights"]) == len(weights):
+    def saved_by_one(self, mine, names):
+        saved = torch.load(self.path(mine))
+        if saved["weights"].keys() != names.keys() and len(saved["weights"]) == len(names):
             for kind in ("weights", "gradients", "after", "moments"):  # a copy on rank 0 alone
-                saved[kind] = dict(zip(weights, saved[kind].values()))
-        compare("gradients", line, saved["gradients"], gradients)
-        compare("weights", line, saved["weights"], weights)
+                saved[kind] = dict(zip(names, saved[kind].values()))
         return saved
 
-    def compare(kind, line, one, mine, how=differ):
-        names = dict.fromkeys([*one, *mine])
-        found = {name: how(one.get(name), mine.get(name)) for name in names}
-        run.note(Compared(kind, line, found, sorted(set(one) ^ set(mine))))
+    def note(self, kind, values):
+        mine, line = self.trained[self.inside[0]], self.before["line"]
+        self.run.note(Seen(kind, line, f"optimizer {mine.number}", mine.step, values))
 
-    def after_step(optimizer, args, kwargs):
-        nested.pop()
-        if nested:
+    def end(self, optimizer, args, kwargs):
+        if self.inside is None or self.inside[0] is not optimizer:
             return
+        run = self.run
         with run.quiet():
-            mine = trained[optimizer]
+            mine = self.trained[optimizer]
             parameters, buffers = mine.parameters(optimizer), mine.buffers()
             after = {name: on_cpu(p) for name, p in parameters.items()}
-            now = {name: on_cpu(b) for name, b in buffers.items()}
-            if run.is_single:
-                saved = {k: before[k] for k in ("weights", "gradients")}
-                saved |= {"after": after, "buffers": now}
-                saved["moments"] = {
-                    name: {k: on_cpu(v) for k, v in state.items()}
-                    for name, state in moments(optimizer, parameters).items()
-                }
-                torch.save(saved, path(mine))
-                keep_space(os.path.getsize(path(mine)))
-            elif "saved" in before:
-                saved = before.pop("saved")
-                compare_after(saved, after, now)
-                set_to_one(saved, optimizer, parameters, buffers)
+            self.note_after(after, buffers)
+            if run.saves:
+                self.save(mine, optimizer, parameters, after, buffers)
+            elif "saved" in self.before:
+                self.set_to_one(optimizer, parameters, buffers)
+        self.inside = None
         run.steps += 1
         if run.steps in (3, 12, run.options["steps"]):
             with run.quiet():
-                note_weights(run, trained)
+                self.note_others()
         seed_all(run.hash("step", run.steps), torch_too=False)
         if run.steps >= run.options["steps"]:
             run.end("--steps")
 
-    def keep_space(size):
+    def note_after(self, after, buffers):
+        start = self.before["weights"]
+        if not self.before["has_closure"]:
+            moved = {k: w - start[k] for k, w in after.items() if w.shape == start[k].shape}
+            self.note("update", {name: sketch(update) for name, update in moved.items()})
+        averages = {name: b for name, b in buffers.items() if re.search(BATCH_NORM, name)}
+        if not self.run.rank:
+            self.note("average", {name: sketch(b) for name, b in averages.items()})
+        own = {name: b for name, b in buffers.items() if name not in averages}
+        self.note("buffer", {name: sketch(b, any_order=True) for name, b in own.items()})
+
+    def note_others(self):
+        known = {id(p) for o in self.trained for g in o.param_groups for p in g["params"]}
+        sketches, drawn = others(known, BATCH_NORM)
+        self.run.note(Seen("other", "", "at a step", 0, sketches))
+        self.run.note(Seen("born", "", "at a step", 0, drawn))
+
+    def save(self, mine, optimizer, parameters, after, buffers):
+        saved = {k: self.before[k] for k in ("weights", "gradients")} | {"after": after}
+        saved["buffers"] = {name: on_cpu(b) for name, b in buffers.items()}
+        saved["moments"] = {
+            name: {k: on_cpu(v) for k, v in state.items()}
+            for name, state in moments(optimizer, parameters).items()
+        }
+        torch.save(saved, self.path(mine))
+        self.keep_space(os.path.getsize(self.path(mine)))
+
+    def keep_space(self, size):
         """Fewer steps, if those to come would take more than half of what is free on the disk."""
-        free = shutil.disk_usage(run.folder).free
+        run, free = self.run, shutil.disk_usage(self.run.folder).free
         steps = run.steps + 1 + int(free / 2 / size)
         if steps < run.options["steps"]:
             run.options["steps"] = steps
             text = f"{steps} steps only: each writes {size / 1e9:.2g} GB to {run.folder}, where "
             run.say(f"{text}{free / 1e9:.2g} GB are free; another TMPDIR may have more")
 
-    def compare_after(saved, after, buffers):
-        known = [g.double() for g in saved["gradients"].values() if g is not None]
-        square = sum(float(g.square().sum()) for g in known)
-        small = 1e-3 * math.sqrt(square / max(1, sum(g.numel() for g in known)))
-        one, mine = {}, {}
-        for name, value in saved["after"].items():
-            if name not in after or after[name].shape != value.shape:
-                continue
-            start, clear = saved["weights"][name], ...
-            if saved["gradients"][name] is not None:  # not where it is rounding: by Adam, it is
-                clear = saved["gradients"][name].abs() > small  # as large a step
-            one[name], mine[name] = (value - start)[clear], (after[name] - start)[clear]
-        compare("update", before["line"], one, mine)
-        common = [name for name in saved["buffers"] if name in buffers]
-        common = [name for name in common if not (run.rank and re.search(BATCH_NORM, name))]
-        one, mine = [{name: of[name] for name in common} for of in (saved["buffers"], buffers)]
-        compare("buffers", before["line"], one, mine, differ_in_any_order)
-
-    def set_to_one(saved, optimizer, parameters, buffers):
-        """So that the next step is a test of its own."""
+    def set_to_one(self, optimizer, parameters, buffers):
+        """What one process had after this step; but its own gradients, which may be added to."""
+        saved = self.before["saved"]
         for name, p in parameters.items():
             set_to(p, saved["after"].get(name))
+            if p.grad is not None:
+                set_to(p.grad, self.before["gradients"].get(name))
         for name, state in moments(optimizer, parameters).items():
             for k, v in state.items():
                 set_to(v, saved["moments"].get(name, {}).get(k))
         for name, buffer in buffers.items():
-            if not re.search(BATCH_NORM, name):
+            if not re.search(BATCH_NORM, name) or self.run.is_single:
                 set_to(buffer, saved["buffers"].get(name))
 
-    register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(after_step)
+
+def patch(run):
+    steps = Steps(run)
+
+    @wrap(Optimizer, "__init__")
+    def make(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        run.made[id(self)] = {"made": [place()[0]]}
+
+    def watch_schedule(kind):
+        @wrap(kind, "__init__")
+        def schedule(original, self, optimizer, *args, **kwargs):
+            original(self, optimizer, *args, **kwargs)
+            run.made.setdefault(id(optimizer), {"made": []})["made"].append(place()[0])
+
+        @wrap(kind, "step")
+        def step(original, self, *args, **kwargs):
+            if run.steps:
+                run.made.setdefault(id(self.optimizer), {"made": []})["last"] = place()[0]
+            return original(self, *args, **kwargs)
+
+    watch_schedule(LRScheduler)
+    watch_schedule(ReduceLROnPlateau)
+    register_optimizer_step_pre_hook(steps.begin)
+    register_optimizer_step_post_hook(steps.end)

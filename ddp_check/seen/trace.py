@@ -1,10 +1,10 @@
 """What the script's lines compute: summaries of each value, and what it is made from."""
 
 import contextlib
+import inspect
 import os
 import sys
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,70 +13,40 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset
 
 from ..given.alike import keep_precise
-from ..notes import Collective, Value, Weights
+from ..notes import Collective, Seen
 from ..process import is_plain, wrap
 from ..script import FOLDER, UNKNOWN, own_file, own_lines, place
+from .sketch import sketch, summary
+from .trained import on_cpu
 
+LAYERS = "linear conv1d conv2d conv3d conv_transpose2d matmul __matmul__ mm bmm addmm baddbmm "
+LAYERS += "einsum batch_norm layer_norm group_norm scaled_dot_product_attention lstm gru"
+LAYERS = LAYERS.split()
 MANY_VALUES = 50  # of a line and step that are noted
-MANY_COLUMNS = 4096
 TORCH = os.path.dirname(torch.__file__)
 NOT_THE_SCRIPTS = tuple(
     os.path.join(TORCH, part) for part in ("optim", "utils/data", "nn/init", "nn/utils")
 )
 
 
-SIGNS = np.cos(np.arange(MANY_COLUMNS) * 1.618 + 0.5)
-
-
-def summary(tensor):
-    """To compare a tensor over processes: its shape; for each entry of its first three dimensions
-    a number by which it is told apart, its sum and its norm."""
-    if not torch.is_tensor(tensor) or isinstance(tensor, nn.Parameter):
-        return None
-    if tensor.layout != torch.strided or not is_plain(tensor) or not tensor.numel():
-        return None
-    shape, tensor = tuple(tensor.shape), torch.atleast_1d(tensor.detach())
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    dims = []
-    for d in range(min(3, tensor.dim())):
-        if tensor.shape[d] > MANY_COLUMNS and d:
-            dims.append(None)
-            continue
-        rows = tensor.movedim(d, 0).reshape(tensor.shape[d], -1)
-        rows = rows[:, :: rows.shape[1] // MANY_COLUMNS + 1].cpu().double().numpy()
-        finite = np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
-        sums = (finite if shape else rows).sum(1)
-        dims.append((finite @ SIGNS[: rows.shape[1]], sums, np.linalg.norm(finite, axis=1)))
-    return shape, dims
-
-
-def sums_of(tensor):
-    """[(norm, sum, shape)], the same in any order of the entries; [] of what has no numbers."""
-    if not tensor.is_floating_point() or tensor.is_meta or tensor.layout != torch.strided:
-        return []
-    tensor = tensor.detach().cpu().double()
-    return [(float(tensor.norm()), float(tensor.abs().sum()), tuple(tensor.shape))]
-
-
 def note_evaluation(run, module, line):
     """The buffers with which a module is evaluated: batch norm's averages are each rank's own."""
     number = run.nth("evaluation", run.steps, line)
-    if not run.is_single and number == 0 and run.nth("evaluations", line) < 20:
-        sums = {f"{type(module).__name__}.{name}": sums_of(b) for name, b in module.named_buffers()}
-        run.note(Weights(("evaluation", line, run.steps), sums))
+    if number == 0 and run.nth("evaluations", line) < 20:
+        buffers = [each for each in module.named_buffers() if each[1].is_floating_point()]
+        sketches = {f"{type(module).__name__}.{name}": sketch(on_cpu(b)) for name, b in buffers}
+        run.note(Seen("evaluation", line, type(module).__name__, 0, sketches))
 
 
-def note_value(run, kind, line, name, tree, made_from=(), **more):
+def note_value(run, kind, line, name, tree, made_from=(), **about):
     """Note it, and return its index."""
     leaves = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)][:8]
-    summaries, model = [None] * len(leaves), run.model
+    values = dict.fromkeys(range(len(leaves)))
     with run.quiet(), contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
-        summaries = [summary(leaf) for leaf in leaves]
+        values = {part: summary(leaf) for part, leaf in enumerate(leaves)}
     number = run.nth("value", run.steps, kind, line, name)
-    index = run.nth("values")
-    value = Value(kind, line, name, number, summaries, index, list(made_from), model=model, **more)
-    run.note(value)
+    index, about = run.nth("values"), about | {"model": run.model}
+    run.note(Seen(kind, line, name, number, values, index, list(made_from), about))
     for leaf in leaves:
         if is_plain(leaf) and not isinstance(leaf, nn.Parameter):
             leaf.compare_index = index
@@ -102,6 +72,8 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         name = getattr(function, "__name__", UNKNOWN)
+        if self.run.noise and name in LAYERS and is_plain(out) and out.is_floating_point():
+            out = self.noisy(out)
         if name == "all_reduce" and out is None:
             out = args[0]  # it is another value now
         if self.run.thread.quiet or self.run.thread.in_dataset:
@@ -115,6 +87,14 @@ class Trace(TorchFunctionMode):
             if torch.is_tensor(out) or isinstance(out, (tuple, list)):
                 self.see(name, out, args, kwargs)
         return out
+
+    def noisy(self, out):
+        """As another device, or another size of the batch, rounds it."""
+        seed = self.run.hash("noise", self.run.nth("noise"))
+        generator = torch.Generator(out.device).manual_seed(seed)
+        with self.run.quiet():
+            noise = inspect.unwrap(torch.randn)(out.shape, generator=generator, device=out.device)
+            return out * (1 + self.run.noise * noise.to(out.dtype))
 
     def see(self, name, out, args, kwargs):
         made_from = indices_in((args, kwargs))

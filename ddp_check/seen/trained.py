@@ -1,13 +1,13 @@
-"""What an optimizer trains, and how its tensors differ from one process's."""
+"""What an optimizer trains, and what none does."""
 
 import gc
+import re
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..notes import Difference
-from .trace import MANY_COLUMNS, SIGNS
+from .sketch import sketch
 
 
 def outer_modules():
@@ -56,7 +56,9 @@ class Trained:
                 self.owners.append(module)
                 for key, name in found.items():
                     self.names.setdefault(key, f"{type(module).__name__}.{name}")
-        self.owners.sort(key=lambda m: (type(m).__name__, len(list(m.parameters()))))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        order = {id(p): i for i, p in enumerate(parameters)}
+        self.owners.sort(key=lambda m: min(order.get(id(p), len(order)) for p in m.parameters()))
 
     def parameters(self, optimizer):
         found, number = {}, 0
@@ -68,32 +70,39 @@ class Trained:
                 found[name], number = p, number + 1
         return found
 
+    def named_owners(self):
+        """Several of one class get names of their own, in the optimizer's order."""
+        counts = {}
+        for owner in self.owners:
+            name = type(owner).__name__
+            counts[name] = counts.get(name, 0) + 1
+            yield name + "'" * (counts[name] - 1), owner
+
     def buffers(self):
         return {
-            f"{type(m).__name__}.{name}": b
-            for m in self.owners
-            for name, b in m.named_buffers()
-            if b.is_floating_point()
+            f"{of}.{name}": buffer
+            for of, owner in self.named_owners()
+            for name, buffer in owner.named_buffers()
+            if buffer.is_floating_point()
         }
 
     def modes(self):
-        """The names of modules in evaluation mode."""
-        names = [
-            f"{type(owner).__name__}.{name}"
-            for owner in self.owners
+        """{module: whether it is in training mode}"""
+        return {
+            f"{of}.{name}".rstrip("."): module.training
+            for of, owner in self.named_owners()
             for name, module in owner.named_modules()
-            if not module.training
-        ]
-        return names[:100]
+        }
 
 
 def settings_of(optimizer):
-    return [
-        (key, float(value))
-        for group in optimizer.param_groups
+    """{(group, name): number}"""
+    return {
+        (number, key): float(value)
+        for number, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
         if isinstance(value, (int, float)) or torch.is_tensor(value) and value.numel() == 1
-    ]
+    }
 
 
 def moments(optimizer, parameters):
@@ -104,23 +113,22 @@ def moments(optimizer, parameters):
     }
 
 
-def differ(one, other):
-    if one is None or other is None or one.shape != other.shape:
-        sizes = [0.0 if t is None else float(t.double().norm()) for t in (one, other)]
-        return Difference(max(sizes) * (sizes[0] != sizes[1]), *sizes, 0.0, sizes[1])
-    one, other = one.double().reshape(-1), other.double().reshape(-1)
-    if not (torch.isfinite(one).all() and torch.isfinite(other).all()):
-        same = torch.equal(torch.isfinite(one), torch.isfinite(other))
-        return Difference(float(not same), 1.0, 1.0, 0.0, 0.0)
-    dot, size = float(one @ other), float(one.norm())
-    mark = float(other[:MANY_COLUMNS] @ torch.from_numpy(SIGNS[: len(one)]))
-    ratio = dot / max(size**2, 1e-300)
-    return Difference(float((one - other).norm()), size, float(other.norm()), ratio, mark)
-
-
-def differ_in_any_order(one, other):
-    """A queue of features, as in MoCo, has the ranks' rows one rank after the other."""
-    found = differ(one, other)
-    if not found[0] or one.shape != other.shape:
-        return found
-    return min(found, differ(one.reshape(-1).sort().values, other.reshape(-1).sort().values))
+def others(trained, averages):
+    """Of what no optimizer trains, such as a teacher, an average, a bank: ({name: sketch}, {name:
+    the generator's state that has set it, as long as nothing else has})."""
+    found, drawn = {}, {}
+    for module in outer_modules():
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            is_known = id(tensor) in trained or re.search(averages, name)
+            if is_known or not tensor.is_floating_point() or tensor.is_meta:
+                continue
+            full = f"{type(module).__name__}.{name}"
+            found.setdefault(full, []).append(sketch(on_cpu(tensor), any_order=True))
+            state, version = getattr(tensor, "check_drawn", (None, None))
+            if version == tensor._version:
+                drawn[full] = state
+    for name, sketches in list(found.items()):  # several modules of one class have no order
+        del found[name]
+        for number, each in enumerate(sorted(sketches, key=lambda s: (s.shape, s.norm))):
+            found[name + "'" * number] = each
+    return found, drawn
