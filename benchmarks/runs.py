@@ -39,7 +39,8 @@ START = '\n\nif __name__ == "__main__":\n'
 ONE_BATCH = """
 class Images(torch.utils.data.Dataset):
     def __init__(self, count, side):
-        self.images, self.count = torch.rand(10, 3, side, side), count
+        self.images = torch.randint(256, (10, 3, side, side), dtype=torch.uint8)
+        self.count = count
 
     def __len__(self):
         return self.count
@@ -295,17 +296,20 @@ def train(path, n, flags, **options):
 
 
 def end_part():
-    """Say what was not measured. The status is 1 if a run has failed."""
+    """Say what was not measured. The status is 1 if there is anything."""
     sys.stderr.flush()
     for what, names in ("Failed", FAILED), ("No time was left for, or to finish", NO_TIME):
         if names:
             print(f"\n{what}:\n\n- " + "\n- ".join(names), flush=True)
-    sys.exit(1 if FAILED else 0)
+    sys.exit(1 if FAILED or NO_TIME else 0)
 
 
 def spread(values, digits):
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    """The median; of several values also the smallest and the largest."""
+    text = f"{statistics.median(values):.{digits}f}"
+    if len(values) > 1:
+        text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return text
 
 
 def row(*cells):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import Dataset, TensorDataset
@@ -36,6 +37,16 @@ SYSTEM_FOLDERS = {
 
 class FolderError(Exception):
     """Says in a line what is wrong with a folder."""
+
+
+def load_images(name, data_dir, image_size, colour, final=False):
+    """Training and test set: `synthetic`, one of torchvision's, stored in `data_dir`, or a folder.
+    With `colour`, grey images get three channels. `final`: see load_folder. Raises FolderError."""
+    if name == "synthetic":
+        return synthetic(10_000, image_size, 1), synthetic(2_000, image_size, 2)
+    if name in ("cifar10", "fashion-mnist"):
+        return in_turns(load_torchvision, name, data_dir, colour)
+    return load_folder(Path(name), side_before_crop(image_size), final)
 
 
 def load_folder(folder, side, final=False):
@@ -374,15 +385,43 @@ class PackedImages(Dataset):
 
 
 # ---- Images that fit on the device ---------------------------------------------------------------
-def load_torchvision(name, folder, train, colour):
-    """CIFAR-10 or Fashion-MNIST as two tensors, (N, C, H, W) and (N). With `colour`, grey images
-    get three channels."""
+def in_turns(load, *args):
+    """What `load` returns. Rank 0 calls it first, as it may download; then one process of each
+    other machine, which may have a disk of its own; then the rest. All try, before one that finds
+    no data says so."""
+    if not dist.is_initialized():
+        return load(*args)
+    if dist.get_rank() == 0:
+        my_turn = 0
+    else:
+        my_turn = 1 if dist.get_node_local_rank(0) == 0 else 2
+    failure = None
+    for turn in range(3):
+        if turn == my_turn:
+            try:
+                loaded = load(*args)
+            except FolderError as error:
+                failure = error
+        dist.barrier()  # all ranks wait here for each other
+    if failure:
+        raise failure
+    return loaded
+
+
+def load_torchvision(name, folder, colour):
+    """Training and test set of CIFAR-10 or Fashion-MNIST. With `colour`, grey images get three
+    channels."""
     kind = {"cifar10": datasets.CIFAR10, "fashion-mnist": datasets.FashionMNIST}[name]
     try:
-        dataset = kind(folder, train, download=True)
+        parts = [kind(folder, train, download=True) for train in (True, False)]
     except (OSError, RuntimeError) as error:
         says = f"no download ({str(error).splitlines()[0]})"
         raise FolderError(f"{says}: put the files into --data-dir {folder}") from error
+    return [as_tensors(part, colour) for part in parts]
+
+
+def as_tensors(dataset, colour):
+    """A data set of torchvision as two tensors, (N, C, H, W) and (N)."""
     images = torch.as_tensor(dataset.data)  # (N, H, W) or (N, H, W, C)
     images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
     if colour:
@@ -402,7 +441,22 @@ def synthetic(count, side, seed):
     return TensorDataset(images.add_(patterns[labels]), labels)
 
 
-# ---- Random crops, on the device -----------------------------------------------------------------
+# ---- Crops, on the device ------------------------------------------------------------------------
+def crop(images, size, at_random):
+    """Images (N, C, H, W) as squares of `size`: of the middle, or at random, and half of them
+    flipped. They are resized before, so that a crop shows most of the image."""
+    # Smaller ones are enlarged to `size`, larger ones reduced to what a crop needs.
+    shorter = min(images.shape[2:])
+    side = min(max(shorter, size), side_before_crop(size))
+    if shorter != side:
+        images = v2.functional.resize(images, side)  # with antialias
+    if at_random:
+        images = random_crops(images, [size, size])
+    elif list(images.shape[2:]) != [size, size]:
+        images = v2.functional.center_crop(images, [size, size])
+    return images.contiguous(memory_format=torch.channels_last)
+
+
 def random_crops(images, size):
     """A random part of each image (N, C, H, W), resized to `size` (H, W); half are flipped."""
     count, device = len(images), images.device

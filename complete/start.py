@@ -3,7 +3,7 @@ load the data, and the weights that the run starts from.
 
 torchrun starts a process for each GPU. Each is called a rank, after its number. All ranks call the
 functions of this file together, as most of them communicate: all that end in `on_all_ranks`, and
-join, in_turns, compare_ranks, find_start and load_weights.
+join, compare_ranks, find_start, load_weights and try_model.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -22,8 +23,10 @@ import torch
 import torch.distributed as dist
 from checkpoint import FileError, Start, check_file, dataset_name, find_run, read_weights
 from images import FolderError
+from loaders import check_temporary_folder, seed_everything
+from torch import nn
 from torch.func import functional_call
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from torchvision import models
 from torchvision.datasets import DatasetFolder
 
@@ -59,8 +62,9 @@ def cores():
     return max(1, count // from_environment("LOCAL_WORLD_SIZE", 1))
 
 
-def join(args):
-    """Join the other processes, and print who is where. Returns this process's device."""
+def join(args, check_flags, uses_float16):
+    """Join the other processes, print who is where, and refuse flags that differ between them, or
+    are wrong. Returns this process's device."""
     refuse_on_all_ranks(check_launch(args))
     rank = from_environment("RANK", 0)  # number of this process: 0, 1, ... over all machines
     local_rank = from_environment("LOCAL_RANK", 0)  # 0, 1, ... on this machine
@@ -90,6 +94,9 @@ def join(args):
         backend = " ".join([dist.get_backend(), ".".join(map(str, nccl))]).strip()
         print(f"torch {torch.__version__}, backend {backend}")
         print(*reports, sep="\n", flush=True)
+    compare_ranks(args, uses_float16(args))
+    refuse_on_all_ranks(check_flags(args))
+    refuse_on_all_ranks(check_temporary_folder() if args.workers > 0 else "")
     return device
 
 
@@ -162,29 +169,6 @@ def call_on_all_ranks(function, *args):
     return value
 
 
-def in_turns(load, *args, **options):
-    """What `load` returns. Rank 0 calls it first, as it may download; then one process of each
-    other machine, which may have a disk of its own; then the rest. All try, before one that finds
-    no data says so."""
-    if not dist.is_initialized():
-        return load(*args, **options)
-    if dist.get_rank() == 0:
-        my_turn = 0
-    else:
-        my_turn = 1 if from_environment("LOCAL_RANK", 0) == 0 else 2
-    failure = None
-    for turn in range(3):
-        if turn == my_turn:
-            try:
-                loaded = load(*args, **options)
-            except FolderError as error:
-                failure = error
-        dist.barrier()  # all ranks wait here for each other
-    if failure:
-        raise failure
-    return loaded
-
-
 # ---- Do all ranks mean the same run? -------------------------------------------------------------
 def compare_ranks(args, float16):
     """Refuse ranks that were started with different flags or code, and GPUs for which --amp means
@@ -214,9 +198,21 @@ def flag(name):
 
 
 # ---- The data ------------------------------------------------------------------------------------
-def load_on_all_ranks(args, load_data):
-    """What load_data returns, and the identity of the data. Refuses a rank that finds no data, too
-    few, or others than rank 0. --evaluate needs no training set."""
+@dataclass
+class Data:
+    """What load_data returns, and the identity of the data: see `identify`."""
+
+    train_set: Dataset | None
+    test_set: Dataset
+    classes: int
+    identity: dict
+    part: str  # of the data that gives the scores: val, or test
+
+
+def load_on_all_ranks(args, load_data, start, device):
+    """The Data. Refuses a rank that finds none, too few, or others than rank 0, and those that do
+    not belong to `start`. --evaluate needs no training set."""
+    seed_everything("data", args.seed, device=device)  # all ranks make the same random split
     train_set, test_set, classes = call_on_all_ranks(load_data, args)
     problem, world_size = "", dist.get_world_size()
     if not args.evaluate and len(train_set) < args.batch_size:
@@ -231,7 +227,8 @@ def load_on_all_ranks(args, load_data):
             differ = difference(rank_0, other, " on rank 0", f" on rank {rank}")
             if differ:
                 refuse_on_all_ranks(f"the ranks have different data: {differ}")
-    return train_set, test_set, classes, identity
+    check_data_on_all_ranks(args, start, identity)
+    return Data(train_set, test_set, classes, identity, part_of(test_set))
 
 
 def part_of(test_set):
@@ -385,8 +382,8 @@ def find_start(args, may_change):
     if not args.evaluate:
         start = call_on_all_ranks(find_run, args, may_change)
         at = f"epoch {start.progress.epoch}, step {start.progress.step}"
-        found = {"the checkpoint in --output": at if start.is_resumed else "none"}
-        compare_on_all_ranks(found, "put --output on a disk that all machines share")
+        checkpoint = {"the checkpoint in --output": at if start.is_resumed else "none"}
+        compare_on_all_ranks(checkpoint, "put --output on a disk that all machines share")
         if start.is_resumed:
             return start
         version = start.version
@@ -428,6 +425,20 @@ def read_pretrained(name):
     return Start("--pretrained", model.state_dict(), normalization=normalization)
 
 
+def build_on_all_ranks(args, build_model, inputs, classes, start, device):
+    """The model on the device, with the first weights, if any. Refuses weights
+    that do not fit, and a model that cannot be trained on `inputs`, a batch."""
+    seed_everything("weights", args.seed, device=device)
+    model = build_model(args, inputs, classes)
+    # Other classes than the weights': a new last layer.
+    load_weights(model, start, new_head=args.pretrained and not args.evaluate)
+    if args.sync_bn:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model.to(device)
+    try_model(model, inputs)
+    return model
+
+
 def load_weights(model, start, new_head):
     """Load the first weights, if any, into rank 0's model, and forget them. With `new_head` the
     last layer may have another shape, and stays random then. Refuses weights that do not fit."""
@@ -440,10 +451,10 @@ def load_weights(model, start, new_head):
 
 def load_fitting(model, weights, file, new_head):
     """Load what fits. Returns why it is too little, or ""."""
-    own = model.state_dict()
-    fitting = {name: w for name, w in weights.items() if name in own and w.shape == own[name].shape}
+    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+    fitting = {name: weight for name, weight in weights.items() if weight.shape == shapes.get(name)}
     misfits = [name for name in weights if name not in fitting]
-    random = [name for name in own if name not in fitting]
+    random = [name for name in shapes if name not in fitting]
     head = next(reversed(weights), "").rpartition(".")[0]  # the last layer's name, such as "fc"
     only_head = all(name.startswith(f"{head}.") for name in misfits)
     if only_head and (new_head or not random):
@@ -452,7 +463,7 @@ def load_fitting(model, weights, file, new_head):
             print(f"{file}: new and random are {', '.join(random)}", flush=True)
         return ""
     if only_head and misfits:
-        remedy = "new_head=not args.evaluate, in train.py's main, trains a new last layer"
+        remedy = "new_head=not args.evaluate, in start.py, trains a new last layer"
         return f"{file}: {misfits[0]} has another shape here (other classes?): {remedy}"
     return f"{file} is not of this model: {', '.join([*misfits, *random][:6])}"
 

@@ -75,7 +75,7 @@ def watching(process):
     where.start()
     if process.rank == 0:
         sys.stdout, sys.stderr = Tee(process, sys.stdout), Tee(process, sys.stderr)
-    wrap(os, "_exit")(functools.partial(before_exit, process))
+    wrap(os, "_exit")(functools.partial(before_exit, process, ended))
     draws.seed_all(0)
     faulthandler.enable()  # a crash prints its lines
     try:
@@ -95,8 +95,8 @@ def watching(process):
         where.join()
 
 
-def before_exit(process, original, status):
-    if os.getpid() == process.pid:
+def before_exit(process, ended, original, status):
+    if os.getpid() == process.pid and not ended.is_set():
         process.end(f"os._exit({status})" if status else "its end")
     original(status)
 

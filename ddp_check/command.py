@@ -44,7 +44,7 @@ def check(args, folder, janitor=None):
     from .compare.batches import loaders_per_process
     from .compare.judge import judge
     from .notes import Finding, Said
-    from .runs import BothRuns
+    from .runs import BothRuns, remove_notes
 
     layout, scaled = "turns", {}
     while True:
@@ -66,9 +66,7 @@ def check(args, folder, janitor=None):
                 return result, runs.seconds
             layout = "blocks"
         scaled = found or scaled
-        for file in os.listdir(folder):
-            if file != "made":  # of downloads
-                os.remove(os.path.join(folder, file))
+        remove_notes(folder)
 
 
 def main(words=None):

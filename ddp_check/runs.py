@@ -92,6 +92,7 @@ class BothRuns:
                 if os.path.exists(f"{self.folder}/spawns") and not self.spawns:
                     self.spawns = True  # start again, and leave that to the script
                     self.stop([process for of_run in running.values() for process in of_run])
+                    remove_notes(self.folder)
                     return self.run_both()
                 one = self.notes("one")[0]
                 if not os.path.exists(f"{self.folder}/one.draws"):
@@ -172,6 +173,12 @@ class BothRuns:
             show_failure(side, self.folder, name, failed)
         self.seconds[side] = round(time.monotonic() - began, 1)
         print(f"ddp_check: {side}: {self.seconds[side]:.0f} s", file=sys.stderr, flush=True)
+
+
+def remove_notes(folder):
+    for name in os.listdir(folder):
+        if name != "made":  # of downloads
+            os.remove(f"{folder}/{name}")
 
 
 def refusal(folder, flags):

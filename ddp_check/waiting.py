@@ -8,9 +8,11 @@ import time
 
 from .child import SPAWNS
 from .notes import Notes
+from .script import FOLDER
 
 SILENT = 5  # seconds without a sign of life from a process, which has one each second: it is busy
 LONGEST = 10  # times --wait
+LINES = 40  # of what a process has printed
 
 
 class Waiting:
@@ -42,7 +44,7 @@ class Waiting:
                 )
                 return {}
         statuses = {rank: process.poll() for rank, process in enumerate(processes)}
-        return {rank: status for rank, status in statuses.items() if status not in (0, SPAWNS)}
+        return {rank: s for rank, s in statuses.items() if s not in (None, 0, SPAWNS)}
 
     def are_done(self):
         """All have made --steps."""
@@ -81,9 +83,11 @@ def show_failure(side, folder, name, failed):
     rank = ([rank for rank in failed if "Connection" not in ends[rank]] or list(failed))[0]
     text, status = open_text(f"{folder}/{name}.{rank}.log"), failed[rank]
     text = re.sub("Extension modules: .*", "", text)  # of a C++ abort
-    text = "\n".join(line.rpartition("\r")[2] for line in text.splitlines())[-2500:]
+    text = re.sub(rf'  File "{re.escape(FOLDER)}.*\n(    .*\n)*', "", text)  # our own frames
+    lines = [line.rpartition("\r")[2] for line in text.splitlines()][-LINES:]
     how = f"exit status {status}"
     if status < 0:
         how = f"killed by {signal.Signals(-status).name}"
         how += ": is there too little memory?" * (status == -signal.SIGKILL)
-    print(f"ddp_check: {side}: rank {rank} failed ({how}); it printed:\n{text}", file=sys.stderr)
+    print(f"ddp_check: {side}: rank {rank} failed ({how}); it printed:", file=sys.stderr)
+    print("\n".join(lines), file=sys.stderr, flush=True)

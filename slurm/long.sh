@@ -217,7 +217,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" -ge $((3 * lives)) ]; then # preemptions, and n
     end "started $SLURM_RESTART_COUNT times: look why, then submit it again with --output $folder"
 fi
 if scontrol show job "$id" | grep -q Requeue=0; then
-    end "Slurm may not requeue this job: ask your administrator, or edit the job file"
+    end "Slurm may not requeue this job: submit ddp_torchrun.sh several times (slurm/README.md)"
 fi
 claim_folder
 echo "long.sh: life $(wc -l < "$job") of $lives, in $folder, on $SLURM_JOB_NODELIST, $(date)"

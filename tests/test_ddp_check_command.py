@@ -168,7 +168,7 @@ def test_bad_start(user):
 ENDS = {
     "exit": (0, ["2 steps on one process and on 2: nothing WRONG"], ""),
     "os._exit": (0, ["2 steps on one process and on 2: nothing WRONG"], ""),
-    "fails": (2, ["rank 0 failed", "ValueError: gone: é中"], "raise ValueError"),
+    "fails": (0, ["rank 1 failed", "ValueError: gone: é中", "look   end"], "raise ValueError"),
     "killed": (2, ["rank 0 failed (killed by SIGKILL: is there too little memory?)"], ""),
     "hangs": (1, ["nothing new for 6 s; if it is only slow, --wait 30"], "time.sleep(1000)"),
     "busy": (0, ["6 steps on one process and on 2: nothing WRONG"], ""),

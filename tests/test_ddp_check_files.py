@@ -156,6 +156,7 @@ for i in range(9): torch.save(i, "out/new.pt"); os.replace("out/new.pt", f"out/{
 for i in range(9): open("out/x", "x").close(); os.rename("out/x", "out/y"); os.remove("out/y")
 os.makedirs("a/b/c"); open("a/b/c/d", "w").close(); os.rename("a", "e"); shutil.rmtree("e/b")
 os.makedirs("a/b"); open("a/b/c", "w").close(); shutil.copytree("a", "out/a"); shutil.move("a", "z")
+import socket; socket.socket(socket.AF_UNIX).bind("s"); os.remove("s")
 os.symlink("data.bin", "link"); os.remove("link"); os.symlink("out", "link"); open("link/new", "w")
 os.link("data.bin", "link"); os.rename("link", "x")
 os.open("new", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600); assert os.stat("new").st_mode & 1 == 0

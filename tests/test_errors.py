@@ -237,7 +237,7 @@ def test_what_augment_cannot(monkeypatch, capsys, images, labels):
 
 # ---- What fails in training ----------------------------------------------------------------------
 FAULT = """
-add("--fault")
+parser.add_argument("--fault")
 plain, plain_loss = build_optimizer, loss_function
 def build_optimizer(args, model, steps):
     done.clear()

@@ -60,7 +60,10 @@ SQUEUE = """
 echo "squeue $* $SLURM_TIME_FORMAT" >> calls
 if [ "$(grep -c "^squeue" calls)" -le "${SILENT:-0}" ]; then exit 1; fi
 case $* in
-    *PreemptTime*) echo "${PREEMPTED:-N/A}  1000" ;; # the life has begun at 1000
+    *PreemptTime*) # the life has begun at 1000
+        if [ "$SLURM_TIME_FORMAT" != %s ]; then exit 1; fi
+        echo "${PREEMPTED:-N/A}  1000"
+        ;;
     *%l*) echo 1-00:00:00 ;;
     *) printf "%s\\n" $UNFINISHED ;;
 esac
@@ -372,6 +375,32 @@ def test_full_disk(run):
         assert "runs/77/job cannot be written" in done.log
     finally:
         subprocess.run(["umount", "runs/77"], check=True)
+
+
+def test_data_on_each_node(run):
+    """The page's lines, on a disk whose name has a space; a broken archive does not train."""
+    for part in "train", "test":
+        Path("my_images", part).mkdir(parents=True)
+    subprocess.run("tar -cf my_images.tar -C my_images train test", shell=True, check=True)
+    page = (SLURM / "clusters.md").read_text()
+    [lines] = re.findall(r"^```bash\n(data=.*\nsrun .*\n)```$", page, re.M)
+    lines = replaced(lines, "/shared/my_images.tar", "my_images.tar")
+    edit(
+        "slurm/long.sh",
+        "# module load conda",
+        f"{lines}#",
+        "train.py)",
+        'train.py --dataset "$data")',
+    )
+    disk = Path("a disk").resolve()
+    disk.mkdir()
+    done = run("long", SLURM_TMPDIR=str(disk))
+    images = Path(done.words[done.words.index("--dataset") + 1])
+    assert done.status == 0 and images.is_relative_to(disk), done.log
+    assert sorted(path.name for path in images.iterdir()) == ["test", "train"]
+    Path("my_images.tar").write_bytes(b"?" * 2000)
+    done = run("long", SLURM_TMPDIR=str(disk))
+    assert done.status and not done.words, done.log
 
 
 # ---- where.sh

@@ -229,7 +229,10 @@ def check(job, *flags, nodes=1, gres=True, whole=False):
 # ---- What the files start
 
 
-def test_each_file_starts_once_per_node(kind, clone):
+def test_each_file_starts_once_per_node(kind, clone, monkeypatch):
+    """In a login shell, which knows `module`."""
+    monkeypatch.setenv("HOME", str(clone))
+    Path(".bash_profile").write_text("export PROFILE=read\n")
     gres = kind != "no gres"
     for name in [] if gres else STARTS:  # "if sinfo -o %G shows none, delete this line"
         edit(f"slurm/{name}.sh", "#SBATCH --gres", "# no gres: ")
@@ -237,6 +240,7 @@ def test_each_file_starts_once_per_node(kind, clone):
     two = [Job(name, options=["--nodes=2"]) for name in SEVERAL]
     for job in jobs:
         check(job.ended(), "--lr", "a b", nodes=NODES[job.name], gres=gres)
+        assert job.starts()[0][2]["PROFILE"] == "read"
     for job in two:
         check(job.ended(), nodes=2, gres=gres)
 
@@ -511,18 +515,19 @@ def test_repairs_of_the_page(kind, clone):
 
 
 @on("plain")
-def test_a_header_for_a_cluster(kind, clone):
+def test_a_header_for_a_cluster(kind, clone, monkeypatch):
     """The page's commands change all files; their results are on scratch."""
     [code] = re.findall(r"^```sh\n(account=(?:.*\n)*?)```$", PAGES, re.M)
     code = replaced(code, "partition=gpu type", "partition=all type", "a100", "h1")
-    command("bash", "-c", code.replace("scratch=/scratch", "scratch=$PWD/scratch"))
+    command("bash", "-c", replaced(code, "scratch=/scratch", f"scratch={clone.parent}"))
     text = Path("slurm/single.sh").read_text()
     assert "\n#SBATCH --account=ml101 --partition=all # EDIT" in text and "gres=gpu:h1:1 " in text
     for path in Path("slurm").glob("*.sh"):  # these GPUs have no type
         edit(path, "gres=gpu:h1:", "gres=gpu:") if path.stem != "where" else None
+    monkeypatch.setenv("USER", "me")
     jobs = [Job(name).ended() for name in ("single", "long")]
     for job in jobs:
-        assert f"{os.getcwd()}/scratch/root/runs/{job.number}" in job.starts()[0][0]
+        assert f"{clone.parent}/me/runs/{job.number}" in job.starts()[0][0]
         assert job.show("Partition") == "all" and job.show("Account") == "ml101"
 
 
@@ -627,11 +632,15 @@ def test_real_scripts_beyond_a_time_limit(kind, real):
     ranks = [line[:12] for line in lines if "RANK=" in line]
     assert ranks == ["RANK=0 node0", "RANK=1 node1"], lines
     command("scontrol", "update", f"job={copy.number}", "endtime=now+300")  # USR1 within 30 s
-    helpers.run("complete/train.py", *images, "--epochs", 1, "--output", "runs/quiet", processes=2)
-    helpers.run("torchrun", *small, "--output", "runs/small", processes=1)
-    for job in [*jobs, copy]:
-        job.wait_for("DUE TO JOB REQUEUE")
-        command("scontrol", "update", f"job={job.number}", "timelimit=60")  # of its next life
+    waiting = [*jobs, copy]
+
+    def extend():  # the limit of each one's next life, as soon as it waits for it
+        for job in [job for job in waiting if "DUE TO JOB REQUEUE" in job.log()]:
+            command("scontrol", "update", f"job={job.number}", "timelimit=60")
+            waiting.remove(job)
+        return not waiting or all(job.over() for job in waiting)
+
+    assert wait_until(extend, LIMIT, 0.2) and not waiting, waiting[0].log()
     for job in jobs:  # a life more, if the next one has begun before its limit was set
         wait_until(job.over, LIMIT, 0.1)
         job.ended(restarts=max(1, int(job.show("Restarts"))))
@@ -639,6 +648,8 @@ def test_real_scripts_beyond_a_time_limit(kind, real):
         assert re.search(continued, job.log().partition("DUE TO JOB REQUEUE")[2], re.M), job.log()
     assert torchrun.log().count("epoch 0:") == torchrun.log().count("epoch 1:") == 1
     assert re.search("0 epochs and [12] steps are done", copy.ended(restarts=1).log()), copy.log()
+    helpers.run("complete/train.py", *images, "--epochs", 1, "--output", "runs/quiet", processes=2)
+    helpers.run("train_ddp_torchrun.py", *small, "--output", "runs/small", processes=1)
     for number, undisturbed in (copy.number, "quiet"), (torchrun.number, "small"):
         torch.testing.assert_close(weights(number), weights(undisturbed), rtol=0, atol=0)
 

@@ -50,7 +50,7 @@ def judge(one, ranks, tolerance, again=None):
     if steps:
         differences, largest = find_all(one, ranks, tolerance, again)
         found += differences
-    if len(set(counts)) > 1 or len(set(ends)) > 1:
+    if len(set(counts)) > 1 or len(set(ends)) > 1 or ends[0] not in ("its end", "--steps"):
         found.append(about_ends(one, ranks, counts, ends, found))
     for rule in RULES:
         try:
@@ -69,12 +69,13 @@ def judge(one, ranks, tolerance, again=None):
 
 
 def about_ends(one, ranks, counts, ends, found):
-    """They have made other numbers of steps, or ended otherwise."""
-    steps, more = min(counts), []
-    due = any(f.what == "epoch" and f.verdict == "look" for f in found)
-    text = f"{counts[0]} steps on one process, then {ends[0]}; {counts[1:]} on the ranks, then "
-    text += "; ".join(ends[1:])
+    """They have made other numbers of steps, or ended otherwise; or all by the same error."""
+    steps, due = min(counts), any(f.what == "epoch" and f.verdict == "look" for f in found)
+    is_same = len(set(counts)) == 1 and ends[0] in ends[1:]  # the script's, not of data parallelism
+    text, *more = [f"{count} steps, then {end}" for count, end in zip(counts, ends)]
+    more = [f"rank {rank}: {line}" for rank, line in enumerate(more)]
     extra = [notes[Step][steps][1] for notes in (one, *ranks) if len(notes[Step]) > steps]
     for line in [extra[0].line, *extra[0].callers] if extra and steps else []:
         more += [f"in the loop of {source(loop)}" for loop in loops_around(line)]
-    return Finding("look" if due else "WRONG", "end", steps, text, more=more)
+    verdict = "look" if due or is_same else "WRONG"
+    return Finding(verdict, "end", steps, f"one process: {text}", more=more)

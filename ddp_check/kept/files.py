@@ -70,6 +70,7 @@ class Guard:
             "os.mkdir": lambda path, mode, folder: self.note(full(path, folder), ""),
             "os.symlink": lambda old, path, folder: self.note(full(path, folder)),
             "os.link": self.before_link,
+            "socket.bind": self.before_bind,
             "subprocess.Popen": lambda program, words, *_: self.say_program(words or program),
             "os.system": self.say_program,
             "os.posix_spawn": lambda program, words, _: self.say_program(words),
@@ -174,6 +175,10 @@ class Guard:
     def before_link(self, old, new, old_folder, new_folder):
         is_users = not self.made.owns(full(old, old_folder))
         self.note(full(new, new_folder), kind="link" if is_users else "")
+
+    def before_bind(self, socket, address):
+        if isinstance(address, (str, bytes)) and os.fsdecode(address)[:1] != "\0":
+            self.note(full(address))  # of AF_UNIX: the system makes a file
 
     def say_program(self, words):
         """If the script's own line starts it, by Python's library or not."""
