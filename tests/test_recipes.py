@@ -123,10 +123,10 @@ def metrics(sums):
 
 
 @pytest.mark.slow
-def test_frozen_layers_profile_and_loss_terms(data):
+def test_frozen_layers_and_profile(data):
     """Only the head is trained, and batch norm keeps its statistics. Each rank's trace has three
-    steps, and the loader. The terms of the loss add up."""
-    titles = ["Frozen layers", "A profile", "A second loss term", "Deterministic runs on a GPU"]
+    steps, and the loader."""
+    titles = ["Frozen layers", "A profile", "Deterministic runs on a GPU"]
     path = pasted(*titles, "Small networks", more=DETERMINISTIC)  # which changes --compile
     flags = ["--dataset", data / "pictures", *SHORT, "--batch-size", 4, "--workers", 1]
     flags += ["--model", "resnet18", "--epochs", 1, "--output", "out"]
@@ -138,9 +138,6 @@ def test_frozen_layers_profile_and_loss_terms(data):
         [trace] = [path.read_text() for path in Path("out").glob(f"rank{rank}.*.pt.trace.json")]
         steps = {int(step) for step in re.findall(r'"ProfilerStep#(\d+)"', trace)}
         assert steps == {21, 22, 23} and "enumerate(DataLoader)" in trace
-    [row] = metrics("out")
-    assert row["test_loss"] == pytest.approx(row["test_ce"] + row["test_penalty"])
-    assert row["test_penalty"] > 0 and row["test_accuracy"] <= 1
 
 
 # ---- Losses, scores, classes ---------------------------------------------------------------------
