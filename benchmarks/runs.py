@@ -39,7 +39,8 @@ START = '\n\nif __name__ == "__main__":\n'
 ONE_BATCH = """
 class Images(torch.utils.data.Dataset):
     def __init__(self, count, side):
-        self.images, self.count = torch.rand(10, 3, side, side), count
+        self.images = torch.randint(256, (10, 3, side, side), dtype=torch.uint8)
+        self.count = count
 
     def __len__(self):
         return self.count

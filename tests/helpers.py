@@ -185,10 +185,11 @@ def start_runs(name, runs, processes=None, more="", gpus=None, **environment):
     processes = COUNTS[name] if processes is None else processes
     every, own = [{}], [[]]
     if path.name == "train_ddp_spawn.py":
-        own = [["--nproc-per-node", processes]]
+        meet = f"tcp://127.0.0.1:{free_port()}"
+        own = [["--nproc-per-node", processes, "--init-method", meet]]
     elif path.name == "train_ddp_multigpu_proc.py":  # one process a machine
         place = ["--init-method", f"tcp://127.0.0.1:{free_port()}", "--nnodes", processes]
-        own = [[*place, "--node-rank", rank] for rank in range(processes) if processes > 1] or own
+        own = [[*place, "--node-rank", rank] for rank in range(processes)]
     elif path.name not in ("train_single.py", "train_dp.py"):
         every = places(processes, gpus)
     ports, jobs = [free_port() for _ in runs], []

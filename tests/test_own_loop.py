@@ -1,7 +1,5 @@
 """own_loop/: before.py is a loop on one GPU; after.py is the same on any number of processes."""
 
-import itertools
-import os
 import random
 import re
 import runpy
@@ -87,8 +85,7 @@ def check_same(a, b, **tolerance):
 def test_same_text():
     """What DDP does not change is the same in both files."""
     assert compare(OWN) == []
-    added = definitions(OWN[1]).keys() - definitions(OWN[0]).keys()
-    assert added == {"check_start", "check_same", "check_parent"}
+    assert definitions(OWN[1]).keys() == definitions(OWN[0]).keys()
 
 
 ORDER = """
@@ -140,14 +137,11 @@ def test_processes():
     check_same(last("whole"), last("killed"), rtol=1e-3, atol=1e-4)
 
 
-# A buffer that rank 0 alone has would end a run in which DDP sends buffers.
 TELLS = """
 class Tells(WideUNet):
     def train(self, mode=True):
         if mode:
             print("seed", torch.initial_seed(), flush=True)
-            if os.environ["RANK"] == "0":
-                self.head.register_buffer("seen", torch.ones(7), persistent=False)
         return super().train(mode)
 
 def UNet():
@@ -157,8 +151,7 @@ def UNet():
 
 def test_batch_norm():
     """With batch norm and augmentation, which differ by rank: all evaluate rank 0's average of the
-    weights, each image once, and that is what best.pt has. Rank 0 alone prints. No buffer is sent
-    in a step."""
+    weights, each image once, and that is what best.pt has. Rank 0 alone prints."""
     text = done(after("out", "--epochs", 2, more=FEW + TELLS))
     assert len(set(re.findall(r"^seed (\d+)", text, re.M))) == 2 * 2
     assert text.count("epoch 1:") == 1 and "destroy_process_group" not in text
@@ -276,47 +269,35 @@ def test_files(name):
         resume(2)
 
 
-def test_orphan(monkeypatch):
-    """A rank whose torchrun is gone ends with its epoch, and does not write."""
-    monkeypatch.setattr(os, "getppid", itertools.count().__next__)  # another one each time
-    with pytest.raises(SystemExit, match="torchrun is gone"):
-        alone(AFTER, "--epochs", 1, "--output", "out")
-    assert helpers.files("out") == []
-
-
-def test_refusals(capsys):
+def test_refusals():
     """Nothing is overwritten without --resume; each refusal names its flag or what to do."""
-
-    def refusal(by, name, *flags, **place):
-        with pytest.raises(SystemExit) as error:
-            by(name, "--workers", 0, *flags, more="", **place)
-        return f"{error.value} {capsys.readouterr().err}"
-
     Path("out").mkdir()
     Path("out", "best.pt").touch()
-    for by, name in (here, BEFORE), (alone, AFTER):
-        for flags in ["--output", "out"], ["--output", "out", "--resume"]:
-            assert "out has a run: --resume (needs last.pt)" in refusal(by, name, *flags)
-        big = refusal(by, name, "--batch-size", 2001, "--output", "big")
-        assert "--batch-size: there are only 2000 images" in big
-    for place in {}, {"RANK": 0}:
-        assert "torchrun --standalone" in refusal(here, AFTER, **place)
-    odd = refusal(alone, AFTER, "--batch-size", 13, "--output", "odd", WORLD_SIZE=2)
-    assert "--batch-size must be a multiple of the 2 processes" in odd
+    for flags in [], ["--resume"]:
+        for jobs in before("out", *flags), after("out", *flags, processes=1):
+            assert "out has a run: --resume (needs last.pt)" in done(jobs, 2)
+    with pytest.raises(KeyError) as error:
+        here(AFTER, RANK=0)
+    assert "Start it with torchrun" in str(error.traceback[-2].statement)
+    text = done(after("odd", "--batch-size", 13), status=1)
+    assert text.count("--batch-size must be a multiple of the 2 processes\n") == 2
     assert helpers.files("out") == ["best.pt"] and not Path("odd").exists()
 
 
 @pytest.mark.slow
 def test_machines_that_differ():
-    """Ranks with other flags, or that find other checkpoints, end in a line, instead of hanging."""
-    more = FEW + "sys.argv += ['--batch-size', ['12', '6'][int(os.environ['RANK'])]]\n"
-    text = done(after("other", "--epochs", 1, more=more), status=1)
-    assert "the ranks differ in their flags: [[1, 12, " in text and not epochs(text)
-    alone(AFTER, "--epochs", 1, "--output", "0/out")
+    """All ranks have rank 0's flags, and its answer to whether there is a run to continue; one that
+    cannot read that run ends."""
+    more = FEW + "if os.environ['RANK'] == '1': sys.argv += '--epochs 9 --output mine'.split()\n"
+    text = done(after("out", "--epochs", 1, "--resume", more="import sys\n" + more))
+    assert [*epochs(text)] == [0] and not Path("mine").exists()
+    more += "if os.environ['RANK'] == '1': sys.argv.remove('--resume')\n"
+    text = done(after("out", "--epochs", 2, "--resume", more="import sys\n" + more))
+    assert [*epochs(text)] == [1]
     Path("1").mkdir()
-    more = FEW + "os.chdir(os.environ['RANK'])\n"
-    text = done(after("out", "--epochs", 2, "--resume", more=more), status=1)
-    assert "use a shared disk" in text and not epochs(text)
+    more = FEW + "if os.environ['RANK'] == '1': os.chdir('1')\n"
+    statuses, text = helpers.finish(after("out", "--epochs", 3, "--resume", more=more))
+    assert 0 not in statuses and "No such file or directory: 'out/last.pt'" in text
 
 
 EMULATED = """

@@ -3,6 +3,7 @@ what users type."""
 
 import re
 import shutil
+import socket
 from pathlib import Path
 
 import helpers
@@ -21,10 +22,9 @@ from helpers import (
     same,
     some_fast,
     together,
-    wait_for,
     wait_until,
 )
-from same_text import GROUPS, compare, definitions, shared_loops
+from same_text import GROUPS, compare, definitions, script_path, shared_loops
 from torchvision import datasets
 
 DISTRIBUTED, BY_TORCHRUN = SMALL[2:], ["ddp_torchrun", "fsdp2"]
@@ -109,8 +109,9 @@ def test_one_run(single):
     """The losses of train_single.py, from the beginning, on two processes or machines."""
     for name in SMALL[1:]:
         text = run(name, name, "--epochs", 1)
-        found = f"640 training images, 203 test images\n10 classes: {list('0123456789')}\n"
-        assert text.count(f"{found}starts with epoch 0\n") == 1, text
+        found = "640 training images, 203 test images, 10 steps per epoch\n10 classes: "
+        found += f"{list('0123456789')}\nstarts with epoch 0, lr 0.03\n"
+        assert text.count(found) == 1, text
         agree(text, single[1])
         assert weights(name).keys() == weights(single[0]).keys()
 
@@ -125,25 +126,32 @@ def test_one_run_resumed(single):
     shutil.copytree(folder, "single")
     for name, other in zip(SMALL, [*SMALL[1:], "single"]):
         text = run(name, other, "--epochs", 2, "--resume", processes=3 if name == "fsdp2" else None)
-        assert list(epochs(text)) == [1] and text.count("starts with epoch 1\n") == 1, text
+        assert list(epochs(text)) == [1] and text.count("starts with epoch 1, ") == 1, text
         agree(text, wanted)
         assert weights(other).keys() == weights(folder).keys()
         assert [path.name for path in Path(other).iterdir()] == ["checkpoint.pt"]
 
 
+OTHERS = "--lr 1 --epochs 9 --batch-size 8 --model resnet18 --dataset nowhere --output mine".split()
+
+
 @pytest.mark.slow
 def test_one_run_on_any_number(single):
-    """Of processes, and of machines, which may have different numbers of GPUs."""
+    """Of processes, and of machines. Whatever is typed on the others, they take machine 0's flags,
+    --resume too."""
     for name, count in ("ddp_torchrun", 1), ("ddp_torchrun", 5), ("fsdp2", 1):
         agree(run(name, f"{name}-{count}", "--epochs", 1, processes=count), single[1])
-    own = [["--nproc-per-node", 1], ["--nproc-per-node", 2]]
-    text = done(machines("ddp_spawn", "unequal", "--epochs", 1, own=own, meet=tcp()))
-    assert {f"rank {rank} of 3, " in text for rank in range(3)} == {True}, text
-    agree(text, single[1])
     meet = Path("meet").resolve()
-    words = "ddp_multigpu_proc", "three", "--epochs", 1
-    agree(done(machines(*words, own=[()] * 3, meet=meet.as_uri())), single[1])
+    for name, url in ("ddp_spawn", tcp()), ("ddp_multigpu_proc", meet.as_uri()):
+        text = done(machines(name, name, "--epochs", 1, own=[(), OTHERS, ()], meet=url))
+        assert {f"machine {i} of 3 waits at {url}\n" in text for i in range(3)} == {True}, text
+        agree(text, single[1])
+        own = [["--resume"], OTHERS, ["--output", name]]
+        text = done(machines(name, name, "--epochs", 2, own=own, meet=tcp()))
+        assert [*epochs(text)] == [1], text
+        agree(text, single[1])
     assert not meet.exists()  # so that the next run finds no old one
+    assert not Path("mine").exists()
 
 
 @pytest.mark.slow
@@ -226,8 +234,7 @@ def test_random_numbers(name):
     for values in found.values():
         assert len(set(values)) == len(values), text
     splits = re.findall(r"^split (.*)$", text, re.M)
-    assert len(splits) == 6 and len(set(splits[1:3])) <= 2, text  # rank 0 first looks for the data
-    assert len({split for split in splits if splits.count(split) >= 4}) == 1, text
+    assert len(splits) == 4 and len(set(splits)) == 1, text
     held = re.findall(r"^holds (.*)$", text, re.M)
     assert len(held) == 4 and len(set(held)) == 2, text
 
@@ -278,33 +285,56 @@ def test_killed_and_resumed_by_another(single):
     agree(text, single[1], 5e-4)
 
 
+# Of a transform, in the loader's workers.
+AUGMENTS = """
+plain_data = load_data
+def load_data(args):
+    train_set, test_set, classes = plain_data(args)
+    flips = [v2.RandomHorizontalFlip(), v2.ColorJitter(0.5), v2.RandomRotation(90)]
+    train_set.transform = v2.Compose([*flips, train_set.transform])
+    return train_set, test_set, classes
+"""
+
+
 @pytest.mark.parametrize("name", some_fast(SMALL, "single", "ddp_torchrun"))
-def test_resumed_bit_identical(name):
-    """On a CPU, with dropout and workers, a resumed run ends as an undisturbed one."""
-    flags = ["--workers", 1, "--resume", "--epochs"]
-    for output, last in ("whole", 2), ("out", 1), ("out", 2):
-        run(name, output, *flags, last, more=DROPOUT)
+def test_resumed_bit_identical(data, name):
+    """On a CPU, with dropout, augmentation and workers, a resumed run ends as an undisturbed one;
+    and augmentation is another one in each epoch."""
+    flags = [*FLAGS, "out", "--dataset", data / "pictures", "--batch-size", 12, "--workers", 2]
+
+    def train(output, last, *flags_more, more=DROPOUT + AUGMENTS):
+        words = [*flags, "--output", output, "--epochs", last, *flags_more]
+        return done(helpers.start(name, *words, more=more))
+
+    train("whole", 2)
+    train("out", 1)
+    train("out", 2, "--resume")
     assert same(weights("out"), weights("whole"))
+    train("plain", 2, more=DROPOUT)
+    assert not same(weights("plain"), weights("whole"))
 
 
 @pytest.mark.parametrize("name", some_fast(SMALL, *KINDS))
 def test_resumed_with_other_flags_or_classes(data, name):
-    """Another --lr takes effect, on all ranks; other classes are refused, as the labels would be
-    permuted. val/ is taken where there is no test/."""
+    """A resumed run has the rate of its checkpoint, and prints it. Other classes are refused, as
+    the labels would be permuted. Hidden folders are no class; val/ is taken before test/."""
     shutil.copytree(data / "pictures", "pictures")
-    Path("pictures/test").rename("pictures/val")
+    shutil.copytree("pictures/train", "pictures/val")
+    for part in "train", "val":
+        shutil.copytree(f"pictures/{part}/a", f"pictures/{part}/.ipynb_checkpoints")
     flags = ["--dataset", "pictures", "--resume", "--epochs"]
     text = run(name, "out", *flags, 1)
-    found = "96 training images, 3 test images\n3 classes: ['a', 'b', 'c']\n"
-    assert found in text, text
+    found = "96 training images, 96 test images, 1 steps per epoch\n3 classes: ['a', 'b', 'c']\n"
+    assert f"{found}starts with epoch 0, lr 0.03\n" in text, text
     before = weights("out")
-    run(name, "out", *flags, 2, "--lr", 0)
-    assert same(weights("out"), before)
+    text = run(name, "out", *flags, 2, "--lr", 0)
+    assert text.count("starts with epoch 1, lr 0.03\n") == 1, text
+    assert not same(weights("out"), before)
     for part in "train", "val":
         Path("pictures", part, "a").rename(Path("pictures", part, "z"))
     kept = content("out")
     text = run(name, "out", *flags, 3, status=1)
-    says = "out/checkpoint.pt has other classes, or another order: ['a', 'z']\n"
+    says = "out/checkpoint.pt has other classes: ['a', 'b', 'c']\n"
     assert text.count(says) == COUNTS[name] and content("out") == kept, text
 
 
@@ -329,41 +359,39 @@ def test_a_loss_that_is_not_finite(name):
 
 # ---- What is refused -----------------------------------------------------------------------------
 @pytest.mark.parametrize("name", SMALL)
-def test_a_run_is_kept(monkeypatch, refused, name):
-    monkeypatch.setenv("LOCAL_RANK", "0")
+def test_a_run_is_kept(monkeypatch, name):
+    """In one line, on rank 0, before anything else."""
+    for key in "RANK", "LOCAL_RANK":
+        monkeypatch.setenv(key, "0")
     Path("out").mkdir()
     Path("out/checkpoint.pt").write_text("precious")
-    refused("out exists: add --resume (also to start), or change --output", name, *FLAGS, "out")
+    before = content()
+    with pytest.raises(SystemExit) as end:
+        helpers.here(name, *FLAGS, "out")
+    assert end.value.code == "out has a checkpoint: add --resume, or change --output"
+    assert content() == before
 
 
-TAKEN = """
-plain = load_data
-def load_data(args):  # meanwhile, another run starts in this folder
-    args.output.mkdir(exist_ok=True)
-    (args.output / "checkpoint.pt").write_text("precious")
-    return plain(args)
-"""
-
-
-@pytest.mark.parametrize("name", some_fast(KINDS, "ddp_torchrun"))
-def test_two_runs_start_in_one_folder(name):
-    """The second ends, and leaves the first its folder. An empty folder can be resumed."""
-    jobs = begin(name, "out", more=TAKEN)
-    wait_until(lambda: any(job.status() for job in jobs) or "epoch 0" in logs(jobs))
-    kill_all(jobs)
-    assert "FileExistsError" in logs(jobs) and "epoch 0" not in logs(jobs)
-    assert content("out") == {Path("out/checkpoint.pt"): b"precious"}
+@pytest.mark.parametrize("name", some_fast(KINDS, "single"))
+def test_empty_folders(name):
+    """They are harmless, with --resume and without; so is what else is in them."""
+    Path("out").mkdir()
+    Path("out/notes.txt").write_text("mine")
+    assert list(epochs(run(name, "out", "--epochs", 1))) == [0]
     Path("empty").mkdir()
     assert list(epochs(run(name, "empty", "--epochs", 1, "--resume"))) == [0]
+    assert helpers.files("out") == ["checkpoint.pt", "notes.txt"]
 
 
 @pytest.mark.parametrize("name", some_fast(SMALL, *KINDS))
 def test_batches_that_do_not_fit(data, name):
-    """One that is larger than the training set, or that the processes do not divide: all ranks end
-    in a line, and nothing is written. So they do if train/ and test/ have other classes."""
+    """One that is larger than the training set ends after the numbers that show it; one that the
+    processes do not divide in a line on all ranks, and nothing is written. So they end if train/
+    and test/ have other classes."""
     count = COUNTS[name]
-    text = run(name, "out", "--batch-size", 660, status=1)
-    assert text.count("--batch-size: there are only 640 training images\n") == count, text
+    statuses, text = finish(begin(name, "large", "--batch-size", 660))
+    assert "640 training images, 203 test images, 0 steps per epoch\n" in text, text
+    assert statuses == [1] * len(statuses) and "ZeroDivisionError" in text, text
     if count > 1:
         text = run(name, "out", "--batch-size", 63, status=1)
         assert text.count("--batch-size must be a multiple of the 2 processes\n") == count, text
@@ -384,58 +412,50 @@ if os.environ["RANK"] == "1":  # its machine has a disk of its own
 
 @pytest.mark.parametrize("name", some_fast(BY_TORCHRUN, "ddp_torchrun"))
 def test_ranks_that_differ(data, name):
-    """In flags, in images, in a class, in the checkpoint that they find, also in a resumed run: all
-    end in a line that names it, and nothing is written. What belongs to a machine may differ."""
-    for folder in "pictures", "elsewhere/pictures":
+    """In a class, or in the number of images: all end in a line, and nothing is written. In flags
+    they do not: all have rank 0's."""
+    for folder in "classes", "elsewhere/classes", "images", "elsewhere/images":
         shutil.copytree(data / "pictures", folder)
     for part in "train", "test":
-        Path("elsewhere/pictures", part, "a").rename(Path("elsewhere/pictures", part, "A"))
-    next(Path("elsewhere/pictures/train/b").iterdir()).unlink()
-    run(name, "out", "--epochs", 1, processes=1)
-    shutil.copytree("out", "elsewhere/both")
-    shutil.copytree("out", "both")
-    before = content("out") | content("both")
-    flags = [*FLAGS, "new", "--epochs", 0]
+        Path("elsewhere/classes", part, "a").rename(Path("elsewhere/classes", part, "A"))
+    next(Path("elsewhere/images/test/b").iterdir()).unlink()
+    shutil.copy(Path("images/test/c/00098.png"), "elsewhere/images/test/b")
+    next(Path("elsewhere/images/train/b").iterdir()).unlink()
 
-    def other_lr(rank):
-        return [*flags, "--lr", 0.1] if rank == 1 else flags
+    def other_flags(rank):
+        return [*FLAGS, "new", "--epochs", 0, *(OTHERS if rank == 1 else [])]
 
-    def own_workers(rank):
-        return [*flags, "--workers", 1, "--output", "mine"] if rank == 1 else flags
-
-    both = [*FLAGS, "both", "--dataset", "pictures"]
-    runs = {
-        "['lr']": other_lr,
-        "['classes', 'training images']": [*flags, "--dataset", "pictures", "--resume"],
-        "['classes', 'training images'] ": [*both, "--resume"],
-        "['first epoch']": [*FLAGS, "out", "--resume"],
-    }
-    *texts, allowed = together(*runs.values(), own_workers, path=name, more=FEW + ELSEWHERE)
-    for says, text in zip(runs, texts, strict=True):
-        assert text.count(f"not the same on all ranks: {says.strip()}\n") == 2, text
-    assert allowed.count("starts with epoch 0\n") == 1, allowed
-    assert content("out") | content("both") == before
+    runs = [[*FLAGS, f"out-{data}", "--dataset", data] for data in ("classes", "images")]
+    *texts, allowed = together(*runs, other_flags, path=name, more=ELSEWHERE)
+    for what, text in zip(("classes", "images"), texts, strict=True):
+        assert text.count(f"{what} has other images or classes on another machine\n") == 2, text
+    assert allowed.count("starts with epoch 0, lr 0.03\n") == 1, allowed
+    assert not list(Path().glob("**/*.pt")) and not list(Path().glob("**/mine"))
 
 
 @pytest.mark.parametrize("name", some_fast(MACHINES, "ddp_multigpu_proc"))
-def test_machines(refused, name):
-    """What is wrong on one of them is said at once: a rank that is none, no address, a file that an
-    earlier run has left, another flag."""
-    flags = [*FLAGS, "out", "--world-size", 2, "--rank"]
-    refused("several machines need --init-method, the same on all", name, *flags, 1)
-    for rank in 2, -1:
-        says = "--node-rank: the 2 machines have 0 to 1"
-        refused(says, name, *flags, rank, "--init-method", "tcp://127.0.0.1:1")
-    meet = Path("meet").resolve().as_uri()
-    jobs = machines(name, "old", "--epochs", 99999, meet=meet)
-    wait_for("epoch 0: ", *jobs)
-    kill_all(jobs)
-    jobs = machines(name, "old", "--epochs", 99999, "--resume", meet=meet)
-    statuses, text = finish(jobs, 60)
-    says = f"{meet}: used before, or by two with this --node-rank\n"
-    assert statuses == [1, 1] and text.count(says) == 2, text
-    jobs = machines(name, "new", "--epochs", 1, own=[(), ["--lr", 1]], meet=tcp())
-    assert done(jobs, 1).count("not the same on all ranks: ['lr']\n") == 2
+def test_machines(name):
+    """One that waits says where. A wrong rank or address, or a port that is taken, ends with
+    torch's message, and so does waiting."""
+    taken = socket.create_server(("127.0.0.1", 0))
+    wrong = {
+        "rank parameter missing": ["--rank", -1, "--init-method", tcp()],
+        "No rendezvous handler": ["--init-method", "127.0.0.1:23456"],
+        "EADDRINUSE": ["--init-method", f"tcp://127.0.0.1:{taken.getsockname()[1]}"],
+        "timed out": ["--rank", 1, "--world-size", 2, "--init-method", tcp(), "--timeout", 0.01],
+        "Timed out": ["--world-size", 2, "--init-method", tcp(), "--timeout", 0.01],
+    }
+    path = script_path(name)
+    jobs = {
+        says: Warm(path, [[0, [*FLAGS, "out", *flags]]], f"{i}.log", {})
+        for i, (says, flags) in enumerate(wrong.items())
+    }
+    for says, job in jobs.items():
+        text = done([job], 1)
+        url = wrong[says][wrong[says].index("--init-method") + 1]
+        assert f" waits at {url}\n" in text and says in text, text
+    taken.close()
+    assert not Path("out").exists()
 
 
 def test_without_torchrun(monkeypatch):
@@ -499,6 +519,19 @@ def test_two_cards(monkeypatch, single, name):
         assert len(steps) == 21 and set(waits) <= {0, 10, 20}, (waits, report)
 
 
+def test_dp_splits_a_batch(monkeypatch):
+    """Two lines of train_dp.py, without the #, show that of 64 images each card gets 32."""
+    pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
+    monkeypatch.setenv("EMULATED_CARDS", "2")
+    monkeypatch.setenv("EMULATED_REPORT", str(Path().resolve()))
+    hook = "# model.register_forward_pre_hook", "model.register_forward_pre_hook"
+    path = altered("dp", *EMULATED, *hook, more=FEW)
+    text = done(helpers.start(path, *FLAGS, "out", "--batch-size", 64, "--epochs", 1, processes=1))
+    for card in range(2):
+        shown = text.count(f"torch.Size([32, 3, 32, 32]) emu:{card}")
+        assert shown == 10 + 203 // 64, text  # and a test batch of 11
+
+
 # ---- Data ----------------------------------------------------------------------------------------
 def test_cifar10(monkeypatch, capsys):
     """With what torchvision has of it, and one of its models."""
@@ -512,7 +545,9 @@ def test_cifar10(monkeypatch, capsys):
     flags = ["--dataset", "cifar10", "--epochs", 1, "--model", "shufflenet_v2_x0_5"]
     helpers.here("single", *FLAGS, "out", *flags)
     text = capsys.readouterr().out
-    assert "120 training images, 20 test images\n" in text and 0 in epochs(text), text
+    assert "120 training images, 20 test images, 2 steps per epoch\n" in text and 0 in epochs(
+        text
+    ), text
     assert weights("out")["fc.weight"].shape == (10, 1024)
 
 
