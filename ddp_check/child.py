@@ -15,14 +15,14 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from .given import alike, datasets, draws, draws_python, samples
+from .given import alike, draws, draws_python, samples
 from .kept import files
 from .notes import Printed
 from .process import LEAVE, Process, wrap
 from .script import find_script, own_lines, place, run_script, source
 from .seen import steps, trace
 
-WATCHES = draws, draws_python, alike, datasets, samples, trace, steps
+WATCHES = draws, draws_python, alike, samples, trace, steps
 SPAWNS = 75  # exit status of a script that would start processes itself
 
 
@@ -76,7 +76,6 @@ def watching(process):
     if process.rank == 0:
         sys.stdout, sys.stderr = Tee(process, sys.stdout), Tee(process, sys.stderr)
     wrap(os, "_exit")(functools.partial(before_exit, process, ended))
-    draws.seed_all(0)
     faulthandler.enable()  # a crash prints its lines
     try:
         with trace.Trace(process):

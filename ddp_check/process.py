@@ -40,6 +40,15 @@ def is_plain(tensor):
     return type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
 
 
+def leaves_of(tree):
+    """All that is in lists, tuples and dictionaries."""
+    if isinstance(tree, (list, tuple)):
+        return [leaf for part in tree for leaf in leaves_of(part)]
+    if isinstance(tree, dict):
+        return [leaf for part in tree.values() for leaf in leaves_of(part)]
+    return [tree]
+
+
 class PerThread(threading.local):
     in_dataset = False  # where each sample has a seed of its own
     quiet = False  # what happens is not the script's
@@ -47,7 +56,7 @@ class PerThread(threading.local):
     evaluates = False  # inside of a module in evaluation mode
     torch_state = None  # of torch's generator, before it draws
     batch = None  # the number of samples that are made into a batch
-    indices = None  # of the samples of the last batch
+    worker = None  # of a loader, which is imitated
 
 
 class Process:
@@ -69,6 +78,7 @@ class Process:
         self.joined = set()  # sizes of several views of a batch that the script has joined by cat
         self.model = None  # the outermost model that computes now
         self.draws, self.given, self.batches = {}, {}, {}  # of the run on one process
+        self.last_order = ""  # the line that has drawn an order of all before the first step
         self.made = {}  # lines that made optimizers and schedulers
         self.settle = lambda: None  # of files
         self.notes = open(f"{self.folder}/{self.name}.{self.rank}.notes", "wb")
@@ -77,6 +87,10 @@ class Process:
                 self.options["steps"], *known = pickle.load(file)
             if not self.is_single:
                 self.draws, self.given, self.batches = known
+
+    def is_fork(self):
+        """In a process that the script has forked."""
+        return os.getpid() != self.pid
 
     def note(self, note):
         if os.getpid() == self.pid and not self.notes.closed:

@@ -227,10 +227,9 @@ class Texts:
             shown = ", ".join(f"{count} {name}" for name, count in self.suffixes.most_common(10))
             lines.append(f"{self.suffixes.total()} files left out by their suffix: {shown}")
         if self.other_json:
-            says = (
-                f'.json files left out, whose first line is no {{"{self.field}": "..."}}: such as'
-            )
-            lines.append(f"{len(self.other_json)} {says} {self.other_json[0]}")
+            start = f'{{"{self.field}": "..."}}'
+            reason = f".json files left out, whose first line is no {start}: such as"
+            lines.append(f"{len(self.other_json)} {reason} {self.other_json[0]}")
         if self.empty:
             lines.append(f"{self.empty} blank documents left out")
         if self.repeated:

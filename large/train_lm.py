@@ -710,7 +710,7 @@ def save_model(args, model, config):
 
 def read_latest(args):
     """What latest.json says, if it is there: read by rank 0, as a network disk may show others an
-    older one, and told to all."""
+    older one, and broadcast to all."""
     path, latest = args.output / "latest.json", [None]
     if dist.get_rank() == 0 and path.exists():
         latest = [json.loads(path.read_text())]

@@ -19,7 +19,8 @@
 #SBATCH --nodes=1 --ntasks-per-node=1   # nodes: each has a torchrun, with a process for each GPU
 #SBATCH --signal=B:USR1@300             # warns this script 300 s before the time limit
 #SBATCH --job-name=long --output=%x-%j.out --open-mode=append --requeue
-trap 'warned=yes' USR1 # first of all: otherwise, a warning would end the job
+warned="" preempted="" counted="" why=""
+trap 'warned=yes' USR1 # before all else: otherwise, a warning would end the job
 lives=5                           # EDIT: days of training / time limit, and half as many again
 source .venv/bin/activate || exit # or, for conda, the next four lines
 # module load conda || exit
@@ -225,7 +226,7 @@ print_cost "$(ask_squeue -j "$id" -o %l)" $((nodes * ${SLURM_GPUS_ON_NODE:-0}))
 
 if [ "$processes" = gpu ]; then
     if ! run_step timeout -k 60 900 "${on_nodes[@]}" python -c "$check"; then
-        echo "long.sh: the check of the GPUs has failed, see above. If on all nodes, mend the"
+        echo "long.sh: the check of the GPUs has failed (or not ended). If on all nodes, mend the"
         end "environment; if on one: sbatch --exclude=NODE slurm/long.sh FLAGS --output $folder"
     fi
 fi

@@ -1,9 +1,10 @@
 #!/bin/bash -l
 # Machine 1 of two jobs that train together: sbatch slurm/node0.sh; sbatch slurm/node1.sh
 # For those who know it so from an article. ddp_torchrun_nodes.sh is one job for both machines, and
-# better: Slurm starts its nodes together, on any that are free. These two wait for one another.
-# Submit both, with the same flags. After the time limit, do so again with --resume. For another
-# experiment, use --output runs/ANOTHER: where there is a checkpoint, a new run does not begin.
+# better: Slurm starts its nodes together, on any that are free. These two wait for one another: if
+# one ends early, cancel the other. Submit both with the same flags; after the time limit, again
+# with --resume. For another experiment, use --output runs/ANOTHER: where there is a checkpoint, a
+# new run does not begin.
 ##SBATCH --account=NAME --partition=gpu # EDIT: delete one # if you need them; or --qos
 #SBATCH --nodelist=node1                # EDIT: this machine; waits until its GPUs are free
 #SBATCH --gres=gpu:4                    # EDIT: as in node0.sh; if sinfo -o %G has none, delete this

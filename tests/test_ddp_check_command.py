@@ -5,14 +5,19 @@ SCRIPT is right, and does what the words after its name say."""
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import content, finish, marked, start
+from helpers import Cold, content, finish, free_port, marked, some_fast, start, wait_until
 from same_text import ROOT
 
+from ddp_check import runs
+
+GPUS = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 COMMAND = "tests/check_by_fork.py"
 
 SCRIPT = """\
@@ -62,6 +67,8 @@ def main(rank, world, share):
             print(f"\\rstep {step} \\u00e9", end="")
             step += 1
             before_save(step)
+            if "waits" in KIND and step == 3:
+                time.sleep(1000)
             if out and rank == 0:
                 torch.save(model.state_dict(), f"{out}/{step % 2}.tmp")
                 os.replace(f"{out}/{step % 2}.tmp", f"{out}/{step % 2}.pt")
@@ -69,8 +76,8 @@ def main(rank, world, share):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    assert report.__file__ == os.path.join(os.path.dirname(__file__), "report.py")
-    assert sys.argv[0].endswith("train.py") and __file__ == os.path.abspath(__file__)
+    assert os.path.samefile(report.__file__, os.path.join(os.path.dirname(__file__), "report.py"))
+    assert sys.argv[0].endswith("train.py") and os.path.isabs(__file__)
     world = int(os.environ["WORLD_SIZE"])
     assert world == int(KIND[0]) and os.environ["LOCAL_RANK"] == os.environ["RANK"]
     main(int(os.environ["RANK"]), world, 16 if "own batch" in KIND else 16 // world)
@@ -202,3 +209,106 @@ def test_broken(work, code):
     Path("train.py").write_text(code)
     text = check("train.py", status=2)
     assert BROKEN[code] in text and "nothing can be compared" in text, text
+
+
+@pytest.mark.parametrize("number", some_fast([signal.SIGKILL, signal.SIGINT, signal.SIGTERM], 9))
+def test_interrupted(user, number):
+    """In the middle of a run: no process stays, no file of the script's or ours, and the user's are
+    as they were."""
+    words = "train.py", "{n}", "out/new", "workers", "waits"
+    (job,) = start(COMMAND, *words, processes=0, TMPDIR=os.getcwd())
+    assert wait_until(Path("out/new/1.pt").exists, 60)
+    Path("out/of another job").touch()
+    os.kill(job.pid, number)
+    assert wait_until(lambda: not marked() and not list(Path().glob("ddp_check-*")), 30)
+    assert job.status() == (130 if number == signal.SIGINT else -number)
+    assert left(user) == {Path("out/of another job")}
+
+
+SPAWNED = f"""{SCRIPT[: SCRIPT.index("if __name__")]}
+if __name__ == "__main__":
+    how, world = KIND[0], int(KIND[1])
+    os.environ |= {{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{free_port()}"}}
+    if how == "mp.spawn":
+        torch.multiprocessing.spawn(main, (world, 16 // world), nprocs=world)
+    else:
+        context = torch.multiprocessing.get_context(how)
+        ranks = [context.Process(target=main, args=(r, world, 16 // world)) for r in range(world)]
+        [rank.start() for rank in ranks]
+        [rank.join() for rank in ranks]
+    torch.load("out/1.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["mp.spawn", "fork", "spawn", "forkserver"])
+def test_spawned(user, how):
+    """A script that starts its processes itself; their files are watched, too."""
+    Path("train.py").write_text(SPAWNED)
+    text = check("train.py", how, "{n}", "out", "divides", status=1)
+    assert "[2, 2]" not in text and "6 steps on one process and on 2: 2 WRONG" in text, text
+    assert "0.5 times one process's" in " ".join(text.split()), text
+    assert {str(path) for path in left(user)} <= {"train.py"}
+    os.mkdir("out")
+    Path("out/1.pt").write_text("of an earlier training")
+    assert "would overwrite out/1.pt" in check("train.py", how, "{n}", "out", status=2)
+
+
+@pytest.mark.slow
+def test_wrong_number_of_processes(user):
+    Path("train.py").write_text(SPAWNED)
+    text = check("train.py", "mp.spawn", "2", status=2)
+    assert "starts 2 processes, not 1\n  give the script their number in a flag, as {n}" in text
+
+
+STARTS = {
+    "a copy": (".", [sys.executable, "ddp_check", "train.py"]),
+    "a path": ("elsewhere", [sys.executable, "../ddp_check", "../train.py"]),
+    "a module": (".", [sys.executable, "-m", "ddp_check", "-m", "train"]),
+    "pip": (".", ["venv/bin/ddp_check", "train.py"]),
+}
+
+
+def install(clone):
+    """The clone, with pip, into venv/, which has torch from the environment of the tests."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "venv"], check=True)
+    site = next(Path("venv/lib").glob("python*/site-packages"))
+    site.joinpath("shared.pth").write_text("\n".join(p for p in sys.path if "site-pack" in p))
+    pip = ["venv/bin/python", "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, clone], check=True)
+    shutil.rmtree(clone)
+    assert [path.parent.name for path in site.glob("*/__init__.py")] == ["ddp_check"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STARTS)
+def test_starts(user, name):
+    """As a user types it, with all its processes; nor are our modules confused with the user's."""
+    folder, words = STARTS[name]
+    if name == "pip":
+        leave_out = shutil.ignore_patterns(".*", "data", "runs")
+        install(shutil.copytree(ROOT, "clone", ignore=leave_out))
+    else:
+        shutil.copytree(ROOT / "ddp_check", "ddp_check")
+    os.makedirs(folder, exist_ok=True)
+    temporary = Path(90 * "x").resolve()  # longer than a socket's name may be
+    temporary.mkdir()
+    user, environment = content(), os.environ | {"TMPDIR": str(temporary)}
+    job = Cold([*words, "{n}", "out"], "log", cwd=folder, env=environment)
+    statuses, text = finish([job])
+    assert statuses == [0] and "6 steps on one process and on 2: nothing WRONG" in text, text
+    assert {path for path in left(user) if "__pycache__" not in path.parts} == {Path("log")}
+
+
+def test_gpus(monkeypatch):
+    """Each run sees exactly its number of GPUs, of those that are visible; or none."""
+    monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 3)
+    for name in GPUS:
+        monkeypatch.delenv(name, raising=False)
+    assert runs.visible_gpus(1, 2) == dict.fromkeys(GPUS, "0")
+    assert runs.visible_gpus(2, 2) == dict.fromkeys(GPUS, "0,1")
+    assert runs.visible_gpus(1, 4) == {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
+    for name in GPUS:
+        monkeypatch.setenv(name, "4,2,7")
+        assert runs.visible_gpus(2, 2) == dict.fromkeys(GPUS, "4,2")
+        monkeypatch.delenv(name)

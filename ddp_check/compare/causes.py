@@ -188,10 +188,10 @@ def find_all(one, ranks, tolerance, again=None):
     for kind in ("parameters", "gradient", "weight", "update", "buffer", "average"):
         of_kind = differences.of(kind)
         clear = [f for f in of_kind if wrong <= f.step < lost]
-        if of_kind:
+        if (clear or of_kind)[:1] and (clear or of_kind)[0].step < lost:
             finding = (clear or of_kind)[0]
             finding.text += f" (in {len({f.step for f in of_kind})} steps)"
-            is_look = finding.step < wrong and bool(looks) or finding.step >= lost
+            is_look = finding.step < wrong and bool(looks)
             if is_look or due and kind == "update" and settings:
                 finding.verdict = "look"
             if kind != "update" or not differences.of("gradient"):

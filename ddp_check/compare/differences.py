@@ -14,10 +14,10 @@ TENSORS = "weight", "gradient", "update", "buffer", "average"  # in the order of
 
 
 def by_key(notes, kind):
-    """{(line, name, number): (step, Seen)}: of an optimizer's kinds, whatever line calls it."""
-    any_line = kind in TENSORS or kind in ("setting", "mode")
+    """{key: (step, Seen)}. Of an optimizer's kinds, the name and number are enough."""
+    of_optimizer = kind in TENSORS or kind in ("setting", "mode")
     return {
-        ("" if any_line else seen.line, seen.name, seen.number): (step, seen)
+        (seen.name, seen.number, *(() if of_optimizer else (step, seen.line))): (step, seen)
         for step, seen in notes.seen(kind)
     }
 

@@ -37,6 +37,7 @@ KINDS = {
     "setting": Kind("same", 0, 0, section="#optimizer"),
     "mode": Kind("same", 0, 0, section="#decisions"),
     "other": Kind("same sorted", 3, 0, "look", "#model"),
+    "attribute": Kind("same mean sum sorted", 3, 0, "look", "#buffers"),
     "evaluation": Kind("alike", 3, 0, "look", "#buffers"),
     "split": Kind("alike", 0, 0, "look", "#what-must-be-equal"),
     "born": Kind("alike", 0, 0, section="#model"),
@@ -60,7 +61,7 @@ def limit_of(kind, tolerance, noise=0.0):
 def offs(kind, one, ranks):
     """{part: how far it is from what fits, as a part of its size}"""
     row, found = KINDS[kind], {}
-    parts = [part for part in one if all(part in of for of in ranks)]
+    parts = [part for part in one if ranks and all(part in of for of in ranks)]
     sizes = {part: fits.size(one[part]) for part in parts}
     least = row.beside * sum(size**2 for size in sizes.values()) ** 0.5
     for part in parts:

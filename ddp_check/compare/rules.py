@@ -40,7 +40,10 @@ class Rule:
 def among(kind, ranks):
     """[(step, Seen of rank 0, what of it does not fit with the others)]"""
     broadcast = {
-        (step, call.drawn) for n in ranks for step, call in n[Collective] if "broad" in call.name
+        (step, call.drawn)
+        for n in ranks
+        for step, call in n[Collective]
+        if "cast" in call.name or "scatter" in call.name
     }
     return [
         (step, seen, misfits(kind, seen.values, list(others.values()), 3e-4))
@@ -71,10 +74,6 @@ class Parameters(Rule):
     remedy = "give it the wrapped model's, in a fixed order: no set", "#what-must-be-equal"
 
     def find(self, one, ranks):
-        for step, seen in ranks[0].seen("gradient"):
-            if not any(sketch and sketch.norm for sketch in seen.values.values()):
-                text = "no gradient in what the optimizer trains: a copy?"
-                return self.wrong(step, seen.line, text)
         theirs = [{note.key: note for _, note in notes[Step]} for notes in ranks]
         for key, note in theirs[0].items():
             for rank, other in enumerate(theirs):
@@ -84,6 +83,10 @@ class Parameters(Rule):
                     text = f"in another order, such as {note.names[where]} on rank 0, "
                     text += f"{names[where]} on rank {rank}"
                     return self.wrong(0, note.made.get("made", [note.line])[0], text)
+        for step, seen in ranks[0].seen("gradient"):
+            if not any(sketch and sketch.sums.any() for sketch in seen.values.values()):
+                text = "no gradient in what the optimizer trains: a copy?"
+                return self.wrong(step, seen.line, text)
         return []
 
 
@@ -105,6 +108,27 @@ class OtherWeights(Rule):
                 for part, off, _ in misfits("other", note.values, [values], 3e-4)[:1]:
                     text = f"{part} on rank {rank} differs from one process's by {off:.0e}"
                     return self.look(step, "", text)
+        return [] if seen else None
+
+
+class Attributes(Rule):
+    name = "attributes"
+    right = "tensors that the script's objects keep are those of one process, or add up to them"
+    needs = "an object with a tensor as an attribute: a queue, a center, a running mean"
+    remedy = "gather or all_reduce what it is made from", "#buffers"
+
+    def find(self, one, ranks):
+        seen = False
+        for step, note, others in paired("attribute", one, ranks):
+            parts = [p for p in note.values if len(others) == len(ranks)]
+            parts = [p for p in parts if all(p in of for of in others.values())]
+            for part in parts:
+                sketches = [of[part] for of in (note.values, *others.values())]
+                if len({sketch.shape for sketch in sketches}) == 1:  # else it is of a batch
+                    seen, (mine, *theirs) = True, [{part: sketch} for sketch in sketches]
+                    for _, off, _ in misfits("attribute", mine, theirs, 3e-4):
+                        text = f"{part} differs from one process's by {off:.0e}, and is neither "
+                        return self.look(step, "", f"{text}its mean nor its sum")
         return [] if seen else None
 
 

@@ -10,7 +10,10 @@ from ..notes import (
     Step,
 )
 from ..script import source
+from ..syntax import tests_with
 from .batches import training_passes
+from .fits import sides
+from .kinds import misfits
 from .rules import Rule, among
 
 
@@ -64,6 +67,51 @@ class Loaders(Rule):
                     return self.look(step, about.key[0][0], f"{text}images and masks")
             orders[about.loader] = about.key[0][0], order
         return [] if len(orders) > 1 else None
+
+
+class Inputs(Rule):
+    name = "inputs"
+    right = "what goes into the models is another batch on each rank"
+    needs = "a pass through a model in three training steps"
+    remedy = "give each rank its share; seed + rank in sampler processes, environments", "#loader"
+
+    def find(self, one, ranks):
+        places = {}  # {(line, model): [(step, whether all have the same, rank 0's sums)]}
+        theirs = [{(at, s.line, s.number): s for at, s in n.seen("inputs")} for n in ranks[1:]]
+        for step, seen in ranks[0].seen("inputs"):
+            batch = {k: v for k, v in seen.values.items() if v and v.shape and v.shape[0] > 1}
+            others = [of.get((step, seen.line, seen.number)) for of in theirs]
+            if batch and all(others):
+                equal = misfits("draw", batch, [batch, *[other.values for other in others]], 0)
+                sums = [tuple(v.sums) for v in batch.values()]
+                place = places.setdefault((seen.line, seen.name), [])
+                place.append((step, len(equal) == len(batch), sums))
+        for (line, name), found in places.items():
+            steps, equal, sums = zip(*found)
+            if len(found) > 2 and all(equal) and any(each != sums[0] for each in sums):
+                return self.look(steps[0], line, f"{name} gets the same batches on all ranks")
+        return [] if any(len(found) > 2 for found in places.values()) else None
+
+
+class Counts(Rule):
+    name = "counts"
+    right = "no number that decides something is counted by each rank for itself"
+    needs = "a number that grows with each step, in the test of an `if` or `while`"
+    remedy = "count what all ranks have done: times world_size", "#decisions"
+
+    def find(self, one, ranks):
+        mine, *theirs = [{n.key: n for _, n in notes[Step]} for notes in (one, *ranks)]
+        keys, seen = [key for key in mine if all(key in of for of in theirs)], False
+        for name in mine[keys[0]].variables if len(keys) > 3 else []:
+            series = [[of[key].variables.get(name, 0) for key in keys] for of in (mine, *theirs)]
+            ours, *others = [[b - a for a, b in zip(each, each[1:])] for each in series]
+            tests = tests_with(mine[keys[0]].line, name) if max(ours) > 0 <= min(ours) else []
+            seen = seen or bool(tests)
+            is_share = all(abs(len(ranks) * b - a) < 1e-6 for o in others for a, b in zip(ours, o))
+            for line in tests if is_share else []:
+                text = f"{name} is {sides(*[each[-1] for each in series])}"
+                return self.look(len(keys) - 1, line, text)
+        return [] if seen else None
 
 
 class Splits(Rule):

@@ -1,11 +1,18 @@
 """What one process and several do differently by design is made alike."""
 
+import inspect
+import operator
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..process import is_plain, wrap
 from .draws import MODEL, note_draw, state_of
+
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def control_dropout(run):
@@ -25,7 +32,8 @@ def control_dropout(run):
     @wrap(F, "scaled_dot_product_attention")
     def attention(original, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
         would_draw(dropout_p)
-        return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
+        with sdpa_kernel(KERNELS):  # flash attention alone has no float32
+            return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     @wrap(nn.RNNBase, "__init__")
     def recurrent(original, self, *args, **kwargs):
@@ -82,12 +90,26 @@ def control_order(run):
     watch("flip")
 
 
+BACKENDS = "cuda.matmul cudnn cudnn.conv cudnn.rnn mkldnn mkldnn.matmul mkldnn.conv mkldnn.rnn"
+
+
 def keep_precise():
     """float32 throughout. Not seen on a GPU yet."""
+    for name in BACKENDS.split():
+        operator.attrgetter(name)(torch.backends).fp32_precision = "ieee"
     if torch.cuda.is_available():
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def is_off(owner):
+    """What has a flag `enabled` is not."""
+
+    @wrap(owner, "__init__")
+    def make(original, self, *args, **kwargs):
+        given = inspect.signature(original).bind(self, *args, **kwargs)
+        given.arguments["enabled"] = False
+        original(*given.args, **given.kwargs)
 
 
 def control_precision():
@@ -101,19 +123,19 @@ def control_precision():
     def compile_module(original, self, *args, **kwargs):
         pass
 
-    @wrap(torch.amp.autocast_mode.autocast, "__init__")
-    def autocast(original, self, device_type, *args, **kwargs):
-        original(self, device_type, *args, **kwargs)
-        self._enabled = False
-
-    @wrap(torch.amp.GradScaler, "__init__")
-    def scaler(original, self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        self._enabled = False
+    is_off(torch.amp.autocast)
+    is_off(torch.amp.GradScaler)
 
     @wrap(torch, "set_float32_matmul_precision")
     def precision(original, *args):
         pass
+
+    @wrap(torch.distributed, "init_process_group")
+    def init_process_group(original, *args, **kwargs):
+        if fsdp := sys.modules.get("torch.distributed.fsdp"):
+            for policy in (fsdp.MixedPrecisionPolicy, fsdp.MixedPrecision):
+                wrap(policy, "__init__")(lambda original, self, *args, **kwargs: original(self))
+        return original(*args, **kwargs)
 
 
 def patch(run):

@@ -1,19 +1,16 @@
-"""Each sample is augmented alike in both runs."""
+"""The batches of a DataLoader: each sample is augmented alike in both runs."""
 
 import contextlib
+import itertools
 import operator
 import random
 import zlib
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    Subset,
-)
-from torch.utils.data._utils import fetch as fetchers
-from torch.utils.data._utils import worker
+from torch.utils.data import IterableDataset, Subset
 
-from ..process import wrap
 from .draws import DATASET, OWN, note_draw, seed_all, state_of
 
 
@@ -45,6 +42,15 @@ def own_states():
     return {name: state_of(name) for name in ("torch", *OWN)}
 
 
+class Worker(NamedTuple):
+    """What torch.utils.data.get_worker_info() gives in a loader's worker."""
+
+    id: int
+    num_workers: int
+    seed: int
+    dataset: object
+
+
 def states_of_worker(run, loader, seed):
     """What a loader's first worker would begin with: torch seeds it, then the script may."""
     with own_numbers(run):
@@ -52,13 +58,11 @@ def states_of_worker(run, loader, seed):
         random.seed(seed)
         np.random.seed(seed % 2**32)
         if loader.worker_init_fn is not None:
-            info = loader.num_workers, seed, loader.dataset
-            info = worker.WorkerInfo(id=0, **dict(zip(("num_workers", "seed", "dataset"), info)))
-            worker._worker_info = info
+            run.thread.worker = Worker(0, loader.num_workers, seed, loader.dataset)
             try:
                 loader.worker_init_fn(0)
             finally:
-                worker._worker_info = None
+                run.thread.worker = None
         return given_states()
 
 
@@ -72,51 +76,65 @@ def base_index(dataset, index):
         return repr(index)
 
 
-def patch(run):
-    """Each sample is drawn with a seed of its own; what makes the batch, with one of the batch."""
-
-    @wrap(fetchers._MapDatasetFetcher, "fetch")
-    def fetch(original, self, indices):
-        number = self.__dict__.setdefault("compare_number", 0)
-        self.compare_number += 1
-        own = self.__dict__.get("check_states") or own_states()
+def batches_of(run, loader):
+    """What a DataLoader gives, made here, where random numbers and files are watched: (the indices
+    of its samples, the batch). Its sampler is asked when the batch is due."""
+    own = state_of("torch")
+    with run.quiet():  # as a DataLoader does, for its workers
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    if isinstance(loader.dataset, IterableDataset):
+        for batch in batches_of_stream(run, loader):
+            yield None, batch
+        return
+    states = states_of_worker(run, loader, own) if loader.num_workers else None
+    one_by_one = loader.batch_sampler is not None
+    for number, indices in enumerate(loader.batch_sampler if one_by_one else loader.sampler):
         with own_numbers(run):
-            if not self.auto_collation:
+            if one_by_one:
+                batch = collated(run, loader, indices, number, states or own_states())
+            else:
                 seed_all(run.hash("batch", number))
-                batch = original(self, indices)
-            else:  # one by one, also from a dataset that has __getitems__
-                samples = []
-                for index in indices:
-                    seed_all(run.hash("sample", base_index(self.dataset, index)))
-                    before = given_states() if not samples else None
-                    samples.append(self.dataset[index])
-                    drawn = [k for k, v in given_states().items() if before and before[k] != v]
-                    for generator in drawn if torch.is_grad_enabled() else []:
-                        note_draw(run, DATASET, generator, own[generator])
-                seed_all(run.hash("batch", number))
-                run.thread.batch = len(samples)
-                try:
-                    batch = self.collate_fn(samples)
-                finally:
-                    run.thread.batch = None
+                batch = loader.collate_fn(loader.dataset[indices])
         is_list = isinstance(indices, (list, tuple))
-        run.thread.indices = [base_index(self.dataset, i) for i in indices] if is_list else None
-        return batch
+        yield [base_index(loader.dataset, i) for i in indices] if is_list else None, batch
 
-    class Seeded:
-        """The k-th sample of a rank is the (k * world + rank)-th of one process."""
 
-        def __init__(self, iterator):
-            self.iterator, self.k = iterator, 0
+def collated(run, loader, indices, number, states):
+    """Each sample is drawn with a seed of its own; what makes the batch, with one of the batch."""
+    samples = []
+    for index in indices:
+        seed_all(run.hash("sample", base_index(loader.dataset, index)))
+        before = given_states() if not samples else None
+        samples.append(loader.dataset[index])
+        drawn = [k for k, v in given_states().items() if before and before[k] != v]
+        for generator in drawn if torch.is_grad_enabled() else []:
+            note_draw(run, DATASET, generator, states[generator])
+    seed_all(run.hash("batch", number))
+    run.thread.batch = len(samples)
+    try:
+        return loader.collate_fn(samples)
+    finally:
+        run.thread.batch = None
 
-        def __next__(self):
-            seed_all(run.hash("item", self.k if run.is_single else self.k * run.world + run.rank))
-            self.k += 1
-            return next(self.iterator)
 
-    @wrap(fetchers._IterableDatasetFetcher, "fetch")
-    def fetch_items(original, self, indices):
-        if not isinstance(self.dataset_iter, Seeded):
-            self.dataset_iter = Seeded(self.dataset_iter)
+def batches_of_stream(run, loader):
+    """The k-th sample of a rank is the (k * world + rank)-th of one process."""
+    items, samples = iter(loader.dataset), []
+    for k in itertools.count():
         with own_numbers(run):
-            return original(self, indices)
+            seed_all(run.hash("item", k if run.is_single else k * run.world + run.rank))
+            try:
+                samples.append(next(items))
+            except StopIteration:
+                break
+            if loader.batch_size is None:
+                batch = loader.collate_fn(samples.pop())
+            elif len(samples) < loader.batch_size:
+                continue
+            else:
+                batch, samples = loader.collate_fn(samples), []
+        yield batch
+    if samples and not loader.drop_last:
+        with own_numbers(run):
+            batch = loader.collate_fn(samples)
+        yield batch

@@ -85,6 +85,7 @@ def permutation(run, name, n):
         return shuffled(run.rank, n)
     if not run.steps:
         note_draw(run, ORDER, "torch", run.thread.torch_state)
+        run.last_order = place()[0]
     if n % run.world or run.world > share:
         return shuffled(0, n)
     values = torch.empty(n, dtype=torch.long)
@@ -108,7 +109,7 @@ class Draws(TorchDispatchMode):
         out = op(*args, **kwargs)  # the rank's own numbers, of which only the shape is used
         if torch.Tag.nondeterministic_seeded not in op.tags or not is_plain(out):
             return out
-        if kwargs.get("generator") is not None:
+        if kwargs.get("generator") not in (None, torch.default_generator):
             return out.copy_(of_own_generator(run, name, out))
         if name == "aten::randperm":
             return out.copy_(permutation(run, name, len(out)))
@@ -148,12 +149,14 @@ class Draws(TorchDispatchMode):
 
 
 def patch(run):
-    """Random functions of torch get the numbers of one process."""
+    """Random functions of torch get the numbers of one process. Its own generator goes on beside
+    them: unseeded, it has another state on each rank."""
+    torch.manual_seed(run.hash("unseeded", run.rank))
 
     def watch(owner, name):
         @wrap(owner, name)
         def draw(original, *args, **kwargs):
-            if run.thread.in_dataset or run.thread.quiet:
+            if run.thread.in_dataset or run.thread.quiet or run.is_fork():
                 return original(*args, **kwargs)
             run.thread.torch_state = state_of("torch")
             with run.quiet(), Draws(run):
@@ -161,16 +164,23 @@ def patch(run):
             if is_plain(out):
                 out.check_line = place()[0]
             if owner is torch.Tensor and name.endswith("_"):
-                out.check_drawn = run.thread.torch_state, out._version
+                out.check_drawn = run.thread.torch_state, sum_of(out)
             return out
 
     functions = "rand randn rand_like randn_like randint randint_like randperm normal bernoulli"
-    functions += " multinomial poisson binomial _sample_dirichlet _standard_gamma"
+    functions += " multinomial poisson binomial"
     methods = "bernoulli multinomial bernoulli_ normal_ uniform_ random_ exponential_ log_normal_"
     methods += " cauchy_ geometric_"
+    watch(torch.distributions.Gamma, "rsample")
+    watch(torch.distributions.Dirichlet, "rsample")
     for owner, names in ((torch, functions), (torch.Tensor, methods)):
         for name in names.split():
             watch(owner, name)
+
+
+def sum_of(tensor):
+    """By which it is seen whether it still is what was drawn."""
+    return float(tensor.detach().double().sum())
 
 
 def seed_all(seed, torch_too=True):

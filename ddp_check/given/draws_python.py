@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import math
+import os
 import random
 
 import numpy as np
@@ -39,7 +40,7 @@ def patch(run):
     def watch_seed(generator, owner):
         @wrap(owner, "seed")
         def seed(original, *args, **kwargs):
-            if run.thread.in_dataset:
+            if run.thread.in_dataset or run.is_fork():
                 return original(*args, **kwargs)
             with own_state(generator):
                 original(*args, **kwargs)
@@ -50,7 +51,11 @@ def patch(run):
 
         @wrap(owner, name)
         def draw(original, *args, **kwargs):
-            if run.thread.in_dataset or run.nth("python", run.steps, place(), name) >= 1000:
+            if (
+                run.thread.in_dataset
+                or run.is_fork()
+                or run.nth("python", run.steps, place(), name) >= 1000
+            ):
                 return original(*args, **kwargs)  # so many would take time
             args = list(args)
             size = args[size_at] if len(args) > size_at else kwargs.get("size")
@@ -63,6 +68,7 @@ def patch(run):
             inspect.unwrap(owner.seed)(run.hash(key))
             if shape == shape_of_one:
                 if name in ORDERS and not run.steps:
+                    run.last_order = place()[0]
                     note_draw(run, ORDER, generator, state)
                 return original(*args, **kwargs)
             note_draw(run, LOOP, generator, state)
@@ -76,8 +82,17 @@ def patch(run):
                 return values.ravel()[run.share_of(at, shape).numpy()]
 
     for generator, (owner, get, _) in LIBRARIES.items():
+        owner.seed(run.hash("unseeded", run.rank))
         OWN[generator] = getattr(owner, get)()
+        owner.seed(run.hash("given"))
         watch_seed(generator, owner)
+
+    def restore():
+        """A process that the script forks draws its own numbers, as in any run."""
+        for generator, (owner, _, set_to) in LIBRARIES.items():
+            getattr(owner, set_to)(OWN[generator])
+
+    os.register_at_fork(after_in_child=restore)
     names = "random choice choices uniform randint randrange gauss sample shuffle betavariate"
     for name in names.split():
         watch("random", random, name)

@@ -7,7 +7,6 @@ import re
 import threading
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,11 +17,10 @@ from torch.utils.data import (
 )
 
 from ..notes import Batch, Pass, PassEnd
-from ..process import wrap
+from ..process import leaves_of, wrap
 from ..script import own_file, place
 from ..seen.trace import note_value
-from .datasets import states_of_worker
-from .draws import state_of
+from .datasets import batches_of
 
 STREAM = "a batch of an IterableDataset"
 
@@ -61,21 +59,16 @@ def patch(run):
 
     @wrap(DataLoader, "__iter__")
     def iterate(original, self):
-        workers, timeout = self.num_workers, self.timeout
-        own, is_map = state_of("torch"), not isinstance(self.dataset, IterableDataset)
-        self.num_workers = self.timeout = 0
-        try:
-            iterator = original(self)
-        finally:
-            self.num_workers, self.timeout = workers, timeout
-        if run.thread.in_dataset:
-            return iterator
-        if workers and is_map:
-            iterator._dataset_fetcher.check_states = states_of_worker(run, self, own)
+        if run.thread.in_dataset or run.is_fork():
+            return original(self)
         lines = place()[:2]
         key = lines, run.nth("pass", lines)
         run.note(pass_of(run, self, key))
-        return batches(iterator, self, key)
+        return batches(self, key)
+
+    @wrap(torch.utils.data, "get_worker_info")
+    def worker_info(original):
+        return run.thread.worker or original()
 
     @wrap(DataLoader, "__len__")
     def shortened(original, self):
@@ -98,13 +91,12 @@ def patch(run):
         draws = draws or getattr(sampler, "replacement", False) or bool(own_class(sampler))
         return Pass(key, loader.check_number, name, has_share(sampler), draws, size)
 
-    def batches(iterator, loader, key):
+    def batches(loader, key):
         is_map = not isinstance(loader.dataset, IterableDataset)
         name = "a batch of the DataLoader" if is_map else STREAM
         total, number = length(loader) if is_map else None, 0
-        for batch in itertools.islice(iterator, run.options["short"]):
-            indices = run.thread.indices if is_map else None
-            tensors = [t for t in tree_leaves(batch) if torch.is_tensor(t) and t.dim()]
+        for indices, batch in itertools.islice(batches_of(run, loader), run.options["short"]):
+            tensors = [t for t in leaves_of(batch) if torch.is_tensor(t) and t.dim()]
             rows = len(indices) if indices else len(tensors[0]) if tensors else None
             run.note(Batch(key, number, indices, rows, total))
             in_main = threading.current_thread() is threading.main_thread()

@@ -18,7 +18,8 @@ def stop_groups(groups):
 
 
 def wait_for_end(groups):
-    for _ in range(100):
+    """Until they write no more; those that nobody waits for stay as numbers only."""
+    for _ in range(60):
         for group in list(groups):
             try:
                 os.killpg(group, 0)

@@ -1,6 +1,7 @@
 """The script's plain numbers, and the generators of random numbers that it has made."""
 
 import gc
+import inspect
 import pickle
 import random
 import types
@@ -16,7 +17,8 @@ from ..script import own_file
 def generators():
     """{name: checksum of its state} of numpy's and Python's generators that the script has made."""
     kinds, found = (np.random.Generator, np.random.RandomState, random.Random), {}
-    known = random._inst, np.random.mtrand._rand
+    functions = random.random, np.random.random_sample  # of the global generators
+    known = [inspect.unwrap(function).__self__ for function in functions]
     for thing in [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]:
         if isinstance(thing, random.SystemRandom) or any(thing is each for each in known):
             continue
@@ -33,14 +35,33 @@ def generators():
     return found
 
 
-def variables_of(frame):
-    """The script's plain numbers, {name: number}, also those in objects and dictionaries; of
-    several of one name, the innermost. And the seeds of generators."""
-    scopes, found = [], {}
+def scopes_of(frame):
+    """The variables of the script's functions that are running, and of their modules."""
+    scopes = []
     while frame is not None:
         if own_file(frame.f_code.co_filename):
             scopes += [frame.f_locals, frame.f_globals]
         frame = frame.f_back
+    return scopes
+
+
+def tensors_of(frame):
+    """{class and name: tensor} of what the script's objects keep, but for weights and buffers."""
+    found = {}
+    for thing in {id(t): t for scope in scopes_of(frame) for t in list(scope.values())}.values():
+        if isinstance(thing, (torch.Tensor, types.ModuleType, type)):
+            continue
+        for name, value in list(getattr(thing, "__dict__", {}).items()):
+            is_tensor = type(value) is torch.Tensor and value.layout == torch.strided
+            if is_tensor and value.is_floating_point() and 0 < value.numel() < 10_000_000:
+                found.setdefault(f"{type(thing).__name__}.{name}", value)
+    return found
+
+
+def variables_of(frame):
+    """The script's plain numbers, {name: number}, also those in objects and dictionaries; of
+    several of one name, the innermost. And the seeds of generators."""
+    scopes, found = scopes_of(frame), {}
     for variables in list(scopes):
         for thing in list(variables.values()):
             if isinstance(thing, DataLoader):

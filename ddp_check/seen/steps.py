@@ -18,7 +18,7 @@ from ..given.draws import seed_all
 from ..notes import Seen, Step
 from ..process import wrap
 from ..script import place
-from .scalars import generators, variables_of
+from .scalars import generators, tensors_of, variables_of
 from .sketch import sketch
 from .trained import Trained, moments, on_cpu, others, set_to, settings_of
 
@@ -106,6 +106,9 @@ class Steps:
         if run.steps in (3, 12, run.options["steps"]):
             with run.quiet():
                 self.note_others()
+                attributes = tensors_of(inspect.currentframe())
+                kept = {name: sketch(t, any_order=True) for name, t in attributes.items()}
+                run.note(Seen("attribute", "", "at a step", 0, kept))
         seed_all(run.hash("step", run.steps), torch_too=False)
         if run.steps >= run.options["steps"]:
             run.end("--steps")

@@ -3,18 +3,16 @@
 import contextlib
 import inspect
 import os
-import sys
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset
 
 from ..given.alike import keep_precise
 from ..notes import Collective, Seen
-from ..process import is_plain, wrap
+from ..process import is_plain, leaves_of, wrap
 from ..script import FOLDER, UNKNOWN, own_file, own_lines, place
 from .sketch import sketch, summary
 from .trained import on_cpu
@@ -40,7 +38,7 @@ def note_evaluation(run, module, line):
 
 def note_value(run, kind, line, name, tree, made_from=(), **about):
     """Note it, and return its index."""
-    leaves = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)][:8]
+    leaves = [leaf for leaf in leaves_of(tree) if torch.is_tensor(leaf)][:8]
     values = dict.fromkeys(range(len(leaves)))
     with run.quiet(), contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
         values = {part: summary(leaf) for part, leaf in enumerate(leaves)}
@@ -55,7 +53,7 @@ def note_value(run, kind, line, name, tree, made_from=(), **about):
 
 def indices_in(tree):
     """Of the values that are among the arguments of a function."""
-    return [leaf.compare_index for leaf in tree_leaves(tree) if hasattr(leaf, "compare_index")]
+    return [leaf.compare_index for leaf in leaves_of(tree) if hasattr(leaf, "compare_index")]
 
 
 class Trace(TorchFunctionMode):
@@ -104,13 +102,13 @@ class Trace(TorchFunctionMode):
             if is_plain(out) and hasattr(args[0], "check_line"):
                 out.check_line = args[0].check_line
             return
-        frame = sys._getframe(2)
+        frame = inspect.currentframe().f_back.f_back
         while frame is not None and frame.f_code.co_filename.startswith((TORCH, FOLDER)):
             if frame.f_code.co_filename.startswith(NOT_THE_SCRIPTS):
                 return
             frame = frame.f_back
         file = None if frame is None or "empty" in name else own_file(frame.f_code.co_filename)
-        leaves = [leaf for leaf in tree_leaves(out) if torch.is_tensor(leaf)]
+        leaves = [leaf for leaf in leaves_of(out) if torch.is_tensor(leaf)]
         if file is None or not leaves or isinstance(leaves[0], nn.Parameter):
             return
         line = f"{file}:{frame.f_lineno}"
@@ -145,7 +143,7 @@ def patch(run):
         if not any(True for _ in inner.parameters()):
             return original(module, *args, **kwargs)
         name, line = type(inner).__name__, place()[0]
-        tensors = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t) and t.dim()]
+        tensors = [t for t in leaves_of((args, kwargs)) if torch.is_tensor(t) and t.dim()]
         if tensors:
             run.model_rows = len(tensors[0])
         made_from = indices_in((args, kwargs))
@@ -171,7 +169,7 @@ def patch(run):
 
     @wrap(torch.autograd, "backward")
     def backward(original, tensors, *args, **kwargs):
-        leaves = [t for t in tree_leaves(tensors) if torch.is_tensor(t)]
+        leaves = [t for t in leaves_of(tensors) if torch.is_tensor(t)]
         with run.quiet(), torch.no_grad():
             value = sum(t.double().sum() for t in leaves)
         note_value(run, "loss", place()[0], "backward", value, indices_in(leaves))
@@ -182,10 +180,14 @@ def patch(run):
         def collective(original, *args, **kwargs):
             line = place()[0]
             if not run.thread.quiet and run.nth("collective", run.steps, line) < MANY_VALUES:
-                run.note(Collective(name, line, getattr((*args, None)[0], "check_line", "")))
+                drawn = getattr((*args, None)[0], "check_line", "")
+                if "object_list" in name:  # a list of what is no tensor
+                    drawn = run.last_order
+                run.note(Collective(name, line, drawn))
             return original(*args, **kwargs)
 
-    names = "all_reduce reduce all_gather all_gather_object gather gather_object broadcast"
+    names = "all_reduce reduce all_gather all_gather_object gather gather_object broadcast "
+    names += "broadcast_object_list scatter_object_list"
     for name in names.split():
         watch_collective(name)
 

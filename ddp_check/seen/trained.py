@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..given.draws import sum_of
 from .sketch import sketch
 
 
@@ -124,8 +125,8 @@ def others(trained, averages):
                 continue
             full = f"{type(module).__name__}.{name}"
             found.setdefault(full, []).append(sketch(on_cpu(tensor), any_order=True))
-            state, version = getattr(tensor, "check_drawn", (None, None))
-            if version == tensor._version:
+            state, total = getattr(tensor, "check_drawn", (None, None))
+            if total is not None and total == sum_of(tensor):
                 drawn[full] = state
     for name, sketches in list(found.items()):  # several modules of one class have no order
         del found[name]
