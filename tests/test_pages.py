@@ -69,6 +69,14 @@ def test_pages():
     assert not wrong, "\n".join(f"{page.relative_to(ROOT)}: {what}" for page, what in wrong)
 
 
+def test_sections_of_ddp_check():
+    """Each section that ddp_check names is on its page."""
+    text = "".join(path.read_text() for path in (ROOT / "ddp_check").rglob("*.py"))
+    titles = re.findall(r"^#+ (.*)", CODE.sub("", YOUR_LOOP).lower(), re.M)
+    named = set(re.findall(r'(?:"|\{PAGE\})#([a-z][a-z0-9-]+)"', text))
+    assert len(named) > 5 and named <= {title.replace(" ", "-") for title in titles}
+
+
 def test_chinese():
     """README.zh-CN.md has README.md's code, to the letter, and its links."""
     assert CODE.findall(CHINESE) == CODE.findall(README)
@@ -444,7 +452,7 @@ OWN = {  # of docs/your_loop.md: what comes before a section's code, and what is
         "    for x, y in zip(a.parameters(), b.parameters()):\n"
         "        assert torch.allclose(x, y, rtol=1e-4, atol=1e-6)",
     ),
-    "Gradients without the wrapper": (
+    "Gradients": (
         "model, inputs = nn.Linear(2, 1), torch.randn(3, 2)\n"
         "model.register_parameter('unused', nn.Parameter(torch.randn(2)))\n"
         "model(inputs).sum().backward()",
