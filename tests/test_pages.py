@@ -215,7 +215,8 @@ def test_what_ddp_check_prints():
     words = [sys.executable, ROOT / "ddp_check", "my_script.py"]
     result = subprocess.run(words, capture_output=True, text=True, timeout=helpers.LIMIT)
     printed = [numbers.sub("#", line) for line in result.stdout.splitlines()]
-    assert all(numbers.sub("#", line) in printed for line in report.splitlines()[1:]), result.stdout
+    shown = [numbers.sub("#", line) for line in report.splitlines()[1:] if line != "..."]
+    assert len(shown) > 3 and all(line in printed for line in shown), result.stdout
 
 
 def without_comments(text):
