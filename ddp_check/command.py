@@ -78,6 +78,8 @@ def main(words=None):
         return print(list_rules())
     if args.script is None:
         parser.error("which script?")
+    if not hasattr(os, "fork"):
+        parser.error("it needs Linux or macOS; on Windows, WSL")
     if find_script(args) is None:
         parser.error(f"there is no {'module' if args.m else 'file'} {args.script}")
     folder = os.path.realpath(tempfile.mkdtemp(prefix="ddp_check-"))  # as the script's paths are

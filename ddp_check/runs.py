@@ -128,6 +128,7 @@ class BothRuns:
         options = vars(self.args) | {"folder": self.folder, "run": name}
         options |= self.more | {"spawns": self.spawns, "flags": self.flags(name)}
         env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "DDP_CHECK": json.dumps(options)}
+        env["WANDB_MODE"] = "disabled"  # it would send both runs
         env |= visible_gpus(nproc, self.args.nproc)
         env.setdefault("OMP_NUM_THREADS", "1")
         for rank in range(1 if self.spawns else nproc):

@@ -52,7 +52,7 @@ if WRONG and rank:
     parameters[-2:] = parameters[-2:][::-1]
 ddp, ddp_text = DistributedDataParallel(model), DistributedDataParallel(text)
 optimizer = torch.optim.SGD(parameters, 0.01)  # parameters
-samplers = [DistributedSampler(train_set, seed=0 if WRONG else n) for n in range(2)]
+samplers = [DistributedSampler(train_set, seed=0 if WRONG else 10 * n) for n in range(2)]
 loaders = [DataLoader(train_set, 12 // world, sampler=sampler) for sampler in samplers]
 part = DistributedSampler(dataset, shuffle=False) if WRONG else range(rank, 49, world)
 test_loader = DataLoader(dataset, 4, sampler=part)

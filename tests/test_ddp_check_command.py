@@ -15,7 +15,7 @@ import pytest
 from helpers import Cold, content, finish, free_port, marked, some_fast, start, wait_until
 from same_text import ROOT
 
-from ddp_check import runs
+from ddp_check import command, runs
 
 GPUS = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 COMMAND = "tests/check_by_fork.py"
@@ -255,6 +255,20 @@ def test_spawned(user, how):
 
 
 @pytest.mark.slow
+def test_batch_size_per_process(user):
+    """Without a flag: one process is given as many samples, which is said; the rest is right."""
+    text = check("train.py", "{n}", "own batch")
+    assert "a batch size per process, so 2 times the batch" in " ".join(text.split()), text
+    assert "nothing WRONG, 1 to look at" in text, text
+
+
+def test_list(capsys):
+    command.main(["--list"])
+    text = capsys.readouterr().out
+    assert re.search(r"^order +.*\n +call sampler.set_epoch\(epoch\)", text, re.M), text
+
+
+@pytest.mark.slow
 def test_wrong_number_of_processes(user):
     Path("train.py").write_text(SPAWNED)
     text = check("train.py", "mp.spawn", "2", status=2)
@@ -275,7 +289,7 @@ def install(clone):
     site = next(Path("venv/lib").glob("python*/site-packages"))
     site.joinpath("shared.pth").write_text("\n".join(p for p in sys.path if "site-pack" in p))
     pip = ["venv/bin/python", "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, clone], check=True)
+    subprocess.run([*pip, f"./{clone}"], check=True)
     shutil.rmtree(clone)
     assert [path.parent.name for path in site.glob("*/__init__.py")] == ["ddp_check"]
 

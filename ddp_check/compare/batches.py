@@ -1,6 +1,12 @@
 """Where the ranks' notes are not those of one process: samples, tensors, settings, numbers."""
 
 from ..notes import Batch, Finding, Pass, PassEnd
+from .kinds import PAGE
+
+SHARE = {
+    "remedy": "give each rank its share of the batch, by a DistributedSampler",
+    "section": f"{PAGE}#loader",
+}
 
 
 def training_passes(one):
@@ -50,7 +56,7 @@ def compare_samples(one, ranks):
             if batch.batches == number and total - batch.rows < len(ranks):
                 uneven[step] = f"{line}: the last {text}: not compared"
                 continue
-            found.append(Finding("look", "samples", step, text, line))
+            found.append(Finding("look", "samples", step, text, line, **SHARE))
         elif batch.indices and all(other.indices for other in others):
             union = [index for other in others for index in other.indices]
             if sorted(map(repr, union)) != sorted(map(repr, batch.indices)):
@@ -62,7 +68,7 @@ def compare_samples(one, ranks):
                     why = "own"
                     text += f": each rank draws its own ({about.sampler}), so nothing after it can "
                     text += "be compared"
-                found.append(Finding("look", "samples", step, text, line, advice=why))
+                found.append(Finding("look", "samples", step, text, line, advice=why, **SHARE))
     return found, uneven, trains
 
 
@@ -85,5 +91,7 @@ def compare_lengths(one, ranks, trains):
                 if most:
                     text = f"{words} {note.batches} batches on one process, {others} on the ranks"
                     verdict = "look" if most == 1 or note.key in streams else "WRONG"
-                    found[kind].append(Finding(verdict, "epoch", step, text, note.key[0][0]))
+                    found[kind].append(
+                        Finding(verdict, "epoch", step, text, note.key[0][0], **SHARE)
+                    )
     return found.values()

@@ -19,12 +19,12 @@ ADVICE = {
     "stream": "the ranks' streams have other samples in this step than one process's, as shards of "
     "files have. What follows from that cannot be compared",
     "ratio": "a ratio of sums over the rank's own share, as in a Dice loss of the batch. Intended?",
-    "share": "one process has neither these numbers nor their mean or sum: a number or a decision "
-    "of the rank's own share? all_reduce that number first",
+    "share": "one process has neither these numbers nor their mean or sum. If they come from this "
+    "rank's samples alone, all_reduce what they are made from first",
     "same loss": "but the loss is the same",
     "branch": "a decision by numbers of the rank's own share?",
-    "own": "it comes from outside of torch, as of an environment, and each rank has a generator of "
-    "its own: nothing after it can be compared",
+    "own": "it comes from outside of torch, as of an environment, by random numbers of each rank's "
+    "own: nothing after it can be compared",
 }
 LOOKS = "coupled", "stream", "ratio", "own"  # which may be intended
 
@@ -41,7 +41,8 @@ def last_pass(of_step, variables, step):
 
 def averaging(unlike, of_step, variables, step):
     more = last_pass(of_step, variables, step)
-    return Finding("WRONG", "averaging", step, unlike, more=more, section=f"{PAGE}#gradients")
+    about = {"remedy": "call the wrapped model", "section": f"{PAGE}#gradients"}
+    return Finding("WRONG", "averaging", step, unlike, more=more, **about)
 
 
 class Step:
@@ -67,9 +68,9 @@ class Step:
         verdict = "look" if advice in LOOKS else "WRONG"
         text = values.describe(value) + (f": {ADVICE[advice]}" if value.kind != "loss" else "")
         text += f" ({', '.join(generators)})" if advice == "own" else ""
-        section = PAGE + KINDS[value.kind].section
-        line = values.line_of(value)
-        return Finding(verdict, what, step, text, line, more, advice, section=section)
+        row, line = KINDS[value.kind], values.line_of(value)
+        about = {"remedy": row.remedy if verdict == "WRONG" else "", "section": PAGE + row.section}
+        return Finding(verdict, what, step, text, line, more, advice, **about)
 
     def blame(self):
         """The findings, and whether they may be intended: "look", "WRONG" or "unclear"."""
@@ -125,8 +126,8 @@ class Step:
         text, more = f"computed on {on} alone: {ADVICE['branch']}", []
         if branch := branch_of(line):
             more = [source(branch), *self.variables.behind([branch], self.step)]
-        section = f"{PAGE}#decisions"
-        return Finding(verdict, "branch", self.step, text, line, more, "branch", section=section)
+        about = {"remedy": "decide by numbers of all ranks", "section": f"{PAGE}#decisions"}
+        return Finding(verdict, "branch", self.step, text, line, more, "branch", **about)
 
 
 def find_causes(values, differences, variables, steps, samples, lost):

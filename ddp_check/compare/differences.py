@@ -43,6 +43,13 @@ def noise_of(kind, one, again):
     return noise
 
 
+def found_in(kind, step, text, line, more=()):
+    """A finding with what the kind's row says of it."""
+    row = KINDS[kind]
+    about = {"remedy": row.remedy, "section": PAGE + row.section}
+    return Finding(row.verdict, kind, step, text, line, list(more), **about)
+
+
 def parts_of(names, depth=None):
     """What names have in common, up to a dot; or the different ones of their first parts."""
     parts = [name.split(".") for name in names]
@@ -89,8 +96,7 @@ class Differences:
             text = f"{len(found)} of {len(seen.values)} differ{on}; worst {name}, by "
             text += f"{off:.2g} of its size (limit {limit:.1g})"
             text += self.explain(step, seen.values, values) if kind == "gradient" else ""
-            row, section = KINDS[kind], PAGE + KINDS[kind].section
-            self.findings.append(Finding(row.verdict, kind, step, text, seen.line, section=section))
+            self.findings.append(found_in(kind, step, text, seen.line))
 
     def explain(self, step, one, other):
         """Whether all are the same number of times as large."""
@@ -158,5 +164,4 @@ def compare_settings(one, ranks, variables):
                 more.append(f"last scheduler.step(): {source(last)}")
                 lines[last] = None
             more += variables.behind(list(lines), step)
-            section = PAGE + KINDS["setting"].section
-            yield Finding("WRONG", "setting", step, text, seen.line, more, section=section)
+            yield found_in("setting", step, text, seen.line, more)

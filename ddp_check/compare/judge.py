@@ -61,7 +61,7 @@ def judge(one, ranks, tolerance, again=None):
             continue
         if results is None:
             found.append(Finding("not seen", rule.name, 0, f"needs {rule.needs}"))
-        else:
+        elif results or not any(f.what == rule.name for f in found):
             found += results or [Finding("ok", rule.name, 0, rule.right)]
     found.sort(key=lambda finding: VERDICTS.index(finding.verdict))
     lost = min([f.step for f in found if f.advice in ("own", "stream")], default=math.inf)

@@ -21,27 +21,28 @@ class Kind(NamedTuple):
     remedy: str = ""
 
 
-EQUAL = "all ranks need the same"
 SCORES = "add up numerators and denominators by all_reduce, then divide"
+WHOLE = "gather, or all_reduce, what it depends on"
+MEAN = "average over the rank's share; or divide the sum by all ranks' number, times world_size"
 KINDS = {
-    "value": Kind("same mean sum rows", 0.1, 0, section="#loss"),
-    "inputs": Kind("same mean sum rows", 0.1, 0, section="#loss"),
-    "outputs": Kind("same mean sum rows", 0.1, 0, section="#loss"),
-    "loss": Kind("same mean", 0.1, 0, section="#loss"),
-    "gradient": Kind("same", 1, 1e-2, section="#loss"),
-    "weight": Kind("same", 1, 1e-2, section="#model"),
-    "update": Kind("same", 1, 1e-2, section="#optimizer"),
-    "buffer": Kind("same sorted", 3, 1e-5, section="#buffers"),
-    "average": Kind("same", 3, 1e-5, "look", "#buffers"),
+    "value": Kind("same mean sum rows", 0.1, 0, "WRONG", "#what-depends-on-the-whole-batch", WHOLE),
+    "inputs": Kind("same mean sum rows", 0.1, 0, "WRONG", "#loader", WHOLE),
+    "outputs": Kind("same mean sum rows", 0.1, 0, "WRONG", "#what-depends-on-the-whole-batch"),
+    "loss": Kind("same mean", 0.1, 0, "WRONG", "#loss", MEAN),
     "no_sync": Kind("", 0, 0),  # where the script has said so
-    "setting": Kind("same", 0, 0, section="#optimizer"),
-    "mode": Kind("same", 0, 0, section="#decisions"),
-    "other": Kind("same sorted", 3, 0, "look", "#model"),
-    "attribute": Kind("same mean sum sorted", 3, 0, "look", "#buffers"),
-    "evaluation": Kind("alike", 3, 0, "look", "#buffers"),
-    "split": Kind("alike", 0, 0, "look", "#what-must-be-equal"),
-    "born": Kind("alike", 0, 0, section="#model"),
-    "draw": Kind("unlike", 0, 0, section="#seeds"),
+    "gradient": Kind("same", 1, 1e-2, "WRONG", "#loss"),
+    "weight": Kind("same", 1, 1e-2, "WRONG", "#model", "build and load the same on all ranks"),
+    "update": Kind("same", 1, 1e-2, "WRONG", "#optimizer", "the same settings on all ranks"),
+    "buffer": Kind("same sorted", 3, 1e-5, "WRONG", "#buffers", WHOLE),
+    "average": Kind("same", 3, 1e-5, "look", "#buffers"),
+    "setting": Kind("same", 0, 0, "WRONG", "#optimizer", "count what all ranks have done"),
+    "mode": Kind("same", 0, 0),
+    "other": Kind("same sorted", 3, 0),
+    "attribute": Kind("same mean sum sorted", 3, 0),
+    "evaluation": Kind("alike", 3, 0),
+    "split": Kind("alike", 0, 0),
+    "born": Kind("alike", 0, 0),
+    "draw": Kind("unlike", 0, 0),
 }
 LEAST = 1e-6  # of a limit: rounding
 HIDES = 1e-2  # noise beyond which nothing is told

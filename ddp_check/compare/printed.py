@@ -8,26 +8,17 @@ from .fits import relative
 from .kinds import PAGE, SCORES
 
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.I)
-NO_SCORE = re.compile(
-    r"(time|data|speed|eta|dt|secs?|seconds|elapsed|took|port|pid|rank|size|world|process|processes)"
-    r"[^a-zA-Z]*$|/$",
-    re.I,
-)
-
-
-UNIT = re.compile(
-    r"\s*(ms|s|secs?|seconds|min|h|MB|GB|GiB|MiB|processes|[a-zA-Z ]{0,20}/s)\b", re.I
-)
 
 
 def scores(text, losses):
-    """The numbers in a printed line, None for times and for a loss that backward() got."""
-    for m in NUMBER.finditer(text):
-        digits = len(m.group().partition(".")[2]) if "e" not in m.group().lower() else 0
-        number = float(m.group())
+    """The numbers in a printed line that have three digits; None for others, and for a loss that
+    backward() got."""
+    for text in NUMBER.findall(text):
+        digits = len(text.partition(".")[2]) if "e" not in text.lower() else 0
+        number = float(text)
         is_loss = digits > 1 and any(abs(number - x) <= 0.51 * 10**-digits for x in losses)
-        no_score = UNIT.match(text[m.end() :]) or NO_SCORE.search(text[: m.start()])
-        yield None if no_score or is_loss else number
+        is_short = len(re.sub(r"e.*|\D", "", text).lstrip("0")) < 3
+        yield None if is_short or is_loss else number
 
 
 def compare_printed(one, ranks, values, variables, again=None):
@@ -39,7 +30,7 @@ def compare_printed(one, ranks, values, variables, again=None):
         losses = [loss for loss in losses if loss is not None]
         lines = {}
         for step, note in notes[Printed]:
-            if step and not re.search(r"it/s|s/it|Warning", note.text):
+            if step:
                 skeleton = " ".join(NUMBER.sub("#", note.text).split())
                 lines.setdefault(skeleton, []).append((step, note, losses))
         both.append(lines)

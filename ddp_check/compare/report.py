@@ -22,8 +22,8 @@ import math
 import textwrap
 
 from ..script import source
+from .judge import RULES  # all of them
 from .kinds import PAGE
-from .rules import RULES
 
 ORDER = "WRONG", "look", "note", "not told", "not seen", "ok"
 

@@ -87,6 +87,12 @@ def patch(run):
         owner.seed(run.hash("given"))
         watch_seed(generator, owner)
 
+    @wrap(np.random, "default_rng")
+    def make(original, *args, **kwargs):
+        generator = original(*args, **kwargs)
+        run.made.setdefault(id(generator), place()[0])
+        return generator
+
     def restore():
         """A process that the script forks draws its own numbers, as in any run."""
         for generator, (owner, _, set_to) in LIBRARIES.items():

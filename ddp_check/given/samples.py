@@ -72,7 +72,10 @@ def patch(run):
 
     @wrap(DataLoader, "__len__")
     def shortened(original, self):
-        return min(original(self), run.options["short"] or math.inf)
+        size, short = original(self), run.options["short"] or math.inf
+        if short < size:
+            run.say(f"--short: len() of a DataLoader is {short}, as many as it gives")
+        return min(size, short)
 
     @wrap(DataLoader, "__init__")
     def make(original, self, dataset, batch_size=1, *args, **kwargs):

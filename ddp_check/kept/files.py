@@ -58,9 +58,9 @@ class Guard:
         self.thread = PerThread()
         caches = [os.path.expanduser(path) for path in CACHES]
         caches += [os.environ[name] for name in CACHE_VARIABLES if name in os.environ]
-        caches.append(os.path.join(tempfile.gettempdir(), "torchinductor_"))
-        folders = [os.path.join(path, "") for path in ("/dev", "/proc", "/sys", process.folder)]
-        self.ignored = tuple(os.path.realpath(path) for path in caches) + tuple(folders)
+        folders = [*caches, "/dev", "/proc", "/sys", process.folder]
+        self.ignored = tuple(os.path.join(os.path.realpath(path), "") for path in folders)
+        self.ignored += (os.path.join(os.path.realpath(tempfile.gettempdir()), "torchinductor_"),)
         self.events = {
             "open": self.before_open,
             "os.rename": self.before_rename,

@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import multiprocessing
 import pickle
 import random
 import types
@@ -14,8 +15,9 @@ from torch.utils.data import DataLoader, Subset
 from ..script import own_file
 
 
-def generators():
-    """{name: checksum of its state} of numpy's and Python's generators that the script has made."""
+def generators(run):
+    """{name: checksum of its state} of numpy's and Python's generators that the script has made;
+    and of processes, such as a sampler or an environment, that have their own."""
     kinds, found = (np.random.Generator, np.random.RandomState, random.Random), {}
     functions = random.random, np.random.random_sample  # of the global generators
     known = [inspect.unwrap(function).__self__ for function in functions]
@@ -31,7 +33,10 @@ def generators():
             continue
         state = getattr(getattr(thing, "bit_generator", None), "state", None)
         state = state or (thing.get_state() if hasattr(thing, "get_state") else thing.getstate())
-        found[names[-1]] = zlib.crc32(pickle.dumps(state))
+        line = run.made.get(id(thing))  # of default_rng
+        name = f"{names[-1]}, made at {line}" if line else names[-1]
+        found[name] = found.get(name, 0) + zlib.crc32(pickle.dumps(state))
+    found |= {f"process {child.name}": child.pid for child in multiprocessing.active_children()}
     return found
 
 

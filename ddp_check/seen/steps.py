@@ -63,7 +63,7 @@ class Steps:
             self.before["has_closure"] = has_closure  # it computes gradients of its own
             made = run.made.get(id(optimizer), [])
             variables = variables_of(inspect.currentframe())
-            own = {} if mine.step else generators()
+            own = {} if mine.step else generators(run)
             key = mine.number, mine.step
             run.note(Step(key, line, callers, made, list(parameters), variables, own))
             self.note("setting", settings_of(optimizer))
