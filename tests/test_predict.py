@@ -315,7 +315,7 @@ TABLES = {  # the classes; of each image the predicted one, the true one, and pr
 @pytest.mark.slow
 @pytest.mark.parametrize("scores", TABLES)
 def test_report(monkeypatch, capsys, scores):
-    """docs/patients.md: AUC and macro F1 of the images with a true class."""
+    """complete/report_classes.py: AUC and macro F1 of the images with a true class."""
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib").use("agg")
     classes, images = TABLES[scores]
@@ -324,9 +324,8 @@ def test_report(monkeypatch, capsys, scores):
         writer.writerow(["path", "class", "true", *classes])
         for predicted, true, *first in [*images, ("a", "", *images[0][2:])]:
             writer.writerow(["1.jpg", predicted, true, *first, 1 - sum(first)])
-    [code] = [code for language, code in recipe("Several classes") if language == "python"]
-    monkeypatch.setattr(sys, "argv", ["report.py", "test.csv"])
-    exec(code, {})
+    monkeypatch.setattr(sys, "argv", ["report_classes.py", "test.csv"])
+    runpy.run_path(str(ROOT / "complete/report_classes.py"), run_name="__main__")
     said = capsys.readouterr().out
     f1 = said.split("macro avg")[1].split()[2]
     assert f"{float(said.split('AUC')[1]):.3f} {f1}" == scores

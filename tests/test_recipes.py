@@ -33,10 +33,6 @@ PAGE = ROOT / "docs/recipes.md"
 SHORT = ["--batch-size", 16, "--lr", 0.001, "--log-every", 10, "--resume"]
 
 
-def code_of(title, number=0):
-    return [code for language, code in recipe(title) if language == "python"][number]
-
-
 def defined(title):
     """What a recipe for train.py defines, in a copy of train.py's names."""
     code = "".join(code for language, code in recipe(title) if language == "python")
@@ -234,48 +230,6 @@ def test_a_score_that_is_no_sum():
 
 
 # ---- Other data ----------------------------------------------------------------------------------
-GRAPHS = """
-class Rings(Dataset):  # of 3 to 9 nodes; a class is the parity of a count
-    def __init__(self, count, seed):
-        generator = torch.Generator().manual_seed(seed)
-        sizes = torch.randint(3, 10, (count,), generator=generator).tolist()
-        self.nodes = [torch.rand(n, 2, generator=generator).round() for n in sizes]
-        self.targets = [int(nodes[:, 0].sum() > nodes[:, 1].sum()) for nodes in self.nodes]
-    def __len__(self):
-        return len(self.nodes)
-    def __getitem__(self, i):
-        n = torch.arange(len(self.nodes[i]))
-        return (self.nodes[i], torch.stack([n, (n + 1) % len(n)])), self.targets[i]
-def load_data(args):
-    return Rings(320, 1), Rings(67, 2), 2
-class GraphNet(nn.Module):  # each layer sees a node, and the sum of those that lead to it
-    def __init__(self, features, classes):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(2 * features, 64), nn.Linear(128, 64)])
-        self.head = nn.Linear(64, classes)
-    def forward(self, inputs):
-        x, (sources, targets), graph_of_node, sizes = inputs
-        for layer in self.layers:
-            sums = torch.zeros_like(x).index_add(0, targets, x[sources])
-            x = F.relu(layer(torch.cat([x, sums], dim=1)))
-        means = x.new_zeros(len(sizes), 64).index_add(0, graph_of_node, x) / sizes[:, None]
-        return self.head(means)
-def build_model(args, inputs, classes):
-    return GraphNet(inputs[0].shape[1], classes)
-"""
-
-
-@pytest.mark.slow
-def test_graphs():
-    """Learned; and the same on one process and on two, whatever the sizes."""
-    path = pasted("Graphs, and other samples of different sizes", more=GRAPHS)
-    flags = [*SHORT, "--lr", 0.05, "--epochs", 4, "--workers", 1, "--output"]
-    for n in (1, 2):
-        together([*flags, n], path=path, processes=n)
-    close("2", "1", 1e-3)
-    assert metrics("1")[-1]["test_accuracy"] > 0.9
-
-
 def write_tar(name, paths):
     with tarfile.open(name, "w") as shard:
         for i, path in enumerate(paths):
@@ -295,9 +249,8 @@ def test_tar_shards(data):
     Path("shards").mkdir()
     for i in range(3):
         write_tar(f"shards/train{i}.tar", paths[32 * i :][:32])
-    Path("unpack_shards.py").write_text(code_of("Tar shards"))
     commands = [code for language, code in recipe("Tar shards") if language == "sh"][0]
-    line = commands.splitlines()[0].replace("python", sys.executable)
+    line = commands.splitlines()[0].replace("python complete", f"{sys.executable} {ROOT}/complete")
     subprocess.run(["bash", "-c", line], check=True)
     found = {path: path.read_bytes() for path in Path("imagenet/train").glob("*/*")}
     wanted = {
