@@ -2,7 +2,9 @@
 
 Here the guard alone is in a fork of this process; test_ddp_check_command.py has whole runs."""
 
+import json
 import os
+import re
 import sqlite3
 import subprocess
 import traceback
@@ -130,11 +132,11 @@ thread = threading.Thread(target=open, args=("out/model.pt", "w")); thread.start
 def test_refused(users, code):
     """Before anything is done; the file is named, and the script's line."""
     status, refused, _ = watched(code)
-    line, text, path, steps = refused.splitlines()
-    assert status == files.REFUSED and steps == "1"
-    assert line.startswith("script.py:6: ") or "threading" in code
-    assert text.startswith("would ") and text.endswith(", which was there before"), text
-    assert os.path.basename(path) in text
+    refused = json.loads(refused)
+    assert status == files.REFUSED and refused["steps"] == 1
+    assert refused["line"].startswith("script.py:6: ") or "threading" in code
+    assert re.fullmatch(r"would .*, which was there before; nothing was changed", refused["text"])
+    assert os.path.basename(refused["path"]) in refused["text"]
     after = content()
     assert {path: after.get(path) for path in users} == users
     remove_made(str(Path("notes").resolve()))
