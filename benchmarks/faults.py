@@ -1,12 +1,12 @@
-"""Silent faults of data parallelism, put into right loops one at a time: what do the tools say?
+"""Silent faults of data parallelism, put into right loops one at a time: what does ddp_check say?
 
 OMP_NUM_THREADS=1 python benchmarks/faults.py            # all; rows of faults.csv, and a summary
 OMP_NUM_THREADS=1 python benchmarks/faults.py gan right  # whose loop, kind or name has a word
 
-Each fault is a change to one of loops/: a line or two, as somebody would write it by mistake. Both
-tools run the changed copy on two processes. A tool has found a fault if it says WRONG or look, and
-has named it if such a line of the report has one of the changed lines, or the line where the fault
-is seen as well (`shows`). The loops themselves, unchanged, are "right". Processes are forks of
+Each fault is a change to one of loops/: a line or two, as somebody would write it by mistake.
+ddp_check runs the changed copy. It has found a fault if it says WRONG or look, and has named it if
+such a line of the report has one of the changed lines, or the line where the fault is seen as well
+(`shows`). The loops themselves, unchanged, are "right". Processes are forks of
 this one, which has imported torch: seconds are without that. On Linux.
 """
 
@@ -29,7 +29,11 @@ import torch.utils.data
 from torch.optim import swa_utils  # noqa: F401
 
 LOOPS = Path(__file__).resolve().parent / "loops"
-TOOLS = LOOPS.parents[1] / "own_loop"
+sys.path.insert(0, str(LOOPS.parents[1]))
+
+from ddp_check import command, runs, syntax  # noqa: E402
+from ddp_check import script as check_script  # noqa: E402
+from ddp_check.compare.report import as_text  # noqa: E402
 
 
 @dataclass
@@ -39,7 +43,7 @@ class Fault:
     old: str
     new: str
     cost: str  # what it does to the training
-    kind: str = "new"  # "new": invented before either tool was run on it; "ports"; "known"
+    kind: str = "new"  # "new": invented before a tool was run on it
     shows: str = ""  # text of a line where it is as well seen as in the changed one
 
 
@@ -638,33 +642,18 @@ class Forked:
         os.kill(self.pid, signal.SIGKILL)
 
 
-def run_compare(script):
-    """Its report, as `python compare.py script` prints it."""
-    import compare
-
-    compare.launch, compare.START = Forked, os.getcwd()
-    linecache.clearcache()
-    compare.statements.cache_clear()
-    args = compare.parser.parse_args(["--wait", "40", script])
-    with tempfile.TemporaryDirectory() as folder:
-        return compare.BothRuns(args, folder, "turns").run_both()[0]
-
-
 def run_check(script):
-    """The report of check.py on two processes."""
-    import compare
-
+    """The report, as `python ddp_check script.py` prints it."""
+    runs.launch, check_script.START = Forked, os.getcwd()
+    linecache.clearcache()
+    syntax.statements.cache_clear()
+    check_script.own_file.cache_clear()
+    args = command.parser.parse_args(["--wait", "40", str(script)])
     with tempfile.TemporaryDirectory() as folder:
-        port, ranks = compare.free_port(), []
-        for rank in range(2):
-            env = os.environ | compare.environment(rank, 2, port)
-            words = [sys.executable, str(TOOLS / "check.py"), "--wait", "20", script]
-            ranks.append(Forked(words, env, f"{folder}/{rank}.log"))
-        end = time.monotonic() + 120
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
-            time.sleep(0.1)
-        compare.stop(ranks)
-        return "".join(Path(folder, f"{rank}.log").read_text() for rank in range(2))
+        try:
+            return as_text(command.check(args, folder)[0])
+        except runs.NothingCompared as error:
+            return str(error)
 
 
 def changed_copy(fault, folder):
@@ -690,18 +679,17 @@ def verdict(report, script, lines):
     return "WRONG" if "WRONG" in words else "look" if words else "", bool(numbers & lines)
 
 
-FIELDS = ["loop", "kind", "fault", "cost"]
-FIELDS += [f"{tool}{what}" for tool in ("compare", "check") for what in ("", " line", " seconds")]
+FIELDS = ["loop", "kind", "fault", "cost", "found", "line", "seconds"]
 
 
 def save(rows):
-    """faults.csv, in the order above; rows of other faults and columns of other tools stay."""
-    path = LOOPS.parent / "faults.csv"
+    """faults.csv, in the order above; rows of other faults stay."""
+    path = Path(os.environ.get("TABLE", LOOPS.parent / "faults.csv"))
     old = list(csv.DictReader(path.open())) if path.exists() else []
     table = {(row["loop"], row["fault"]): row for row in old}
     for row in rows:
         key = row["loop"], row["fault"]
-        table[key] = table.get(key, {}) | row
+        table[key] = row
     known = [(fault.loop, fault.name) for fault in FAULTS]
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
@@ -711,25 +699,22 @@ def save(rows):
 
 
 def main():
-    words, tools = sys.argv[1:], os.environ.get("TOOLS", "compare check")
+    words, reports = sys.argv[1:], os.environ.get("REPORTS")
     faults = [f for f in FAULTS if all(w in f"{f.loop} {f.kind} {f.name}" for w in words)]
-    rows, reports = [], os.environ.get("REPORTS")
+    rows = []
     for fault in faults:
         with tempfile.TemporaryDirectory() as folder:
             script, lines = changed_copy(fault, folder)
             os.chdir(folder)
             row = {"loop": fault.loop, "kind": fault.kind, "fault": fault.name, "cost": fault.cost}
-            for tool, run in (("compare", run_compare), ("check", run_check)):
-                if tool not in tools:
-                    continue
-                began = time.monotonic()
-                report = run(script.name)
-                row[tool], named = verdict(report, script, lines)
-                row[f"{tool} line"] = "named" if named else ""
-                row[f"{tool} seconds"] = f"{time.monotonic() - began:.0f}"
-                if reports:
-                    text = f"#### {fault.loop}: {fault.name}: {sorted(lines)}\n{report}\n"
-                    Path(reports, f"{tool}.txt").open("a").write(text)
+            began = time.monotonic()
+            report = run_check(script.name)
+            row["found"], named = verdict(report, script, lines)
+            row["line"] = "named" if named else ""
+            row["seconds"] = f"{time.monotonic() - began:.0f}"
+            if reports:
+                text = f"#### {fault.loop}: {fault.name}: {sorted(lines)}\n{report}\n"
+                Path(reports).open("a").write(text)
             os.chdir(LOOPS)
             rows.append(row)
             print(" | ".join(row.values()), flush=True)
@@ -738,19 +723,15 @@ def main():
 
 
 def summarize(rows):
-    print("| | faults | compare.py: WRONG, look | line | check.py: WRONG, look | line | by one |")
+    print("| | loops | WRONG | look | at the line |")
     for kind in dict.fromkeys(fault.kind for fault in FAULTS):
         of_kind = [row for row in rows if row["kind"] == kind]
-        cells = [kind, len(of_kind)]
-        for tool in ("compare", "check"):
-            found = [row.get(tool, "") for row in of_kind]
-            cells.append(f"{found.count('WRONG')}, {found.count('look')}")
-            cells.append(sum(row.get(f"{tool} line") == "named" for row in of_kind))
-        cells.append(sum(bool(row.get("compare") or row.get("check")) for row in of_kind))
-        print("| " + " | ".join(map(str, cells)) + " |")
+        found = [row["found"] for row in of_kind]
+        lines = sum(row["line"] == "named" for row in of_kind)
+        cells = kind, len(of_kind), found.count("WRONG"), found.count("look"), lines
+        print(f"| {' | '.join(map(str, cells))} |")
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(TOOLS))
     torch.set_num_threads(1)
     main()

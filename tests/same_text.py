@@ -1,5 +1,5 @@
-"""The small scripts share what they can to the letter, and so do before.py and after.py, check.py
-and compare.py: functions and flags of one name have one text. `main` may differ, and so may the
+"""The small scripts share what they can to the letter, and so do before.py and after.py:
+functions and flags of one name have one text. `main` may differ, and so may the
 score of a sharded model. Scripts with DDP train in the same lines, wherever these stand.
 
 python tests/same_text.py                          # says where they differ; status 1 if anywhere
@@ -20,12 +20,9 @@ def script_path(name):
 
 
 OWN = [ROOT / "own_loop" / "before.py", ROOT / "own_loop" / "after.py"]
-TOOLS = [ROOT / "own_loop" / "check.py", ROOT / "own_loop" / "compare.py"]
-GROUPS = [[script_path(name) for name in SMALL], OWN, TOOLS]
+GROUPS = [[script_path(name) for name in SMALL], OWN]
 FREE = {"main"}
 SHARDED = {"count_correct"}  # of train_fsdp2.py alone
-OF_TOOLS = {"is_library", "own_file", "own_lines", "place", "replace", "length", "outer_modules"}
-OF_TOOLS |= {"run_script", "find_script", "Elsewhere"}  # their other names are alike by chance
 PER_GPU = {"--batch-size", "--workers"}  # of own_loop/after.py: their help differs
 
 
@@ -57,8 +54,6 @@ def compare(paths, source=None):
         text, free = path.read_text(), FREE | (SHARDED if "fsdp2" in path.name else set())
         free |= PER_GPU if path.name == "after.py" else set()
         for name, own in definitions(path).items():
-            if path in TOOLS and name not in OF_TOOLS:
-                continue
             wanted = shared.setdefault(name, own.replace(folder(path), 'default="FOLDER"'))
             wanted = wanted.replace('default="FOLDER"', folder(path))
             if name not in free and own != wanted:

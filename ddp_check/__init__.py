@@ -1,0 +1,13 @@
+"""Runs a training script on one process, then on N, and says where they part.
+
+__main__   the flags; starts both runs, prints the report
+runs       starts processes, waits for them, ends them
+child      in each: the script, watched, from its first line to its last
+process    what the process knows, and the notes that it takes
+script     the script's files and lines; syntax: the names in them
+notes      what is noted, as dataclasses; written in each process, read when all have ended
+given/     what the script gets: random numbers, samples, batch norm
+seen/      what it does: values of lines, steps, numbers
+kept/      what is its user's, and stays as it is: files
+compare/   where the ranks' notes are not those of one process, rules, causes, the report
+"""

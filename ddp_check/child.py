@@ -1,0 +1,183 @@
+"""In each process of a run: the script, watched."""
+
+import argparse
+import contextlib
+import faulthandler
+import functools
+import json
+import multiprocessing.process
+import os
+import sys
+import threading
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+
+from .given import alike, draws, draws_python, samples
+from .kept import files
+from .notes import Printed
+from .process import LEAVE, Process, wrap
+from .script import find_script, own_lines, place, run_script, source
+from .seen import steps, trace
+
+WATCHES = draws, draws_python, alike, samples, trace, steps
+SPAWNS = 75  # exit status of a script that would start processes itself
+
+
+def options():
+    return argparse.Namespace(**json.loads(os.environ["DDP_CHECK"]))
+
+
+class Tee:
+    """Text for the terminal whose lines are noted, too."""
+
+    def __init__(self, process, stream):
+        self.process, self.stream, self.text = process, stream, ""
+
+    def write(self, text):
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and os.getpid() == self.process.pid:
+            *lines, self.text = (self.text + text).split("\n")
+            for line in lines:
+                self.process.note(Printed(place()[0], line.split("\r")[-1]))
+        return self.stream.write(text)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def say_where(process, ended):
+    """Each second: the steps; a frame, by which a loop is told from a hang; the script's lines."""
+    main, path = threading.main_thread().ident, f"{process.folder}/{process.name}.{process.rank}"
+    while not ended.wait(1):
+        frame = sys._current_frames()[main]
+        innermost = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        words = f"{process.steps} {innermost}", *own_lines(frame)[:3]
+        with open(f"{path}.where.new", "w") as file:
+            file.write(" < ".join(words))
+        os.replace(f"{path}.where.new", f"{path}.where")
+        process.settle()
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(f"{path}.where")
+
+
+@contextlib.contextmanager
+def watching(process):
+    """The script has the random numbers of one process, and what it does is noted."""
+    find_script(options())
+    files.patch(process)
+    for watch in WATCHES:
+        watch.patch(process)
+    ended = threading.Event()
+    where = threading.Thread(target=say_where, args=(process, ended), daemon=True)
+    where.start()
+    if process.rank == 0:
+        sys.stdout, sys.stderr = Tee(process, sys.stdout), Tee(process, sys.stderr)
+    wrap(os, "_exit")(functools.partial(before_exit, process, ended))
+    faulthandler.enable()  # a crash prints its lines
+    try:
+        with trace.Trace(process):
+            yield
+    except SystemExit as end:
+        process.end(f"SystemExit {end.code}" if end.code else "its end")
+        raise
+    except BaseException as error:
+        at = own_lines([*traceback.walk_tb(error.__traceback__)][-1][0])[0]
+        process.end(f"{type(error).__name__} at {source(at)}: {str(error)[:300]}")
+        raise
+    else:
+        process.end("its end")
+    finally:
+        ended.set()
+        where.join()
+
+
+def before_exit(process, ended, original, status):
+    if os.getpid() == process.pid and not ended.is_set():
+        process.end(f"os._exit({status})" if status else "its end")
+    original(status)
+
+
+# ---- processes that the script starts
+
+
+def stop_all(name, text=""):
+    """The command ends all processes as soon as there is such a file."""
+    with open(f"{options().folder}/{name}", "w") as file:
+        file.write(text)
+    LEAVE(SPAWNS)
+
+
+def run_spawned(function, rank, *words):
+    """In each of mp.spawn's processes."""
+    with watching(Process(rank)):
+        function(rank, *words)
+
+
+def control_spawn(args):
+    """torch.multiprocessing's functions that start a process a rank."""
+    nproc = args.nproc if args.run == "all" else 1
+
+    def start_processes(original, fn, words=(), nprocs=1, *others, **more):
+        if not args.spawns:
+            stop_all("spawns")
+        if nprocs != nproc:
+            text = f"{source(place()[0])}\nstarts {nprocs} processes, not {nproc}"
+            stop_all("refused", f"{text}\ngive the script their number in a flag, as {{n}}")
+        words = more.pop("args", words)
+        return original(functools.partial(run_spawned, fn), words, nprocs, *others, **more)
+
+    for name in "spawn", "start_processes":
+        wrap(torch.multiprocessing, name)(start_processes)
+
+
+def control_processes():
+    """Files are watched in all processes that the script starts by multiprocessing, forked or not;
+    one that joins a process group is a rank, unless it is part of one."""
+
+    @wrap(multiprocessing.process.BaseProcess, "start")
+    def start(original, process):
+        process.run = functools.partial(run_process, process.run)
+        return original(process)
+
+
+def run_process(run):
+    args = options()
+    if files.GUARD is None:  # a new Python
+        find_script(args)
+        files.patch(Process(f"worker{os.getpid()}"))
+        control_processes()
+    with contextlib.ExitStack() as stack:
+
+        @wrap(dist, "init_process_group")
+        def init_process_group(original, *words, **more):
+            if not args.spawns:
+                stop_all("spawns")
+            if files.GUARD.process.rank not in range(args.nproc):
+                rank = more.get("rank", -1)
+                rank = rank if rank >= 0 else int(os.environ.get("RANK", 0))
+                stack.enter_context(watching(Process(rank)))
+            return original(*words, **more)
+
+        run()
+
+
+def child():
+    """In each process that the command starts."""
+    args, parent = options(), os.getppid()
+    while not os.path.exists(f"{args.folder}/{args.run}.go"):
+        time.sleep(0.05)
+        if os.getppid() != parent:  # the command was killed
+            LEAVE(1)
+    sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
+    control_spawn(args)
+    control_processes()
+    if args.spawns:
+        find_script(args)
+        files.patch(Process("parent"))
+        run_script(args)
+    else:
+        with watching(Process()):
+            run_script(args)

@@ -1,0 +1,114 @@
+"""The command: its flags, both runs, the report."""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+
+from .kept.janitor import Janitor
+from .script import find_script
+
+EXITS = "exit status: 1 if something is WRONG, 2 if nothing could be compared, else 0"
+ROOM = 100  # MB that notes may take
+
+parser = argparse.ArgumentParser(
+    prog="ddp_check",
+    usage="python ddp_check [flags] my_script.py [its flags]",
+    description="Runs a training script with DDP, unchanged, on one process and on two, with the "
+    "same samples and random numbers, and says where they part. In the script's flags, {run} is "
+    "the name of the run, and {n} its number of processes. No file that was there before is "
+    "changed, and none is left.",
+    epilog=EXITS,
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+)
+parser.add_argument("--steps", type=int, default=20, help="optimizer steps to compare")
+parser.add_argument("--nproc", type=int, default=2, help="processes of the second run")
+parser.add_argument("--short", type=int, help="end each pass over a DataLoader after these batches")
+parser.add_argument("--one", default="", help="further flags of the script on one process")
+parser.add_argument("--tolerance", type=float, default=3e-4, help="of gradients")
+parser.add_argument("--noise", action="store_true", help="measure rounding by one more run")
+parser.add_argument("--seed", type=int, default=0, help="of all random numbers, in both runs")
+parser.add_argument("--wait", type=float, default=120, help="seconds without advance: it hangs")
+parser.add_argument("--json", action="store_true", help="print the report as JSON")
+parser.add_argument("--list", action="store_true", help="print the rules, and exit")
+parser.add_argument("-m", action="store_true", help="the script is a module, as in python -m")
+parser.add_argument("script", nargs="?", help="your script, followed by its flags")
+parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def check(args, folder, janitor=None):
+    """The Result, and {run: seconds}. What is not known before: whether a loader's batch size is
+    one per process, and whether rank r has the r-th block of a batch; then it is run again."""
+    from .compare.batches import loaders_per_process
+    from .compare.judge import judge
+    from .notes import Finding, Said
+    from .runs import BothRuns, remove_notes
+
+    layout, scaled = "turns", {}
+    while True:
+        runs = BothRuns(args, folder, layout, list(scaled), janitor)
+        one, ranks = runs.run_both()
+        found = {} if scaled else loaders_per_process(one, ranks)
+        orders = {note.text for _, note in ranks[0][Said] if note.kind == "order"}
+        if not found:
+            result = judge(one, ranks, args.tolerance)
+            if args.noise or result.may_be_noise:
+                result = judge(one, ranks, args.tolerance, runs.run_again())
+            for line in scaled.values():
+                text = f"a batch size per process, so {args.nproc} times the batch: intended, and "
+                text += "the rate, too? One process was given as many samples here"
+                result.findings.insert(0, Finding("look", "samples", 0, text, line))
+            if runs.too_few_gpus:
+                result.findings.insert(0, Finding("note", "", 0, runs.too_few_gpus))
+            if not result.status or orders != {"blocks"} or layout == "blocks":
+                return result, runs.seconds
+            layout = "blocks"
+        scaled = found or scaled
+        remove_notes(folder)
+
+
+def main(words=None):
+    args = parser.parse_args(words)
+    sys.stdout.reconfigure(errors="backslashreplace")  # for a script's text in any terminal
+    if args.list:
+        from .compare.report import list_rules
+
+        return print(list_rules())
+    if args.script is None:
+        parser.error("which script?")
+    if not hasattr(os, "fork"):
+        parser.error("it needs Linux or macOS; on Windows, WSL")
+    if find_script(args) is None:
+        parser.error(f"there is no {'module' if args.m else 'file'} {args.script}")
+    folder = os.path.realpath(tempfile.mkdtemp(prefix="ddp_check-"))  # as the script's paths are
+    janitor = Janitor(folder)
+    try:
+        free = shutil.disk_usage(folder).free >> 20
+        if free < ROOM:
+            parser.error(f"{folder}: {free} MB are free there: set TMPDIR to a folder with more")
+        status = report(args, folder, janitor)
+    except KeyboardInterrupt:
+        status = 130
+    finally:
+        janitor.finish()
+    sys.exit(status)
+
+
+def report(args, folder, janitor):
+    """Print it, and return the exit status."""
+    from .compare.report import as_json, as_text
+    from .runs import NothingCompared
+
+    result, reason, began = None, "", time.monotonic()
+    try:
+        result, seconds = check(args, folder, janitor)
+    except NothingCompared as error:
+        reason, seconds = str(error), error.seconds
+    if args.json:
+        print(as_json(args, result, reason, seconds))
+    else:
+        print(as_text(result) if result else f"ddp_check: nothing can be compared: {reason}")
+    print(f"ddp_check: {time.monotonic() - began:.0f} s in all", file=sys.stderr)
+    return result.status if result else 2

@@ -1,0 +1,1 @@
+"""Reads the notes of both runs, and says where they part."""

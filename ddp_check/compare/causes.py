@@ -1,0 +1,205 @@
+"""Where a difference comes from: the first line that has another value, and who set it."""
+
+import math
+
+from ..given.samples import STREAM
+from ..notes import Finding
+from ..script import source
+from ..syntax import branch_of, lines_inside
+from .batches import compare_lengths, compare_samples
+from .differences import TENSORS, Differences, compare_settings
+from .kinds import KINDS, PAGE
+from .lineage import VALUES, Values
+from .numbers import Variables
+from .printed import compare_printed
+
+ADVICE = {
+    "coupled": "of the same inputs and weights: a sample's result depends on which others are in "
+    "its batch, or the model remembers earlier ones. Intended?",
+    "stream": "the ranks' streams have other samples in this step than one process's, as shards of "
+    "files have. What follows from that cannot be compared",
+    "ratio": "a ratio of sums over the rank's own share, as in a Dice loss of the batch. Intended?",
+    "share": "one process has neither these numbers nor their mean or sum. If they come from this "
+    "rank's samples alone, all_reduce what they are made from first",
+    "same loss": "but the loss is the same",
+    "branch": "a decision by numbers of the rank's own share?",
+    "own": "it comes from outside of torch, as of an environment, by random numbers of each rank's "
+    "own: nothing after it can be compared",
+}
+LOOKS = "coupled", "stream", "ratio", "own"  # which may be intended
+
+
+def last_pass(of_step, variables, step):
+    """The last pass through a model, and who has told it not to average gradients."""
+    passes = [v for v in of_step if v.kind == "outputs"]
+    off = [v.line for v in of_step if v.kind == "no_sync"]
+    if not passes:
+        return []
+    more = [f"the last pass: {source(passes[-1].line)}  [{passes[-1].name}]"]
+    return more + ([source(off[-1]), *variables.set_at(off[-1], step)] if off else [])
+
+
+def averaging(unlike, of_step, variables, step):
+    more = last_pass(of_step, variables, step)
+    about = {"remedy": "call the wrapped model", "section": f"{PAGE}#gradients"}
+    return Finding("WRONG", "averaging", step, unlike, more=more, **about)
+
+
+class Step:
+    """What the difference of one step comes from."""
+
+    def __init__(self, values, differences, variables, step):
+        self.values, self.variables, self.step = values, variables, step
+        self.of_step, self.unlike = values.of_step.get(step, []), differences.unlike(step)
+        self.has_other_weights = any(f.step == step for f in differences.of("weight"))
+
+    def finding(self, what, value, advice=None):
+        values, variables, step = self.values, self.variables, self.step
+        made_by = value.about.get("made_by")
+        lines = lines_inside(made_by) if made_by else [value.line]
+        numbers, generators = variables.behind(lines, step, further=0), variables.own
+        own = "ratio" if value.about.get("by_gradient") and not numbers else "share"
+        if what == "inputs" and not numbers and values.is_fresh(value) and generators:
+            own = "own"
+        advice = advice or ("stream" if value.name == STREAM else own)
+        numbers = numbers or values.behind(value) + variables.behind(lines, step)
+        called = value.about.get("called_at")
+        more = [f"called at {source(called)}", *numbers] if called else numbers
+        verdict = "look" if advice in LOOKS else "WRONG"
+        text = values.describe(value) + (f": {ADVICE[advice]}" if value.kind != "loss" else "")
+        text += f" ({', '.join(generators)})" if advice == "own" else ""
+        row, line = KINDS[value.kind], values.line_of(value)
+        about = {"remedy": row.remedy if verdict == "WRONG" else "", "section": PAGE + row.section}
+        return Finding(verdict, what, step, text, line, more, advice, **about)
+
+    def blame(self):
+        """The findings, and whether they may be intended: "look", "WRONG" or "unclear"."""
+        if self.has_other_weights:
+            return [], "WRONG"  # all else follows from them
+        if value := self.values.coupled(self.step):
+            found = [self.finding("outputs", value, "coupled")]
+            return found + self.averaging(), "WRONG" if self.unlike else "look"
+        found, origin, is_input = self.first_value()
+        if branch := self.branch(origin, found[0].verdict if found else "WRONG"):
+            found.append(branch)
+        is_look = bool(found) and found[0].verdict == "look"
+        is_clear = any(finding.advice not in ("", "same loss") for finding in found)
+        if not is_input or is_look:
+            found += self.averaging()
+        if not found and (numbers := self.variables.changing(self.step)):
+            text = "no value differs, but numbers do"
+            found.append(Finding("look", "numbers", self.step, text, more=numbers))
+        if self.unlike or is_clear:
+            return found, "look" if is_look and not self.unlike else "WRONG"
+        return found, "unclear"
+
+    def averaging(self):
+        if not self.unlike:
+            return []
+        return [averaging(self.unlike, self.of_step, self.variables, self.step)]
+
+    def first_value(self):
+        """The finding of the first value that differs; that value, if it is no loss; whether what
+        goes into a model does."""
+        values, step = self.values, self.step
+        losses = [v for v in self.of_step if v.kind == "loss"]
+        inputs = values.find(step, "inputs")
+        if wrong := inputs + values.find(step, "loss"):
+            origin = values.origin(wrong[0])
+            found = [self.finding("inputs" if inputs else origin.kind, origin)]
+            return found, origin if origin.kind != "loss" else None, bool(inputs)
+        last = losses[-1].index if losses else -1
+        near = [v for loss in losses for v in values.ancestors(loss) if values.differs(v.index)]
+        later = [v for v in values.find(step, "value") if v.index > last]
+        for value in (near[-1:] + later)[:1]:
+            origin = values.origin(value)
+            found = [self.finding("value", origin, "same loss" if losses else None)]
+            return found, origin, False
+        return [], None, False
+
+    def branch(self, origin, verdict):
+        """A line that not all have run."""
+        alone = self.values.alone_before(self.step, origin)
+        if not alone:
+            return None
+        line, on = alone
+        text, more = f"computed on {on} alone: {ADVICE['branch']}", []
+        if branch := branch_of(line):
+            more = [source(branch), *self.variables.behind([branch], self.step)]
+        about = {"remedy": "decide by numbers of all ranks", "section": f"{PAGE}#decisions"}
+        return Finding(verdict, "branch", self.step, text, line, more, "branch", **about)
+
+
+def find_causes(values, differences, variables, steps, samples, lost):
+    """Of the steps that differ: what may be intended, once, and the first that is not. The
+    findings; that step, or inf; the step from which on nothing can be compared, or inf."""
+    looks = []
+    for number in steps:
+        step = Step(values, differences, variables, number)
+        if number >= lost:  # but the ranks' gradients are to be equal in any case
+            if step.unlike:
+                return looks + step.averaging(), math.inf, lost
+        elif samples and samples[0].step <= number:
+            return looks, number, lost  # other samples: all else follows
+        else:
+            causes, verdict = step.blame()
+            may_be = verdict == "look" and number not in differences.factors
+            if not may_be and not (looks and verdict == "unclear"):
+                return looks + causes, number, lost
+            looks = looks or causes
+            if any(cause.advice in ("own", "stream") for cause in causes):
+                lost = number
+    return looks, math.inf, lost
+
+
+def find_all(one, ranks, tolerance, again=None):
+    """All findings, in the order of the script."""
+    samples, uneven, trains = compare_samples(one, ranks)
+    ended, planned = compare_lengths(one, ranks, trains)
+    lengths, last = ended + planned, math.inf
+    if ended and ended[0].verdict == "look":  # from then on, steps have other batches
+        ended[0].text += "; later steps are not compared"
+        last = ended[0].step
+        samples = [finding for finding in samples if finding.step < last]
+    due = bool(lengths) and lengths[0].verdict == "look"  # so is a schedule by len(loader)
+    for notes in [one, *ranks]:
+        notes.leave_out((*VALUES, *TENSORS), lambda step: step >= last or step in uneven)
+    values = Values(one, ranks, tolerance, again)
+    differences = Differences(one, ranks, tolerance, again)
+    variables = Variables(one, ranks)
+    kinds = "gradient", "parameters", "weight", "update"
+    first = {finding.step for finding in differences.of(*kinds)}
+    if differences.hidden:  # the gradients tell less, but the losses may tell it
+        first |= {step for step in values.of_step if values.find(step, "loss")}
+    notes = [Finding("note", "samples", step, uneven[step]) for step in uneven if step < last]
+    found, lost = notes[:1], math.inf  # lost: from this step on, nothing can be compared
+    for finding in samples[:1]:
+        if finding.advice == "own":
+            lost = finding.step
+        else:
+            finding.verdict = "WRONG" if first else "look"
+        for value in [v for v in values.find(0, "value") if v.name == "Subset"][:1]:
+            finding.more.append(f"{source(value.line)}  {values.describe(value)}")
+            finding.more += variables.behind([value.line], 0)
+        found.append(finding)
+    found += lengths[:1]
+    causes, wrong, lost = find_causes(values, differences, variables, sorted(first), samples, lost)
+    found, looks = found + causes, [cause for cause in causes if cause.step < wrong]
+    settings = list(compare_settings(one, ranks, variables))[:1]
+    for kind in ("parameters", "gradient", "weight", "update", "buffer", "average"):
+        of_kind = differences.of(kind)
+        clear = [f for f in of_kind if wrong <= f.step < lost]
+        if (clear or of_kind)[:1] and (clear or of_kind)[0].step < lost:
+            finding = (clear or of_kind)[0]
+            finding.text += f" (in {len({f.step for f in of_kind})} steps)"
+            is_look = finding.step < wrong and bool(looks)
+            if is_look or due and kind == "update" and settings:
+                finding.verdict = "look"
+            if kind != "update" or not differences.of("gradient"):
+                found.append(finding)
+    for finding in settings:
+        finding.verdict = "look" if due or finding.step >= lost else finding.verdict
+    found += settings + differences.hidden
+    printed = compare_printed(one, ranks, values, variables, again)
+    found += [finding for finding in printed if finding.step < lost][:2]
+    return found, differences.largest

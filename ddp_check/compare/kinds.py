@@ -1,0 +1,83 @@
+"""What is compared, and how: one row for each kind of Seen.
+
+Of each kind, what one process has fits what the ranks have in one of several ways: it is the same,
+their mean or sum, their rows. How far it is from that, as a part of its own size, is held against a
+limit: --tolerance, or five times what noise of 1e-6 in the layers' outputs makes of it on one
+process, if that is more."""
+
+from typing import NamedTuple
+
+from . import fits
+
+PAGE = "docs/your_loop.md"
+
+
+class Kind(NamedTuple):
+    fits: str  # names of fits.FITS
+    times: float  # the limit is so many times --tolerance
+    beside: float  # what is smaller than this part of all of its kind in the step is nothing
+    verdict: str = "WRONG"
+    section: str = ""
+    remedy: str = ""
+
+
+SCORES = "add up numerators and denominators by all_reduce, then divide"
+WHOLE = "gather, or all_reduce, what it depends on"
+MEAN = "average over the rank's share; or divide the sum by all ranks' number, times world_size"
+KINDS = {
+    "value": Kind("same mean sum rows", 0.1, 0, "WRONG", "#what-depends-on-the-whole-batch", WHOLE),
+    "inputs": Kind("same mean sum rows", 0.1, 0, "WRONG", "#loader", WHOLE),
+    "outputs": Kind("same mean sum rows", 0.1, 0, "WRONG", "#what-depends-on-the-whole-batch"),
+    "loss": Kind("same mean", 0.1, 0, "WRONG", "#loss", MEAN),
+    "no_sync": Kind("", 0, 0),  # where the script has said so
+    "gradient": Kind("same", 1, 1e-2, "WRONG", "#loss"),
+    "weight": Kind("same", 1, 1e-2, "WRONG", "#model", "build and load the same on all ranks"),
+    "update": Kind("same", 1, 1e-2, "WRONG", "#optimizer", "the same settings on all ranks"),
+    "buffer": Kind("same sorted", 3, 1e-5, "WRONG", "#buffers", WHOLE),
+    "average": Kind("same", 3, 1e-5, "look", "#buffers"),
+    "setting": Kind("same", 0, 0, "WRONG", "#optimizer", "count what all ranks have done"),
+    "mode": Kind("same", 0, 0),
+    "other": Kind("same sorted", 3, 0),
+    "attribute": Kind("same mean sum sorted", 3, 0),
+    "evaluation": Kind("alike", 3, 0),
+    "split": Kind("alike", 0, 0),
+    "born": Kind("alike", 0, 0),
+    "draw": Kind("unlike", 0, 0),
+}
+LEAST = 1e-6  # of a limit: rounding
+HIDES = 1e-2  # noise beyond which nothing is told
+TIMES_NOISE = 5
+
+
+class Misfit(NamedTuple):
+    part: object  # the name of what differs
+    off: float  # as a part of its size
+    limit: float
+
+
+def limit_of(kind, tolerance, noise=0.0):
+    return max(LEAST, KINDS[kind].times * tolerance, TIMES_NOISE * noise)
+
+
+def offs(kind, one, ranks):
+    """{part: how far it is from what fits, as a part of its size}"""
+    row, found = KINDS[kind], {}
+    parts = [part for part in one if ranks and all(part in of for of in ranks)]
+    sizes = {part: fits.size(one[part]) for part in parts}
+    least = row.beside * sum(size**2 for size in sizes.values()) ** 0.5
+    for part in parts:
+        theirs = [of[part] for of in ranks]
+        off = min(fits.FITS[way](one[part], theirs) for way in row.fits.split())
+        largest = max(map(fits.size, theirs))
+        found[part] = off / max(sizes[part], least, 1e-3 * largest, 1e-30)
+    return found
+
+
+def misfits(kind, one, ranks, tolerance, noise=None):
+    """What is further off than its limit, the worst first."""
+    found = []
+    for part, off in offs(kind, one, ranks).items():
+        limit = limit_of(kind, tolerance, (noise or {}).get(part, 0.0))
+        if off > limit:
+            found.append(Misfit(part, off, limit))
+    return sorted(found, key=lambda each: -each.off / each.limit)

@@ -1,0 +1,163 @@
+"""What the script's lines have computed, what it was made from, and which of it differs."""
+
+from ..script import source
+from .fits import distance, fit, meaning, relative, sides, zipped
+from .kinds import KINDS, limit_of
+
+VALUES = "value", "inputs", "outputs", "loss", "no_sync"
+
+
+class Values:
+    """What the lines of the script have computed: on one process, and on the ranks."""
+
+    def __init__(self, one, ranks, tolerance, again=None):
+        self.tolerance, self.ranks, self.known = tolerance, len(ranks), {}
+        mine, *theirs = [by_key(notes) for notes in (one, *ranks)]
+        self.noise = noise_of(mine, by_key(again)) if again else {}
+        last = [{key[:4]: key[4] for key in sorted(notes)} for notes in (mine, *theirs)]
+        self.all, self.others, self.of_step, self.alone = {}, {}, {}, {}
+        for key, value in mine.items():
+            if len({numbers.get(key[:4]) for numbers in last}) == 1:  # else it is any other one
+                self.all[value.index] = value
+                self.others[value.index] = [notes.get(key) for notes in theirs]
+                self.of_step.setdefault(key[0], []).append(value)
+
+        self.lines = [
+            {v.index: (step, v.line) for step, v in notes.seen(*VALUES)} for notes in (one, *ranks)
+        ]
+        names = ["one process", *[f"rank {rank}" for rank in range(len(ranks))]]
+        ran = [dict.fromkeys(lines.values()) for lines in self.lines]
+        for step_and_line in (key for lines in ran for key in lines):
+            on = [name for name, lines in zip(names, ran) if step_and_line in lines]
+            if len(on) < len(names):
+                self.alone[step_and_line] = " and ".join(on)
+
+    def differs(self, index):
+        """Whether it is not made up of what the ranks have."""
+        if index not in self.known:
+            self.known[index] = None in self.fits(index)
+        return self.known[index]
+
+    def fits(self, index):
+        """Of each of its tensors."""
+        value = self.all[index]
+        noise = self.noise.get((value.kind, value.line, value.name), 0.0)
+        limit, row = limit_of(value.kind, self.tolerance, noise), KINDS[value.kind]
+        return [fit(row.fits, mine, theirs, limit) for mine, *theirs in self.parts(index)]
+
+    def parts(self, index):
+        """Sketches of each of its tensors, on one process and on the ranks."""
+        return zipped(self.all[index], self.others[index])
+
+    def find(self, step, *kinds):
+        """Those of a step that differ, in the order of the script."""
+        values = [v for v in self.of_step.get(step, []) if v.kind in kinds]
+        return [v for v in values if self.differs(v.index)]
+
+    def is_fresh(self, value):
+        """Whether it is made from nothing that torch has computed, and is no batch of a loader."""
+        return not any(i in self.all for i in value.made_from) and not value.about.get("made_by")
+
+    def origin(self, value):
+        """The first value that differs among those that this one is made from."""
+        while True:
+            wrong = [i for i in value.made_from if i in self.all and i < value.index]
+            wrong = [i for i in wrong if self.all[i].kind in ("value", "outputs")]
+            wrong = [i for i in wrong if self.differs(i)]
+            if not wrong:
+                return value
+            value = self.all[min(wrong)]
+
+    def alone_before(self, step, value=None):
+        """A line that not all have run: of what a value is made from, or else the first of a step,
+        and who has run it; or None."""
+        lines = [(at, line) for at, line in self.alone if at == step]
+        if value is not None:
+            runs = zip(self.lines, (value, *self.others[value.index]))
+            made_from = [known.get(index) for known, v in runs for index in v.made_from]
+            lines = [line for line in lines if line in made_from]
+        return (lines[0][1], self.alone[lines[0]]) if lines else None
+
+    def ancestors(self, value):
+        """All values of lines that one is made from, in the order of the script."""
+        found, todo = {}, [value]
+        while todo:
+            for index in todo.pop().made_from:
+                if index in self.all and index not in found and self.all[index].kind == "value":
+                    found[index] = self.all[index]
+                    todo.append(found[index])
+        return [found[index] for index in sorted(found) if index < value.index]
+
+    def printed(self, step, number):
+        """What a printed number that differs comes from."""
+        for value in reversed(self.find(step, "value")):
+            scalars = [sketch.number for sketch in value.values.values() if sketch]
+            if any(n is not None and relative(n, number) < 5e-3 for n in scalars):
+                return self.origin(value)
+        return None
+
+    def behind(self, value):
+        """The last lines before it that have each rank's own, whose mean or sum over the ranks is
+        one process's."""
+        lines, found = [value.line, self.line_of(value)], []
+        for before in reversed(self.ancestors(value)):
+            if len(lines) < 4 and before.line not in lines:
+                if {"mean", "sum"} & set(self.fits(before.index)):
+                    lines.append(before.line)
+                    text = f"a mean or sum over ranks is right up to {source(before.line)}"
+                    found.append(f"{text}  [{before.name}]")
+        return found
+
+    def coupled(self, step):
+        """The first value inside of a model that differs, where its outputs of a step do, but its
+        inputs do not; or None."""
+        for outputs in self.find(step, "outputs"):
+            inputs = [i for i in outputs.made_from if i in self.all]
+            inputs = [self.all[i] for i in inputs if self.all[i].kind == "inputs"]
+            if not inputs or any(self.differs(v.index) for v in inputs):
+                continue
+            if not any(sketch and sketch.shape for sketch in outputs.values.values()):
+                continue  # only numbers: a loss that the model computes
+            inside = [v for v in self.of_step[step] if v.about["model"] == inputs[0].index]
+            inside = [v for v in inside if v.kind == "value" and self.differs(v.index)]
+            return (inside or [outputs])[0]
+        return None
+
+    def line_of(self, value):
+        """Of a loss, the line that has made it."""
+        makers = [i for i in value.made_from if i in self.all and value.kind == "loss"]
+        return self.all[max(makers)].line if makers else value.line
+
+    def describe(self, value):
+        """What the line computes on each side."""
+        text = f"[{value.name}]"
+        for part, fits in zip(self.parts(value.index), self.fits(value.index)):
+            if fits is not None:
+                continue
+            mine, *theirs = part
+            if mine.shape:
+                shapes = ", ".join(str(other.shape) for other in theirs)
+                text += f": other numbers, of shape {mine.shape} on one process"
+                return f"{text}, {shapes} on the ranks"
+            numbers = [sketch.number for sketch in part]
+            text += f": {sides(*numbers)}"
+            if value.kind == "loss" and mine.number:
+                text += meaning(sum(numbers[1:]) / len(theirs) / mine.number, self.ranks)
+            return text
+        return text
+
+
+def by_key(notes):
+    return {(step, v.kind, v.line, v.name, v.number): v for step, v in notes.seen(*VALUES)}
+
+
+def noise_of(mine, again):
+    """{(kind, line, name): by which part of its size it is another in a second run}"""
+    noise = {}
+    for key, value in mine.items():
+        other = again.get(key)
+        for one, two in zipped(value, [other]) if other else []:
+            if one and two and one.shape == two.shape and one.norm:
+                off = distance(one, two) / one.norm
+                noise[key[1:4]] = max(noise.get(key[1:4], 0.0), off)
+    return noise

@@ -1,0 +1,66 @@
+"""The script's plain numbers: which differ, and who has set them."""
+
+import math
+
+from ..notes import Step
+from ..script import source
+from ..syntax import lines_that_set, names_at
+from .fits import relative, sides
+
+
+class Variables:
+    """The script's plain numbers at each step, on one process and on the ranks."""
+
+    def __init__(self, one, ranks):
+        self.all = [{step: note.variables for step, note in n[Step]} for n in (one, *ranks)]
+        self.lines = {step: note.line for step, note in one[Step]}
+        mine, *theirs = [
+            {k: v for _, note in n[Step] for k, v in note.generators.items()} for n in ranks
+        ]
+        # The names of the script's own generators that are in other states on other ranks.
+        self.own = [k for k, v in mine.items() if any(other.get(k, v) != v for other in theirs)]
+
+    def others(self, step):
+        """{name: [number on one process, on rank 0, ...]}: those that differ, but for the number
+        of processes, and that of this one."""
+        mine, *theirs = [of_step.get(step, {}) for of_step in self.all]
+        usual = [1] + [len(theirs)] * len(theirs), [0, *range(len(theirs))]
+        found = {name: [n, *[other.get(name, n) for other in theirs]] for name, n in mine.items()}
+        return {
+            name: numbers
+            for name, numbers in found.items()
+            if numbers not in usual and any(relative(n, numbers[0]) > 1e-6 for n in numbers)
+        }
+
+    def changing(self, step):
+        """In words: those that differ, and were not yet so at the first step."""
+        first, line = self.others(min(self.all[0])), self.lines[step]
+        found = [name for name, n in self.others(step).items() if n != first.get(name)]
+        return [self.describe(name, name, step, line) for name in found[:4]]
+
+    def behind(self, lines, step, further=2):
+        """In words: the numbers in these lines that differ, and in those that set them; if there
+        are none, in those that set what is no number."""
+        others, lines, texts, hidden = self.others(step), list(lines), {}, []
+        for line in lines:
+            for name, text in names_at(line).items():
+                if name in others and name not in texts and len(texts) < 3:
+                    lines += lines_that_set(line, name)
+                    texts[name] = self.describe(name, f"{line}: {text}", step, line)
+                elif name not in self.all[0].get(step, {}):
+                    hidden += lines_that_set(line, name)
+        if not texts and hidden and further:
+            return self.behind(dict.fromkeys(hidden), step, further - 1)
+        return list(texts.values())
+
+    def set_at(self, line, step):
+        """The lines where the numbers in a line are set."""
+        names = [name for name in names_at(line) if name in self.all[0].get(step, {})]
+        lines = [at for name in names for at in lines_that_set(line, name)]
+        return [source(line) for line in lines[:3]]
+
+    def describe(self, name, text, step, line):
+        numbers = [of_step.get(step, {}).get(name, math.nan) for of_step in self.all]
+        set_at = lines_that_set(line, name)
+        text = f"{text} is {sides(*numbers)}"
+        return f"{text}; set at {', '.join(set_at)}" if set_at else text

@@ -1,0 +1,190 @@
+"""What a comparison with one process cannot see, as it is so in both runs, or made alike in them.
+
+To add a rule: a subclass of Rule here, and a row in tests/test_rules.py. `find` gets the notes of
+one process and of each rank; it returns findings, [] if `right` is so, None if nothing was seen."""
+
+import re
+
+from ..notes import (
+    Collective,
+    File,
+    Finding,
+    Step,
+)
+from .differences import paired
+from .kinds import PAGE, misfits
+
+RULES = []  # in the order of the report
+
+
+class Rule:
+    name = ""
+    right = ""  # what is so if nothing is found
+    needs = ""  # what the script must do for it to be seen
+    remedy = "", ""  # an imperative, and the section's anchor in PAGE
+
+    def __init_subclass__(cls):
+        RULES.append(cls())
+
+    def find(self, one, ranks):
+        raise NotImplementedError
+
+    def wrong(self, step, line, text, verdict="WRONG"):
+        words, anchor = self.remedy
+        return [Finding(verdict, self.name, step, text, line, remedy=words, section=PAGE + anchor)]
+
+    def look(self, step, line, text):
+        return self.wrong(step, line, text, "look")
+
+
+def among(kind, ranks):
+    """[(step, Seen of rank 0, what of it does not fit with the others)]"""
+    broadcast = {
+        (step, call.drawn)
+        for n in ranks
+        for step, call in n[Collective]
+        if "cast" in call.name or "scatter" in call.name
+    }
+    return [
+        (step, seen, misfits(kind, seen.values, list(others.values()), 3e-4))
+        for step, seen, others in paired(kind, ranks[0], ranks)
+        if len(others) == len(ranks) and (step, seen.line) not in broadcast
+    ]
+
+
+class RandomNumbers(Rule):
+    name = "random"
+    right = "the random numbers of dropout, noise and augmentation are other ones on each rank"
+    needs = "dropout, noise for a batch, or augmentation"
+    remedy = "torch.manual_seed(seed + rank) after the model and the split", "#seeds"
+
+    def find(self, one, ranks):
+        draws = among("draw", ranks)
+        for step, seen, found in draws:
+            if found:
+                text = f"{found[0].part} draws the same numbers on all ranks ({seen.name})"
+                return self.wrong(step, seen.line, text)
+        return [] if draws else None
+
+
+class Parameters(Rule):
+    name = "parameters"
+    right = "the optimizers have what is trained, in the same order on all ranks"
+    needs = "an optimizer.step()"
+    remedy = "give it the wrapped model's, in a fixed order: no set", "#what-must-be-equal"
+
+    def find(self, one, ranks):
+        theirs = [{note.key: note for _, note in notes[Step]} for notes in ranks]
+        for key, note in theirs[0].items():
+            for rank, other in enumerate(theirs):
+                names = other[key].names if key in other else note.names
+                if names != note.names and sorted(names) == sorted(note.names):
+                    where = [a != b for a, b in zip(names, note.names)].index(True)
+                    text = f"in another order, such as {note.names[where]} on rank 0, "
+                    text += f"{names[where]} on rank {rank}"
+                    return self.wrong(0, note.made.get("made", [note.line])[0], text)
+        for step, seen in ranks[0].seen("gradient"):
+            if not any(sketch and sketch.sums.any() for sketch in seen.values.values()):
+                text = "no gradient in what the optimizer trains: a copy?"
+                return self.wrong(step, seen.line, text)
+        return []
+
+
+class OtherWeights(Rule):
+    name = "others"
+    right = "weights and buffers that no optimizer has are those of one process"
+    needs = "a teacher, an average of weights, a bank, a codebook"
+    remedy = "build and update them alike on all ranks, from what all ranks have", "#model"
+
+    def find(self, one, ranks):
+        for _, _, found in among("born", ranks):
+            if found:
+                text = f"{found[0].part} has each rank's own random weights, and no optimizer "
+                return self.wrong(0, "", f"{text}trains it")
+        seen = False
+        for step, note, others in paired("other", one, ranks):
+            for rank, values in others.items():
+                seen = seen or bool(note.values)
+                for part, off, _ in misfits("other", note.values, [values], 3e-4)[:1]:
+                    text = f"{part} on rank {rank} differs from one process's by {off:.0e}"
+                    return self.look(step, "", text)
+        return [] if seen else None
+
+
+class Attributes(Rule):
+    name = "attributes"
+    right = "tensors that the script's objects keep are those of one process, or add up to them"
+    needs = "an object with a tensor as an attribute: a queue, a center, a running mean"
+    remedy = "gather or all_reduce what it is made from", "#buffers"
+
+    def find(self, one, ranks):
+        seen = False
+        for step, note, others in paired("attribute", one, ranks):
+            parts = [p for p in note.values if len(others) == len(ranks)]
+            parts = [p for p in parts if all(p in of for of in others.values())]
+            for part in parts:
+                sketches = [of[part] for of in (note.values, *others.values())]
+                if len({sketch.shape for sketch in sketches}) == 1:  # else it is of a batch
+                    seen, (mine, *theirs) = True, [{part: sketch} for sketch in sketches]
+                    for _, off, _ in misfits("attribute", mine, theirs, 3e-4):
+                        text = f"{part} differs from one process's by {off:.0e}, and is neither "
+                        return self.look(step, "", f"{text}its mean nor its sum")
+        return [] if seen else None
+
+
+class Evaluation(Rule):
+    name = "evaluation"
+    right = "a model's buffers are equal on all ranks when it is evaluated"
+    needs = "a pass through a model after eval(): --short 10"
+    remedy = "broadcast rank 0's buffers before it", "#buffers"
+
+    def find(self, one, ranks):
+        evaluations = among("evaluation", ranks)  # none if only rank 0 evaluates
+        for step, seen, found in evaluations:
+            for part, _, _ in found[:1]:
+                text = f"{part} is another one on each rank: right if only rank 0's score counts"
+                return self.look(step, seen.line, text)
+        return [] if evaluations else None
+
+
+class Modes(Rule):
+    name = "modes"
+    right = "all ranks train the same modules in training mode as one process does"
+    needs = "an optimizer.step()"
+    remedy = "call train() and eval() on all ranks alike", "#decisions"
+
+    def find(self, one, ranks):
+        for step, seen, others in paired("mode", one, ranks):
+            for rank, modes in others.items():
+                found = misfits("mode", seen.values, [modes], 0)
+                if found and modes.keys() == seen.values.keys():
+                    name = found[0].part
+                    where = "one process" if modes[name] else f"rank {rank}"
+                    text = f"{name} (of {len(found)}) is in evaluation mode on {where} alone"
+                    return self.wrong(step, seen.line, text)
+        return []
+
+
+class Files(Rule):
+    name = "files"
+    right = "no file is written by several ranks"
+    needs = "a file that the script writes"
+    remedy = "print, log and save under `if rank == 0:`", "#rank-0"
+
+    def find(self, one, ranks):
+        written = {}
+        for rank, notes in enumerate(ranks):
+            for step, note in notes[File]:
+                if re.search("[wxa+]", note.mode) and note.kind != "downloaded":
+                    written.setdefault(note.path, {}).setdefault(rank, (step, note))
+        found = []
+        for path, writers in written.items():
+            if len(writers) > 1 and not re.search(
+                r"\.lock$|torchinductor|triton|huggingface", path
+            ):
+                step, note = min(writers.values(), key=lambda each: each[0])
+                verdict = "look" if "a" in note.mode else "WRONG"
+                text = f"ranks {sorted(writers)} write {path}"
+                found += self.wrong(step, note.line, text, verdict)
+        found.sort(key=lambda one: one.verdict)  # WRONG first
+        return found[:1] if found or written else None

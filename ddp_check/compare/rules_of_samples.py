@@ -1,0 +1,170 @@
+"""Rules on orders and samples, which a comparison cannot see."""
+
+import math
+
+from ..notes import (
+    Batch,
+    Collective,
+    Pass,
+    PassEnd,
+    Step,
+)
+from ..script import source
+from ..syntax import tests_with
+from .batches import training_passes
+from .fits import sides
+from .kinds import misfits
+from .rules import Rule, among
+
+
+def passes_of(notes):
+    """[(step, Pass, the indices of its samples, whether it is for training)] of a process."""
+    orders, trains = {}, training_passes(notes)
+    for _, batch in notes[Batch]:
+        orders.setdefault(batch.key, []).extend(batch.indices or [None])
+    return [(at, p, orders.get(p.key, []), p.key in trains) for at, p in notes[Pass]]
+
+
+def is_shuffled(order):
+    return len(order) >= 8 and None not in order and order != sorted(order, key=repr)
+
+
+class Order(Rule):
+    name = "order"
+    right = "each epoch has another order than the one before"
+    needs = "a second epoch (--short 10); if there was one, no training loader shuffles: intended?"
+    remedy = "call sampler.set_epoch(epoch) before each epoch", "#loader"
+
+    def find(self, one, ranks):
+        seen, last = False, {}
+        for step, about, order, trains in passes_of(ranks[0]):
+            size = min(len(order), len(earlier := last.get(about.loader, [])))
+            if trains and is_shuffled(order[:size]):
+                seen = True
+                if order[:size] == earlier[:size]:
+                    text = f"pass {about.key[1] + 1} has the order of an earlier one"
+                    return self.wrong(step, about.key[0][0], text)
+            if trains or about.loader not in last:
+                last[about.loader] = order
+        return [] if seen else None
+
+
+class Loaders(Rule):
+    name = "loaders"
+    right = "two training loaders do not give the same samples at the same time"
+    needs = "two loaders in training, with samplers that shuffle"
+    remedy = "pass another seed to the second DistributedSampler", "#loader"
+
+    def find(self, one, ranks):
+        orders = {}
+        for step, about, order, trains in passes_of(ranks[0]):
+            if not trains or not is_shuffled(order) or about.sampler == "RandomSampler":
+                continue  # a RandomSampler's order is given here
+            for loader, (line, other) in orders.items():
+                size = min(len(order), len(other))
+                if loader != about.loader and order[:size] == other[:size]:
+                    text = f"the samples of {line}, in the same order: right for pairs, such as "
+                    return self.look(step, about.key[0][0], f"{text}images and masks")
+            orders[about.loader] = about.key[0][0], order
+        return [] if len(orders) > 1 else None
+
+
+class Inputs(Rule):
+    name = "inputs"
+    right = "what goes into the models is another batch on each rank"
+    needs = "a pass through a model in three training steps"
+    remedy = "give each rank its share; seed + rank in sampler processes, environments", "#loader"
+
+    def find(self, one, ranks):
+        places = {}  # {(line, model): [(step, whether all have the same, rank 0's sums)]}
+        theirs = [{(at, s.line, s.number): s for at, s in n.seen("inputs")} for n in ranks[1:]]
+        for step, seen in ranks[0].seen("inputs"):
+            batch = {k: v for k, v in seen.values.items() if v and v.shape and v.shape[0] > 1}
+            others = [of.get((step, seen.line, seen.number)) for of in theirs]
+            if batch and all(others):
+                equal = misfits("draw", batch, [batch, *[other.values for other in others]], 0)
+                sums = [tuple(v.sums) for v in batch.values()]
+                place = places.setdefault((seen.line, seen.name), [])
+                place.append((step, len(equal) == len(batch), sums))
+        for (line, name), found in places.items():
+            steps, equal, sums = zip(*found)
+            if len(found) > 2 and all(equal) and any(each != sums[0] for each in sums):
+                return self.look(steps[0], line, f"{name} gets the same batches on all ranks")
+        return [] if any(len(found) > 2 for found in places.values()) else None
+
+
+class Counts(Rule):
+    name = "counts"
+    right = "no number that decides something is counted by each rank for itself"
+    needs = "a number that grows with each step, in the test of an `if` or `while`"
+    remedy = "count what all ranks have done: times world_size", "#decisions"
+
+    def find(self, one, ranks):
+        mine, *theirs = [{n.key: n for _, n in notes[Step]} for notes in (one, *ranks)]
+        keys, seen = [key for key in mine if all(key in of for of in theirs)], False
+        for name in mine[keys[0]].variables if len(keys) > 3 else []:
+            series = [[of[key].variables.get(name, 0) for key in keys] for of in (mine, *theirs)]
+            ours, *others = [[b - a for a, b in zip(each, each[1:])] for each in series]
+            tests = tests_with(mine[keys[0]].line, name) if max(ours) > 0 <= min(ours) else []
+            seen = seen or bool(tests)
+            is_share = all(abs(len(ranks) * b - a) < 1e-6 for o in others for a, b in zip(ours, o))
+            for line in tests if is_share else []:
+                text = f"{name} is {sides(*[each[-1] for each in series])}"
+                return self.look(len(keys) - 1, line, text)
+        return [] if seen else None
+
+
+class Splits(Rule):
+    name = "split"
+    right = "what is shuffled or split before the training is so alike on all ranks"
+    needs = "a random split, or another order of all samples"
+    remedy = "same seed, sorted(glob(...)), sorted(set(...)) on all ranks", "#what-must-be-equal"
+
+    def find(self, one, ranks):
+        orders = among("split", ranks)
+        for step, seen, found in orders:
+            if found:
+                return self.look(step, seen.line, "each rank has an order of its own")
+        return [] if orders else None
+
+
+class TestSamples(Rule):
+    name = "test set"
+    right = "the samples of a whole evaluation count once each"
+    needs = "a whole pass, of each rank's own part, over a loader without training (not --short)"
+    remedy = "give each rank Subset(test_set, range(rank, len(test_set), world_size))", "#scores"
+
+    def find(self, one, ranks):
+        ended = [{note.key for _, note in notes[PassEnd]} for notes in ranks]
+        lists = [{p.key: order for _, p, order, _ in passes_of(notes)} for notes in ranks]
+        trained = {p.loader for _, p, _, trains in passes_of(ranks[0]) if trains}
+        seen = False
+        for step, about, order, _ in passes_of(ranks[0]):
+            if about.loader in trained or not all(about.key in keys for keys in ended):
+                continue
+            everyone = [i for own in lists for i in own.get(about.key, [])]
+            if (
+                len(lists) > 1
+                and order
+                and None not in order
+                and all(own.get(about.key) == order for own in lists)
+            ):
+                if line := self.put_together(ranks[0], about):
+                    text = f"all {len(order)} samples on each rank, and then {source(line)}: does "
+                    text += f"each count {len(lists)} times?"
+                    return self.look(step, about.key[0][0], text)
+                continue  # each rank has the score of all
+            seen = True
+            if about.has_share and None not in everyone and len(set(everyone)) < len(everyone):
+                text = f"{len(everyone)} samples on all ranks, of {len(set(everyone))}: "
+                text += f"{about.sampler} repeats some, which count twice"
+                return self.look(step, about.key[0][0], text)
+        return [] if seen else None
+
+    def put_together(self, notes, about):
+        """The line of a collective call after this pass and before what comes next."""
+        later = [n.at for kind in (Batch, Step, Pass) for _, n in notes[kind] if n.key != about.key]
+        end = min([at for at in later if at > about.at], default=math.inf)
+        calls = [call for _, call in notes[Collective] if about.at < call.at < end]
+        calls = [call for call in calls if "gather" in call.name]  # sums are divided by a sum
+        return calls[0].line if calls else None

@@ -1,0 +1,145 @@
+"""What one process and several do differently by design is made alike."""
+
+import inspect
+import operator
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..process import is_plain, wrap
+from .draws import MODEL, note_draw, state_of
+
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def control_dropout(run):
+    """It is off."""
+
+    def would_draw(p):
+        if p and torch.is_grad_enabled() and not (run.thread.in_dataset or run.thread.quiet):
+            note_draw(run, MODEL, "torch", state_of("torch"))
+
+    for name in [name for name in dir(F) if "dropout" in name]:
+
+        @wrap(F, name)
+        def dropout(original, input, p=0.5, training=True, inplace=False):
+            would_draw(p if training else 0)
+            return original(input, p, False, inplace)
+
+    @wrap(F, "scaled_dot_product_attention")
+    def attention(original, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
+        would_draw(dropout_p)
+        with sdpa_kernel(KERNELS):  # flash attention alone has no float32
+            return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    @wrap(nn.RNNBase, "__init__")
+    def recurrent(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.dropout = 0.0
+
+
+def control_batch_norm(run):
+    """On one process: each share's own statistics, and rank 0's averages, as N processes have."""
+
+    @wrap(nn.SyncBatchNorm, "forward")
+    def forward(original, self, *args, **kwargs):
+        run.thread.sync = True
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            run.thread.sync = False
+
+    @wrap(F, "batch_norm")
+    def batch_norm(original, input, mean, var, weight=None, bias=None, training=False, *more, **kw):
+        words = weight, bias, training
+        if run.thread.sync or run.thread.quiet or not training:  # or already within a share
+            return original(input, mean, var, *words, *more, **kw)
+        rows, batch = len(input), run.loader_rows or run.model_rows
+        if not run.is_single or rows % run.world or rows == run.world or (batch and rows % batch):
+            return original(input, mean, var, *words, *more, **kw)
+
+        def normalize(rank, share):
+            averages = mean, var
+            if rank and mean is not None:
+                averages = mean.clone(), var.clone()
+            return original(share, *averages, *words, *more, **kw)
+
+        return run.by_share(input, normalize)
+
+
+def control_order(run):
+    """Where a batch is rolled or flipped along its samples, as MixUp and CutMix do, on one process
+    each share is, as on N processes."""
+
+    def watch(name):
+        @wrap(torch.Tensor, name)
+        def move(original, self, *args, **kwargs):
+            dims = args[-1] if args else None
+            dims = kwargs.get("dims", dims if len(args) > (name == "roll") else None)
+            batch = run.thread.batch if run.thread.in_dataset else run.loader_rows
+            if dims not in (0, (0,), [0]) or not is_plain(self) or not self.dim():
+                return original(self, *args, **kwargs)
+            if not run.is_single or len(self) != batch or batch % run.world:
+                return original(self, *args, **kwargs)
+            return run.by_share(self, lambda rank, share: original(share, *args, **kwargs))
+
+    watch("roll")
+    watch("flip")
+
+
+BACKENDS = "cuda.matmul cudnn cudnn.conv cudnn.rnn mkldnn mkldnn.matmul mkldnn.conv mkldnn.rnn"
+
+
+def keep_precise():
+    """float32 throughout. Not seen on a GPU yet."""
+    for name in BACKENDS.split():
+        operator.attrgetter(name)(torch.backends).fp32_precision = "ieee"
+    if torch.cuda.is_available():
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def is_off(owner):
+    """What has a flag `enabled` is not."""
+
+    @wrap(owner, "__init__")
+    def make(original, self, *args, **kwargs):
+        given = inspect.signature(original).bind(self, *args, **kwargs)
+        given.arguments["enabled"] = False
+        original(*given.args, **given.kwargs)
+
+
+def control_precision():
+    """Nothing is compiled, as its random numbers would be others, and mixed precision is off."""
+
+    @wrap(torch, "compile")
+    def compile(original, model=None, *args, **kwargs):
+        return model if model is not None else lambda function: function
+
+    @wrap(nn.Module, "compile")
+    def compile_module(original, self, *args, **kwargs):
+        pass
+
+    is_off(torch.amp.autocast)
+    is_off(torch.amp.GradScaler)
+
+    @wrap(torch, "set_float32_matmul_precision")
+    def precision(original, *args):
+        pass
+
+    @wrap(torch.distributed, "init_process_group")
+    def init_process_group(original, *args, **kwargs):
+        if fsdp := sys.modules.get("torch.distributed.fsdp"):
+            for policy in (fsdp.MixedPrecisionPolicy, fsdp.MixedPrecision):
+                wrap(policy, "__init__")(lambda original, self, *args, **kwargs: original(self))
+        return original(*args, **kwargs)
+
+
+def patch(run):
+    control_dropout(run)
+    control_batch_norm(run)
+    control_order(run)
+    control_precision()

@@ -1,0 +1,140 @@
+"""The batches of a DataLoader: each sample is augmented alike in both runs."""
+
+import contextlib
+import itertools
+import operator
+import random
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, Subset
+
+from .draws import DATASET, OWN, note_draw, seed_all, state_of
+
+
+@contextlib.contextmanager
+def own_numbers(run):
+    """Random numbers of a dataset, which do not change the script's others."""
+    saved = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    run.thread.in_dataset = True
+    try:
+        yield
+    finally:
+        run.thread.in_dataset = False
+        torch.set_rng_state(saved[0])
+        random.setstate(saved[1])
+        np.random.set_state(saved[2])
+
+
+def given_states():
+    """Of the generators, as they are: a dataset that changes them has drawn."""
+    return {
+        "torch": zlib.crc32(torch.get_rng_state().numpy()),
+        "random": hash(random.getstate()[1]),
+        "numpy": zlib.crc32((at := np.random.get_state())[1].tobytes()) + at[2],
+    }
+
+
+def own_states():
+    """Of the generators, as the script has seeded and used them."""
+    return {name: state_of(name) for name in ("torch", *OWN)}
+
+
+class Worker(NamedTuple):
+    """What torch.utils.data.get_worker_info() gives in a loader's worker."""
+
+    id: int
+    num_workers: int
+    seed: int
+    dataset: object
+
+
+def states_of_worker(run, loader, seed):
+    """What a loader's first worker would begin with: torch seeds it, then the script may."""
+    with own_numbers(run):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        if loader.worker_init_fn is not None:
+            run.thread.worker = Worker(0, loader.num_workers, seed, loader.dataset)
+            try:
+                loader.worker_init_fn(0)
+            finally:
+                run.thread.worker = None
+        return given_states()
+
+
+def base_index(dataset, index):
+    """A sample's index in the dataset itself, below all Subsets."""
+    try:
+        while isinstance(dataset, Subset):
+            dataset, index = dataset.dataset, dataset.indices[index]
+        return operator.index(index)
+    except TypeError:
+        return repr(index)
+
+
+def batches_of(run, loader):
+    """What a DataLoader gives, made here, where random numbers and files are watched: (the indices
+    of its samples, the batch). Its sampler is asked when the batch is due."""
+    own = state_of("torch")
+    with run.quiet():  # as a DataLoader does, for its workers
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    if isinstance(loader.dataset, IterableDataset):
+        for batch in batches_of_stream(run, loader):
+            yield None, batch
+        return
+    states = states_of_worker(run, loader, own) if loader.num_workers else None
+    one_by_one = loader.batch_sampler is not None
+    for number, indices in enumerate(loader.batch_sampler if one_by_one else loader.sampler):
+        with own_numbers(run):
+            if one_by_one:
+                batch = collated(run, loader, indices, number, states or own_states())
+            else:
+                seed_all(run.hash("batch", number))
+                batch = loader.collate_fn(loader.dataset[indices])
+        is_list = isinstance(indices, (list, tuple))
+        yield [base_index(loader.dataset, i) for i in indices] if is_list else None, batch
+
+
+def collated(run, loader, indices, number, states):
+    """Each sample is drawn with a seed of its own; what makes the batch, with one of the batch."""
+    samples = []
+    for index in indices:
+        seed_all(run.hash("sample", base_index(loader.dataset, index)))
+        before = given_states() if not samples else None
+        samples.append(loader.dataset[index])
+        drawn = [k for k, v in given_states().items() if before and before[k] != v]
+        for generator in drawn if torch.is_grad_enabled() else []:
+            note_draw(run, DATASET, generator, states[generator])
+    seed_all(run.hash("batch", number))
+    run.thread.batch = len(samples)
+    try:
+        return loader.collate_fn(samples)
+    finally:
+        run.thread.batch = None
+
+
+def batches_of_stream(run, loader):
+    """The k-th sample of a rank is the (k * world + rank)-th of one process."""
+    items, samples = iter(loader.dataset), []
+    for k in itertools.count():
+        with own_numbers(run):
+            seed_all(run.hash("item", k if run.is_single else k * run.world + run.rank))
+            try:
+                samples.append(next(items))
+            except StopIteration:
+                break
+            if loader.batch_size is None:
+                batch = loader.collate_fn(samples.pop())
+            elif len(samples) < loader.batch_size:
+                continue
+            else:
+                batch, samples = loader.collate_fn(samples), []
+        yield batch
+    if samples and not loader.drop_last:
+        with own_numbers(run):
+            batch = loader.collate_fn(samples)
+        yield batch

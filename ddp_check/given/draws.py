@@ -1,0 +1,190 @@
+"""Random numbers: the ranks get their shares of those of one process."""
+
+import inspect
+import math
+import random
+import zlib
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..notes import Seen
+from ..process import is_plain, wrap
+from ..script import place
+
+MODEL, DATASET, LOOP = "the model", "the dataset", "the loop"  # which draws for its share
+ORDER = "the order"  # of all, as in a split: before the first step
+
+
+def pair(run, name, shape):
+    """Which draw of one process this is: a key for its seed, and its shape. It has the same lines,
+    from the innermost to the outermost, so that what one rank alone draws does not count; or else
+    the same innermost line, or else any. Of these, it is the n-th in the step."""
+    lines = place()
+    ways = [
+        (run.steps, where, name, run.nth("draw", run.steps, where, name))
+        for where in (lines, lines[0], "any")
+    ]
+    key = ways[1]
+    if run.is_single:
+        for way in ways:
+            run.draws.setdefault(way, (key, shape))
+        return key, shape
+    found = [run.draws[way] for way in ways if way in run.draws]
+    found = found[:-1] or found
+    for key_of_one, shape_of_one in found:
+        if shape_of_one == shape or run.shared_dimension(shape_of_one, shape) is not None:
+            return key_of_one, shape_of_one
+    return found[0][0] if found else key, shape
+
+
+OWN = {}  # states of Python's and numpy's generators as the script has seeded and used them
+
+
+def state_of(generator):
+    """A checksum of the script's own generator: what it would draw, were the numbers not given."""
+    if generator == "torch":
+        states = [torch.get_rng_state()]
+        states += [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+        return zlib.crc32(b"".join(state.numpy() for state in states))
+    state = OWN[generator]
+    return hash(state[1]) if generator == "random" else zlib.crc32(state[1].tobytes()) + state[2]
+
+
+def note_draw(run, what, generator, state):
+    """What the script's own generator would have drawn here is told by its state."""
+    if not run.is_single:
+        line = place()[0]
+        number = run.nth("draw of", run.steps, what, line, generator)
+        run.note(Seen("split" if what == ORDER else "draw", line, generator, number, {what: state}))
+
+
+def of_own_generator(run, name, values):
+    """Numbers of a generator that the script has made: left alone, but where a rank has drawn its
+    share, they are that share of what one process has drawn."""
+    shape = tuple(values.shape)
+    key, shape_of_one = pair(run, f"{name} of a generator", shape)
+    if run.is_single and values.numel() < 1_000_000:
+        run.given[key] = values.detach().cpu().clone()
+    if shape_of_one == shape or key not in run.given:
+        return values
+    note_draw(run, LOOP, "a generator", zlib.crc32(values.cpu().contiguous().numpy()))
+    return run.share_of(run.given[key], shape)
+
+
+def permutation(run, name, n):
+    """If it may be one of the batch: within each share, as N processes do."""
+    key, (total,) = pair(run, name, (n,))
+    share = n // run.world
+
+    def shuffled(rank, n):
+        return torch.randperm(n, generator=torch.Generator().manual_seed(run.hash(key, rank)))
+
+    if total != n:
+        return shuffled(run.rank, n)
+    if not run.steps:
+        note_draw(run, ORDER, "torch", run.thread.torch_state)
+        run.last_order = place()[0]
+    if n % run.world or run.world > share:
+        return shuffled(0, n)
+    values = torch.empty(n, dtype=torch.long)
+    for rank in range(run.world):
+        at = run.positions(rank, share)
+        values[at] = at[shuffled(rank, share)]
+    return values
+
+
+class Draws(TorchDispatchMode):
+    """Inside of it, torch draws the random numbers that one process draws, or the rank's share.
+    What it sees are operators, whose arguments have names, however they were called."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs, name, run = kwargs or {}, op._schema.name, self.run
+        state = run.thread.torch_state
+        out = op(*args, **kwargs)  # the rank's own numbers, of which only the shape is used
+        if torch.Tag.nondeterministic_seeded not in op.tags or not is_plain(out):
+            return out
+        if kwargs.get("generator") not in (None, torch.default_generator):
+            return out.copy_(of_own_generator(run, name, out))
+        if name == "aten::randperm":
+            return out.copy_(permutation(run, name, len(out)))
+        shape = tuple(out.shape)
+        key, shape_of_one = pair(run, name, shape)
+        if shape != shape_of_one:
+            note_draw(run, MODEL if run.model is not None else LOOP, "torch", state)
+        names = [argument.name for argument in op._schema.arguments]
+        args = [self.of_one(*each, shape, shape_of_one) for each in zip(names, args)]
+        kwargs = {k: self.of_one(k, value, shape, shape_of_one) for k, value in kwargs.items()}
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(run.hash(key))
+            values = op(*args, **kwargs)
+        return out.copy_(values if shape == shape_of_one else run.share_of(values, shape))
+
+    def of_one(self, name, value, shape, shape_of_one):
+        """An argument, on the CPU, for a result of one process's shape. Of a tensor of parameters,
+        this rank's have their places there, and stand for those of the others."""
+        if name == "size":
+            return shape_of_one
+        if name == "num_samples":
+            return shape_of_one[-1]
+        if name == "device":
+            return torch.device("cpu")
+        if not torch.is_tensor(value):
+            return value
+        value = value.cpu().contiguous()
+        d = self.run.shared_dimension(shape_of_one, shape)
+        if shape == shape_of_one or value.dim() != len(shape) or value.shape[d] != shape[d]:
+            return value
+        sizes = [m if n == k else n for n, k, m in zip(value.shape, shape, shape_of_one)]
+        times = [math.ceil(m / n) for n, m in zip(value.shape, sizes)]
+        wide = value.repeat(times)[tuple(slice(m) for m in sizes)]
+        part = wide[tuple(slice(None if i == d else n) for i, n in enumerate(value.shape))]
+        part.index_copy_(d, self.run.positions(self.run.rank, shape[d], self.run.order), value)
+        return wide
+
+
+def patch(run):
+    """Random functions of torch get the numbers of one process. Its own generator goes on beside
+    them: unseeded, it has another state on each rank."""
+    torch.manual_seed(run.hash("unseeded", run.rank))
+
+    def watch(owner, name):
+        @wrap(owner, name)
+        def draw(original, *args, **kwargs):
+            if run.thread.in_dataset or run.thread.quiet or run.is_fork():
+                return original(*args, **kwargs)
+            run.thread.torch_state = state_of("torch")
+            with run.quiet(), Draws(run):
+                out = original(*args, **kwargs)
+            if is_plain(out):
+                out.check_line = place()[0]
+            if owner is torch.Tensor and name.endswith("_"):
+                out.check_drawn = run.thread.torch_state, sum_of(out)
+            return out
+
+    functions = "rand randn rand_like randn_like randint randint_like randperm normal bernoulli"
+    functions += " multinomial poisson binomial"
+    methods = "bernoulli multinomial bernoulli_ normal_ uniform_ random_ exponential_ log_normal_"
+    methods += " cauchy_ geometric_"
+    watch(torch.distributions.Gamma, "rsample")
+    watch(torch.distributions.Dirichlet, "rsample")
+    for owner, names in ((torch, functions), (torch.Tensor, methods)):
+        for name in names.split():
+            watch(owner, name)
+
+
+def sum_of(tensor):
+    """By which it is seen whether it still is what was drawn."""
+    return float(tensor.detach().double().sum())
+
+
+def seed_all(seed, torch_too=True):
+    if torch_too:
+        torch.default_generator.manual_seed(seed)
+    inspect.unwrap(random.seed)(seed)
+    inspect.unwrap(np.random.seed)(seed)

@@ -1,0 +1,111 @@
+"""Python's and numpy's global generators: alike on all ranks."""
+
+import contextlib
+import inspect
+import math
+import os
+import random
+
+import numpy as np
+import torch
+
+from ..process import wrap
+from ..script import place
+from .draws import LOOP, ORDER, OWN, note_draw, pair, state_of
+
+ORDERS = "shuffle", "permutation", "sample", "choice"
+LIBRARIES = {
+    "random": (random, "getstate", "setstate"),
+    "numpy": (np.random, "get_state", "set_state"),
+}
+
+
+@contextlib.contextmanager
+def own_state(generator):
+    """Inside of it, the generator goes on where the script's own numbers were, not the given."""
+    owner, get, set_to = LIBRARIES[generator]
+    given = getattr(owner, get)()
+    getattr(owner, set_to)(OWN.get(generator, given))
+    try:
+        yield
+    finally:
+        OWN[generator] = getattr(owner, get)()
+        getattr(owner, set_to)(given)
+
+
+def patch(run):
+    """Python's and numpy's global generators: alike on all ranks, whatever seeds these set, and
+    from each of the script's lines on. numpy's arrays are shared like torch's."""
+
+    def watch_seed(generator, owner):
+        @wrap(owner, "seed")
+        def seed(original, *args, **kwargs):
+            if run.thread.in_dataset or run.is_fork():
+                return original(*args, **kwargs)
+            with own_state(generator):
+                original(*args, **kwargs)
+            return original(run.hash(owner.__name__, run.steps))
+
+    def watch(generator, owner, name, size_at=math.inf):
+        """A function that takes a `size` after so many other arguments."""
+
+        @wrap(owner, name)
+        def draw(original, *args, **kwargs):
+            if (
+                run.thread.in_dataset
+                or run.is_fork()
+                or run.nth("python", run.steps, place(), name) >= 1000
+            ):
+                return original(*args, **kwargs)  # so many would take time
+            args = list(args)
+            size = args[size_at] if len(args) > size_at else kwargs.get("size")
+            shape = () if size is None else tuple(map(int, np.ravel(size)))
+            key, shape_of_one = pair(run, f"{owner.__name__}.{name}", shape)
+            with own_state(generator):
+                state = state_of(generator)
+                if "shuffle" not in name:  # it changes its argument
+                    original(*args, **kwargs)
+            inspect.unwrap(owner.seed)(run.hash(key))
+            if shape == shape_of_one:
+                if name in ORDERS and not run.steps:
+                    run.last_order = place()[0]
+                    note_draw(run, ORDER, generator, state)
+                return original(*args, **kwargs)
+            note_draw(run, LOOP, generator, state)
+            if len(args) > size_at:
+                args[size_at] = shape_of_one
+            else:
+                kwargs["size"] = shape_of_one
+            values = original(*args, **kwargs)
+            with run.quiet():
+                at = torch.arange(values.size).reshape(shape_of_one)
+                return values.ravel()[run.share_of(at, shape).numpy()]
+
+    for generator, (owner, get, _) in LIBRARIES.items():
+        owner.seed(run.hash("unseeded", run.rank))
+        OWN[generator] = getattr(owner, get)()
+        owner.seed(run.hash("given"))
+        watch_seed(generator, owner)
+
+    @wrap(np.random, "default_rng")
+    def make(original, *args, **kwargs):
+        generator = original(*args, **kwargs)
+        run.made.setdefault(id(generator), place()[0])
+        return generator
+
+    def restore():
+        """A process that the script forks draws its own numbers, as in any run."""
+        for generator, (owner, _, set_to) in LIBRARIES.items():
+            getattr(owner, set_to)(OWN[generator])
+
+    os.register_at_fork(after_in_child=restore)
+    names = "random choice choices uniform randint randrange gauss sample shuffle betavariate"
+    for name in names.split():
+        watch("random", random, name)
+    sizes = {"random": 0, "random_sample": 0, "standard_normal": 0, "exponential": 1, "poisson": 1}
+    sizes |= {"choice": 1, "uniform": 2, "normal": 2, "randint": 2, "beta": 2, "binomial": 2}
+    sizes |= {"permutation": math.inf, "shuffle": math.inf}
+    for name, size_at in sizes.items():
+        watch("numpy", np.random, name, size_at)
+    wrap(np.random, "rand")(lambda original, *size: np.random.random_sample(size or None))
+    wrap(np.random, "randn")(lambda original, *size: np.random.standard_normal(size or None))

@@ -1,0 +1,157 @@
+"""Samples: the same in both runs, augmented alike, and the batches that loaders give."""
+
+import inspect
+import itertools
+import math
+import re
+import threading
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    WeightedRandomSampler,
+)
+
+from ..notes import Batch, Pass, PassEnd
+from ..process import leaves_of, wrap
+from ..script import own_file, place
+from ..seen.trace import note_value
+from .datasets import batches_of
+
+STREAM = "a batch of an IterableDataset"
+
+
+def length(sized):
+    """Also of a loader that --short ends early."""
+    try:
+        return inspect.unwrap(type(sized).__len__)(sized)
+    except (TypeError, AttributeError, NotImplementedError):  # some samplers do not know it
+        return None
+
+
+def patch(run):
+    """The samples of each batch, and the batches of each pass. There are no workers: samples are
+    made where random numbers and files are watched."""
+
+    @wrap(RandomSampler, "__iter__")
+    def shuffle(original, self):
+        """The order of a DistributedSampler, which the ranks may have instead of it."""
+        number = self.__dict__.setdefault("compare_number", 0)
+        self.compare_number += 1
+        size = len(self.data_source)
+        if self.generator is not None or self.replacement or self.num_samples != size:
+            return original(self)
+        g = torch.Generator().manual_seed(number)
+        return iter(inspect.unwrap(torch.randperm)(size, generator=g).tolist())
+
+    @wrap(WeightedRandomSampler, "__iter__")
+    def choose(original, self):
+        """By turns: its numbers are of no batch."""
+        before, run.loader_rows, run.model_rows = (run.loader_rows, run.model_rows), None, None
+        try:
+            return iter(list(original(self)))
+        finally:
+            run.loader_rows, run.model_rows = before
+
+    @wrap(DataLoader, "__iter__")
+    def iterate(original, self):
+        if run.thread.in_dataset or run.is_fork():
+            return original(self)
+        lines = place()[:2]
+        key = lines, run.nth("pass", lines)
+        run.note(pass_of(run, self, key))
+        return batches(self, key)
+
+    @wrap(torch.utils.data, "get_worker_info")
+    def worker_info(original):
+        return run.thread.worker or original()
+
+    @wrap(DataLoader, "__len__")
+    def shortened(original, self):
+        size, short = original(self), run.options["short"] or math.inf
+        if short < size:
+            run.say(f"--short: len() of a DataLoader is {short}, as many as it gives")
+        return min(size, short)
+
+    @wrap(DataLoader, "__init__")
+    def make(original, self, dataset, batch_size=1, *args, **kwargs):
+        number = run.nth("loader")
+        if run.is_single and number in run.options["scaled"] and not kwargs.get("batch_sampler"):
+            batch_size *= run.world  # the script's flag is a batch size per process
+        original(self, dataset, batch_size, *args, **kwargs)
+        self.check_number = number
+
+    def pass_of(run, loader, key):
+        is_map = not isinstance(loader.dataset, IterableDataset)
+        usual = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
+        sampler = loader.sampler if usual else loader.batch_sampler
+        size = length(loader.dataset) if is_map else None
+        name, draws = type(sampler).__name__, "Weighted" in type(sampler).__name__
+        draws = draws or getattr(sampler, "replacement", False) or bool(own_class(sampler))
+        return Pass(key, loader.check_number, name, has_share(sampler), draws, size)
+
+    def batches(loader, key):
+        is_map = not isinstance(loader.dataset, IterableDataset)
+        name = "a batch of the DataLoader" if is_map else STREAM
+        total, number = length(loader) if is_map else None, 0
+        for indices, batch in itertools.islice(batches_of(run, loader), run.options["short"]):
+            tensors = [t for t in leaves_of(batch) if torch.is_tensor(t) and t.dim()]
+            rows = len(indices) if indices else len(tensors[0]) if tensors else None
+            run.note(Batch(key, number, indices, rows, total))
+            in_main = threading.current_thread() is threading.main_thread()
+            if torch.is_grad_enabled() and in_main:
+                run.loader_rows = rows
+                find_order(run, (*key, number), indices)
+                note_value(run, "value", place()[0], name, batch, made_by=made_by(loader.dataset))
+            number += 1
+            yield batch
+        if number != run.options["short"]:  # else it may be cut off
+            run.note(PassEnd(key, number))
+
+
+def has_share(sampler):
+    """Whether it gives each rank a part: DistributedSampler, or another by its name or fields."""
+    if "Distributed" in type(sampler).__name__:
+        return True
+    if hasattr(sampler, "sampler"):
+        return has_share(sampler.sampler)
+    return any(hasattr(sampler, name) for name in ("num_replicas", "world_size", "num_processes"))
+
+
+def own_class(sampler):
+    """Whether the script itself has it, and it draws: by the name of a generator or random function
+    that its class uses."""
+    code = getattr(type(sampler).__iter__, "__code__", None)
+    if code is None or not own_file(code.co_filename):
+        return False
+    return any(re.search("rand|choice|shuffle|generator|rng", name) for name in code.co_names)
+
+
+def made_by(dataset):
+    """Where the script's own dataset makes a sample; "" if it is another's."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+    file = own_file(code.co_filename) if code else None
+    return f"{file}:{code.co_firstlineno}" if file else ""
+
+
+def find_order(run, key, indices):
+    """Where this rank's samples are in the batch of one process."""
+    run.order = None
+    if run.is_single:
+        run.batches[key] = indices
+    elif indices and (batch := run.batches.get(key)):
+        last = {index: i for i, index in enumerate(batch)}
+        order = [  # a sample may be there twice: rather where the layout has it
+            i if i < len(batch) and batch[i] == index else last.get(index)
+            for i, index in zip(run.positions(run.rank, len(indices)).tolist(), indices)
+        ]
+        run.order = None if None in order else order
+        block = range(run.rank * len(order), (run.rank + 1) * len(order))
+        if len(order) > 1:
+            run.say("blocks" if order == list(block) else "turns", "order")

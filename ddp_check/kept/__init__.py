@@ -1,0 +1,1 @@
+"""What is its user's, and stays as it is: files."""

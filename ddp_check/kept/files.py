@@ -1,0 +1,208 @@
+"""Files: nothing of the user's is changed, and of what the script creates nothing is left.
+
+Before the script overwrites, appends to, renames or removes a file that was there before, it is
+stopped: see refuse. What it creates is noted (see made), and removed after each run; downloads
+stay.
+
+Python tells an audit hook what it opens, renames and removes, in every thread and in processes that
+are forked; writers.py has what it does not tell. Not seen are files that programs write which the
+script starts, and those that C++ writes, but for the libraries in writers.py."""
+
+import contextlib
+import os
+import stat
+import sys
+import tempfile
+import threading
+import traceback
+
+from ..notes import File
+from ..process import LEAVE
+from ..script import FOLDER, STANDARD, is_installed, own_file, place, source
+from .made import Made, identity
+
+CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tmp", ".safetensors")  # they are no downloads
+DOWNLOAD = 50_000  # bytes: a smaller file is not worth to be kept
+CACHES = "~/.cache", "~/.config", "~/.triton", "~/.nv"
+CACHE_VARIABLES = "TORCH_HOME", "HF_HOME", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"
+CACHE_VARIABLES += "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "MPLCONFIGDIR"
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+REFUSED = 76  # exit status
+
+
+def folder_path(number):
+    """The path of a folder that is open."""
+    if sys.platform == "darwin":
+        import fcntl
+
+        return os.fsdecode(fcntl.fcntl(number, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
+    return os.readlink(f"/proc/self/fd/{number}")
+
+
+def full(path, folder=-1):
+    """Of a name in an open folder, or relative to the current one; a link is not followed."""
+    start = folder_path(folder) if isinstance(folder, int) and folder >= 0 else os.getcwd()
+    path = os.path.join(start, os.fsdecode(path))
+    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+
+
+class PerThread(threading.local):
+    busy = False  # inside of the hook, which opens files itself
+
+
+class Guard:
+    """Asked before the script opens, renames or removes something."""
+
+    def __init__(self, process):
+        self.process, self.made, self.lines = process, Made(process.folder), {}
+        self.thread = PerThread()
+        caches = [os.path.expanduser(path) for path in CACHES]
+        caches += [os.environ[name] for name in CACHE_VARIABLES if name in os.environ]
+        folders = [*caches, "/dev", "/proc", "/sys", process.folder]
+        self.ignored = tuple(os.path.join(os.path.realpath(path), "") for path in folders)
+        self.ignored += (os.path.join(os.path.realpath(tempfile.gettempdir()), "torchinductor_"),)
+        self.events = {
+            "open": self.before_open,
+            "os.rename": self.before_rename,
+            "os.remove": lambda path, folder: self.check("remove", full(path, folder)),
+            "os.rmdir": self.before_rmdir,
+            "os.truncate": self.before_truncate,
+            "os.mkdir": lambda path, mode, folder: self.note(full(path, folder), ""),
+            "os.symlink": lambda old, path, folder: self.note(full(path, folder)),
+            "os.link": self.before_link,
+            "socket.bind": self.before_bind,
+            "subprocess.Popen": lambda program, words, *_: self.say_program(words or program),
+            "os.system": self.say_program,
+            "os.posix_spawn": lambda program, words, _: self.say_program(words),
+        }
+
+    def hook(self, event, args):
+        if event not in self.events or self.thread.busy:
+            return
+        self.thread.busy = True
+        try:
+            self.made.settle()
+            self.events[event](*args)
+        finally:
+            self.thread.busy = False
+
+    def is_ignored(self, path):
+        is_empty_lock = (
+            path.endswith(".lock") and os.path.isfile(path) and not os.stat(path).st_size
+        )
+        return path.startswith(self.ignored) or "__pycache__" in path or is_empty_lock
+
+    def check(self, what, path, write=False):
+        """Before a file or folder is changed or removed."""
+        if os.path.lexists(path) and not self.is_ignored(path) and not self.made.owns(path, write):
+            self.refuse(what, path)
+
+    def refuse(self, what, path):
+        """End both runs, before anything is done to the file."""
+        shown = min(path, os.path.relpath(path), key=len)
+        text = f"{source(place()[0])}\nwould {what} {shown}, which was there before"
+        with open(f"{self.process.folder}/refused", "a") as file:
+            file.write(f"{text}\n{path}\n{self.process.steps}\n")
+        LEAVE(REFUSED)
+
+    def note(self, path, mode="w", kind="", number=None):
+        """What is written; and is created in a moment, if it is not there yet."""
+        if self.is_ignored(path):
+            return
+        kind = kind or ("output" if self.process.steps else "early")
+        exists, known = os.path.lexists(path), self.made.paths.get(path, [None, ""])[1]
+        if not exists or number or kind == "output" and known in ("early", "download"):
+            self.made.add(path, kind, number or identity(path))
+        self.note_line(path, mode)
+
+    def note_line(self, path, mode):
+        lines, line = self.lines.setdefault(path, set()), place()[0]
+        if mode and line not in lines:
+            self.process.note(File("again" if lines else "created", path, line, mode))
+            lines.add(line)
+
+    def before_open(self, path, mode, flags):
+        if isinstance(path, int) or path is None or not flags & WRITES and not self.made.paths:
+            return
+        path = os.path.realpath(os.fsdecode(path))
+        if not flags & WRITES:
+            self.before_reading(path)
+        elif not os.path.lexists(path):
+            by_python = mode and not flags & os.O_EXCL and not self.is_ignored(path)
+            self.note(path, mode or "w", number=self.create(path) if by_python else None)
+        elif stat.S_ISREG(os.stat(path).st_mode) and not flags & os.O_EXCL:
+            self.check("append to" if flags & os.O_APPEND else "overwrite", path, write=True)
+            self.note(path, mode or "w")
+
+    def create(self, path):
+        """Create an empty file that the script opens in a moment, so that its identity is known; if
+        that fails, let the script try."""
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            return identity(path)
+        return None
+
+    def before_reading(self, path):
+        """What is large and read again before the first step is a download, not an output, with all
+        that came before that step into the outermost folder that is new."""
+        is_output = self.process.steps or path.endswith(CHECKPOINTS) or path not in self.made.paths
+        if not is_output and os.path.isfile(path) and os.path.getsize(path) > DOWNLOAD:
+            while os.path.dirname(path) in self.made.paths:
+                path = os.path.dirname(path)
+            if self.made.paths[path][1] != "download":
+                self.made.add(path, "download", identity(path))
+                self.process.say(
+                    f"{os.path.relpath(path)} is downloaded or prepared data: it stays"
+                )
+
+    def before_rename(self, old, new, old_folder=-1, new_folder=-1):
+        old, new = full(old, old_folder), full(new, new_folder)
+        self.check("rename", old)
+        self.check("overwrite", new)
+        if os.path.lexists(old) and not self.is_ignored(new):
+            self.made.moved(old, new)
+            self.note_line(new, "w")
+
+    def before_rmdir(self, path, folder):
+        path = full(path, folder)
+        if os.path.isdir(path) and not os.listdir(path):  # or it fails
+            self.check("remove", path)
+
+    def before_truncate(self, path, size):
+        if not isinstance(path, int):  # or it is open: see before_open
+            self.check("truncate", os.path.realpath(os.fsdecode(path)), write=True)
+
+    def before_link(self, old, new, old_folder, new_folder):
+        is_users = not self.made.owns(full(old, old_folder))
+        self.note(full(new, new_folder), kind="link" if is_users else "")
+
+    def before_bind(self, socket, address):
+        if isinstance(address, (str, bytes)) and os.fsdecode(address)[:1] != "\0":
+            self.note(full(address))  # of AF_UNIX: the system makes a file
+
+    def say_program(self, words):
+        """If the script's own line starts it, by Python's library or not."""
+        for frame, line in traceback.walk_stack(None):
+            name = frame.f_code.co_filename
+            if name.startswith(FOLDER) or name.startswith(STANDARD) and not is_installed(name):
+                continue
+            if own := own_file(name):
+                words = [words] if isinstance(words, (str, bytes)) else words
+                text = " ".join(map(os.fsdecode, words))[:60]
+                self.process.say(f"{own}:{line} starts `{text}`: what it does to files is not seen")
+            return
+
+
+GUARD = None
+
+
+def patch(process):
+    """Once in a process, and in those that are forked from it."""
+    global GUARD
+    if GUARD is None:
+        GUARD = Guard(process)
+        sys.addaudithook(GUARD.hook)
+        from . import writers
+
+        writers.patch(GUARD)
+    GUARD.process, process.settle = process, GUARD.made.settle

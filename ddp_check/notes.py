@@ -1,0 +1,161 @@
+"""What is recorded in each process, and read when both runs have ended."""
+
+import contextlib
+import itertools
+import pickle
+import re
+from dataclasses import dataclass, field
+
+from .script import own_file, source
+
+
+@dataclass
+class Seen:
+    """What the runs are compared by: what has the same step, kind, line, name and number in both.
+    compare.kinds has a row for each kind."""
+
+    kind: str
+    line: str
+    name: str  # of the operation, the model, the optimizer, the generator
+    number: int  # the n-th of this line and name in the step
+    values: dict  # {part: its sketch, number or checksum}
+    index: int = 0  # of a value, in this process
+    made_from: list = field(default_factory=list)  # indices of values
+    about: dict = field(default_factory=dict)  # further facts, for causes and texts
+
+
+@dataclass
+class PassEnd:
+    """A DataLoader was iterated to its end: its pass, and how many batches it gave."""
+
+    key: tuple
+    batches: int
+
+
+@dataclass
+class Pass:
+    """A pass over a DataLoader begins."""
+
+    key: tuple  # its lines, and how often these have begun one
+    loader: int  # the n-th of this process
+    sampler: str
+    has_share: bool  # a sampler that gives each rank a part
+    draws: bool  # a sampler that draws with replacement
+    size: int | None  # of the dataset
+
+
+@dataclass
+class Batch:
+    key: tuple  # of the pass
+    number: int
+    indices: list | None  # of its samples
+    rows: int | None
+    batches: int | None  # that the pass is to have
+
+
+@dataclass
+class Step:
+    """An optimizer's step, and the numbers that the script has then."""
+
+    key: tuple  # the optimizer's number, its step
+    line: str
+    callers: list  # the script's lines that have called the function of this line
+    made: list  # the lines that made the optimizer and its schedulers
+    names: list  # of the parameters, in the optimizer's order
+    variables: dict  # {name: number} of the script's plain numbers
+    generators: dict  # at the first step: {name: state} of those that the script has made
+
+
+@dataclass
+class Collective:
+    """A call that puts together what the ranks have."""
+
+    name: str
+    line: str
+    drawn: str  # the line that has drawn its random numbers
+
+
+@dataclass
+class Printed:
+    line: str
+    text: str
+
+
+@dataclass
+class Said:
+    """Something for the user to know ("note"), or the "order" of a batch's samples over ranks."""
+
+    kind: str
+    text: str
+
+
+@dataclass
+class File:
+    """A path that the script writes, or to which it has downloaded data."""
+
+    kind: str  # "created", "again", "downloaded"
+    path: str
+    line: str = ""
+    mode: str = "w"
+
+
+@dataclass
+class End:
+    state: str
+
+
+class Notes:
+    """Of one process: {Step: [(steps before it, Step), ...], ...}, by the kind of note."""
+
+    def __init__(self, folder, run, rank):
+        self.of, self.path = {}, f"{folder}/{run}.{rank}"
+        with contextlib.suppress(EOFError, pickle.UnpicklingError, FileNotFoundError):
+            with open(f"{self.path}.notes", "rb") as file:
+                for number in itertools.count():
+                    step, note = pickle.load(file)
+                    note.at = number  # in the order of this process
+                    self.of.setdefault(type(note), []).append((step, note))
+
+    def __getitem__(self, kind):
+        return self.of.get(kind, [])
+
+    def seen(self, *kinds):
+        """[(steps before it, Seen), ...] of these kinds."""
+        return [each for each in self[Seen] if each[1].kind in kinds]
+
+    def leave_out(self, kinds, is_out):
+        """Forget what has been seen of these kinds, and printed, in such steps."""
+        for kind in (Seen, Printed):
+            self.of[kind] = [
+                (step, note)
+                for step, note in self[kind]
+                if not is_out(step) or getattr(note, "kind", None) not in (*kinds, None)
+            ]
+
+    def end(self):
+        if self[End]:
+            return self[End][-1][1].state
+        with contextlib.suppress(FileNotFoundError), open(f"{self.path}.log") as log:
+            crash = log.read().partition("Fatal Python error")[2]
+            for name, line in re.findall(r'File "(.*)", line (\d+)', crash):
+                if own_file(name):
+                    return f"a crash at {source(f'{own_file(name)}:{line}')}"
+        with contextlib.suppress(FileNotFoundError), open(f"{self.path}.where") as file:
+            _, line, *callers = file.read().split(" < ")
+            return " < ".join([f"no end, at {source(line)}", *callers])
+        return "no end"
+
+
+@dataclass
+class Finding:
+    """A line of the report, and those below it."""
+
+    verdict: str  # "WRONG", "look", "note", "ok", "not told", "not seen"
+    what: str  # what was compared, or the rule's name
+    step: int
+    text: str
+    line: str = ""  # `file:line` of the script; "" if there is none
+    more: list = field(default_factory=list)  # further lines: other places, numbers
+    advice: str = ""  # a key of causes.ADVICE
+    remedy: str = ""
+    section: str = ""  # of a page, with its anchor

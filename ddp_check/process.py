@@ -1,0 +1,187 @@
+"""What a process of a run knows, the notes that it takes, and where its samples are."""
+
+import contextlib
+import functools
+import json
+import os
+import pickle
+import sys
+import threading
+import time
+import zlib
+
+import torch
+from torch import nn
+
+from .notes import End, Said
+
+LEAVE = os._exit
+
+
+def wrap(owner, name):
+    """A decorator: the function replaces owner.name, and gets the original as its first argument.
+    What torch.compile traces is left alone."""
+
+    def decorate(function):
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def replacement(*args, **kwargs):
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, replacement)
+
+    return decorate
+
+
+def is_plain(tensor):
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
+
+
+def leaves_of(tree):
+    """All that is in lists, tuples and dictionaries."""
+    if isinstance(tree, (list, tuple)):
+        return [leaf for part in tree for leaf in leaves_of(part)]
+    if isinstance(tree, dict):
+        return [leaf for part in tree.values() for leaf in leaves_of(part)]
+    return [tree]
+
+
+class PerThread(threading.local):
+    in_dataset = False  # where each sample has a seed of its own
+    quiet = False  # what happens is not the script's
+    sync = False  # inside of SyncBatchNorm
+    evaluates = False  # inside of a module in evaluation mode
+    torch_state = None  # of torch's generator, before it draws
+    batch = None  # the number of samples that are made into a batch
+    worker = None  # of a loader, which is imitated
+
+
+class Process:
+    """What this process knows, and the notes that it takes."""
+
+    def __init__(self, rank=None):
+        self.options = json.loads(os.environ["DDP_CHECK"])
+        self.folder, self.world = self.options["folder"], self.options["nproc"]
+        self.name = self.options["run"]
+        self.is_single = self.name != "all"  # a run on one process
+        self.noise = 1e-6 if self.name == "again" else 0.0  # in the layers' outputs
+        self.saves = self.name == "one"  # what the others are compared with, and set to
+        self.rank = int(os.environ.get("RANK", 0)) if rank is None else rank
+        self.thread = PerThread()
+        self.steps, self.counts, self.pid = 0, {}, os.getpid()
+        self.lock = threading.RLock()
+        self.loader_rows = self.model_rows = None  # of this process's batch
+        self.order = None  # where the batch's samples are in one process's batch
+        self.joined = set()  # sizes of several views of a batch that the script has joined by cat
+        self.model = None  # the outermost model that computes now
+        self.draws, self.given, self.batches = {}, {}, {}  # of the run on one process
+        self.last_order = ""  # the line that has drawn an order of all before the first step
+        self.made = {}  # {id: the lines that made it} of optimizers, a line of a generator
+        self.settle = lambda: None  # of files
+        self.notes = open(f"{self.folder}/{self.name}.{self.rank}.notes", "wb")
+        if not self.saves:
+            with open(f"{self.folder}/one.draws", "rb") as file:
+                self.options["steps"], *known = pickle.load(file)
+            if not self.is_single:
+                self.draws, self.given, self.batches = known
+
+    def is_fork(self):
+        """In a process that the script has forked."""
+        return os.getpid() != self.pid
+
+    def note(self, note):
+        if os.getpid() == self.pid and not self.notes.closed:
+            with self.lock:
+                pickle.dump((self.steps, note), self.notes)
+                self.notes.flush()
+
+    def say(self, text, kind="note"):
+        if not self.nth("said", text):
+            self.note(Said(kind, text))
+
+    def nth(self, *key):
+        """0, 1, 2, ...: how often this key was asked for."""
+        self.counts[key] = self.counts.get(key, -1) + 1
+        return self.counts[key]
+
+    def hash(self, *key):
+        """A seed, which differs between keys."""
+        return zlib.crc32(repr((self.options["seed"], *key)).encode())
+
+    @contextlib.contextmanager
+    def quiet(self):
+        """What happens inside is not the script's."""
+        before, self.thread.quiet = self.thread.quiet, True
+        try:
+            yield
+        finally:
+            self.thread.quiet = before
+
+    def end(self, state):
+        self.settle()
+        self.note(End(state))
+        if self.saves:
+            with open(f"{self.folder}/one.draws", "wb") as file:
+                known = self.options["steps"], self.draws, self.given, self.batches
+                pickle.dump(known, file)
+        sys.stdout.flush()
+        if state != "--steps":
+            return
+        open(f"{self.folder}/{self.name}.{self.rank}.done", "w").close()
+        for _ in range(300):  # the others may still need this rank
+            others = range(1 if self.is_single else self.world)
+            if all(os.path.exists(f"{self.folder}/{self.name}.{r}.done") for r in others):
+                break
+            time.sleep(0.1)
+        LEAVE(0)
+
+    # ---- where a rank's samples are among those of one process
+
+    def positions(self, rank, size, order=None):
+        """Where a rank's `size` entries of a dimension are among those of one process. A sample may
+        have several. `order`: the rows of one process's batch that the rank has, if known."""
+        ranks = self.world if self.is_single else 1
+        loader_rows, model_rows = [(n or 0) // ranks for n in (self.loader_rows, self.model_rows)]
+        batch = loader_rows or model_rows or size
+        if model_rows and size % batch and size % model_rows == 0:
+            batch = model_rows
+        if size < batch or size % batch:
+            batch = size
+        rows = torch.arange(rank, batch * self.world, self.world)
+        if order is not None and len(order) == batch:
+            rows = torch.tensor(order)
+        elif self.options["layout"] == "blocks":
+            rows = torch.arange(rank * batch, (rank + 1) * batch)
+        times = size // max(batch, 1)
+        # Several views of the batch, one after the other.
+        if size == model_rows or size * ranks in self.joined:
+            return torch.cat([rows + view * batch * self.world for view in range(times)])
+        return (rows[:, None] * times + torch.arange(times)).reshape(-1)
+
+    def shared_dimension(self, shape_of_one, shape):
+        """The dimension of which a rank has its share of one process's; None if there is none. The
+        others may be shorter, where a batch is padded to its longest sample."""
+        both = list(zip(shape_of_one, shape))
+        if len(shape_of_one) != len(shape) or any(one < own for one, own in both):
+            return None
+        shared = [d for d, (one, own) in enumerate(both) if one == self.world * own]
+        equal = sum(one == own for one, own in both)
+        return shared[0] if shared and (equal == len(shape) - 1 or shared[0] == 0) else None
+
+    def share_of(self, values, shape):
+        """This rank's part of one process's random numbers."""
+        d = self.shared_dimension(values.shape, shape)
+        values = values.index_select(d, self.positions(self.rank, shape[d], self.order))
+        return values[tuple(slice(n) for n in shape)]
+
+    def by_share(self, tensor, function):
+        """On one process: what `function` makes of the rows of each rank, as rows of the batch."""
+        ranks = range(self.world)
+        places = [self.positions(rank, len(tensor) // self.world) for rank in ranks]
+        places = [at.to(tensor.device) for at in places]
+        with self.quiet():
+            outputs = [function(rank, tensor[at]) for rank, at in zip(ranks, places)]
+            return torch.cat(outputs)[torch.cat(places).argsort()]

@@ -1,0 +1,200 @@
+"""Starts the script on one process, then on N, and waits for their ends."""
+
+import contextlib
+import json
+import os
+import random
+import shlex
+import socket
+import subprocess
+import sys
+import time
+
+import torch
+
+from . import script
+from .kept.janitor import stop_groups
+from .kept.made import remove_made
+from .notes import Notes, Step
+from .waiting import Waiting, show_failure
+
+
+class NothingCompared(Exception):
+    """Its text says why."""
+
+    seconds = {}
+
+
+def launch(words, env, log):
+    """Start a process, with what it starts in a group of its own."""
+    with open(log, "wb") as file:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+        return subprocess.Popen(words, env=env, start_new_session=True, **streams)
+
+
+def free_port():
+    """Below those of outgoing connections, one of which could take it before the script does."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+def environment(rank, nproc, port):
+    """What torchrun would set."""
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": nproc,
+        "LOCAL_WORLD_SIZE": nproc,
+        "GROUP_WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "check",
+        "PYTHONHASHSEED": rank + 1,  # sets of names have another order on each rank,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def visible_gpus(nproc, needed):
+    """The environment in which a run sees so many GPUs, of those that this process sees; none if
+    they are fewer than the larger run needs. AMD's have a variable of their own."""
+    names = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+    count = torch.cuda.device_count()
+    if count < needed:
+        return dict(zip(names, ("", "-1")))  # "" is all to HIP
+    own = [os.environ[name] for name in reversed(names) if os.environ.get(name)]
+    gpus = own[0].split(",") if own else [str(gpu) for gpu in range(count)]
+    return dict.fromkeys(names, ",".join(gpus[:nproc]))
+
+
+class BothRuns:
+    def __init__(self, args, folder, layout, scaled, janitor=None):
+        self.args, self.folder, self.janitor = args, folder, janitor
+        self.more = {"layout": layout, "scaled": scaled}
+        self.spawns = False  # the script starts its processes itself
+        self.counts = {"one": 1, "all": args.nproc, "again": 1}  # of processes
+        self.seconds = {}
+        gpus, self.too_few_gpus = torch.cuda.device_count(), ""
+        if 0 < gpus < args.nproc:
+            self.too_few_gpus = f"{gpus} GPU for {args.nproc} processes: all run on CPUs"
+
+    def run_both(self):
+        """The notes of one process and of the ranks. All processes start now, as that takes
+        longest; those of the second run wait for the first."""
+        running = {}
+        try:
+            for name in "one", "all":
+                running[name] = self.start(name)
+            for name in "one", "all":
+                self.run(name, running[name])
+                if os.path.exists(f"{self.folder}/spawns") and not self.spawns:
+                    self.spawns = True  # start again, and leave that to the script
+                    self.stop([process for of_run in running.values() for process in of_run])
+                    remove_notes(self.folder)
+                    return self.run_both()
+                one = self.notes("one")[0]
+                if not os.path.exists(f"{self.folder}/one.draws"):
+                    self.give_up(f"the run on one process was cut off: {one.end()}")
+                if not one[Step]:
+                    self.give_up(f"no optimizer.step() on one process; then {one.end()}")
+        finally:
+            self.stop([process for of_run in running.values() for process in of_run])
+        return one, self.notes("all")
+
+    def give_up(self, text):
+        error = NothingCompared(text)
+        error.seconds = self.seconds
+        raise error
+
+    def notes(self, name):
+        return [Notes(self.folder, name, rank) for rank in range(self.counts[name])]
+
+    def run_again(self):
+        """The notes of a second run on one process."""
+        processes = self.start("again")
+        try:
+            self.run("again", processes)
+        finally:
+            self.stop(processes)
+        return self.notes("again")[0]
+
+    def start(self, name):
+        """The processes of a run, which wait for a file NAME.go."""
+        nproc, port, processes = self.counts[name], free_port(), []
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(f"{self.folder}/{name}.go")
+        options = vars(self.args) | {"folder": self.folder, "run": name}
+        options |= self.more | {"spawns": self.spawns, "flags": self.flags(name)}
+        env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "DDP_CHECK": json.dumps(options)}
+        env["WANDB_MODE"] = "disabled"  # it would send both runs
+        env |= visible_gpus(nproc, self.args.nproc)
+        env.setdefault("OMP_NUM_THREADS", "1")
+        for rank in range(1 if self.spawns else nproc):
+            own = {} if self.spawns else environment(rank, nproc, port)
+            log = f"{self.folder}/{name}.{rank}.log"
+            processes.append(launch([sys.executable, script.FOLDER], env | own, log))
+            if self.janitor:
+                self.janitor.started(processes[-1])
+        return processes
+
+    def stop(self, processes):
+        """End them, and what they have started."""
+        stop_groups([process.pid for process in processes])
+        for process in processes:
+            process.wait()
+            if self.janitor:
+                self.janitor.ended(process)
+
+    def flags(self, name):
+        flags = self.args.flags + (shlex.split(self.args.one) if name != "all" else [])
+        for key, value in {"{run}": name, "{n}": self.counts[name]}.items():
+            flags = [flag.replace(key, str(value)) for flag in flags]
+        return flags
+
+    def run(self, name, processes):
+        """Run the script once, to its end or to --steps, and remove what it has created."""
+        nproc, began = self.counts[name], time.monotonic()
+        side = "on one process" if nproc == 1 else f"on {nproc} processes"
+        side += " again" * (name == "again")
+        waiting = Waiting(self.args, f"{self.folder}/{name}", nproc, side)
+        open(f"{self.folder}/{name}.go", "w").close()
+        try:
+            failed = waiting.wait(processes)
+        finally:
+            self.stop(processes)
+            for text in remove_made(self.folder):
+                print(f"ddp_check: {text}", file=sys.stderr)
+        if os.path.exists(f"{self.folder}/refused"):
+            self.give_up(refusal(self.folder, self.args.flags))
+        if os.path.exists(f"{self.folder}/spawns") and not self.spawns:
+            return
+        if failed:
+            show_failure(side, self.folder, name, failed)
+        self.seconds[side] = round(time.monotonic() - began, 1)
+        print(f"ddp_check: {side}: {self.seconds[side]:.0f} s", file=sys.stderr, flush=True)
+
+
+def remove_notes(folder):
+    for name in os.listdir(folder):
+        if name != "made":  # of downloads
+            os.remove(f"{folder}/{name}")
+
+
+def refusal(folder, flags):
+    """In words: what the script would have changed, and what to do; it is in FOLDER/refused: two
+    lines, the file, and the steps before."""
+    with open(f"{folder}/refused") as file:
+        line, text, path, *steps = file.read().splitlines()
+    if not path:
+        return f"{line}\n  {text}"
+    remedy = "give it a new output, as by --output {run}, or start it in another folder"
+    for flag in flags:
+        name, _, value = flag.rpartition("=")
+        if value and (path + os.sep).startswith(os.path.realpath(value) + os.sep):
+            new = f"{name}={value}-{{run}}" if name else f"{value}-{{run}}"
+            remedy = f"give it a new output: {new} for {flag}"
+    if steps and int(steps[0]):
+        remedy += f"; or end before: --steps {steps[0]}"
+    return f"{line}\n  {text}; nothing was changed\n  {remedy}"

@@ -1,0 +1,1 @@
+"""What the script does: values of its lines, steps, numbers."""

@@ -1,0 +1,202 @@
+"""What the script's lines compute: summaries of each value, and what it is made from."""
+
+import contextlib
+import inspect
+import os
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import Subset
+
+from ..given.alike import keep_precise
+from ..notes import Collective, Seen
+from ..process import is_plain, leaves_of, wrap
+from ..script import FOLDER, UNKNOWN, own_file, own_lines, place
+from .sketch import sketch, summary
+from .trained import on_cpu
+
+LAYERS = "linear conv1d conv2d conv3d conv_transpose2d matmul __matmul__ mm bmm addmm baddbmm "
+LAYERS += "einsum batch_norm layer_norm group_norm scaled_dot_product_attention lstm gru"
+LAYERS = LAYERS.split()
+MANY_VALUES = 50  # of a line and step that are noted
+TORCH = os.path.dirname(torch.__file__)
+NOT_THE_SCRIPTS = tuple(
+    os.path.join(TORCH, part) for part in ("optim", "utils/data", "nn/init", "nn/utils")
+)
+
+
+def note_evaluation(run, module, line):
+    """The buffers with which a module is evaluated: batch norm's averages are each rank's own."""
+    number = run.nth("evaluation", run.steps, line)
+    if number == 0 and run.nth("evaluations", line) < 20:
+        buffers = [each for each in module.named_buffers() if each[1].is_floating_point()]
+        sketches = {f"{type(module).__name__}.{name}": sketch(on_cpu(b)) for name, b in buffers}
+        run.note(Seen("evaluation", line, type(module).__name__, 0, sketches))
+
+
+def note_value(run, kind, line, name, tree, made_from=(), **about):
+    """Note it, and return its index."""
+    leaves = [leaf for leaf in leaves_of(tree) if torch.is_tensor(leaf)][:8]
+    values = dict.fromkeys(range(len(leaves)))
+    with run.quiet(), contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
+        values = {part: summary(leaf) for part, leaf in enumerate(leaves)}
+    number = run.nth("value", run.steps, kind, line, name)
+    index, about = run.nth("values"), about | {"model": run.model}
+    run.note(Seen(kind, line, name, number, values, index, list(made_from), about))
+    for leaf in leaves:
+        if is_plain(leaf) and not isinstance(leaf, nn.Parameter):
+            leaf.compare_index = index
+    return index
+
+
+def indices_in(tree):
+    """Of the values that are among the arguments of a function."""
+    return [leaf.compare_index for leaf in leaves_of(tree) if hasattr(leaf, "compare_index")]
+
+
+class Trace(TorchFunctionMode):
+    """Notes what each line of the script computes, where it calls torch directly. So the line is
+    found whose result is not that of one process."""
+
+    SAME_VALUE = ("detach", "__get__", "to", "requires_grad_", "contiguous", "clone", "cuda")
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        name = getattr(function, "__name__", UNKNOWN)
+        if self.run.noise and name in LAYERS and is_plain(out) and out.is_floating_point():
+            out = self.noisy(out)
+        if name == "all_reduce" and out is None:
+            out = args[0]  # it is another value now
+        if self.run.thread.quiet or self.run.thread.in_dataset:
+            return out
+        if name in ("cat", "concat", "concatenate", "vstack") and is_plain(out):
+            parts = args[0] if args else kwargs["tensors"]
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            if dim in (0, -out.dim()) and len({len(part) for part in parts if part.dim()}) == 1:
+                self.run.joined.add(len(out))
+        with contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
+            if torch.is_tensor(out) or isinstance(out, (tuple, list)):
+                self.see(name, out, args, kwargs)
+        return out
+
+    def noisy(self, out):
+        """As another device, or another size of the batch, rounds it."""
+        seed = self.run.hash("noise", self.run.nth("noise"))
+        generator = torch.Generator(out.device).manual_seed(seed)
+        with self.run.quiet():
+            noise = inspect.unwrap(torch.randn)(out.shape, generator=generator, device=out.device)
+            return out * (1 + self.run.noise * noise.to(out.dtype))
+
+    def see(self, name, out, args, kwargs):
+        made_from = indices_in((args, kwargs))
+        if name in self.SAME_VALUE:
+            if made_from and is_plain(out) and not isinstance(out, nn.Parameter):
+                out.compare_index = made_from[0]
+            if is_plain(out) and hasattr(args[0], "check_line"):
+                out.check_line = args[0].check_line
+            return
+        frame = inspect.currentframe().f_back.f_back
+        while frame is not None and frame.f_code.co_filename.startswith((TORCH, FOLDER)):
+            if frame.f_code.co_filename.startswith(NOT_THE_SCRIPTS):
+                return
+            frame = frame.f_back
+        file = None if frame is None or "empty" in name else own_file(frame.f_code.co_filename)
+        leaves = [leaf for leaf in leaves_of(out) if torch.is_tensor(leaf)]
+        if file is None or not leaves or isinstance(leaves[0], nn.Parameter):
+            return
+        line = f"{file}:{frame.f_lineno}"
+        if self.run.nth("seen", self.run.steps, line, name) >= MANY_VALUES:
+            return
+        by = args[1] if len(args) > 1 else kwargs.get("other")
+        by_gradient = "div" in name and getattr(by, "requires_grad", False)
+        called_at = ""
+        if frame.f_code.co_name != "<module>":
+            called_at = next((at for at in own_lines(frame) if at != line), "")
+        more = {"by_gradient": by_gradient, "called_at": called_at}
+        note_value(self.run, "value", line, name, out, made_from, **more)
+
+
+def patch(run):
+    """What goes into and comes out of each outermost module in training; and the losses."""
+
+    @wrap(nn.Module, "__call__")
+    def call(original, module, *args, **kwargs):
+        is_training = module.training and torch.is_grad_enabled()
+        if run.model is not None or run.thread.in_dataset or not is_training:
+            if run.model is not None or module.training or run.thread.evaluates:
+                return original(module, *args, **kwargs)
+            run.thread.evaluates = True
+            try:
+                note_evaluation(run, module, place()[0])
+                return original(module, *args, **kwargs)
+            finally:
+                run.thread.evaluates = False
+        keep_precise()
+        inner = module.module if isinstance(module, DistributedDataParallel) else module
+        if not any(True for _ in inner.parameters()):
+            return original(module, *args, **kwargs)
+        name, line = type(inner).__name__, place()[0]
+        tensors = [t for t in leaves_of((args, kwargs)) if torch.is_tensor(t) and t.dim()]
+        if tensors:
+            run.model_rows = len(tensors[0])
+        made_from = indices_in((args, kwargs))
+        index = note_value(run, "inputs", line, name, (args, kwargs), made_from)
+        run.model = index
+        try:
+            outputs = original(module, *args, **kwargs)
+        finally:
+            run.model = None
+        note_value(run, "outputs", line, name, outputs, [*indices_in(outputs), index])
+        return outputs
+
+    @wrap(Subset, "__init__")
+    def choose(original, self, dataset, indices):
+        original(self, dataset, indices)
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not a list of numbers
+            note_value(run, "value", place()[0], "Subset", torch.tensor(list(indices)))
+
+    @wrap(DistributedDataParallel, "no_sync")
+    def no_sync(original, self):
+        note_value(run, "no_sync", place()[0], "no_sync", ())
+        return original(self)
+
+    @wrap(torch.autograd, "backward")
+    def backward(original, tensors, *args, **kwargs):
+        leaves = [t for t in leaves_of(tensors) if torch.is_tensor(t)]
+        with run.quiet(), torch.no_grad():
+            value = sum(t.double().sum() for t in leaves)
+        note_value(run, "loss", place()[0], "backward", value, indices_in(leaves))
+        return original(tensors, *args, **kwargs)
+
+    def watch_collective(name):
+        @wrap(torch.distributed, name)
+        def collective(original, *args, **kwargs):
+            line = place()[0]
+            if not run.thread.quiet and run.nth("collective", run.steps, line) < MANY_VALUES:
+                drawn = getattr((*args, None)[0], "check_line", "")
+                if "object_list" in name:  # a list of what is no tensor
+                    drawn = run.last_order
+                run.note(Collective(name, line, drawn))
+            return original(*args, **kwargs)
+
+    names = "all_reduce reduce all_gather all_gather_object gather gather_object broadcast "
+    names += "broadcast_object_list scatter_object_list"
+    for name in names.split():
+        watch_collective(name)
+
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+
+        @wrap(torch.Tensor, name)
+        def register(original, self, hook):
+            def traced(*args):
+                with Trace(run):  # which is off in a backward pass
+                    return hook(*args)
+
+            return original(self, traced)

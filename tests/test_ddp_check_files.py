@@ -1,0 +1,272 @@
+"""ddp_check changes no file that was there before, and leaves none of those that a script creates.
+
+Here the guard alone is in a fork of this process; test_ddp_check_command.py has whole runs."""
+
+import os
+import sqlite3
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_check import script
+from ddp_check.kept import files
+from ddp_check.kept.janitor import Janitor
+from ddp_check.kept.made import Made, remove_made
+from ddp_check.notes import File
+
+START = """\
+import csv, io, logging, os, shutil, sqlite3, subprocess, sys, threading
+from pathlib import Path
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+"""
+
+
+def watched(code, steps=1):
+    """Run code in a fork, as a script whose files are watched. Returns its exit status, the line
+    that was refused, and what was said."""
+    notes = Path("notes").resolve()
+    notes.mkdir(exist_ok=True)
+    Path("script.py").write_text(START + code)
+    pid = os.fork()
+    if pid == 0:
+        status, said = 1, open(notes / "said", "a")
+        try:
+            script.START = os.getcwd()
+            script.own_file.cache_clear()
+            process = SimpleNamespace(folder=str(notes), steps=steps)
+            process.say = lambda text: print(text, file=said, flush=True)
+            process.note = lambda note: None
+            files.patch(process)
+            exec(compile(START + code, os.path.abspath("script.py"), "exec"), {"process": process})
+            process.settle()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    refused = notes / "refused"
+    return status, refused.read_text() if refused.exists() else "", (notes / "said").read_text()
+
+
+def content():
+    """{path: its bytes} of all below the current folder but the script and its notes."""
+    paths = [path for path in Path().rglob("*") if path.parts[0] not in ("notes", "script.py")]
+    return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+@pytest.fixture
+def users(work):
+    """Files that were there before: a model, a log, data, a database, links and an empty folder."""
+    os.makedirs("out/empty")
+    torch.save({"weight": torch.ones(3)}, "out/model.pt")
+    Path("out/log.csv").write_text("epoch,loss\n")
+    np.arange(4000, dtype=np.float32).tofile("data.bin")
+    with sqlite3.connect("data.db") as database:
+        database.execute("create table samples (x)")
+        database.execute("insert into samples values (1)")
+    database.close()
+    os.symlink("out", "latest")
+    return content()
+
+
+REFUSED = """
+open("out/model.pt", "w")
+open("out/model.pt", "wb", buffering=0)
+open("latest/log.csv", "a")
+open("data.bin", "r+b").write(b"1234")
+open("out/log.csv", "r+").write("1234")
+open("data.bin", "r+b", buffering=0).write(b"1234")
+open("data.bin", "r+b").truncate(0)
+io.open("out/log.csv", "w+")
+Path("out/model.pt").write_bytes(b"")
+Path("out/log.csv").open("a")
+os.open("out/model.pt", os.O_WRONLY | os.O_TRUNC)
+os.open("out/model.pt", os.O_RDWR)
+os.remove("out/model.pt")
+Path("out/model.pt").unlink()
+os.unlink("latest/model.pt")
+os.remove("latest")
+os.rmdir("out/empty")
+os.removedirs("out/empty")
+os.rename("out/model.pt", "out/old.pt")
+open("new", "w").close(); os.replace("new", "out/model.pt")
+Path("out/model.pt").rename("old.pt")
+os.rename("out", "old")
+os.truncate("data.bin", 10)
+os.symlink("data.bin", "link"); os.truncate("link", 10)
+os.symlink("data.bin", "link"); open("link", "w")
+os.link("data.bin", "link"); open("link", "w")
+os.link("data.bin", "link"); os.rename("link", "x"); open("x", "a")
+shutil.rmtree("out")
+shutil.move("out/model.pt", "old.pt")
+shutil.copy("script.py", "out/model.pt")
+shutil.copyfile("script.py", "out/log.csv")
+os.chdir("out"); open("model.pt", "w")
+os.remove("model.pt", dir_fd=os.open("out", os.O_RDONLY))
+torch.save(1, "out/model.pt")
+torch.save(obj=1, f=Path("out/model.pt"))
+torch.jit.save(torch.jit.script(torch.nn.ReLU()), "out/model.pt")
+np.save("out/array.npy", 1); os.rename("out/array.npy", "data.bin")
+np.arange(3).tofile("data.bin")
+np.memmap("data.bin", mode="w+", shape=3)
+torch.from_file("data.bin", shared=True, size=10).fill_(1)
+csv.writer(open("out/log.csv", "a")).writerow([1])
+logging.FileHandler("out/log.csv")
+sqlite3.connect("data.db").execute("insert into samples values (2)")
+sqlite3.connect("data.db").execute("drop table samples")
+thread = threading.Thread(target=open, args=("out/model.pt", "w")); thread.start(); thread.join()
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("code", REFUSED)
+def test_refused(users, code):
+    """Before anything is done; the file is named, and the script's line."""
+    status, refused, _ = watched(code)
+    line, text, path, steps = refused.splitlines()
+    assert status == files.REFUSED and steps == "1"
+    assert line.startswith("script.py:6: ") or "threading" in code
+    assert text.startswith("would ") and text.endswith(", which was there before"), text
+    assert (
+        users.keys() & {os.path.relpath(path), os.path.relpath(os.path.realpath(path))}
+        or "link" in code
+    )
+    after = content()
+    assert {path: after.get(path) for path in users} == users
+    remove_made(str(Path("notes").resolve()))
+    assert content() == users
+
+
+ALLOWED = r"""
+assert open("data.bin", "r+b").read(4) == bytes(4)
+assert open("out/log.csv", "r+", newline="").readline() == "epoch,loss\n"
+np.memmap("data.bin", np.float32)[:] = 1
+np.lib.format.open_memmap("new.npy", "w+", shape=(3,))[:] = 1
+torch.load("out/model.pt", mmap=True)["weight"].fill_(2)
+assert list(sqlite3.connect("data.db").execute("select x from samples")) == [(1,)]
+sqlite3.connect("new.db").execute("create table samples (x)").connection.commit()
+os.makedirs("out/new/folder"); torch.save(1, "out/new/folder/model.pt")
+for i in range(9): torch.save(i, "out/new.pt"); os.replace("out/new.pt", f"out/{i % 3}.pt")
+for i in range(9): open("out/x", "x").close(); os.rename("out/x", "out/y"); os.remove("out/y")
+os.makedirs("a/b/c"); open("a/b/c/d", "w").close(); os.rename("a", "e"); shutil.rmtree("e/b")
+os.makedirs("a/b"); open("a/b/c", "w").close(); shutil.copytree("a", "out/a"); shutil.move("a", "z")
+import socket; socket.socket(socket.AF_UNIX).bind("s"); os.remove("s")
+os.symlink("data.bin", "link"); os.remove("link"); os.symlink("out", "link"); open("link/new", "w")
+os.link("data.bin", "link"); os.rename("link", "x")
+os.open("new", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600); assert os.stat("new").st_mode & 1 == 0
+try: open("out/model.pt", "x")\nexcept FileExistsError: pass
+try: os.rmdir("out")\nexcept OSError: pass
+try: open("no/such/folder", "w")\nexcept FileNotFoundError: pass
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("code", ALLOWED)
+def test_allowed(users, code):
+    """What the script has created it may change; all of it goes, and nothing else."""
+    status, refused, said = watched(code.replace("\\nexcept", "\nexcept"))
+    assert status == 0 and not refused
+    after = content()
+    assert {path: after.get(path) for path in users} == users
+    assert ("stays in memory" in said) == ("np.memmap" in code)
+    assert not remove_made(str(Path("notes").resolve()))
+    assert content() == users
+
+
+def test_writers_in_c(users):
+    """Modules that are imported later; h5py and cv2 are stand-ins."""
+    os.mkdir("modules")
+    Path("modules/h5py.py").write_text("class File:\n    def __init__(self, name, mode='r'): pass")
+    Path("modules/cv2.py").write_text("def imwrite(filename, image): pass")
+    start = "sys.path.insert(0, 'modules'); "
+    for code in (
+        "import h5py; h5py.File('data.bin', 'a')",
+        "import cv2; cv2.imwrite('data.bin', 1)",
+    ):
+        assert watched(start + code)[0] == files.REFUSED, code
+    assert watched(start + "import h5py; h5py.File('data.bin')")[0] == 0
+
+
+def test_other_programs_are_said(users):
+    said = watched("subprocess.run(['true', 'x']); os.system('true y'); import platform")[2]
+    assert "script.py:6 starts `true x`: what it does to files is not seen" in said
+    assert "`true y`" in said
+
+
+def test_another_programs_files(users):
+    """What it has put in the place of the script's, or into its folders, stays."""
+    code = "os.mkdir('new'); [open(f'new/{n}', 'w').close() for n in 'abc']"
+    assert watched(code)[0] == 0
+    os.rename("data.bin", "new/a")
+    Path("new/mine").write_text("another program's")
+    left = remove_made(str(Path("notes").resolve()))
+    assert left == [f"{Path('new/a').resolve()} is left: it may be another program's"]
+    assert sorted(os.listdir("new")) == ["a", "mine"]
+    status, refused, _ = watched("open('new/a', 'w')")  # it is not the script's any more
+    assert status == files.REFUSED and "new/a" in refused
+
+
+def test_downloads_stay(users):
+    """What is large and read before the first step, with all in its folder; but no outputs."""
+    code = "os.mkdir('data'); open('data/names', 'w').write('1')\n"
+    code += "np.save('data/images.npy', np.zeros(9000)); np.load('data/images.npy')\n"
+    code += "torch.save(torch.zeros(90000), 'first.pt'); torch.load('first.pt')\n"
+    code += "process.steps = 1; np.save('data/out.npy', np.zeros(9000)); np.load('data/out.npy')"
+    status, _, said = watched(code, steps=0)
+    assert status == 0 and "data is downloaded or prepared data: it stays" in said
+    for _ in range(2):  # also after the next run
+        remove_made(str(Path("notes").resolve()))
+        assert content().keys() - users.keys() == {"data", "data/names", "data/images.npy"}
+    assert watched("open('data/names', 'a')")[0] == 0  # which has created them
+
+
+def test_janitor(work):
+    """It ends what still runs, and removes what was created, when the command is killed."""
+    folder = Path("notes").resolve()
+    folder.mkdir()
+    pid = os.fork()
+    if pid == 0:
+        janitor = Janitor(str(folder))
+        child = os.fork()
+        if child == 0:
+            os.close(janitor.pipe)
+            os.setsid()
+            os.write(os.open("new", os.O_CREAT | os.O_WRONLY), b"1")
+            Made(str(folder)).add(os.path.abspath("new"), "output")
+            made = Made(str(folder))
+            made.pending = {os.path.abspath("new"): "output"}
+            made.settle()
+            Path("ready").write_text(str(os.getpid()))
+            os.execvp("sleep", ["sleep", "1000"])
+        janitor.started(SimpleNamespace(pid=child))
+        while not os.path.exists("ready"):
+            pass
+        os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    from helpers import wait_until
+
+    def is_running(process):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return False
+        return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+    child = int(Path("ready").read_text())
+    assert wait_until(lambda: not folder.exists() and not is_running(child), 20)
+    assert not Path("new").exists()
+
+
+def test_file_notes():
+    """The rule `files` reads them."""
+    assert [field for field in File("created", "x").__dataclass_fields__] == [
+        "kind",
+        "path",
+        "line",
+        "mode",
+    ]
