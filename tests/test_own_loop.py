@@ -247,7 +247,7 @@ def dice_loss(logits, masks):  # in the last of 8 steps, after the average's las
 @pytest.mark.parametrize("name", [BEFORE, AFTER])
 def test_files(name):
     """A kill between last.pt and best.pt is made good. Weights that are not finite replace no file,
-    not even if their average still is; and a flipped bit is noticed."""
+    not even if their average still is."""
 
     def resume(epochs, more=FEW):
         alone(name, "--epochs", epochs, "--output", "out", "--resume", more=more)
@@ -262,11 +262,6 @@ def test_files(name):
     with pytest.raises(SystemExit, match=r"epoch 1: loss nan, val \d"):
         resume(2, FEW + NAN)
     assert content("out") == saved
-    damaged = bytearray(saved[Path("out/last.pt")])
-    damaged[damaged.index(last("out")["model"]["merge.1.running_var"].numpy().tobytes())] ^= 1
-    Path("out/last.pt").write_bytes(damaged)
-    with pytest.raises(SystemExit, match="last.pt is damaged"):
-        resume(2)
 
 
 def test_refusals():

@@ -428,7 +428,7 @@ def test_ranks_that_differ(data, name):
     runs = [[*FLAGS, f"out-{data}", "--dataset", data] for data in ("classes", "images")]
     *texts, allowed = together(*runs, other_flags, path=name, more=ELSEWHERE)
     for what, text in zip(("classes", "images"), texts, strict=True):
-        assert text.count(f"{what} has other images or classes on another machine\n") == 2, text
+        assert text.count(f"{what} has different images or classes on another machine\n") == 2, text
     assert allowed.count("starts with epoch 0, lr 0.03\n") == 1, allowed
     assert not list(Path().glob("**/*.pt")) and not list(Path().glob("**/mine"))
 
