@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+# What is chosen on images has scores on them that are a little too good.
+ON_OTHERS = "on other images, expect slightly lower scores"
 FIRST_REPORT = 10  # steps after which it is known how long one takes
 
 
@@ -112,6 +114,13 @@ class Start:
     progress: Progress = field(default_factory=Progress)
     version: tuple | None = None  # file_identity of the checkpoint.pt that was found, if any
 
+    def print_scores(self, data, scores):
+        """Those of --evaluate."""
+        print(f"{self.file}: {in_words(columns(data.part, scores))}")
+        seen = self.identity["data"].get(data.part) if self.identity else None
+        if Path(self.file).name == "best.pt" and seen == data.identity["data"][data.part]:
+            print(f"best.pt was chosen on these images: {ON_OTHERS}")
+
 
 def read_weights(path):
     """A Start with the weights of a best.pt, model.pt or checkpoint.pt, and with what belongs to
@@ -131,10 +140,15 @@ def identity_in(content):
     return {name: content[name] for name in names} if content.keys() >= {*names} else None
 
 
+def dataset_name(args):
+    """The last part of --dataset, as a folder may be moved; of `.`, the name of the folder."""
+    return os.path.basename(os.path.abspath(args.dataset))
+
+
 def flags_of_run(args, may_change):
     """The flags with which a run must be resumed: all but those named in `may_change`."""
     flags = {name: value for name, value in vars(args).items() if name not in may_change}
-    flags["dataset"] = Path(args.dataset).name  # its folder may be moved
+    flags["dataset"] = dataset_name(args)
     simple = (bool, int, float, str)  # which torch.load reads with weights_only
     return {name: x if isinstance(x, simple) else str(x) for name, x in flags.items()}
 
@@ -145,8 +159,11 @@ def find_run(args, may_change):
     folder, path = args.output, args.output / "checkpoint.pt"
     new = Start(version=file_identity(path))
     best = f"start a new run with --init {folder / 'best.pt'}"
-    if folder.exists() and not folder.is_dir():
-        raise FileError(f"--output {folder} is a file: it must be a folder")
+    parent = next(path for path in [folder, *folder.absolute().parents] if path.exists())
+    if not parent.is_dir():
+        raise FileError(f"--output {folder}: {parent} is a file: it must be a folder")
+    if dist.get_rank() == 0 and not os.access(parent, os.W_OK):  # rank 0 alone writes
+        raise FileError(f"--output {folder}: {parent} cannot be written")
     # Of a run of whichever script.
     signs = ("*.pt", "last.json", "latest.json", "epoch-*", "checkpoint-*")
     if args.overwrite or not any(any(folder.glob(sign)) for sign in signs):
@@ -210,15 +227,17 @@ class Files:
 
     def claim(self):
         """Mark the folder as that of a new run. Of two that start at the same moment, one can."""
-        self.folder.resolve().mkdir(parents=True, exist_ok=True)  # also where a link points to
-        (self.folder / "model.pt").unlink(missing_ok=True)  # of a run that --overwrite replaces
         try:
+            self.folder.resolve().mkdir(parents=True, exist_ok=True)  # also where a link points to
+            (self.folder / "model.pt").unlink(missing_ok=True)  # of a run that --overwrite replaces
             open(self.path, "xb" if self.version is None else "wb").close()
+            self.version = file_identity(self.path)
+            for name in ("best.pt", "metrics.csv", "last.json"):
+                (self.folder / name).unlink(missing_ok=True)
         except FileExistsError:
             raise SystemExit(f"another run has just started in {self.folder}") from None
-        self.version = file_identity(self.path)
-        for name in ("best.pt", "metrics.csv", "last.json"):
-            (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise SystemExit(f"--output {self.folder} cannot be written: {error}") from error
 
     def check_owner(self):
         """End if checkpoint.pt is not the one that this run has read or written last: then another
@@ -262,8 +281,8 @@ def load_part(part, saved):
     groups = getattr(part, "param_groups", [])
     fused = [group.get("fused") for group in groups]
     part.load_state_dict(saved)
-    for group, own in zip(getattr(part, "param_groups", []), fused):
-        group["fused"] = own  # as build_optimizer has chosen for this device
+    for group, is_fused in zip(getattr(part, "param_groups", []), fused):
+        group["fused"] = is_fused  # as build_optimizer has chosen for this device
     if isinstance(part, LambdaLR):  # with other --epochs, the next step has another rate
         rates = zip(part.optimizer.param_groups, part.base_lrs, part.lr_lambdas)
         for group, lr, factor in rates:
@@ -275,12 +294,17 @@ class Run:
     """A run in training: how far it is, what it reports, and when it saves. All ranks have the same
     one, and call its methods together; rank 0 prints and writes."""
 
-    def __init__(self, args, device, progress, files, steps_per_epoch, part, minimized):
-        """`part`: "val" or "test", the first word of the names of the scores. `minimized`: see
-        train.py."""
-        self.args, self.device, self.progress, self.files = args, device, progress, files
-        self.steps_per_epoch, self.part, self.minimized = steps_per_epoch, part, minimized
-        self.folder, self.state = files.folder, files.state
+    def __init__(self, args, may_change, device, start, data, state, steps_per_epoch, minimized):
+        """`state`: the parts of which a checkpoint has the state_dict. The rest: see train.py."""
+        # What each .pt file has besides. predict.py needs --amp, which may change on --resume.
+        flags = {**flags_of_run(args, may_change), "amp": args.amp}
+        about = {"flags": flags, "normalization": args.normalization, **data.identity}
+        self.files = Files(args.output, state, about, start.version)
+        self.args, self.device, self.progress = args, device, start.progress
+        self.steps_per_epoch, self.minimized = steps_per_epoch, minimized
+        self.part = data.part  # val or test, the first word of the names of the scores
+        self.folder, self.state = args.output, state
+        progress = self.progress
         self.parent_pid = os.getppid()  # of torchrun
         self.losses = torch.zeros((), device=device)  # this rank's sum since the last report
         self.line_step, self.line_loss = progress.step, 0.0  # of the last line; losses since then
@@ -332,8 +356,8 @@ class Run:
         is_due, wait = self.plan_save(step) if dist.get_rank() == 0 else (False, 0)
         size = nn.utils.get_total_norm(list(self.state["model"].parameters()))  # NaN if a weight is
         # Filled on the device: a copy from the CPU would wait for it once more.
-        own = [torch.full((), float(x), device=self.device) for x in (is_orphan, is_due, wait)]
-        totals = torch.stack([x.float() for x in (self.losses, norm, size, *own)])
+        flags = [torch.full((), float(x), device=self.device) for x in (is_orphan, is_due, wait)]
+        totals = torch.stack([x.float() for x in (self.losses, norm, size, *flags)])
         dist.all_reduce(totals)  # over all ranks, which all end, or continue, together
         losses, norm, size, orphans, is_due, wait = totals.tolist()  # waits for the GPU
         if orphans > 0:
@@ -376,9 +400,9 @@ class Run:
         speed = step * self.args.batch_size / self.progress.seconds
         steps_left = epochs * self.steps_per_epoch - self.total_steps(step)
         minutes_left = steps_left * self.args.batch_size / speed / 60
-        place = f"epoch {epoch}/{epochs} step {step}/{self.steps_per_epoch}"
+        position = f"epoch {epoch}/{epochs} step {step}/{self.steps_per_epoch}"
         numbers = f"loss {mean_loss:.4f} lr {lr:.2e} gradient norm {norm:.2e}"
-        return f"{place} {numbers} {speed:.0f} samples/s {minutes_left:.1f} min left"
+        return f"{position} {numbers} {speed:.0f} samples/s {minutes_left:.1f} min left"
 
     # ---- At the end of an epoch, and of the run --------------------------------------------------
     def end_epoch(self, scores):
@@ -429,6 +453,9 @@ class Run:
         if dist.get_rank() == 0:
             self.files.check_owner()
             self.files.write_weights("model.pt")
+            if best := self.best_epoch():
+                says = f"{self.folder / 'best.pt'} is of epoch {best}"
+                print(f"{says}. It was chosen on the {self.part} images: {ON_OTHERS}")
             print(f"finished: {self.folder / 'model.pt'}")
         dist.barrier()  # for rank 0: once a process has exited, torchrun cannot restart the run
 

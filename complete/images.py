@@ -8,12 +8,14 @@ import itertools
 import json
 import math
 import os
+import unicodedata
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import Dataset, TensorDataset
@@ -23,24 +25,44 @@ from torchvision.transforms import v2
 
 # The parts of a data set, and the names of their folders. The first that has classes is taken.
 PARTS = {"train": ["train"], "val": ["val", "valid", "validation"], "test": ["test"]}
+# Folders that systems and archives put beside yours. They are skipped, as hidden ones are.
+SYSTEM_FOLDERS = {
+    "__MACOSX",
+    "@eaDir",
+    "$RECYCLE.BIN",
+    "System Volume Information",
+    "lost+found",
+}
 
 
 class FolderError(Exception):
     """Says in a line what is wrong with a folder."""
 
 
+def load_images(name, data_dir, image_size, colour, final=False):
+    """Training and test set: `synthetic`, one of torchvision's, stored in `data_dir`, or a folder.
+    With `colour`, grey images get three channels. `final`: see load_folder. Raises FolderError."""
+    if name == "synthetic":
+        return synthetic(10_000, image_size, 1), synthetic(2_000, image_size, 2)
+    if name in ("cifar10", "fashion-mnist"):
+        return in_turns(load_torchvision, name, data_dir, colour)
+    return load_folder(Path(name), side_before_crop(image_size), final)
+
+
 def load_folder(folder, side, final=False):
     """Training and test set of a folder of images, or of one that pack_images.py wrote. Images are
     squares of `side` pixels, packed ones of those that they were packed with. The test set is val/
-    or test/, as its `part` says; where there are both, val/, and with `final` test/. Raises
-    FolderError."""
+    or test/, as its `part` says; where there are both, val/, and with `final` test/. With `final`
+    the training set may be missing: None. Raises FolderError."""
     if not folder.is_dir():
         raise FolderError(f"--dataset {folder} is neither a known name nor a folder")
-    if (folder / "train.bin").exists():
+    if any((folder / f"{part}.bin").exists() for part in PARTS):
         sets, notes = load_packed(folder, side)
     else:
-        classes, parts, notes = find_images(folder)
+        classes, parts, notes = find_images(folder, needs_train=not final)
         sets = {part: Images(*samples, classes, side) for part, samples in parts.items()}
+    if "train" not in sets and not final:
+        raise FolderError(f"{folder} has no train.bin, which only --evaluate can do without")
     if {"val", "test"} <= sets.keys():
         notes.append(f"{folder}: best.pt is chosen on val/; --evaluate gives the scores on test/")
     if os.environ.get("RANK", "0") == "0":  # rank 0 alone prints
@@ -48,7 +70,7 @@ def load_folder(folder, side, final=False):
             print(note, flush=True)
     part = "test" if "val" not in sets or final and "test" in sets else "val"
     sets[part].part = part  # by which the scores are named
-    return sets["train"], sets[part]
+    return sets.get("train"), sets[part]
 
 
 def load_packed(folder, side):
@@ -58,12 +80,13 @@ def load_packed(folder, side):
     classes = json.loads((folder / "classes.json").read_text())
     packed = [part for part in PARTS if (folder / f"{part}.bin").exists()]
     sets = {part: PackedImages(folder / part, classes) for part in packed}
-    found = sets["train"].side
-    if found > side:
-        return sets, [f"{folder} was packed with --side {found}; --side {side} would be faster"]
-    if found < side:
-        return sets, [f"{folder} was packed with --side {found}; --side {side} would be sharper"]
-    return sets, []
+    packed_side = next(iter(sets.values())).side
+    notes = []
+    if packed_side != side:
+        better = "faster" if packed_side > side else "sharper"
+        says = f"was packed with --side {packed_side}; --side {side} would be {better}"
+        notes.append(f"{folder} {says}")
+    return sets, notes
 
 
 def side_before_crop(image_size):
@@ -72,11 +95,15 @@ def side_before_crop(image_size):
 
 
 # ---- Finding images ------------------------------------------------------------------------------
-def find_images(folder):
+def find_images(folder, needs_train=True):
     """Returns the names of the classes, paths and labels for each part ("train", and "val" or
     "test" or both), and lines to print. Raises FolderError."""
     counts = Counter()
     places, notes = find_parts(folder)
+    if needs_train and "train" not in places:
+        if (folder / "train").is_dir():
+            raise FolderError(f"{folder}/train has no folders: it needs one for each class")
+        raise FolderError(f"{folder} has no train/, which only --evaluate can do without")
     found = {part: images_by_class(place, counts) for part, place in places.items()}
     has_links = counts.pop("links", 0) > 0
     if counts["in no class"]:
@@ -86,8 +113,8 @@ def find_images(folder):
     if counts:
         notes.append(f"{folder}: {suffixes_in_words(counts)}")
     check_classes(folder, places, found, notes)
-    classes = sorted(found["train"])
-    if len(found) == 1:
+    classes = sorted(next(iter(found.values())))
+    if list(found) == ["train"]:
         notes.append(
             f"{folder} has no test/ or val/: every tenth image of each class is for testing"
         )
@@ -109,7 +136,8 @@ def find_images(folder):
 
 def find_parts(folder):
     """Returns the folder of each part that has classes, and lines on those that have none. Where
-    train/ has none, the folder's own folders are the classes, one of which may be named train."""
+    train/ has none, the folder's own folders are the classes, one of which may be named train;
+    unless all are parts."""
     places, notes = {}, []
     for part, names in PARTS.items():
         for place in [folder / name for name in names if (folder / name).is_dir()]:
@@ -120,6 +148,8 @@ def find_parts(folder):
     if "train" in places:
         return places, notes
     if set(folders_in(folder)) <= set(itertools.chain(*PARTS.values())):
+        if places:
+            return places, notes
         source = folder / "train" if (folder / "train").is_dir() else folder
         raise FolderError(f"{source} has no folders: it needs one for each class")
     return {"train": folder}, []
@@ -130,28 +160,29 @@ def is_part(folder):
     if folder.name not in itertools.chain(*PARTS.values()):
         return False
     try:
-        return find_parts(folder.parent)[0]["train"] != folder.parent
-    except FolderError:  # there is no train/
-        return bool(folders_in(folder))
+        return find_parts(folder.parent)[0].get("train") != folder.parent
+    except FolderError:  # no part has folders
+        return False
 
 
 def check_classes(folder, places, found, notes):
     """Raises FolderError if the folders in the parts cannot be the classes."""
-    by_class = found["train"]
+    (first, by_class), *_ = found.items()
     if len(by_class) == 1:
-        says = f"{places['train']} has only one class, {quoted(by_class)}"
+        says = f"{places[first]} has only one class, {quoted(by_class)}"
         raise FolderError(f"{says}: are the classes in there?")
-    if places["train"] == folder:  # and not such as training/CLASS/ and testing/CLASS/
+    if places[first] == folder:  # and not such as training/CLASS/ and testing/CLASS/
         direct = {os.path.dirname(path) for paths in by_class.values() for path in paths}
-        empty = [name for name in by_class if os.path.join(folder, name) not in direct]
+        direct = {as_composed(os.path.relpath(path, folder)) for path in direct}
+        empty = [name for name in by_class if name not in direct]
         if empty:
             says = f"{folder} has no train/, and no images directly in {quoted(empty)}"
             raise FolderError("\n".join([says, *notes]))
     for part, others in found.items():
         if others.keys() != by_class.keys():  # a label would mean another class
             differ = quoted(others.keys() ^ by_class.keys())
-            says = f"{folder}: train/ and {places[part].name}/ differ in {differ}"
-            raise FolderError(f"{says}: give both all classes")
+            says = f"{folder}: {places[first].name}/ and {places[part].name}/ differ in {differ}"
+            raise FolderError(f"{says}: give both all classes, or remove what is no class")
 
 
 def images_by_class(folder, counts):
@@ -159,10 +190,15 @@ def images_by_class(folder, counts):
     found = {}
     for entry in visible(folder, counts):
         if entry.is_dir():
-            found[entry.name] = image_files(entry.path, counts)
+            found.setdefault(as_composed(entry.name), []).extend(image_files(entry.path, counts))
         elif is_image_file(entry.name):
             counts["in no class"] += 1
     return found
+
+
+def as_composed(name):
+    """A name with each accent as part of its letter. A Mac writes two characters."""
+    return unicodedata.normalize("NFC", name)
 
 
 def image_files(folder, counts):
@@ -186,10 +222,15 @@ def files_below(folder, counts):
 
 
 def visible(folder, counts):
-    """What is in a folder, but hidden folders and files (.git; a Mac's ._photo.jpg), and links to a
-    folder that contains this one, which would never end. Adds the links to `counts`."""
-    for entry in os.scandir(folder):
-        if entry.name.startswith("."):
+    """What is in a folder, but hidden folders and files (.git; a Mac's ._photo.jpg), those of a
+    system, and links to a folder that contains this one, which would never end. Adds the links to
+    `counts`. Raises FolderError."""
+    try:
+        entries = list(os.scandir(folder))
+    except OSError as error:
+        raise FolderError(f"{folder} cannot be read: {error.strerror}") from error
+    for entry in entries:
+        if entry.name.startswith(".") or entry.name in SYSTEM_FOLDERS:
             continue
         if entry.is_symlink():
             if entry.is_dir() and leads_back(Path(entry.path)):
@@ -249,10 +290,25 @@ class Images(Dataset):
         return self.crop(load_image(path, self.side)), int(self.targets[i])
 
 
+LONGEST = 8  # times the shorter side
+
+
 def square(side):
     """A transform of an image of PIL to (channels, side, side), uint8: the shorter side is resized,
     and the longer one cut at both ends."""
-    return v2.Compose([v2.PILToTensor(), v2.Resize(side), v2.CenterCrop(side)])
+    return v2.Compose([shorten, v2.PILToTensor(), v2.Resize(side), v2.CenterCrop(side)])
+
+
+def shorten(image):
+    """Cut a very long image to the part around its middle before it is resized: one of 1 x 20,000
+    pixels would take gigabytes."""
+    longest = LONGEST * min(image.size)
+    # An even number of pixels is cut off, the same at both ends.
+    width, height = (n if n <= longest else longest + (n - longest) % 2 for n in image.size)
+    if (width, height) == image.size:
+        return image
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
 
 
 def load_image(file, side):
@@ -260,6 +316,9 @@ def load_image(file, side):
     try:
         with Image.open(file) as image:
             return upright_rgb(image, side)
+    except Image.DecompressionBombError as error:
+        remedy = "save it smaller, or raise Image.MAX_IMAGE_PIXELS in images.py"
+        raise OSError(f"{file}: {error} If you trust it, {remedy}.") from error
     except Exception as error:  # most do not say which file it is
         raise OSError(f"{file}: {error}") from error
 
@@ -278,8 +337,9 @@ TURNS = {
 
 
 def upright_rgb(image, side):
-    """An image that PIL has opened. PIL's own ImageOps.exif_transpose fails where the rest of a
-    camera's EXIF block is broken."""
+    """An image that PIL has opened. Transparent pixels get the colors stored under them, as in
+    torchvision's ImageFolder. PIL's own ImageOps.exif_transpose fails where the rest of a camera's
+    EXIF block is broken."""
     image.draft("RGB", (side, side))  # decodes a large JPEG at 1/2, 1/4 or 1/8 of its size
     image.load()
     turn = None
@@ -325,15 +385,43 @@ class PackedImages(Dataset):
 
 
 # ---- Images that fit on the device ---------------------------------------------------------------
-def load_torchvision(name, folder, train, colour):
-    """CIFAR-10 or Fashion-MNIST as two tensors, (N, C, H, W) and (N). With `colour`, grey images
-    get three channels."""
+def in_turns(load, *args):
+    """What `load` returns. Rank 0 calls it first, as it may download; then one process of each
+    other machine, which may have a disk of its own; then the rest. All try, before one that finds
+    no data says so."""
+    if not dist.is_initialized():
+        return load(*args)
+    if dist.get_rank() == 0:
+        my_turn = 0
+    else:
+        my_turn = 1 if dist.get_node_local_rank(0) == 0 else 2
+    failure = None
+    for turn in range(3):
+        if turn == my_turn:
+            try:
+                loaded = load(*args)
+            except FolderError as error:
+                failure = error
+        dist.barrier()  # all ranks wait here for each other
+    if failure:
+        raise failure
+    return loaded
+
+
+def load_torchvision(name, folder, colour):
+    """Training and test set of CIFAR-10 or Fashion-MNIST. With `colour`, grey images get three
+    channels."""
     kind = {"cifar10": datasets.CIFAR10, "fashion-mnist": datasets.FashionMNIST}[name]
     try:
-        dataset = kind(folder, train, download=True)
+        parts = [kind(folder, train, download=True) for train in (True, False)]
     except (OSError, RuntimeError) as error:
         says = f"no download ({str(error).splitlines()[0]})"
         raise FolderError(f"{says}: put the files into --data-dir {folder}") from error
+    return [as_tensors(part, colour) for part in parts]
+
+
+def as_tensors(dataset, colour):
+    """A data set of torchvision as two tensors, (N, C, H, W) and (N)."""
     images = torch.as_tensor(dataset.data)  # (N, H, W) or (N, H, W, C)
     images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
     if colour:
@@ -353,7 +441,22 @@ def synthetic(count, side, seed):
     return TensorDataset(images.add_(patterns[labels]), labels)
 
 
-# ---- Random crops, on the device -----------------------------------------------------------------
+# ---- Crops, on the device ------------------------------------------------------------------------
+def crop(images, size, at_random):
+    """Images (N, C, H, W) as squares of `size`: of the middle, or at random, and half of them
+    flipped. They are resized before, so that a crop shows most of the image."""
+    # Smaller ones are enlarged to `size`, larger ones reduced to what a crop needs.
+    shorter = min(images.shape[2:])
+    side = min(max(shorter, size), side_before_crop(size))
+    if shorter != side:
+        images = v2.functional.resize(images, side)  # with antialias
+    if at_random:
+        images = random_crops(images, [size, size])
+    elif list(images.shape[2:]) != [size, size]:
+        images = v2.functional.center_crop(images, [size, size])
+    return images.contiguous(memory_format=torch.channels_last)
+
+
 def random_crops(images, size):
     """A random part of each image (N, C, H, W), resized to `size` (H, W); half are flipped."""
     count, device = len(images), images.device

@@ -9,6 +9,8 @@ import functools
 import hashlib
 import random
 import sys
+import tempfile
+from multiprocessing.connection import Listener
 
 import numpy as np
 import torch
@@ -51,8 +53,8 @@ class SeededDataset(Dataset):
     def __len__(self):
         return len(self.dataset)
 
-    def __getitem__(self, place):
-        epoch, index = place
+    def __getitem__(self, epoch_and_index):
+        epoch, index = epoch_and_index
         seed_everything(self.name, self.seed, epoch, index)
         return self.dataset[index]
 
@@ -74,40 +76,78 @@ class TrainLoader:
     epoch's order, whatever the number of ranks: of 4 ranks, rank 1 has the second, the sixth, ...
     The last, incomplete step is left out; these are other samples in each epoch."""
 
-    def __init__(self, args, train_set, epoch_order, collate, device):
+    def __init__(self, args, train_set, epoch_order, collate, prepare, device):
         self.args, self.train_set, self.epoch_order = args, train_set, epoch_order
+        self.prepare, self.device = prepare, device
         self.steps_per_epoch = len(train_set) // args.batch_size
         self.sampler = EpochSampler()
         self.loader = make_loader(args, "train", train_set, self.sampler, collate, device)
 
     def batches(self, epoch, first_step=0):
-        """An iterator over the micro-batches of an epoch, without those of its first steps. The
-        loader's workers begin to fetch at once."""
+        """An iterator over the micro-batches of an epoch, as `prepare` returns them, without those
+        of its first steps. The loader's workers begin to fetch at once."""
         batch_size = self.args.batch_size
         order = torch.as_tensor(self.epoch_order(self.args, self.train_set, epoch))
         if len(order) < self.steps_per_epoch * batch_size:
             raise ValueError(f"epoch_order returns {len(order)} indices: an epoch needs more")
         order = order[first_step * batch_size : self.steps_per_epoch * batch_size]
         self.sampler.set_epoch(epoch, order[dist.get_rank() :: dist.get_world_size()])
-        return iter(self.loader)
+        return self.prepared(iter(self.loader), epoch, first_step)
+
+    def prepared(self, batches, epoch, first_step):
+        """Each batch comes with random numbers of its own, for dropout, say. Those of `prepare`,
+        which runs a batch ahead, are others."""
+        args, device, rank = self.args, self.device, dist.get_rank()
+        steps = range(first_step + 1, self.steps_per_epoch + 1)
+        seeds = [
+            (args.seed, epoch, step, i, rank) for step in steps for i in range(args.accumulate)
+        ]
+
+        def prepare_next(numbers):
+            batch = next(batches)
+            seed_everything("prepare", *numbers, device=device)
+            return self.prepare(args, batch, device, train=True)
+
+        ahead = fetch_ahead(map(prepare_next, seeds), device)
+        for numbers, batch in zip(seeds, ahead):
+            seed_torch("step", *numbers, device=device)
+            yield batch
 
 
 class TestLoader:
-    """The test set in batches of the size of a micro-batch: each sample once, on one of the ranks,
-    which may have different numbers of batches."""
+    """The test set in batches of the size of a micro-batch, as `prepare` returns them: each sample
+    once, on one of the ranks, which may have different numbers of batches."""
 
-    def __init__(self, args, test_set, collate, device):
-        self.sample = collate([test_set[0]])  # a batch of one
+    def __init__(self, args, test_set, collate, prepare, device):
+        self.args, self.prepare, self.device = args, prepare, device
+        # To try the model: of two, as batch norm can be trained on one only if it has many pixels.
+        samples = [test_set[0]] * min(2, micro_batch_size(args))
+        self.sample = prepare(args, collate(samples), device)
         sampler = EpochSampler()
         sampler.set_epoch(0, torch.arange(dist.get_rank(), len(test_set), dist.get_world_size()))
         self.loader = make_loader(args, "test", test_set, sampler, collate, device)
 
     def __iter__(self):
-        return iter(self.loader)
+        batches = (self.prepare(self.args, batch, self.device) for batch in self.loader)
+        return fetch_ahead(batches, self.device)
+
+
+def micro_batch_size(args):
+    return args.batch_size // dist.get_world_size() // args.accumulate
+
+
+def check_temporary_folder():
+    """Why loader workers could send nothing, or "". They do it by sockets in TMPDIR, of which the
+    path must be short; a worker that fails to make one would never be heard of."""
+    try:
+        Listener().close()
+    except OSError as error:
+        return f"{error}: {tempfile.gettempdir()}: export TMPDIR=/tmp, or use --workers 0"
+    return ""
 
 
 def make_loader(args, name, dataset, sampler, collate, device):
-    batch_size = args.batch_size // dist.get_world_size() // args.accumulate
+    batch_size = micro_batch_size(args)
     if type(dataset) is TensorDataset:
         return TensorLoader(dataset, sampler, batch_size, device)
     # Both loaders fetch ahead during the evaluation, and all their batches are in /dev/shm.

@@ -7,10 +7,10 @@ The columns of the table: path; class; true, the class in whose folder the image
 if none of its folders has the name of a class; and the probability of each class. A run with --amp
 is tested with it, as in its own evaluation.
 
-In a program of your own (PYTHONPATH=complete python my_program.py):
+In a program of your own, beside the folder complete/ (or with its parent in PYTHONPATH):
 
     import torch
-    from predict import load
+    from complete.predict import load
     model, classes, transform = load("runs/mine")  # in float32
     with torch.no_grad():
         probabilities = model(transform("photo.jpg")[None]).softmax(1)[0]
@@ -19,6 +19,7 @@ In a program of your own (PYTHONPATH=complete python my_program.py):
 import argparse
 import csv
 import functools
+import math
 import os
 import secrets
 import sys
@@ -30,6 +31,8 @@ import torch
 import train  # for build_model and prepare, which may be yours
 from checkpoint import FileError, read_weights
 from images import (
+    FolderError,
+    as_composed,
     image_files,
     is_part,
     load_image,
@@ -38,6 +41,7 @@ from images import (
     suffixes_in_words,
     upright_rgb,
 )
+from loaders import check_temporary_folder
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
@@ -108,6 +112,7 @@ def decode(image, shape):
 def find_photos(places, classes):
     """The paths of images, given as files and folders, and their true classes, "" if unknown. An
     image that is given twice, also by a folder that contains another one, is there once."""
+    classes = {as_composed(name): name for name in classes}
     photos, counts, given = {}, Counter(), 0
     real = functools.cache(os.path.realpath)
     for place in places:
@@ -134,12 +139,13 @@ def find_photos(places, classes):
 def true_class(path, place, classes):
     """The first folder, from `place` down to the image, that has the name of a class, and in
     training would be one: train/ may be a part of the data, and no class. Where `place` is an
-    image, this is its folder."""
+    image, this is its folder. `classes`: the names, by themselves as `as_composed` writes them."""
     below = Path(path).parent.relative_to(place).parts if place.is_dir() else ()
     start = absolute(place if place.is_dir() else place.parent)
     for folder in [*(start.joinpath(*below[:i]) for i in range(1, len(below) + 1)), start]:
-        if folder.name in classes and not takes_as_part(folder):
-            return folder.name
+        name = as_composed(folder.name)
+        if name in classes and not takes_as_part(folder):
+            return classes[name]
     return ""
 
 
@@ -193,6 +199,8 @@ def classify(args, run, paths, true_classes, counts):
             counts["done"] += 1
             if counts["done"] % 1000 == 0:
                 print(f"{counts['done']} of {len(paths)} images", file=sys.stderr, flush=True)
+            if not error and not all(map(math.isfinite, row)):
+                error = f"{path}: the outputs of the model are not finite"
             if error:
                 print(error, file=sys.stderr, flush=True)
                 counts["broken"] += 1
@@ -213,18 +221,30 @@ def print_classes(rows, classes):
 def write_table(rows, classes, output):
     """The file has another name until it is complete, and each predict.py one of its own."""
     unfinished = Path(f"{output}.{secrets.token_hex(4)}")
-    with open(unfinished, "w", newline="", errors="surrogateescape", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["path", "class", "true", *classes])
-        for path, predicted, true, probabilities in rows:
-            writer.writerow([path, predicted, true, *(f"{p:.6g}" for p in probabilities)])
+    is_written = False
+    try:
+        with open(unfinished, "w", newline="", errors="surrogateescape", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["path", "class", "true", *classes])
+            for path, predicted, true, probabilities in rows:
+                writer.writerow([path, predicted, true, *(f"{p:.6g}" for p in probabilities)])
+        is_written = True
+    except OSError as error:  # which does not say which file it is
+        raise SystemExit(f"cannot write {output}: {error}") from error
+    finally:
+        if not is_written:
+            unfinished.unlink(missing_ok=True)
     if output.exists():
         raise SystemExit(f"{output} was written by another process: this table is {unfinished}")
     os.rename(unfinished, output)
 
 
 def main(args):
-    sys.stdout.reconfigure(errors="backslashreplace")  # for names of files in another encoding
+    sys.stdout.reconfigure(errors="backslashreplace")  # for names that a terminal cannot show
+    if args.batch_size < 1 or args.workers < 0:
+        parser.error("--batch-size must be at least 1, and --workers must not be negative")
+    if args.workers > 0 and (problem := check_temporary_folder()):
+        parser.error(problem)
     if args.output and args.output.exists():
         parser.error(f"--output {args.output} exists: remove it, or choose another name")
     output = args.output and args.output.resolve()  # what a link points to
@@ -237,7 +257,10 @@ def main(args):
         run = TrainedRun(args.run)
     except FileError as error:
         parser.error(error)
-    paths, true_classes = find_photos(args.images, run.classes)
+    try:
+        paths, true_classes = find_photos(args.images, run.classes)
+    except FolderError as error:
+        parser.error(str(error))
     if not paths:
         parser.error(f"no images in {', '.join(map(str, args.images))}")
     counts = Counter()
@@ -252,7 +275,7 @@ def main(args):
         says += f"{counts['right'] / counts['known']:.4f}"
     print(says, flush=True)
     if counts["broken"]:  # status 1
-        raise SystemExit(f"{counts['broken']} of {len(paths)} files could not be decoded")
+        raise SystemExit(f"{counts['broken']} of {len(paths)} files could not be classified")
 
 
 if __name__ == "__main__":

@@ -11,12 +11,18 @@ classes are about the same in all parts.
 
 import argparse
 import re
+import secrets
+import shutil
+import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from images import FolderError, folders_in, images_by_class, suffixes_in_words
 from sklearn.model_selection import StratifiedGroupKFold
 
 FOLDS = 5
+PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
 def main():
@@ -26,47 +32,122 @@ def main():
     help = "regular expression, searched in the path below CLASS/"
     parser.add_argument("--patient", default="[^_/]+", help=help)
     args = parser.parse_args()
+    sys.stdout.reconfigure(errors="backslashreplace")  # for names that a terminal cannot show
+    if args.folds.exists():
+        parser.error(f"{args.folds} exists: remove it, or choose another name")
+    try:
+        names, labels, notes = find_images(args.images)
+        patients = find_patients(names, args.patient)
+        check_patients(names, labels, patients)
+        parts = split(labels, patients)
+        links = link_names(names, labels, patients)
+        write(args.images, args.folds, names, links, parts)
+    except (FolderError, OSError, re.error) as error:
+        parser.error(str(error))
 
-    paths = sorted(path for path in args.images.glob("*/**/*") if path.is_file())
-    paths = [path for path in paths if path.name[0] != "."]
-    if not paths:
-        parser.error(f"no images in {args.images}/CLASS/")
-    inside = [path.relative_to(args.images).parts for path in paths]
-    labels = np.array([parts[0] for parts in inside])
-    patients = patients_of(["/".join(parts[1:]) for parts in inside], args.patient, parser)
-    # Not shuffled, which would ignore the classes before scikit-learn 1.8.
-    split = StratifiedGroupKFold(FOLDS).split(paths, labels, patients)
-    parts = [chosen for _, chosen in split]
-    args.folds.mkdir(parents=True)
-    for fold in range(FOLDS):
-        names = ["train"] * FOLDS
-        names[fold], names[fold - 1] = "test", "val"
-        for name, part in zip(names, parts):
-            for i in part:
-                link = args.folds / str(fold) / name / labels[i] / patients[i] / paths[i].name
-                link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(paths[i].resolve())
-
-    print(f"{paths[0].name} is of patient {patients[0]}")
+    print(*notes, f"{names[0]} is of patient {patients[0]}", sep="\n")
+    print_classes("all", labels, patients)
     for fold, part in enumerate(parts):
-        for label in sorted(set(labels)):
-            found = part[labels[part] == label]
-            counts = f"{len(set(patients[found]))} patients, {len(found)} images"
-            print(f"{args.folds}/{fold}/test {label}: {counts}")
+        print_classes(args.folds / str(fold) / "test", labels[part], patients[part])
 
 
-def patients_of(names, pattern, parser):
-    """The patient of each image. The script ends if none is found in a name, if each image would be
-    of another patient, which would split nothing by patient, or if there are too few."""
-    found = [re.search(pattern, name.rpartition(".")[0]) for name in names]
-    if None in found:
-        parser.error(f"--patient finds nothing in the name {names[found.index(None)]}")
-    patients = np.array([match[0] for match in found])
+def find_images(folder):
+    """Paths of the images below CLASS/, their classes, and lines to print."""
+    if not folder.is_dir() or not folders_in(folder):
+        raise FolderError(f"{folder} has no folders: it needs one for each class")
+    check_parts(folder)
+    counts = Counter()
+    classes = images_by_class(folder, counts)
+    counts.pop("links", None)
+    notes = [f"{folder}: {suffixes_in_words(counts)}"] if counts else []
+    paths = {label: [Path(path) for path in paths] for label, paths in classes.items() if paths}
+    if len(paths) < 2:
+        raise FolderError(f"{folder} has images of {len(paths)} classes: it needs CLASS/ for each")
+    names = [path.relative_to(folder) for label in sorted(paths) for path in paths[label]]
+    labels = np.repeat(sorted(paths), [len(paths[label]) for label in sorted(paths)])
+    return names, labels, notes
+
+
+def check_parts(folder):
+    """Refuse parts of a data set, such as test/, in the place of the classes."""
+    names = folders_in(folder)
+    parts = [name for name in names if name.lower() in PARTS]
+    if parts == names or any(folders_in(folder / name) for name in parts):
+        says = f"{folder} has {', '.join(sorted(parts))}, which are no classes"
+        raise FolderError(f"{says}: put all images of a class into one folder CLASS/")
+
+
+def find_patients(names, pattern):
+    """The patient of each image."""
+    below = ["/".join(name.parts[1:]) for name in names]
+    matches = [re.search(pattern, name.rpartition(".")[0]) for name in below]
+    if None in matches:
+        raise FolderError(f"--patient finds nothing in the name {below[matches.index(None)]}")
+    if not all(match[0].strip("./ ") for match in matches):
+        raise FolderError("--patient finds an empty name: see its pattern")
+    return np.array([match[0].replace("/", "-") for match in matches])
+
+
+def check_patients(names, labels, patients):
+    """Refuse patients that cannot be meant, and too few to be in each fold."""
     if len(set(patients)) == len(names):
-        parser.error(f"each image has a patient of its own, such as {patients[0]}: see --patient")
-    if len(set(patients)) < FOLDS:
-        parser.error(f"only {len(set(patients))} patients, such as {patients[0]}: see --patient")
-    return patients
+        says = f"each image has a patient of its own, such as {patients[0]}"
+        raise FolderError(f"{says}: see --patient")
+    for label in sorted(set(labels)):
+        of_class = sorted(set(patients[labels == label]))
+        if len(of_class) < FOLDS:
+            says = f"{label} has only {len(of_class)} patients ({', '.join(of_class)})"
+            remedy = "see --patient, or make FOLDS in split.py smaller"
+            raise FolderError(f"{says}, for {FOLDS} folds: {remedy}")
+
+
+def split(labels, patients):
+    """The images of each fold's test/."""
+    # Not shuffled, which would ignore the classes before scikit-learn 1.8.
+    folds = StratifiedGroupKFold(FOLDS).split(labels, labels, patients)
+    parts = [chosen for _, chosen in folds]
+    for part in parts:
+        missing = set(labels) - set(labels[part])
+        if missing:
+            says = f"no way was found to give each fold patients of {', '.join(sorted(missing))}"
+            raise FolderError(f"{says}: FOLDS, in split.py, may be smaller")
+    return parts
+
+
+def link_names(names, labels, patients):
+    """CLASS/PATIENT/NAME of each image. Folders below PATIENT/ become a part of the name."""
+    links = []
+    for name, label, patient in zip(names, labels, patients):
+        folders = [folder for folder in name.parts[1:-1] if folder != patient]
+        links.append(Path(label, patient, "_".join([*folders, name.name])))
+    twice = [link for link, count in Counter(links).items() if count > 1]
+    if twice:
+        one, other = [str(name) for name, link in zip(names, links) if link == twice[0]][:2]
+        raise FolderError(f"{one} and {other} would have one name, {twice[0]}: rename one")
+    return links
+
+
+def write(images, folds, names, links, parts):
+    """Links to the images, in a folder that has another name until all are there."""
+    unfinished = folds.with_name(f"{folds.name}.{secrets.token_hex(4)}")
+    try:
+        for fold in range(FOLDS):
+            part_names = ["train"] * FOLDS
+            part_names[fold], part_names[fold - 1] = "test", "val"
+            for part_name, part in zip(part_names, parts):
+                for i in part:
+                    link = unfinished / str(fold) / part_name / links[i]
+                    link.parent.mkdir(parents=True, exist_ok=True)
+                    link.symlink_to((images / names[i]).resolve())
+        unfinished.rename(folds)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def print_classes(title, labels, patients):
+    for label in sorted(set(labels)):
+        chosen = patients[labels == label]
+        print(f"{title} {label}: {len(set(chosen))} patients, {len(chosen)} images")
 
 
 if __name__ == "__main__":

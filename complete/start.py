@@ -3,7 +3,7 @@ load the data, and the weights that the run starts from.
 
 torchrun starts a process for each GPU. Each is called a rank, after its number. All ranks call the
 functions of this file together, as most of them communicate: all that end in `on_all_ranks`, and
-join, in_turns, compare_ranks, find_start and load_weights.
+join, compare_ranks, find_start, load_weights and try_model.
 """
 
 import hashlib
@@ -11,7 +11,9 @@ import os
 import socket
 import sys
 import threading
+import traceback
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -19,14 +21,18 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from checkpoint import FileError, Start, check_file, find_run, read_weights
+from checkpoint import FileError, Start, check_file, dataset_name, find_run, read_weights
 from images import FolderError
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from loaders import check_temporary_folder, seed_everything
+from torch import nn
+from torch.func import functional_call
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from torchvision import models
 from torchvision.datasets import DatasetFolder
 
 # Flags that two machines may give differently.
 MAY_DIFFER = ["data_dir", "output", "workers", "timeout"]
+LONGEST_TIMEOUT = 10**7  # seconds: 115 days
 PATIENCE = 10  # seconds after which a process says for whom it waits
 
 
@@ -56,11 +62,13 @@ def cores():
     return max(1, count // from_environment("LOCAL_WORLD_SIZE", 1))
 
 
-def join(args):
-    """Join the other processes, and print who is where. Returns this process's device."""
+def join(args, check_flags, uses_float16):
+    """Join the other processes, print who is where, and refuse flags that differ between them, or
+    are wrong. Returns this process's device."""
     refuse_on_all_ranks(check_launch(args))
     rank = from_environment("RANK", 0)  # number of this process: 0, 1, ... over all machines
     local_rank = from_environment("LOCAL_RANK", 0)  # 0, 1, ... on this machine
+    sys.stdout.reconfigure(errors="backslashreplace")  # for names that a terminal cannot show
     device = torch.device("cpu")
     if args.device != "cpu":
         device = torch.device(args.device, local_rank)  # each process uses its own GPU
@@ -86,6 +94,9 @@ def join(args):
         backend = " ".join([dist.get_backend(), ".".join(map(str, nccl))]).strip()
         print(f"torch {torch.__version__}, backend {backend}")
         print(*reports, sep="\n", flush=True)
+    compare_ranks(args, uses_float16(args))
+    refuse_on_all_ranks(check_flags(args))
+    refuse_on_all_ranks(check_temporary_folder() if args.workers > 0 else "")
     return device
 
 
@@ -105,6 +116,8 @@ def check_launch(args):
     names = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if launched() and not all(os.environ.get(name) for name in names):
         return f"RANK is set, but not all of {', '.join(names)}: start torchrun, or unset RANK"
+    if not 0 < args.timeout <= LONGEST_TIMEOUT:
+        return f"--timeout must be from 1 to {LONGEST_TIMEOUT} seconds"
     rank, world_size = from_environment("RANK", 0), from_environment("WORLD_SIZE", 1)
     if rank >= world_size:
         return f"RANK is {rank}, and WORLD_SIZE {world_size}: start torchrun, or unset RANK"
@@ -145,38 +158,15 @@ def refuse_on_all_ranks(problem):
 
 
 def call_on_all_ranks(function, *args):
-    """What `function` returns, on each rank. All ranks end if it raises a FileError or FolderError
-    on one of them."""
+    """What `function` returns, on each rank. All ranks end if it raises a FileError, FolderError or
+    PermissionError on one of them."""
     value, problem = None, ""
     try:
         value = function(*args)
-    except (FileError, FolderError) as error:
+    except (FileError, FolderError, PermissionError) as error:
         problem = str(error)
     refuse_on_all_ranks(problem)
     return value
-
-
-def in_turns(load, *args, **options):
-    """What `load` returns. Rank 0 calls it first, as it may download; then one process of each
-    other machine, which may have a disk of its own; then the rest. All try, before one that finds
-    no data says so."""
-    if not dist.is_initialized():
-        return load(*args, **options)
-    if dist.get_rank() == 0:
-        my_turn = 0
-    else:
-        my_turn = 1 if from_environment("LOCAL_RANK", 0) == 0 else 2
-    failure = None
-    for turn in range(3):
-        if turn == my_turn:
-            try:
-                loaded = load(*args, **options)
-            except FolderError as error:
-                failure = error
-        dist.barrier()  # all ranks wait here for each other
-    if failure:
-        raise failure
-    return loaded
 
 
 # ---- Do all ranks mean the same run? -------------------------------------------------------------
@@ -184,7 +174,7 @@ def compare_ranks(args, float16):
     """Refuse ranks that were started with different flags or code, and GPUs for which --amp means
     different things: `float16` or not."""
     flags = {flag(name): str(x) for name, x in vars(args).items() if name not in MAY_DIFFER}
-    flags["--dataset"] = Path(args.dataset).name  # its folder may be elsewhere
+    flags["--dataset"] = dataset_name(args)  # its folder may be elsewhere
     compare_on_all_ranks(flags, "start all machines with the same flags")
     sources = Path(__file__).parent.glob("*.py")
     files = {path.name: hash_of([path.read_bytes()]) for path in sources}
@@ -208,12 +198,24 @@ def flag(name):
 
 
 # ---- The data ------------------------------------------------------------------------------------
-def load_on_all_ranks(args, load_data):
-    """What load_data returns, and the identity of the data. Refuses a rank that finds no data, too
-    few, or others than rank 0."""
+@dataclass
+class Data:
+    """What load_data returns, and the identity of the data: see `identify`."""
+
+    train_set: Dataset | None
+    test_set: Dataset
+    classes: int
+    identity: dict
+    part: str  # of the data that gives the scores: val, or test
+
+
+def load_on_all_ranks(args, load_data, start, device):
+    """The Data. Refuses a rank that finds none, too few, or others than rank 0, and those that do
+    not belong to `start`. --evaluate needs no training set."""
+    seed_everything("data", args.seed, device=device)  # all ranks make the same random split
     train_set, test_set, classes = call_on_all_ranks(load_data, args)
     problem, world_size = "", dist.get_world_size()
-    if len(train_set) < args.batch_size:
+    if not args.evaluate and len(train_set) < args.batch_size:
         problem = f"--batch-size: the training set has only {len(train_set)} samples"
     elif len(test_set) < world_size:
         problem = f"only {len(test_set)} {part_of(test_set)} samples, for {world_size} processes"
@@ -225,7 +227,8 @@ def load_on_all_ranks(args, load_data):
             differ = difference(rank_0, other, " on rank 0", f" on rank {rank}")
             if differ:
                 refuse_on_all_ranks(f"the ranks have different data: {differ}")
-    return train_set, test_set, classes, identity
+    check_data_on_all_ranks(args, start, identity)
+    return Data(train_set, test_set, classes, identity, part_of(test_set))
 
 
 def part_of(test_set):
@@ -237,9 +240,10 @@ def identify(train_set, test_set, classes):
     """What every rank and a resumed run must find again: the names of the classes, if the training
     set has names, else their number; how many samples, and which. A data set may be moved to
     another folder."""
-    names = getattr(train_set, "classes", None)
+    names = getattr(test_set if train_set is None else train_set, "classes", None)
     names = [str(name) for name in names] if isinstance(names, (list, tuple)) else classes
-    parts = {"train": fingerprint(train_set), part_of(test_set): fingerprint(test_set)}
+    parts = {} if train_set is None else {"train": fingerprint(train_set)}
+    parts[part_of(test_set)] = fingerprint(test_set)
     return {"classes": names, "data": parts, "image": image_shape(test_set[0])}
 
 
@@ -252,8 +256,9 @@ def image_shape(sample):
 
 def describe(identity):
     """In words: how many samples and classes, with the names of the first and the last."""
-    (_, train), (part, test) = identity["data"].items()
-    samples = f"{train['samples']} training samples, {test['samples']} {part} samples"
+    words = {"train": "training"}
+    parts = identity["data"].items()
+    samples = ", ".join(f"{x['samples']} {words.get(part, part)} samples" for part, x in parts)
     classes = identity["classes"]
     if isinstance(classes, int):  # classes without names, or the one output of a regression
         return f"{samples}, {f'{classes} classes' if classes > 1 else '1 output'}"
@@ -361,9 +366,10 @@ def check_scores(trained, args, identity):
             return f"{file} was trained with {flag(name)} {flags[name]}: test it with that"
     if then["classes"] != identity["classes"]:
         return f"{file} was trained with {difference(then, identity)}"
-    same_folder = flags["dataset"] == Path(args.dataset).name
+    if flags["dataset"] != dataset_name(args) or "train" not in identity["data"]:
+        return ""
     data = {**identity["data"], "train": then["data"]["train"]}  # what is tested may be another
-    if same_folder and (differ := difference({**identity, "data": data}, identity)):
+    if differ := difference({**identity, "data": data}, identity):
         return f"{file} was trained with {differ}: what is tested may be part of it"
     return ""
 
@@ -376,8 +382,8 @@ def find_start(args, may_change):
     if not args.evaluate:
         start = call_on_all_ranks(find_run, args, may_change)
         at = f"epoch {start.progress.epoch}, step {start.progress.step}"
-        found = {"the checkpoint in --output": at if start.is_resumed else "none"}
-        compare_on_all_ranks(found, "put --output on a disk that all machines share")
+        checkpoint = {"the checkpoint in --output": at if start.is_resumed else "none"}
+        compare_on_all_ranks(checkpoint, "put --output on a disk that all machines share")
         if start.is_resumed:
             return start
         version = start.version
@@ -419,6 +425,20 @@ def read_pretrained(name):
     return Start("--pretrained", model.state_dict(), normalization=normalization)
 
 
+def build_on_all_ranks(args, build_model, inputs, classes, start, device):
+    """The model on the device, with the first weights, if any. Refuses weights
+    that do not fit, and a model that cannot be trained on `inputs`, a batch."""
+    seed_everything("weights", args.seed, device=device)
+    model = build_model(args, inputs, classes)
+    # Other classes than the weights': a new last layer.
+    load_weights(model, start, new_head=args.pretrained and not args.evaluate)
+    if args.sync_bn:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model.to(device)
+    try_model(model, inputs)
+    return model
+
+
 def load_weights(model, start, new_head):
     """Load the first weights, if any, into rank 0's model, and forget them. With `new_head` the
     last layer may have another shape, and stays random then. Refuses weights that do not fit."""
@@ -431,10 +451,10 @@ def load_weights(model, start, new_head):
 
 def load_fitting(model, weights, file, new_head):
     """Load what fits. Returns why it is too little, or ""."""
-    own = model.state_dict()
-    fitting = {name: w for name, w in weights.items() if name in own and w.shape == own[name].shape}
+    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+    fitting = {name: weight for name, weight in weights.items() if weight.shape == shapes.get(name)}
     misfits = [name for name in weights if name not in fitting]
-    random = [name for name in own if name not in fitting]
+    random = [name for name in shapes if name not in fitting]
     head = next(reversed(weights), "").rpartition(".")[0]  # the last layer's name, such as "fc"
     only_head = all(name.startswith(f"{head}.") for name in misfits)
     if only_head and (new_head or not random):
@@ -443,6 +463,34 @@ def load_fitting(model, weights, file, new_head):
             print(f"{file}: new and random are {', '.join(random)}", flush=True)
         return ""
     if only_head and misfits:
-        remedy = "new_head=not args.evaluate, in train.py's main, trains a new last layer"
+        remedy = "new_head=not args.evaluate, in start.py, trains a new last layer"
         return f"{file}: {misfits[0]} has another shape here (other classes?): {remedy}"
     return f"{file} is not of this model: {', '.join([*misfits, *random][:6])}"
+
+
+@torch.no_grad()
+def try_model(model, inputs):
+    """Refuse a model that cannot be trained on a batch such as `inputs`: of images that are too
+    small for it; or of one image per GPU, of which batch norm may get a single number."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # statistics stay
+    problem = ""
+    try:
+        functional_call(model, buffers, (inputs,))
+    except (ValueError, RuntimeError, AssertionError) as error:
+        problem = f"the model cannot be trained on {in_words(inputs)}: {error} ({line_of(error)})"
+        problem += ": another --image-size or --batch-size?"
+    refuse_on_all_ranks(problem)
+
+
+def in_words(inputs):
+    if torch.is_tensor(inputs):
+        return f"a batch of the shape {[*inputs.shape]}"
+    return "a batch"
+
+
+def line_of(error):
+    """The last line of code, outside of torch, that was on the way to an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    torchs = os.path.dirname(torch.__file__) + os.sep
+    frame = [frame for frame in frames if not frame.filename.startswith(torchs)][-1]
+    return f"{os.path.basename(frame.filename)}, line {frame.lineno}"

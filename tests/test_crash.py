@@ -167,7 +167,7 @@ def told(monkeypatch):
 
         def evaluate(args, model, loader, device):
             sums = plain(args, model, loader, device)
-            if not isinstance(loader, list):  # of one sample, at the beginning
+            if not isinstance(loader, list):  # of two samples, at the beginning
                 sums["loss"] += 1000 * next(following, 0)
             return sums
 

@@ -1,13 +1,17 @@
 """complete/: daily mistakes end in one line that says what to do, with status 2, and nothing is
 written or overwritten. tests/test_trust.py has those of several ranks, and of data."""
 
+import io
+import multiprocessing.util
 import os
 import shutil
+import sys
 from pathlib import Path
 from unittest import mock
 
 import checkpoint as saving
 import pytest
+import start as starting
 import torch
 import torch.distributed as dist
 import train as script
@@ -23,6 +27,7 @@ from helpers import (
     parse,
     place,
     places,
+    same,
     start,
     together,
     train,
@@ -30,18 +35,76 @@ from helpers import (
     wait_until,
 )
 
+SHORT = ["--batch-size", 320, "--epochs", 1]
 WRONG = "--batch-size 0,--epochs -1,--lr -0.1,--lr nan,--workers -1,--accumulate 0,--image-size 0,"
 WRONG += "--log-every 0,--clip-norm -1,--weight-decay -1,--timeout 0,--warmup-steps -1,--sync-bn,"
 WRONG += "--checkpoint-minutes -1,--batch 32,--pretrained,--pretrained --model mlp,"
 WRONG += "--pretrained --model resnet18 --init out/model.pt,--model googlenet,--model inception_v3,"
 WRONG += "--batch-size 63 --accumulate 2,--batch-size 1000,--init out/best.pt,--dataset no_such,"
-WRONG += "--data-dir nothing"
+WRONG += "--data-dir nothing,--lr inf,--checkpoint-minutes inf,--checkpoint-minutes nan,"
+WRONG += "--timeout 99999999999,--weight-decay inf,--clip-norm nan"
+TOO_SMALL = "--image-size 8,--image-size 15,--image-size 16 --model squeezenet1_1,"
+TOO_SMALL += "--batch-size 1 --image-size 32 --model resnet18 --workers 0"
 
 
 def test_wrong_flags(out, denied):
     """The message names the flag, and --overwrite has not touched the run."""
     for flags in WRONG.split(","):
         denied(flags.split()[0], f"--overwrite {flags}")
+
+
+def test_images_or_batches_too_small(out, denied):
+    """For the model: found before --overwrite touches the run, and the line of code is named."""
+    for flags in TOO_SMALL.split(","):
+        denied("another --image-size or --batch-size?", f"--overwrite {flags}")
+    denied("(train.py, line ", "--overwrite --image-size 8")
+
+
+def test_the_model_is_as_before(fashion):
+    """Its statistics are those of training alone, also if a batch has tried it before."""
+    frozen = torch.nn.Sequential(torch.nn.BatchNorm2d(1), torch.nn.BatchNorm2d(1).eval())
+    before = {name: value.clone() for name, value in frozen.state_dict().items()}
+    starting.try_model(frozen, torch.rand(2, 1, 3, 3))
+    assert same(frozen.state_dict(), before)
+
+
+def test_a_long_path_of_temporary_files(out, denied, data, fashion, refused, monkeypatch):
+    """The socket of a loader worker would not fit: the worker fails, and the loader waits on."""
+    long = Path("x" * 90).absolute()
+    long.mkdir()
+    monkeypatch.setattr(multiprocessing.util, "get_temp_dir", lambda: str(long))
+    denied("AF_UNIX path too long: ", "--output new --workers 1")
+    for name, words in (
+        ("predict.py", ["out", data / "pictures/test"]),
+        ("pack_images.py", [data / "pictures", "packed"]),
+    ):
+        refused("export TMPDIR=/tmp, or use --workers 0", f"complete/{name}", *words)
+    train(*fashion, *SHORT, "--workers", 0, "--output", "new")
+    assert place("new") == (1, 0)
+
+
+def test_an_output_that_cannot_be_written(denied, fashion, monkeypatch):
+    Path("file").touch()
+    denied("--output file/out: ", "--output file/out")
+    with pytest.raises(SystemExit, match="^--output /proc/no cannot be written: "):
+        train(*fashion, *SHORT, "--output", "/proc/no")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    denied("cannot be written", "--output new")
+
+
+ACCENTS = """
+def metrics(sums):
+    return {"pr\u00e9cision": sums["correct"] / sums["labels"]}
+"""
+
+
+def test_a_terminal_that_shows_no_accents(fashion, monkeypatch):
+    """Names in the output are escaped, and stay what they are in files."""
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", line_buffering=True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    train(*fashion, *SHORT, "--output", "mod\u00e8le", more=ACCENTS)
+    assert b"mod\\xe8le: 0 epochs" in terminal.buffer.getvalue()
+    assert "test_pr\u00e9cision" in Path("mod\u00e8le/metrics.csv").read_text()
 
 
 def open_run(args):
@@ -93,7 +156,7 @@ def test_not_a_run_of_this_script(out, denied):
     denied("out has a run of an older version, which cannot be resumed: start", "--resume")
     shutil.rmtree("out")
     Path("out").touch()
-    denied("--output out is a file", "")
+    denied("--output out: out is a file", "")
 
 
 # ---- Damaged files -------------------------------------------------------------------------------
@@ -174,7 +237,7 @@ def test_what_augment_cannot(monkeypatch, capsys, images, labels):
 
 # ---- What fails in training ----------------------------------------------------------------------
 FAULT = """
-add("--fault")
+parser.add_argument("--fault")
 plain, plain_loss = build_optimizer, loss_function
 def build_optimizer(args, model, steps):
     done.clear()

@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import time
+import unicodedata
 from pathlib import Path
 
 import helpers
@@ -22,6 +23,7 @@ import train
 from helpers import same, weights
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
 
 
 def load(folder, *flags):
@@ -127,6 +129,28 @@ def test_square():
     assert torch.equal(folders.square(96)(corners()), pixels[:, :, 16:112])
 
 
+def test_thin_images():
+    """Very long ones are cut before they are resized, which took gigabytes: the middle stays the
+    middle. Others, here up to 8 to 1, have the pixels of torchvision's transforms."""
+    plain = v2.Compose([v2.PILToTensor(), v2.Resize(30), v2.CenterCrop(30)])
+    for size in (40, 30), (240, 30), (11, 88), (1, 8):
+        image = Image.effect_noise(size, 90).convert("RGB")
+        assert torch.equal(folders.square(30)(image), plain(image))
+    for size in (25, 1000), (1001, 24), (9, 100):
+        image = Image.linear_gradient("L").resize(size).convert("RGB")
+        assert (folders.square(30)(image).int() - plain(image).int()).abs().max() <= 5, size
+    for size in (1, 20_000), (30_000, 1), (2, 12_346):
+        image = Image.new("RGB", size)
+        image.paste((250, 250, 250), tuple(n // 2 for n in size) + size)  # one half, or a quarter
+        pixels = folders.square(224)(image).float()
+        assert pixels.shape == (3, 224, 224) and 60 < pixels.mean() < 190, (size, pixels.mean())
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    corners(1, 20_000).save("thin.png", exif=exif)
+    image = folders.load_image("thin.png", 30)
+    assert image.size == (20_000, 1) and folders.square(30)(image).shape == (3, 30, 30)
+
+
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 def test_packed_pixels_are_those_of_the_folder(formats, capsys):
     """In the same order too, decoded by workers. Whether another --side would be faster or sharper
@@ -170,7 +194,7 @@ def test_a_broken_exif_block_spoils_no_image(name):
         assert folders.load_image(name, 60).size == size, block
 
 
-def test_a_file_that_cannot_be_decoded_is_named():
+def test_a_file_that_cannot_be_decoded_is_named(monkeypatch):
     """So are pixels without a known maximum: floats are from 0 to 1, or to 255, or anything."""
     corners().save("whole.jpg")
     Path("cut.jpg").write_bytes(Path("whole.jpg").read_bytes()[:-500])
@@ -181,6 +205,9 @@ def test_a_file_that_cannot_be_decoded_is_named():
     for name in "cut.jpg", "empty.jpg", "text.jpg", "float32.tif", "int32.tif":
         with pytest.raises(OSError, match=f"^{re.escape(name)}: "):
             folders.load_image(name, 10)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(OSError, match="^whole.jpg: .* save it smaller, or raise Image.MAX_IMAGE"):
+        folders.load_image("whole.jpg", 10)
 
 
 # ---- Folders -------------------------------------------------------------------------------------
@@ -287,6 +314,34 @@ def test_links(capsys):
     Path("tenth/a/2.jpg").symlink_to("1.jpg")
     paths("tenth")
     assert "tenth/a/1.jpg': scores will be too good" in capsys.readouterr().out
+
+
+def test_folders_of_systems_and_accents_of_a_mac():
+    """What an archive or a system has put beside the classes is none. An accent is the same in both
+    ways to write it."""
+    accents = [unicodedata.normalize(form, "caf\u00e9") for form in ("NFC", "NFD")]
+    for part, accent in zip(("train", "test"), accents):
+        touch(f"pictures/{part}/{accent}/1.jpg", f"pictures/{part}/tea/1.jpg")
+    touch("pictures/train/__MACOSX/tea/._1.jpg", "pictures/train/tea/@eaDir/1.jpg/S.jpg")
+    touch("pictures/test/lost+found/1.jpg", "plain/__MACOSX/1.jpg")
+    found = load("pictures")
+    assert found[0].classes == [accents[0], "tea"] and [len(x) for x in found[:2]] == [2, 2]
+    touch(*(f"plain/{name}/{i}.jpg" for name in [*accents, "tea"] for i in "12"))
+    found = load("plain")
+    assert found[0].classes == [accents[0], "tea"] and [len(x) for x in found[:2]] == [4, 2]
+
+
+def test_a_folder_that_cannot_be_read(refused, monkeypatch):
+    folder, scandir = write_folder("pictures", side=20), os.scandir
+
+    def denies(path):
+        if str(path).endswith("train/b"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denies)
+    for name, flags in ("train", ["--dataset", folder]), ("pack_images", [folder, "packed"]):
+        refused(f"{folder}/train/b cannot be read", f"complete/{name}.py", *flags)
 
 
 def test_classes_named_as_parts():

@@ -2,12 +2,15 @@
 files of every kind. split.py, report.py, and the pages' scripts for a report and for export."""
 
 import csv
+import itertools
 import os
 import re
 import runpy
 import shutil
 import sys
+import unicodedata
 from pathlib import Path
+from unittest import mock
 
 import helpers
 import images
@@ -19,7 +22,7 @@ import train
 from helpers import ROOT
 from PIL import Image
 from runs import recipe
-from test_images import pack
+from test_images import pack, touch
 
 FLAGS = ["--image-size", 70, "--model", "shufflenet_v2_x0_5", "--batch-size", 48, "--epochs", 1]
 COLOURS = [[120.0, 110.0, 100.0], [60.0, 50.0, 40.0]]  # mean and standard deviation
@@ -78,7 +81,7 @@ def test_a_table(data, mine, capsys):
     Path("new/lion").mkdir()
     for name in b'1, "x"\n.png', b"caf\xe9.png":  # the second in another encoding
         Image.new("RGB", (1, 300)).save(Path("new/lion", os.fsdecode(name)))
-    with pytest.raises(SystemExit, match="^1 of 6 files could not be decoded$"):
+    with pytest.raises(SystemExit, match="^1 of 6 files could not be classified$"):
         start(mine, "new", "--output", "out.csv", "--batch-size", 2, "--workers", 2)
     said = capsys.readouterr()
     assert said.err.startswith("new/b/broken.jpg: ") and said.err.count("\n") == 1
@@ -197,6 +200,64 @@ def test_two_tables(data, mine, monkeypatch, capsys):
     assert len(Path(str(error.value).split(" is ")[-1]).read_text().splitlines()) == 4
 
 
+def test_outputs_that_are_not_finite(data, mine, capsys):
+    """No class is better than another then: the image is named, as one that is broken is."""
+    saved = torch.load(mine / "best.pt")
+    saved["model"]["fc.bias"][1] = float("nan")
+    torch.save(saved, "nan.pt")
+    with pytest.raises(SystemExit, match="^3 of 3 files could not be classified$"):
+        start("nan.pt", data / "pictures/test", "--output", "out.csv")
+    said = capsys.readouterr()
+    assert said.err.count(": the outputs of the model are not finite\n") == 3
+    assert "0 images" in said.out and len(Path("out.csv").read_text().splitlines()) == 1
+
+
+def test_a_full_disk(data, mine, monkeypatch):
+    """Also while packing: the message names what cannot be written, and nothing is left over."""
+    monkeypatch.setattr(predict.secrets, "token_hex", lambda size: "new")
+    Path("out.csv.new").symlink_to("/dev/full")
+    with pytest.raises(SystemExit, match="^cannot write .*/out.csv: .*No space left"):
+        start(mine, data / "pictures/test", "--output", "out.csv")
+
+    def full(*words):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(SystemExit, match="^cannot write packed: .*No space left"):
+        pack(data / "pictures", "packed", "--side", 8)
+    assert helpers.files(".") == []
+
+
+def test_accents_of_a_mac(data, mine):
+    """A folder's name may be written in another way than that of the class."""
+    names = [unicodedata.normalize(form, "caf\u00e9") for form in ("NFC", "NFD")]
+    for photos, trained in names, names[::-1]:
+        Path("photos", photos).mkdir(parents=True)
+        Path("photos", photos, "1.png").touch()
+        assert true_classes(["tea", trained], "photos") == {"1.png": trained}
+        shutil.rmtree("photos")
+
+
+PROGRAM = """
+from complete.predict import load
+import complete.predict
+print(load, complete.predict.__file__)
+"""
+
+
+@pytest.mark.slow
+def test_beside_files_of_the_same_names(work):
+    """A program that has its own train.py, images.py and predict.py beside it. train.py can also be
+    started as a module."""
+    Path("complete").symlink_to(ROOT / "complete")
+    for name in "train", "images", "predict", "checkpoint", "loaders", "start":
+        Path(f"{name}.py").write_text("raise Exception('another one')")
+    Path("my_program.py").write_text(PROGRAM)
+    assert "complete/predict.py" in helpers.command(sys.executable, "my_program.py")
+    words = [sys.executable, "-m", "complete.train", "--epochs", 0]
+    assert "rank 0: host " in helpers.command(*words)
+
+
 def test_refused(data, mine, capsys):
     """In a line that says why, before anything is written."""
     Path("there.csv").touch()
@@ -212,6 +273,8 @@ def test_refused(data, mine, capsys):
         "--output there.csv exists": [mine, photos, "--output", "there.csv"],
         "--output no/out.csv: there is no folder ": [mine, photos, "--output", "no/out.csv"],
         "nowhere does not exist": [mine, "nowhere"],
+        "--batch-size must be at least 1": [mine, photos, "--batch-size", 0],
+        "--workers must not be negative": [mine, photos, "--workers", -1],
         "no images in empty": [mine, "empty"],
         "plain.pt is not a best.pt or model.pt of train.py": ["plain.pt", photos],
         "floats.pt was not trained on square uint8 images": ["floats.pt", photos],
@@ -292,6 +355,43 @@ def read_images(path):
     return [(row["true"] == "ill", float(row["ill"]), row["path"].split("/")[2]) for row in rows]
 
 
+def report_on(*words):
+    with mock.patch.object(sys, "argv", ["report.py", *words]):
+        runpy.run_path(str(ROOT / "complete/report.py"), run_name="__main__")
+
+
+@pytest.mark.slow
+def test_few_patients(capsys):
+    """Five ill patients, one in each fold, of whom four are found: Wilson's interval of 4 of 5, and
+    how many draws the others have used. With one image per patient, images are alike."""
+    pytest.importorskip("sklearn")
+    accents = [unicodedata.normalize(form, "m\u00e9lanome") for form in ("NFC", "NFD")]
+    for fold in range(5):
+        for part in "val", "test":
+            rows = [["path", "class", "true", "healthy", accents[fold % 2]]]
+            for i in range(21):
+                true = rows[0][4] if i == 0 else "healthy"
+                p = 0.9 if i == 0 and (part, fold) != ("test", 3) else i / 100
+                rows.append([f"{part}/{true}/{part}{fold}-{i}/1.png", "", true, 1 - p, p])
+            path = Path(f"fold{fold}", f"{part}.csv")
+            path.parent.mkdir(exist_ok=True)
+            with open(path, "w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows(rows)
+    report_on(accents[1], *(f"fold{fold}" for fold in range(5)))
+    said = capsys.readouterr().out
+    assert said.startswith("healthy: 100 patients, 100 images\nm\u00e9lanome: 5 patients, 5 images")
+    for name, row in {
+        "recall": "0.800 (0.376 to 0.964) 4 of 5",
+        "specificity": "1.000 (0.963 to 1.000) 100 of 100",
+        "precision": "1.000 (0.510 to 1.000) 4 of 4",
+    }.items():
+        assert re.findall(rf"^  {name} +(.*)$", said, re.M) == [row, row]
+    for name in "F1", "AUC", "average precision":
+        for used in re.findall(rf"^  {name} .* (\d+) of 500 draws$", said, re.M):
+            assert 490 <= int(used) <= 500
+    assert said.count(" of 500 draws") == 6
+
+
 @pytest.mark.slow
 def test_report_of_patients(monkeypatch, capsys):
     """complete/report.py: counts over all folds at each fold's threshold, which is the one with the
@@ -301,13 +401,14 @@ def test_report_of_patients(monkeypatch, capsys):
     random = np.random.default_rng(0)
     for fold in range(2):
         for part in "val", "test":
-            write_images(
-                Path(f"fold{fold}", f"{part}.csv"), range(60 * fold, 60 * fold + 60), random
-            )
+            first = 60 * fold + 1200 * (part == "val")
+            write_images(Path(f"fold{fold}", f"{part}.csv"), range(first, first + 60), random)
     monkeypatch.setattr(sys, "argv", ["report.py", "ill", "fold0", "fold1"])
     runpy.run_path(str(ROOT / "complete/report.py"), run_name="__main__")
     said = capsys.readouterr().out
     assert "480 images, 120 of them ill" in said and "120 patients, 40 of them ill" in said
+    assert said.startswith("healthy: 120 patients, 360 images\nill: 40 patients, 120 images\n")
+    assert "480 images (120 ill) of 120 patients (40 ill) were split" in said.replace("\n", " ")
     for unit, printed in zip(("images", "patients"), said.split(" of them ill\n")[1:]):
         true, found, aucs = [], [], []
         for fold in range(2):
@@ -336,10 +437,27 @@ def test_report_of_patients(monkeypatch, capsys):
             "AUC": np.mean(aucs),
         }
         for name, value in wanted.items():
-            [row] = re.findall(rf"^  {name} +(\S+) \((\S+) to (\S+)\)$", printed, re.M)
+            pattern = rf"^  {name} +(\S+) \((\S+) to (\S+)\) (\d+) of (\d+)( draws)?$"
+            [[*row, hits, total, is_draws]] = re.findall(pattern, printed, re.M)
             shown, low, high = map(float, row)
+            assert bool(is_draws) == (unit == "images" or name not in ("recall", "precision"))
+            assert is_draws or float(hits) / float(total) == pytest.approx(value)
+            assert not is_draws or (hits, total) == ("500", "500")
             assert shown == pytest.approx(value, abs=6e-4) and low <= shown <= high, (unit, name)
             assert high - low > 0.01 or value > 0.98
+    shutil.copytree("fold0", "fold2")
+    for folders, says in (
+        (["fold0", "fold2"], "patient p0 is in the test.csv of fold0 and of fold2"),
+        (["fold?"], "fold[?]/val.csv: .*: write it with predict.py"),
+    ):
+        with pytest.raises(SystemExit, match=says):
+            report_on("ill", *folders)
+    shutil.copy("fold2/test.csv", "fold2/val.csv")
+    with pytest.raises(SystemExit, match="fold2: patient p0 is in val.csv and in test.csv"):
+        report_on("ill", "fold2")
+    Path("fold2/val.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(SystemExit, match="fold2/val.csv is no table of predict.py"):
+        report_on("ill", "fold2")
     text = Path("fold1/test.csv").read_text()
     Path("fold1/test.csv").write_text(re.sub(r"/p\d+/", "/", text))
     with pytest.raises(SystemExit, match="not of patients"):
@@ -376,6 +494,26 @@ def test_export(mine, data, monkeypatch):
     assert (torch.tensor(space["pixels"].copy())[0].int() - pixels).abs().max() <= 2
 
 
+def split_refused():
+    """Folders that cannot be split by patient, and what is said."""
+    for part, i in itertools.product(("Training", "testing"), range(20)):
+        touch(f"parts/{part}/{'ab'[i % 2]}/{'ab'[i % 2]}_{i}.png")
+        touch(f"flat/{part}/{i}_1.png", f"flat/{part}/{i}_2.png")
+    for i in range(20):
+        touch(f"named/cats/cats_{i}.png", f"named/dogs/dogs_{i}.png")
+        touch(f"rare/ill/p{i % 4}/{i}.png", f"rare/well/q{i % 9}/{i}.png")
+        touch(f"twice/a/p{i % 6}/1/x/{i}.png", f"twice/b/q{i % 6}/{i}.png")
+    touch("twice/a/p0/1_x_0.png")
+    return {
+        "parts": "parts has Training, testing, which are no classes",
+        "flat": "flat has Training, testing, which are no classes",
+        "named": "cats has only 1 patients (cats), for 5 folds: see --patient",
+        "rare": "ill has only 4 patients (p0, p1, p2, p3), for 5 folds",
+        "twice": "would have one name, a/p0/1_x_0.png: rename one",
+        "nowhere": "nowhere has no folders",
+    }.items()
+
+
 @pytest.mark.slow
 def test_split_by_patient(monkeypatch, capsys, data):
     """complete/split.py: no patient in two parts; each is in one fold's test set. What
@@ -389,7 +527,12 @@ def test_split_by_patient(monkeypatch, capsys, data):
     monkeypatch.setattr(sys, "argv", ["split.py", "my_images", "folds"])
     runpy.run_path(str(ROOT / "complete/split.py"), run_name="__main__")
     said = capsys.readouterr().out.splitlines()
-    assert said[:2] == ["p0_0.jpg is of patient p0", "folds/0/test a: 1 patients, 3 images"]
+    assert said[:4] == [
+        "a/p0_0.jpg is of patient p0",
+        "all a: 5 patients, 15 images",
+        "all b: 5 patients, 15 images",
+        "folds/0/test a: 1 patients, 3 images",
+    ]
     tested = []
     for fold in range(5):
         links = [path for path in Path("folds", str(fold)).glob("*/*/*/*") if path.exists()]
@@ -410,6 +553,24 @@ def test_split_by_patient(monkeypatch, capsys, data):
     assert capsys.readouterr().out.splitlines()[1:] == [
         line.replace("folds", "by_folder") for line in said[1:]
     ]
+    for path in list(Path("my_images/a/p0").iterdir()):  # two scans, with the same names
+        for scan in "12":
+            copied = path.parent / f"scan{scan}" / path.name
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copy(path, copied)
+        path.unlink()
+    monkeypatch.setattr(sys, "argv", ["split.py", "my_images", "scans"])
+    runpy.run_path(str(ROOT / "complete/split.py"), run_name="__main__")
+    names = {path.name for path in Path("scans/0").glob("*/a/p0/*")}
+    assert len(names) == 6 and all(name.startswith(("scan1_", "scan2_")) for name in names)
+    capsys.readouterr()
+    for folder, says in split_refused():
+        before = helpers.content()
+        monkeypatch.setattr(sys, "argv", ["split.py", folder, "other"])
+        with pytest.raises(SystemExit, match="2"):
+            runpy.run_path(str(ROOT / "complete/split.py"), run_name="__main__")
+        said = capsys.readouterr().err
+        assert says in said and helpers.content() == before and not Path("other").exists(), said
     for pattern in "x", ".*", "p":
         monkeypatch.setattr(sys, "argv", ["split.py", "my_images", "other", "--patient", pattern])
         with pytest.raises(SystemExit):

@@ -102,7 +102,7 @@ def build_optimizer(args, model, steps):
     optimizer.register_step_post_hook(lambda *_: counts.append(count()))
     return optimizer, scheduler
 def evaluate(args, model, loader, *words):
-    if not isinstance(loader, list):  # of one sample, at the beginning
+    if not isinstance(loader, list):  # of two samples, at the beginning
         total = sum(x.double().sum() for x in model.state_dict().values()).item()
         calls = counts[2] - counts[1]  # DDP's buckets are final from the third step on
         told = args.workers, calls, total, torch.rand(()).item()
@@ -144,7 +144,7 @@ def test_flags_have_effect(fashion, monkeypatch):
 
     monkeypatch.setattr(script, "loss_function", loss_function)
     train(*flags, "amp", "--amp", "--accumulate", 2)
-    sizes = {True: [80], False: [1, 80, 203 % 80]}  # one sample is tried before the first step
+    sizes = {True: [80], False: [2, 80, 203 % 80]}  # two samples are tried before the first step
     assert seen == {(grad, torch.bfloat16, size) for grad in sizes for size in sizes[grad]}
 
 
@@ -215,8 +215,10 @@ def test_what_a_run_says_and_writes(fashion, capsys, monkeypatch):
     assert re.fullmatch(r"rank 0: host \S+, device cpu", lines[1])
     assert {"640", "203", "10"} <= set(re.findall(r"\d+", lines[2]))  # samples and classes
     assert lines[3] == "out: 0 epochs and 0 steps are done"
-    assert lines[-1] == "finished: out/model.pt"
-    found = [re.fullmatch(LINE, line) for line in lines[4:-1]]
+    best = min(metrics("out"), key=lambda row: row["test_loss"])["epoch"]
+    says = f"out/best.pt is of epoch {best:.0f}. It was chosen on the test images: on other images"
+    assert lines[-2].startswith(says) and lines[-1] == "finished: out/model.pt"
+    found = [re.fullmatch(LINE, line) for line in lines[4:-2]]
     assert list(map(bool, found)) == [True, True, True, False] * 2, lines
     assert Path("out/metrics.csv").read_text().splitlines()[0] == COLUMNS
     for i, row in enumerate(metrics("out")):
@@ -349,6 +351,10 @@ def test_data(monkeypatch, data):
         assert train_set[0][0].shape == (3, stored, stored)
 
 
+def as_it_is(args, batch, device, train):
+    return batch
+
+
 def test_order(monkeypatch):
     """Each rank has its share of it, from any step on, in whole steps. Two seeds, and two epochs of
     each, have nothing in common."""
@@ -361,8 +367,8 @@ def test_order(monkeypatch):
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
         for rank in 0, 1:
             monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-            words = args, range(11), script.epoch_order, script.collate, torch.device("cpu")
-            loader = script.TrainLoader(*words)
+            words = args, range(11), script.epoch_order, script.collate, as_it_is
+            loader = script.TrainLoader(*words, torch.device("cpu"))
             assert loader.steps_per_epoch == 2
             for first in 0, 1:
                 found = torch.cat(list(loader.batches(epoch, first))).tolist()

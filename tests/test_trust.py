@@ -107,7 +107,7 @@ def test_machines_with_other_code(fashion):
     assert re.search(r"error: images.py is \w+ on rank 0 and \w+ on rank 1: copy", text), text
 
 
-def test_resumed_with_other_files(refused):
+def test_resumed_with_other_files(refused, monkeypatch):
     """Another number of images, another class, or another name of an image, by which another one is
     every tenth: refused. The folder may be moved, or packed."""
     write_folder("pictures", side=20)
@@ -129,7 +129,10 @@ def test_resumed_with_other_files(refused):
     shutil.rmtree("moved/pictures")
     shutil.move("pictures", "moved/pictures")
     train("--dataset", "moved/pictures", *flags, "--epochs", 3)
-    assert place("out") == (3, 0)
+    monkeypatch.chdir("moved/pictures")
+    for epochs, folder in (4, "."), (5, "../pictures/"), (6, "train/.."):
+        train("--dataset", folder, *flags[:-1], "../../out", "--epochs", epochs)
+    assert place("../../out") == (6, 0)
 
 
 def test_what_identifies_a_dataset():
@@ -152,14 +155,18 @@ def test_what_identifies_a_dataset():
 SEEDS = """
 import random
 import numpy as np
-def seen(seed):
+def seen(seed, *names):
     def seed_and_tell(*words, **options):
         seed(*words, **options)
         numbers = torch.rand(()).item(), np.random.rand(), random.random()
-        seed(*words, **options)
-        print(f"\\nseed {words[0]}: {numbers}\\n", end="", flush=True)
+        if words[0] in names:
+            print(f"\\nseed {words[0]}: {numbers}\\n", end="", flush=True)
+        return seed(*words, **options)
     return seed_and_tell
-seed_everything, seed_torch = seen(seed_everything), seen(seed_torch)
+import loaders, start
+of_all = "data", "weights", "prepare"
+start.seed_everything = loaders.seed_everything = seen(loaders.seed_everything, *of_all)
+loaders.seed_torch = seen(loaders.seed_torch, "step")
 """
 
 
@@ -196,7 +203,7 @@ class Augmented(Dataset):
         noise = torch.rand(()) + np.random.rand() + random.random()
         return self.images[i].float() / 100 + noise, int(self.targets[i])
 def load_data(args):
-    parts = [load_torchvision(args.dataset, args.data_dir, train, False) for train in (True, False)]
+    parts = load_images(args.dataset, args.data_dir, args.image_size, False)
     whole = torch.utils.data.ConcatDataset([Augmented(*part.tensors) for part in parts])
     train_set, test_set = torch.utils.data.random_split(whole, [643, 200])
     total = sum(i * j for i, j in enumerate(test_set.indices))
@@ -345,7 +352,8 @@ def test_evaluate(fashion, denied, out, capsys):
     before = content("out")
     flags = [*fashion, "--evaluate"]
     train(*flags, "--output", "out")
-    assert capsys.readouterr().out.endswith(f"out/{line}")
+    caveat = "best.pt was chosen on these images: on other images, expect slightly lower scores\n"
+    assert capsys.readouterr().out.endswith(f"out/{line}{caveat}")
     for text in together([*flags, "--output", "out"], [*flags, "--init", "out/best.pt"]):
         assert text.count(f"out/{line}") == 1 and "step" not in text.replace("per step", "")
     assert content("out") == before and not Path("runs").exists()
@@ -367,6 +375,14 @@ def test_evaluate_on_test(capsys):
     assert metrics("out")[-1]["val_accuracy"] == 1
     train(*flags, "--evaluate")
     assert "test accuracy 0.0000" in capsys.readouterr().out.splitlines()[-1]
+    for folder in "elsewhere/pictures", "other/test":
+        shutil.copytree("pictures/test", f"{folder}/test")  # without train/
+        with pytest.raises(SystemExit, match="2"):
+            train(*flags[2:], "--dataset", folder, "--overwrite")
+        assert "has no train/, which only --evaluate can do" in capsys.readouterr().err
+        train(*flags[2:], "--dataset", folder, "--evaluate", "--batch-size", 9)
+        said = capsys.readouterr().out
+        assert "test accuracy 0.0000" in said and "\n8 test samples, 2 classes" in said, said
     Path("pictures/train/a/00000.jpg").rename("pictures/test/a/00000.jpg")
     with pytest.raises(SystemExit):
         train(*flags, "--evaluate")
