@@ -10,6 +10,7 @@ encodes a text as prepare_texts.py does. Neither needs a network.
 
 import argparse
 import base64
+import sys
 from pathlib import Path
 
 import torch
@@ -122,6 +123,9 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if args.output.resolve() == args.run.resolve():
         parser.error("give it a folder of its own")  # the run has a tokenizer.json, too
+    if not (args.run / "model.pt").exists():
+        parser.error(f"{args.run} has no model.pt: only a run that has ended can be exported")
+    sys.stdout.reconfigure(errors="backslashreplace")  # for names that the terminal cannot show
     saved = torch.load(args.run / "model.pt", mmap=True, weights_only=True)
     convert(saved).save_pretrained(args.output)
     convert_tokenizer(saved["tokenizer"], saved["length"]).save_pretrained(args.output)

@@ -4,8 +4,12 @@ python large/prepare_texts.py my_texts --output my_tokens
 
 Reads a file, or all texts below a folder, in the order of their names. A .txt or .md file is one
 document; in a .jsonl or .json file each line is one, {"text": ...}. They are in UTF-8, and may be
-compressed (.txt.gz). Other files and empty documents are left out and counted, hidden files only
+compressed (.txt.gz). Other files and blank documents are left out and counted, hidden files only
 left out. Links are followed, but nothing is read twice.
+
+Texts of any length are read in pieces, cut at the end of a word, so their tokens are those of the
+whole text (but a word of more than 10,000 characters may be cut). A line of a .jsonl or .json file
+is read whole, and must have less than a billion characters.
 
 An end-of-text token is put before each document. Every 50th document (--hold-out) is for
 validation; if there are fewer than 50, the last 50th of all the text is.
@@ -32,19 +36,24 @@ import os
 import sys
 import threading
 import time
+import unicodedata
 import zlib
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 PIECE = 100_000  # characters of a document that are tokenized at a time, about
+WORD = 10_000  # characters of the longest word that is not cut
+LINE = 1_000_000_000  # characters of the longest line of a .jsonl file
 BATCH = 20_000_000  # characters that the processes share at a time
 
 parser = argparse.ArgumentParser(
     description="Turn texts into token ids.",
+    usage="%(prog)s TEXTS [flags]; --help lists them",
     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     allow_abbrev=False,
 )
@@ -105,7 +114,12 @@ def describe_tokenizer(name):
     if name == "bytes":
         return {"name": "bytes"}
     if name.endswith(".json"):
-        return json.loads(Path(name).read_text())
+        if not Path(name).is_file():
+            parser.error(f"--tokenizer: there is no {name}")
+        description = json.loads(Path(name).read_text())
+        if "name" not in description:  # Hugging Face's files have the same name
+            parser.error(f"--tokenizer: {name} is none that prepare_texts.py has written")
+        return description
     from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
 
     if name not in ENCODING_CONSTRUCTORS:
@@ -168,8 +182,14 @@ class Texts:
             print(f"{path}: {self.not_utf8} {note}", flush=True)
 
     def read_whole(self, file, path):
+        yield from self.read_document(iter(lambda: file.read(PIECE), ""))
+
+    def read_document(self, blocks):
+        """Yields a document's pieces from its text in blocks. A blank one has none."""
         begins = True
-        while text := file.read(PIECE) + file.readline():  # to the end of a line
+        for text in cut_between_words(blocks):
+            if begins and not text.strip():
+                continue
             yield text, begins
             begins = False
         self.empty += begins
@@ -177,7 +197,10 @@ class Texts:
     def read_lines(self, file, path):
         """A .json file that begins with something else, such as settings, is left out."""
         documents = 0
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(LINE), ""), 1):
+            if len(line) == LINE:
+                limit = f"has {LINE:,} characters or more: make it a .txt file"
+                raise SystemExit(f"{path}, line {number}: {limit}")
             if not line.strip():
                 continue
             try:
@@ -190,10 +213,7 @@ class Texts:
                     return
                 raise SystemExit(f"{path}, line {number}: {error}") from error
             documents += 1
-            if text:
-                yield text, True
-            else:
-                self.empty += 1
+            yield from self.read_document(text[i : i + PIECE] for i in range(0, len(text), PIECE))
 
     def replace(self, error):
         """What stands for bytes that are not UTF-8: see codecs.register_error."""
@@ -207,12 +227,11 @@ class Texts:
             shown = ", ".join(f"{count} {name}" for name, count in self.suffixes.most_common(10))
             lines.append(f"{self.suffixes.total()} files left out by their suffix: {shown}")
         if self.other_json:
-            says = (
-                f'.json files left out, whose first line is no {{"{self.field}": "..."}}: such as'
-            )
-            lines.append(f"{len(self.other_json)} {says} {self.other_json[0]}")
+            start = f'{{"{self.field}": "..."}}'
+            reason = f".json files left out, whose first line is no {start}: such as"
+            lines.append(f"{len(self.other_json)} {reason} {self.other_json[0]}")
         if self.empty:
-            lines.append(f"{self.empty} empty documents left out")
+            lines.append(f"{self.empty} blank documents left out")
         if self.repeated:
             lines.append(f"{self.repeated} files or folders read once, to which links lead, too")
         return lines
@@ -237,6 +256,29 @@ def open_text(path):
         raise SystemExit(f"{path} is UTF-16, or no text: convert it to UTF-8, or move it elsewhere")
     # utf-8-sig: as utf-8, without the mark with which some editors begin a file.
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="count")
+
+
+def cut_between_words(blocks):
+    """Yields the text of the blocks in pieces that end where a word does."""
+    rest = ""
+    for block in blocks:
+        text = rest + block
+        end = last_end_of_word(text)
+        yield text[:end]
+        rest = text[end:]
+    if rest:
+        yield rest
+
+
+def last_end_of_word(text):
+    """Where the last word that something else follows ends: between a letter or digit and what no
+    tokenizer joins to it. If there is none in the last WORD characters, the end of the text."""
+    for i in range(len(text) - 1, max(0, len(text) - WORD), -1):
+        if text[i - 1].isalnum() and not text[i].isalnum():
+            joined = text[i] in "'\u2019_" or unicodedata.category(text[i]).startswith("M")
+            if not joined:
+                return i
+    return len(text)
 
 
 def read_line(line, field):
@@ -284,6 +326,21 @@ def tokenize(piece):
     return np.array(ids, np.uint16 if tokenizer.vocabulary <= 2**16 else np.uint32), begins
 
 
+@contextmanager
+def name_in_error(path):
+    """The system's error about a full disk names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise SystemExit(f"{path}: {error.strerror}") from error
+
+
+def write_json(path, content):
+    with name_in_error(path):
+        Path(f"{path}.tmp").write_text(json.dumps(content))
+        os.replace(f"{path}.tmp", path)
+
+
 class TokenFile:
     """PART.bin. Until it is whole it has another name: a run may still read the old one."""
 
@@ -292,24 +349,27 @@ class TokenFile:
         self.file = open(f"{self.path}.tmp", "w+b")
 
     def write(self, ids):
-        self.file.write(ids.tobytes())
+        with name_in_error(self.path):
+            self.file.write(ids.tobytes())
         self.count += len(ids)
 
     def move_end(self, count, dtype, other):
         """Cut off the last `count` token ids, and write them to the other file."""
         self.count -= count
-        self.file.seek(self.count * dtype.itemsize)
+        with name_in_error(self.path):
+            self.file.seek(self.count * dtype.itemsize)  # writes what is left
         other.write(np.frombuffer(self.file.read(), dtype))
         self.file.truncate(self.count * dtype.itemsize)
 
     def close(self):
         """Returns what tokens.json says of it."""
         content = hashlib.sha256()
-        self.file.seek(0)
-        while block := self.file.read(2**20):
-            content.update(block)
-        self.file.close()
-        os.replace(f"{self.path}.tmp", self.path)
+        with name_in_error(self.path):
+            self.file.seek(0)
+            while block := self.file.read(2**20):
+                content.update(block)
+            self.file.close()
+            os.replace(f"{self.path}.tmp", self.path)
         return {"count": self.count, "sha256": content.hexdigest()}
 
 
@@ -339,9 +399,11 @@ def lock_folder(folder, seconds=0):
 
 
 def main(args):
-    sys.stdout.reconfigure(errors="backslashreplace")  # for files' names that are not UTF-8
+    sys.stdout.reconfigure(errors="backslashreplace")  # for names that the terminal cannot show
     if args.hold_out < 2:
         parser.error("--hold-out must be at least 2")
+    if not 1 <= args.workers <= 1000:
+        parser.error("--workers must be from 1 to 1000")
     if not args.texts.exists():
         parser.error(f"there is no {args.texts}")
     description = describe_tokenizer(args.tokenizer)
@@ -363,8 +425,22 @@ def main(args):
 
 
 def write_tokens(args, texts, description, pool):
-    (args.output / "tokens.json").unlink(missing_ok=True)  # written last: then all is there
-    (args.output / "tokenizer.json").write_text(json.dumps(description))
+    """tokens.json last: with it, all is there. Nothing else is left after an error."""
+    (args.output / "tokens.json").unlink(missing_ok=True)
+    try:
+        write_json(args.output / "tokenizer.json", description)
+        about = write_parts(args, texts, pool)
+        tokenizer = build_tokenizer(description)
+        about |= {"tokenizer": description["name"], "vocabulary": tokenizer.vocabulary}
+        about |= {"token_bytes": tokenizer.token_bytes()}
+        write_json(args.output / "tokens.json", about)
+    finally:
+        for name in "tokenizer.json", "train.bin", "val.bin", "tokens.json":
+            (args.output / f"{name}.tmp").unlink(missing_ok=True)
+
+
+def write_parts(args, texts, pool):
+    """train.bin and val.bin. Returns what tokens.json says of them."""
     train, val = TokenFile(args.output, "train"), TokenFile(args.output, "val")
     documents, dtype = 0, None
     for batch in make_batches(texts.pieces()):
@@ -382,19 +458,12 @@ def write_tokens(args, texts, description, pool):
         if train.count < held_out_tokens + 2:
             parser.error(f"{args.texts} has only {train.count} tokens")
         train.move_end(held_out_tokens, dtype, val)
-    tokenizer = build_tokenizer(description)
-    about = {
-        "tokenizer": description["name"],
-        "vocabulary": tokenizer.vocabulary,
-        "dtype": str(dtype),
-        "train": train.close(),
-        "val": val.close(),
-        "token_bytes": tokenizer.token_bytes(),
-    }
-    (args.output / "tokens.json.tmp").write_text(json.dumps(about))
-    os.replace(args.output / "tokens.json.tmp", args.output / "tokens.json")
+    about = {"dtype": str(dtype), "train": train.close(), "val": val.close()}
     print(f"{args.output}: {documents:,} documents")
     print(f"{train.count:,} tokens for training, {val.count:,} for validation: {held_out}")
+    if 10 * args.hold_out * val.count < train.count:
+        print("that is little for validation: choose another --hold-out", flush=True)
+    return about
 
 
 if __name__ == "__main__":

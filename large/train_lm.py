@@ -22,6 +22,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +64,6 @@ SIZES = {  # layers, width, heads
     "7b": (32, 4096, 32),
     "13b": (40, 5120, 40),
 }
-SMALL_MICRO_BATCH, LARGE_MICRO_BATCH = 16_384, 65_536  # tokens: see micro_batch_tokens
 
 # By torchrun; without it, this is the only process.
 launched = bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
@@ -77,57 +77,78 @@ parser = argparse.ArgumentParser(
     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     allow_abbrev=False,
 )
-add = parser.add_argument_group("data and model").add_argument
-add("--tokens", type=Path, default=Path("tokens"), help="folder that prepare_texts.py has written")
-add("--size", choices=SIZES, default="160m", help="sets --layers, --width and --heads")
-add("--layers", type=int, help="layers (blocks)")
-add("--width", type=int, help="features of a token")
-add("--heads", type=int, help="attention heads; a width of 128 for each is fast")
-add("--length", type=int, default=1024, help="tokens of a sequence")
+
+add_data = parser.add_argument_group("data and model").add_argument
+add_data("--tokens", type=Path, default="tokens", help="folder that prepare_texts.py has written")
+add_data("--size", choices=SIZES, default="160m", help="sets --layers, --width and --heads")
+add_data("--layers", type=int, help="layers (blocks)")
+add_data("--width", type=int, help="features of a token")
+add_data("--heads", type=int, help="attention heads; a width of 128 for each is fast")
+add_data("--length", type=int, default=1024, help="tokens of a sequence")
+
 training = parser.add_argument_group("training")
-add = training.add_mutually_exclusive_group().add_argument  # these two may change on --resume
-add("--steps", type=int, default=1000, help="of the whole run")
-add("--epochs", type=float, help="instead of --steps: how often all texts are read")
-add = training.add_argument
-add("--batch-size", type=int, default=512, help="sequences per step, over all GPUs")
-add("--lr", type=float, help="highest learning rate; None: 6e-4 * (768 / width) ** 0.5")
-add("--warmup-steps", type=int, help="in which it rises; None: 100, or a tenth of few --steps")
-add("--weight-decay", type=float, default=0.1, help="of the blocks' and the head's matrices")
-add("--clip-norm", type=float, default=1.0, help="maximum norm of the gradient; 0: any")
-add("--seed", type=int, default=76, help="of the weights and of the order of the texts")
-add = parser.add_argument_group("speed and memory").add_argument
-add("--device", choices=devices, default=devices[0])
-add("--float32", action="store_true", help="on a GPU: no bfloat16 (the CPU always has float32)")
+add_duration = training.add_mutually_exclusive_group().add_argument
+add_duration("--steps", type=int, default=1000, help="of the whole run")
+add_duration("--epochs", type=float, help="instead of --steps: how often all texts are read")
+add_training = training.add_argument
+add_training("--batch-size", type=int, default=512, help="sequences per step, over all GPUs")
+add_training("--lr", type=float, help="highest learning rate; None: 6e-4 * (768 / width) ** 0.5")
+warmup_help = "in which it rises; None: 100, or a tenth of few --steps"
+add_training("--warmup-steps", type=int, help=warmup_help)
+decay_help = "of the blocks' and the head's matrices"
+add_training("--weight-decay", type=float, default=0.1, help=decay_help)
+add_training("--clip-norm", type=float, default=1.0, help="maximum norm of the gradient; 0: any")
+add_training("--seed", type=int, default=76, help="of the weights and of the order of the texts")
+
+add_speed = parser.add_argument_group("speed and memory").add_argument
+add_speed("--device", choices=devices, default=devices[0])
+float32_help = "on a GPU: no bfloat16 (the CPU always has float32)"
+add_speed("--float32", action="store_true", help=float32_help)
 compile_help = "torch.compile each block; None: on CUDA"
-add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
-accumulate_help = "micro-batches per step; None: of at most 16,384 tokens on each GPU, or 65,536"
-add("--accumulate", type=int, help=accumulate_help)
-add("--recompute", action="store_true", help="keep only the blocks' inputs for the backward pass")
-add("--shard", type=int, default=0, help="GPUs that share one copy of the model; 0: all")
-add("--keep-gathered", action="store_true", help="blocks stay gathered until the backward pass")
-add("--timeout", type=int, default=600, help="seconds to wait for another process")
-add = parser.add_argument_group("the run").add_argument
-add("--output", type=Path, default=Path("runs/lm"), help="folder of the run")
-add("--resume", action="store_true", help="continue the run in --output, if any")
-add("--checkpoint-minutes", type=float, default=5, help="time between two checkpoints")
-add("--log-every", type=int, default=10, help="steps between two progress lines")
-add("--eval-every", type=int, default=500, help="steps between two evaluations")
-add("--eval-tokens", type=int, default=2_000_000, help="of val.bin, at most, spread over it")
+add_speed("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
+accumulate_help = "micro-batches per step; None: as few as the GPU has memory for"
+add_speed("--accumulate", type=int, help=accumulate_help)
+recompute_help = "keep only the blocks' inputs for the backward pass"
+add_speed("--recompute", action="store_true", help=recompute_help)
+add_speed("--shard", type=int, default=0, help="GPUs that share one copy of the model; 0: all")
+gathered_help = "blocks stay gathered until the backward pass"
+add_speed("--keep-gathered", action="store_true", help=gathered_help)
+add_speed("--timeout", type=int, default=600, help="seconds to wait for another process")
+
+add_run = parser.add_argument_group("the run").add_argument
+add_run("--output", type=Path, default="runs/lm", help="folder of the run")
+add_run("--resume", action="store_true", help="continue the run in --output, if any")
+add_run("--checkpoint-minutes", type=float, default=5, help="time between two checkpoints")
+add_run("--log-every", type=int, default=10, help="steps between two progress lines")
+add_run("--eval-every", type=int, default=500, help="steps between two evaluations")
+add_run("--eval-tokens", type=int, default=2_000_000, help="of val.bin, at most, spread over it")
 sample_help = "continue TEXT, after an end-of-text token, by the newest checkpoint, and end"
-add("--sample", metavar="TEXT", help=sample_help)
-add("--sample-tokens", type=int, default=200, help="by which it is continued")
+add_run("--sample", metavar="TEXT", help=sample_help)
+add_run("--sample-tokens", type=int, default=200, help="by which it is continued")
+
 # A run is resumed with the same flags, except these.
-MAY_CHANGE = ["tokens", "size", "steps", "epochs", "device", "float32", "compile", "accumulate"]
-MAY_CHANGE += [
-    "recompute",
-    "shard",
-    "keep_gathered",
-    "timeout",
-    "output",
-    "resume",
+MAY_CHANGE = {
+    "accumulate",
     "checkpoint_minutes",
-]
-MAY_CHANGE += ["log_every", "eval_every", "eval_tokens", "sample", "sample_tokens"]
+    "compile",
+    "device",
+    "epochs",
+    "eval_every",
+    "eval_tokens",
+    "float32",
+    "keep_gathered",
+    "log_every",
+    "output",
+    "recompute",
+    "resume",
+    "sample",
+    "sample_tokens",
+    "shard",
+    "size",
+    "steps",
+    "timeout",
+    "tokens",
+}
 
 
 # ---- The model -----------------------------------------------------------------------------------
@@ -188,7 +209,8 @@ class Head(nn.Module):
     def forward(self, x, targets=None):
         """Scores (N, vocabulary) after the last token; or with targets (N, length), of which -1 do
         not count, the sum of their losses in nats, computed chunk by chunk: the float32 scores of
-        all tokens, and their gradients, would be the largest tensors of the step."""
+        all tokens, and their gradients, would be the largest tensors of the step. (torch 2.13 has
+        F.linear_cross_entropy, but of bfloat16 it returns the sum in bfloat16: two digits.)"""
         x = self.norm(x)
         if targets is None:
             return self.scores(x[:, -1]).float()
@@ -516,11 +538,16 @@ def evaluate(args, model, texts, device):
 def main(args):
     rank = int(os.environ["RANK"]) if launched else 0  # number of this process, on all machines
     world_size = int(os.environ["WORLD_SIZE"]) if launched else 1  # all processes, one per GPU
-    set_defaults(args, world_size)
+    # For samples and names that the terminal cannot show.
+    sys.stdout.reconfigure(errors="backslashreplace")
     if rank == 0:  # if it ends here, torchrun ends the others, which wait for it: one message
+        check_numbers(args)
+        set_defaults(args, world_size)
         check_flags(args, world_size)
         lock = None if args.sample is not None else lock_output(args)  # as long as it is open
     device = join(args, rank, world_size)
+    if rank > 0:
+        set_defaults(args, world_size)
     if args.sample is not None:
         text = sample(args, world_size, device)
         if rank == 0:
@@ -535,8 +562,7 @@ def main(args):
     compare_ranks(args, texts, world_size)
     latest = read_latest(args)
     check_run(args, texts, latest)
-    padded = 64 * math.ceil(texts.about["vocabulary"] / 64)  # a multiple of 64 is faster
-    config = {"vocabulary": padded, "layers": args.layers, "width": args.width, "heads": args.heads}
+    config = model_config(args, texts.about["vocabulary"])
     torch.set_float32_matmul_precision("high")  # TF32: faster on NVIDIA GPUs since Ampere
     model = build_model(args, config, device, world_size)
     optimizer = build_optimizer(args, model)
@@ -684,7 +710,7 @@ def save_model(args, model, config):
 
 def read_latest(args):
     """What latest.json says, if it is there: read by rank 0, as a network disk may show others an
-    older one, and told to all."""
+    older one, and broadcast to all."""
     path, latest = args.output / "latest.json", [None]
     if dist.get_rank() == 0 and path.exists():
         latest = [json.loads(path.read_text())]
@@ -712,6 +738,22 @@ def write_log(args, **row):
 # Ranks may outlive a killed torchrun until their next progress line; a network disk may keep the
 # lock of a machine that has died until it misses it, often for 90 s.
 LOCK_SECONDS = 60
+NUMBERS = ["layers", "width", "heads", "length", "steps", "batch_size", "accumulate", "timeout"]
+NUMBERS += ["log_every", "eval_every", "eval_tokens", "sample_tokens"]
+NUMBERS_FROM_0 = ["lr", "warmup_steps", "weight_decay", "clip_norm", "seed", "shard"]
+NUMBERS_FROM_0 += ["checkpoint_minutes"]
+
+
+def check_numbers(args):
+    """Of the flags as they were typed; those that depend on others are in check_flags."""
+    at_least = dict.fromkeys(NUMBERS, 1) | dict.fromkeys(NUMBERS_FROM_0, 0)
+    for name, least in at_least.items():
+        value = getattr(args, name)
+        if value is not None and not least <= value < 1e12:  # nan, too
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag} must be at least {least} and less than 1e12, not {value}")
+    if args.epochs is not None and not 0 < args.epochs < 1e12:
+        parser.error(f"--epochs must be more than 0 and less than 1e12, not {args.epochs}")
 
 
 def set_defaults(args, world_size):
@@ -722,25 +764,35 @@ def set_defaults(args, world_size):
     if args.compile is None:  # but not for samples: each length would be compiled
         args.compile = args.device == "cuda" and args.sample is None
     if args.accumulate is None:
-        micro_batch = max(1, micro_batch_tokens(args) // args.length)
+        micro_batch = max(1, micro_batch_tokens(args, world_size) // args.length)
         wanted = math.ceil(math.ceil(args.batch_size / world_size) / micro_batch)
         args.accumulate = max(1, min(wanted, args.batch_size // world_size))
 
 
-def micro_batch_tokens(args):
-    """The most in a micro-batch. As each communicates all weights, large ones are faster: where
-    their activations take less than half of the GPU. (In bfloat16 and compiled, these are about 40
-    bytes for each feature of each layer, and 4 for each score of the vocabulary.)"""
+def micro_batch_tokens(args, world_size):
+    """How many tokens a micro-batch has at most: each one communicates all weights, so as many as
+    fit into the GPU beside the model."""
     if args.device == "cpu":
-        return SMALL_MICRO_BATCH
-    path, vocabulary = args.tokens / "tokens.json", 50_304  # GPT-2's, padded
+        return 16_384
+    path, vocabulary = args.tokens / "tokens.json", 50_257  # GPT-2's
     if path.exists():
         vocabulary = json.loads(path.read_text())["vocabulary"]
-    activations = LARGE_MICRO_BATCH * (40 * args.layers * args.width + 4 * vocabulary)
-    activations *= (2 if args.float32 else 1) * (1 if args.compile else 2)
+    with torch.device("meta"):  # shapes without memory
+        model = LanguageModel(**model_config(args, vocabulary))
     index = int(os.environ["LOCAL_RANK"]) if launched else 0
     memory = torch.get_device_module(args.device).get_device_properties(index).total_memory
-    return LARGE_MICRO_BATCH if activations < memory / 2 else SMALL_MICRO_BATCH
+    for tokens in 65_536, 16_384, 8_192:
+        needed = sum(memory_per_gpu(args, model, world_size).values())
+        needed += activation_memory(args, model, tokens)
+        if 1e9 * needed < 0.85 * memory:  # the rest is for CUDA, NCCL, and what is not counted
+            return tokens
+    return 4_096
+
+
+def model_config(args, vocabulary):
+    """What builds a LanguageModel; with a padded vocabulary, as a multiple of 64 is faster."""
+    padded = 64 * math.ceil(vocabulary / 64)
+    return {"vocabulary": padded, "layers": args.layers, "width": args.width, "heads": args.heads}
 
 
 def uses_bfloat16(args):
@@ -748,17 +800,9 @@ def uses_bfloat16(args):
 
 
 def check_flags(args, world_size):
-    positive = ["layers", "width", "heads", "length", "steps", "batch_size", "accumulate"]
-    for name in [*positive, "log_every", "eval_every", "eval_tokens", "sample_tokens"]:
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if args.clip_norm < 0:
-        parser.error("--clip-norm must not be negative")
-    if args.epochs is not None and args.epochs <= 0:
-        parser.error("--epochs must be more than 0")
     if args.width % (2 * args.heads):
         parser.error("--width must be a multiple of two times --heads")
-    if args.shard < 0 or args.shard and world_size % args.shard:
+    if args.shard and world_size % args.shard:
         parser.error("the number of processes must be a multiple of --shard")
     if args.shard == 1 < world_size and torch.__version__ < (2, 10):
         parser.error("--shard 1 needs torch 2.10: NCCL may sum gradients wrongly in torch 2.9")
@@ -925,8 +969,7 @@ PEAK = {  # FLOP/s in bfloat16, without sparsity, by a GPU's whole name: a MIG s
 
 
 def memory_per_gpu(args, model, world_size):
-    """GB of each rank's memory by what is in them, without activations; and of its host's memory
-    for a checkpoint and, on rank 0, for the whole model. Calculated."""
+    """GB of each rank's memory by what is in them, without activations. Calculated."""
     shards = args.shard or world_size
     gathered_bytes = 2 if uses_bfloat16(args) else 4
     embedding = model.embedding.weight.numel()  # as large as the head
@@ -941,26 +984,39 @@ def memory_per_gpu(args, model, world_size):
         "moments": 8 * total / shards,  # AdamW's two
         "gathered": gathered_bytes * gathered,
         "to reduce": (gathered_bytes + 4) * max(block, embedding),  # and a float32 copy of it
-        "checkpoint": 12 * total / shards,
-        "whole": 4 * total,  # for model.pt
     }
     return {name: size / 1e9 for name, size in sizes.items()}
 
 
+def activation_memory(args, model, tokens):
+    """GB that a micro-batch adds, about. Compiled and in bfloat16, it is 40 bytes for each feature
+    of each layer, and 4 for each score of the vocabulary; with --recompute, each layer's input, two
+    times 40 bytes for a layer that is computed again, and the scores of a chunk."""
+    vocabulary = model.embedding.num_embeddings
+    if args.recompute:
+        size = tokens * (2 * args.layers + 80) * args.width + CHUNK * 10 * vocabulary
+    else:
+        size = tokens * (40 * args.layers * args.width + 4 * vocabulary)
+    return size * (1 if uses_bfloat16(args) else 2) * (1 if args.compile else 2) / 1e9
+
+
 def print_start(args, model, texts, world_size, device):
     memory = memory_per_gpu(args, model, world_size)
-    checkpoint, whole = memory.pop("checkpoint"), memory.pop("whole")
     parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.items())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     copy = f"a copy of the model on every {args.shard or world_size}"
     tokens, total = args.batch_size * args.length, sum(p.numel() for p in model.parameters())
+    micro_batch = math.ceil(args.batch_size / world_size / args.accumulate) * args.length
+    activations = activation_memory(args, model, micro_batch)
     epochs = tokens * args.steps / len(texts.train)
     print(f"torch {torch.__version__}, {world_size} ranks, {name}; {copy}")
     print(f"{len(texts.train):,} tokens for training, {len(texts.val):,} for validation")
     print(f"{total:,} parameters; highest learning rate {highest_rate(args):.2e}")
     step = f"{args.batch_size} sequences, {tokens:,} tokens, in {args.accumulate} micro-batches"
     print(f"a step: {step}; {args.steps} steps: {epochs:.1f} epochs")
-    print(f"GB on each: {sum(memory.values()):.2f} ({parts}) and activations", flush=True)
+    print(f"GB on each: {sum(memory.values()):.2f} ({parts})")
+    print(f"and about {activations:.2f} for the activations of {micro_batch:,} tokens", flush=True)
+    checkpoint, whole = 12e-9 * total / (args.shard or world_size), 4e-9 * total
     host = f"{checkpoint:.2f} for each rank's part of a checkpoint, {whole:.2f} for model.pt"
     print(f"GB of host memory: {host}", flush=True)
 

@@ -1,12 +1,12 @@
 """large/: texts to tokens; the same run on any number of ranks, however sharded; killed and
 resumed; what is refused; memory; samples and export."""
 
-import gc
 import gzip
 import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -50,8 +50,8 @@ STILL = ["--lr", 0, "--weight-decay", 0, "--steps", 1, "--warmup-steps", 0]  # n
 # that of step --stop, the run ends.
 STOP = """
 parser.set_defaults(checkpoint_minutes=0)
-add("--stop", type=int, default=-1)
-MAY_CHANGE.append("stop")
+add_run("--stop", type=int, default=-1)
+MAY_CHANGE.add("stop")
 class Checkpoints(Checkpoints):
     def __init__(self, args, *words, **options):
         super().__init__(args, *words, **options)
@@ -67,7 +67,7 @@ class Checkpoints(Checkpoints):
 
 def prepare(*words, pool=ThreadPoolExecutor):
     """What prepare_texts.py has written: tokens.json, and the ids for training and validation."""
-    words = [*map(str, words), "--workers", "1"]
+    words = ["--workers", "1", *map(str, words)]
     with mock.patch.object(prepare_texts, "ProcessPoolExecutor", pool):
         prepare_texts.main(prepare_texts.parser.parse_args(words))
     output = Path(words[words.index("--output") + 1])
@@ -75,6 +75,15 @@ def prepare(*words, pool=ThreadPoolExecutor):
     ids = [np.fromfile(output / f"{part}.bin", about["dtype"]) for part in ("train", "val")]
     assert [len(part) for part in ids] == [about[part]["count"] for part in ("train", "val")]
     return about, *ids
+
+
+def refusal(function, *words):
+    """What SystemExit says. Its traceback is freed: it would keep a lock."""
+    try:
+        function(*words)
+    except SystemExit as error:
+        return str(error)
+    raise AssertionError("it is not refused")
 
 
 @pytest.fixture(scope="session")
@@ -152,7 +161,7 @@ def all_scores(model, ids):
 
 
 # ---- Texts ---------------------------------------------------------------------------------------
-def test_prepare_texts():
+def test_prepare_texts(capsys):
     """Each document once, in the order of names, after an end-of-text; every third is held out.
     Pieces of a long one are joined. Hidden files are skipped."""
     Path("texts/sub").mkdir(parents=True)
@@ -176,26 +185,73 @@ def test_prepare_texts():
     assert len(long) > prepare_texts.PIECE
     assert documents(train) == [long, "document 0", "document 2", "document 3"]
     assert documents(val) == ["document 1"]
+    assert "that is little for validation: choose another --hold-out" in capsys.readouterr().out
     of_text = np.array(about["token_bytes"])[train].sum()
     assert of_text == len("".join(documents(train)).encode())
     # Fewer documents than --hold-out: the end of the text, wherever it is.
     _, begin, end = prepare(*words, 6)
     assert len(end) == (len(train) + len(val)) // 6
     assert documents(np.concatenate([begin, end]))[1:] == [f"document {i}" for i in range(4)]
+    assert "little" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["one.txt", "one.jsonl"])
+def test_one_long_line(monkeypatch, name):
+    """A document of one line is read in pieces that end with a word, if none is too long."""
+    monkeypatch.setattr(prepare_texts, "PIECE", 200)
+    monkeypatch.setattr(prepare_texts, "WORD", 50)
+    text = "  Zwölf Boxkämpfer don\u2019t x_y, 1234 it\u2019s नमस्ते。今天，天气 " * 40 + "x" * 500
+    text = text.strip()
+    Path(name).write_text(json.dumps({"text": text}) if name.endswith("l") else text)
+    texts = prepare_texts.Texts(Path(name), "text", Path())
+    pieces, begins = zip(*texts.pieces())
+    assert "".join(pieces) == text and begins == (True, *[False] * (len(pieces) - 1))
+    assert max(map(len, pieces)) <= 250
+    cuts = np.cumsum([len(piece) for piece in pieces])
+    whole = [i for i in cuts if i < len(text) - 500]
+    assert len(whole) > 5 and all(text[i - 1].isalnum() and text[i] in " ,。，" for i in whole)
+    monkeypatch.setattr(prepare_texts, "LINE", 300)
+    if name.endswith("l"):
+        with pytest.raises(SystemExit, match="one.jsonl, line 1: has 300 characters or more"):
+            list(texts.pieces())
+
+
+def test_full_disk(capsys):  # whose file the limit would cut, too
+    """An error names the file, and leaves no temporary one and nothing that looks whole."""
+    Path("texts").mkdir()
+    for name, limit, *counts in (
+        ("train.bin", 9000, 20_000, 10),
+        ("val.bin", 9000, 10, 20_000),
+        ("tokenizer.json", 10, 10, 10),
+        ("tokens.json", 500, 10, 10),
+    ):
+        for i, count in enumerate(counts):  # the second one is held out
+            Path(f"texts/{i}.txt").write_text("a" * count)
+        plain = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, plain[1]))
+        try:
+            words = "texts --output out --tokenizer bytes --hold-out 2".split()
+            assert refusal(prepare, *words) == f"out/{name}: File too large"
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, plain)
+        assert not list(Path("out").glob("*.tmp")) and not Path("out/tokens.json").exists()
 
 
 def test_which_texts_are_read(capsys):
     """Suffixes in any case, compressed or not; through links, which may lead to a folder above, but
-    nothing twice; what is left out is counted, also empty documents; the output is no text."""
+    nothing twice; what is left out is counted, also blank documents; the output is no text."""
     Path("texts/sub").mkdir(parents=True)
     Path("elsewhere").mkdir()
     Path("texts/A.TXT").write_text("one\r\n")
-    Path("texts/b.json").write_text('{"text": "two"}\n\n{"text": ""}\n{"text": "three"}')
+    Path("texts/b.json").write_text(
+        '{"text": "two"}\n\n{"text": ""}\n{"text": "\\n "}\n{"text": "three"}'
+    )
     Path("texts/c.Jsonl.GZ").write_bytes(gzip.compress(b'{"text": "four"}'))
     Path("texts/list.json").write_text('[{"text": "x"},\n{"text": "y"}]')
     Path("texts/null.JSON").write_text('{"text": null}\n{"text": "z"}')
     Path("texts/d.txt.gz").write_bytes(gzip.compress("\ufefff\u00fcnf".encode()))
     Path("texts/e.md").touch()
+    Path("texts/blank.txt").write_text(" \n\t\n")
     Path("texts/f.txt").write_bytes("\ufffd: ".encode() + b"\xff\xfe!")
     Path("elsewhere/g.txt").write_text("seven")
     for name in "texts/code.PY", "texts/sub/b.py", "texts/none", "texts/h.tar.gz":
@@ -217,7 +273,7 @@ def test_which_texts_are_read(capsys):
             '2 .json files left out, whose first line is no {"text": "..."}: such as texts/l'
             in text
         )
-        assert "2 empty documents" in text and "2 files or folders read once" in text
+        assert "4 blank documents" in text and "2 files or folders read once" in text
 
 
 REFUSED = {  # what a text in a.NAME has, and what is said; also next to a good text
@@ -253,14 +309,16 @@ def test_folders_of_texts_that_are_refused(capsys, monkeypatch):
     words = ["texts", "--output", "out", "--tokenizer", "bytes"]
 
     def refused(says, *others):
-        with pytest.raises(SystemExit) as error:
-            prepare(*words, *others)
-        assert says in capsys.readouterr().err + str(error.value)
-        del error
-        gc.collect()  # its traceback has the lock
+        message = refusal(prepare, *words, *others)
+        assert says in capsys.readouterr().err + message
 
     refused("there is no texts")
     Path("texts").mkdir()
+    for flags in ["--hold-out", 1], ["--workers", 0], ["--workers", -1], ["--workers", 10**6]:
+        refused(f"{flags[0]} must be", *flags)
+    Path("tokenizer.json").write_text('{"model": {}}')
+    refused("there is no other.json", "--tokenizer", "other.json")
+    refused("tokenizer.json is none that prepare_texts.py has", "--tokenizer", "tokenizer.json")
     Path("texts/a.csv").touch()
     refused("no text in .txt, .md, .jsonl or .json files in texts")
     for text in "", "a":
@@ -305,7 +363,7 @@ def test_killed_while_it_prepares(monkeypatch):
             raise KeyboardInterrupt
         done.append(plain(*paths))
 
-    for number in range(3):
+    for number in range(4):
         prepare(*words)
         done.clear()
         with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
@@ -347,6 +405,14 @@ def test_tiktoken():
     assert np.array(about["token_bytes"])[ids].sum() == len(text.encode())
     tokenizer = prepare_texts.build_tokenizer(json.loads(Path("out/tokenizer.json").read_text()))
     assert tokenizer.decode(ids.tolist()) == text
+    # In pieces, by each pattern: the same ids.
+    text = "".join(path.read_text() for path in sorted(ROOT.glob("*.md")))
+    for name, pattern in PATTERNS.items():
+        ranks = bpe_train(text[:2000], 400, pattern, visualise=None)
+        own = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        blocks = (text[i : i + 500] for i in range(0, len(text), 500))
+        pieces = [*map(own.encode_ordinary, prepare_texts.cut_between_words(blocks))]
+        assert len(pieces) > 20 and sum(pieces, []) == own.encode_ordinary(text)
 
 
 def test_windows():
@@ -642,8 +708,6 @@ def test_when_it_saves():
 
 # ---- What is refused -----------------------------------------------------------------------------
 FLAGS = {  # and the number of ranks
-    "--log-every must be at least 1": ("--log-every 0", 1),
-    "--epochs must be more than 0": ("--epochs 0", 1),
     "must be at least the number of processes, 3": ("--batch-size 2", 3),
     "must be at least --accumulate times": ("--batch-size 8 --accumulate 3", 3),
     "must be a multiple of --shard": ("--shard 3", 4),
@@ -652,15 +716,35 @@ FLAGS = {  # and the number of ranks
 }
 
 
-@pytest.mark.parametrize("says", FLAGS)
-def test_flags_that_are_refused(monkeypatch, capsys, says):
-    words, ranks = FLAGS[says]
-    args = train_lm.parser.parse_args(["--device", "cpu", *words.split()])
-    train_lm.set_defaults(args, ranks)
+def test_flags_that_are_refused(monkeypatch, capsys):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.9.1+cu128"))
+    for says, (words, ranks) in FLAGS.items():
+        args = train_lm.parser.parse_args(["--device", "cpu", *words.split()])
+        train_lm.check_numbers(args)
+        train_lm.set_defaults(args, ranks)
+        with pytest.raises(SystemExit, match="2"):
+            train_lm.check_flags(args, ranks)
+        assert says in capsys.readouterr().err
+    assert vars(train_lm.parser.parse_args([])).keys() > train_lm.MAY_CHANGE
+
+
+def test_numbers(capsys):
+    """Each flag that has a number has limits, which one line says; before a folder is made."""
+    typed = [x for x in train_lm.parser._actions if x.type in (int, float)]
+    flags = {x.option_strings[-1]: ["-1", "nan", "inf", "9" * 15] for x in typed}
+    zero = "batch-size steps layers width heads accumulate log-every eval-every timeout epochs"
+    for name in zero.split():
+        flags[f"--{name}"].append("0")
+    for flag, values in flags.items():
+        for value in values:
+            with pytest.raises(SystemExit, match="2"):
+                train_lm.check_numbers(train_lm.parser.parse_args([f"{flag}={value}"]))
+            said = capsys.readouterr().err
+            assert f"argument {flag}: invalid" in said or f"error: {flag} must be" in said, said
     with pytest.raises(SystemExit, match="2"):
-        train_lm.check_flags(args, ranks)
-    assert says in capsys.readouterr().err
+        here(LM, "--device", "cpu", "--output", "new", "--length=0")
+    assert "error: --length must be at least 1" in capsys.readouterr().err
+    assert files(".") == []
 
 
 def test_folders_that_are_refused(flags, tokens, one, capsys):
@@ -669,12 +753,9 @@ def test_folders_that_are_refused(flags, tokens, one, capsys):
 
     def refused(*words, says):
         before = content()
-        with pytest.raises(SystemExit) as error:
-            here(LM, *flags, *words)
-        text = capsys.readouterr().err + str(error.value)
+        message = refusal(here, LM, *flags, *words)
+        text = capsys.readouterr().err + message
         assert says in text and content() == before, text
-        del error
-        gc.collect()  # its traceback has the lock
 
     shutil.copytree(one, "out")
     refused("out", says="has a run: add --resume")
@@ -779,23 +860,26 @@ def test_a_rank_left_in_the_shell(flags, capsys, seconds):
 # ---- Samples, and other programs -----------------------------------------------------------------
 ANOTHER_CHOICE = """
 plain = next_scores
+sys.stdout.reconfigure(encoding="ascii")  # of the terminal
 def next_scores(*words):  # rank 1 would choose the end of the text
     return plain(*words) + 1e6 * dist.get_rank() * (torch.arange(320) == 256)
 """
 
 
 def test_sample(one, capsys):
-    """Also on two ranks, which agree; by the run's folder alone, in which nothing is written."""
+    """Also on two ranks, which agree, with a terminal that has no umlauts; by the run's folder
+    alone, in which nothing is written."""
     before = content(one)
-    words = ["--device", "cpu", "--sample", "To train", "--sample-tokens", 5, "--output", one]
+    words = ["--device", "cpu", "--sample", "Tö train", "--sample-tokens", 5, "--output", one]
     capsys.readouterr()
     here(LM, *words)
     alone = capsys.readouterr().out
-    assert alone.startswith("To train") and len(alone) > 10
+    assert alone.startswith("Tö train") and len(alone) > 10
     here(LM, *words, "--sample", "")  # from the end-of-text alone
     assert 1 < len(capsys.readouterr().out) <= 6
     text = run(LM, *words, more=ANOTHER_CHOICE, processes=2)
-    assert alone in text and content(one) == before, text
+    shown = alone.encode("ascii", "backslashreplace").decode()
+    assert shown in text and content(one) == before, text
 
 
 @pytest.mark.slow
@@ -809,6 +893,9 @@ def test_hugging_face(flags, capsys, monkeypatch):
     here(LM, *flags, "out", "--layers", 3, "--heads", 4, "--lr", 0.03)
     with pytest.raises(SystemExit):
         here("large/export_hf.py", "out", "out")
+    with pytest.raises(SystemExit):
+        here("large/export_hf.py", ".", "theirs")
+    assert ". has no model.pt: only a run that has ended" in capsys.readouterr().err
     here("large/export_hf.py", "out", "theirs")
     assert 'begin each prompt with <|endoftext|>, as in tokenizer("' in capsys.readouterr().out
     _, model = load_model("out")
@@ -825,10 +912,14 @@ def test_hugging_face(flags, capsys, monkeypatch):
 
 
 END = r"++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 PATTERNS = {  # tiktoken's, by the names of its tokenizers
     "r50k": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
     "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]"
     + END,
+    "o200k": rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 
 
@@ -974,7 +1065,8 @@ def test_saving(flags):
 
 
 def test_micro_batches(monkeypatch):
-    """65,536 tokens where they fit: of a small model, on a large GPU."""
+    """As many tokens as fit into the GPU beside the model; and as many micro-batches as they make
+    of a step of half a million."""
 
     class Device:
         @staticmethod
@@ -982,26 +1074,37 @@ def test_micro_batches(monkeypatch):
             return Device
 
     monkeypatch.setattr(torch, "get_device_module", lambda name: Device)
-    for gigabytes, size, number in (80, "160m", 1), (24, "160m", 4), (80, "400m", 4), (80, "3b", 4):
-        Device.total_memory = gigabytes * 2**30
-        args = train_lm.parser.parse_args(["--device", "cpu", "--size", size])
-        args.device, args.compile = "cuda", True
-        train_lm.set_defaults(args, 8)
-        assert args.accumulate == number
-    # Twice the activations, and a small vocabulary.
     Path("tokens").mkdir()
-    for vocabulary, size, more, number in (
-        (50_257, "160m", ["--float32"], 4),
-        (50_257, "160m", ["--no-compile"], 4),
-        (257, "tiny", ["--float32"], 1),
-        (2**20, "tiny", [], 4),
-    ):
+
+    def choose(gigabytes, ranks, *words, vocabulary=50_257):
         Path("tokens/tokens.json").write_text(json.dumps({"vocabulary": vocabulary}))
-        args = train_lm.parser.parse_args(["--device", "cpu", "--size", size, *more])
-        args.device, args.compile = "cuda", "--no-compile" not in more
-        Device.total_memory = 80 * 2**30
-        train_lm.set_defaults(args, 8)
-        assert args.accumulate == number
+        Device.total_memory = gigabytes * 2**30
+        args = train_lm.parser.parse_args(["--device", "cpu", "--size", *words])
+        args.device, args.compile = "cuda", "--no-compile" not in words
+        train_lm.set_defaults(args, ranks)
+        return train_lm.micro_batch_tokens(args, ranks), args.accumulate
+
+    for case, tokens, accumulate in (
+        ((80, 8, "160m"), 65_536, 1),
+        ((24, 8, "160m"), 16_384, 4),
+        ((80, 8, "400m"), 16_384, 4),
+        ((80, 8, "3b"), 16_384, 4),
+        ((80, 8, "3b", "--recompute"), 65_536, 1),
+        ((24, 8, "3b", "--recompute"), 16_384, 4),
+        # 26.5, 59.5 and 115 GB with 16,384
+        ((24, 1, "400m"), 8_192, 64),
+        ((48, 1, "1.4b"), 8_192, 64),
+        ((80, 1, "3b"), 4_096, 128),
+        ((24, 1, "3b"), 4_096, 128),  # does not fit, whatever the micro-batch
+        ((80, 1, "3b", "--recompute"), 16_384, 32),
+        # twice the activations
+        ((80, 8, "160m", "--float32"), 16_384, 4),
+        ((80, 8, "160m", "--no-compile"), 16_384, 4),
+        ((48, 2, "1.4b", "--shard", "1"), 8_192, 32),  # as on one GPU
+    ):
+        assert choose(*case) == (tokens, accumulate), case
+    assert choose(80, 8, "tiny", "--float32", vocabulary=257) == (65_536, 1)
+    assert choose(80, 8, "tiny", vocabulary=2**20) == (16_384, 4)
     for ranks, accumulate, length in (
         (7, 5, 1024),
         (3, 11, 1024),

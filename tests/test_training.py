@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import train as script
-from conftest import pictures
+from all_fixtures import pictures
 from helpers import (
     COMPLETE,
     checkpoint,
