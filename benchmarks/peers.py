@@ -385,17 +385,11 @@ COMPLETE_LOOP = """
 from itertools import repeat
 
 class TrainLoader(TrainLoader):
-    def batches(self, epoch, first_step=0):
+    def prepared(self, batches, epoch, first_step):
         if not hasattr(self, "batch"):
-            args, device = self.args, torch.device(self.args.device, dist.get_rank())
-            device = torch.device("cpu") if args.device == "cpu" else device
-            self.batch = prepare_batch(args, next(super().batches(epoch)), device)
-        return repeat(self.batch, self.steps_per_epoch)
-
-prepare_batch = prepare
-
-def prepare(args, batch, device, train=False):
-    return batch if train else prepare_batch(args, batch, device)
+            self.batch = self.prepare(self.args, next(batches), self.device, train=True)
+            self.prepare = lambda args, batch, device, train: batch
+        return super().prepared(repeat(self.batch), epoch, first_step)
 """
 
 
