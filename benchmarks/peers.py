@@ -11,8 +11,9 @@ python benchmarks/peers.py --model resnet50 --image-size 224 --batch-size 256 --
     loaders  the loaders alone, on JPEG files
 
 A round runs each contestant once, in processes of its own, and begins with another one. A figure is
-the median over the rounds (smallest to largest); ratios are within a round. Speeds and CPU time are
-of the second epoch, from the end of its first step to that of its last one.
+the median over the rounds (smallest to largest). "train_single.py x it" is how many times as fast
+that script is as the row's contestant, in the same round. Speeds and CPU time are of the second
+epoch, from the end of its first step to that of its last one.
 
 The contestants: this collection's scripts, with the model and the order of the samples replaced, as
 they must be the same for all; Accelerate; Lightning, by Fabric and by Trainer; the loop of most
@@ -385,17 +386,11 @@ COMPLETE_LOOP = """
 from itertools import repeat
 
 class TrainLoader(TrainLoader):
-    def batches(self, epoch, first_step=0):
+    def prepared(self, batches, epoch, first_step):
         if not hasattr(self, "batch"):
-            args, device = self.args, torch.device(self.args.device, dist.get_rank())
-            device = torch.device("cpu") if args.device == "cpu" else device
-            self.batch = prepare_batch(args, next(super().batches(epoch)), device)
-        return repeat(self.batch, self.steps_per_epoch)
-
-prepare_batch = prepare
-
-def prepare(args, batch, device, train=False):
-    return batch if train else prepare_batch(args, batch, device)
+            self.batch = self.prepare(self.args, next(batches), self.device, train=True)
+            self.prepare = lambda args, batch, device, train: batch
+        return super().prepared(repeat(self.batch), epoch, first_step)
 """
 
 
