@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import stand_in
-from helpers import ROOT, wait_until
+from helpers import ROOT, some_fast, wait_until
 from runs import replaced
 
 SLURM = ROOT / "slurm"
@@ -178,7 +178,7 @@ def test_ports(run):
     assert run("node1").words[1] == "train_ddp_multigpu_proc.py"
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", some_fast(FILES, "long", "ddp_torchrun"))
 def test_conda(run, name):
     """By a file's other lines. An environment that is active at the login is left first: it would
     be activated again in its old place in PATH."""
@@ -195,7 +195,7 @@ def test_conda(run, name):
     assert done.status == 0 and "a b" in done.words, done.log
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", some_fast(FILES, "long", "ddp_torchrun"))
 def test_container(run, name):
     """As long.sh and the page say: without `source`, and before all that srun starts."""
     command("apptainer", 'export PATH="$PWD/.venv/bin:$PATH" CONTAINER=1; shift 5; exec "$@"')
@@ -251,10 +251,10 @@ LIVES = {  # environment, exit status, what the log says, requeues, lines in run
     "the step is refused for ever": ({"TRAIN": "save()", "BUSY": "9"}, 99, "no new", 0, 1),
     "slurmctld is away": ({"TRAIN": "save(); exit(3)", "AWAY": "2"}, -15, "Unable to", 3, 2),
     "away at the warning": (
-        {"TRAIN": "save(); warn(); stand()", "AWAY": "20"},
+        {"TRAIN": "save(); warn(); stand()", "AWAY": "61"},  # longer than it asks at a time
         -15,
-        "Unable to contact",
-        21,
+        "so far: Slurm does not requeue it",
+        62,
         2,
     ),
     "away for ever": ({"TRAIN": "save(); exit(3)", "AWAY": "99"}, 3, "does not requeue", 60, 2),

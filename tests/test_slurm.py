@@ -377,7 +377,7 @@ def test_long_is_preempted(kind, clone, monkeypatch):
     if kind == "newer":
         assert command("sbatch", "--version").split()[1] >= "24.05"
     monkeypatch.setenv("TRAIN", "if life < 2: stand()")
-    edit("slurm/long.sh", "lives=5", "lives=1")
+    edit("slurm/long.sh", "lives=5", "lives=2")
     [line] = re.findall("^(for i in .*singleton.*)$", PAGES, re.M)
     chain = command("bash", "-c", replaced(line, "sbatch", "sbatch -p cancel", "FLAGS", "--lr 1"))
     chain = [Job("", number=number) for number in re.findall(r"job (\d+)", chain)]
@@ -413,14 +413,24 @@ exit(3)
 """
 
 
+def end_soon(job, seconds):
+    """In as many seconds as its warning comes before the limit: it is warned within 30 s. The next
+    life has an hour."""
+    command("scontrol", "update", f"job={job.number}", f"endtime=now+{seconds}")
+    job.wait_for("DUE TO JOB REQUEUE")
+    command("scontrol", "update", f"job={job.number}", "timelimit=60")
+
+
 @on("plain", "newer")
 def test_lives(kind, clone):
     """A script that saves and fails has so many. Past a time limit, the job continues. With a full
     disk, it ends."""
     edit("slurm/long.sh", "lives=5", "lives=3")
     fails, full = Job("long", TRAIN="save(); exit(3)"), Job("long", TRAIN=FULL)
-    options = ["--time=1", "--signal=B:USR1@60", "--nodes=2"]  # within 30 s
+    options = ["--signal=B:USR1@60", "--nodes=2"]
     job = Job("long", "--lr", "a b", options=options, TRAIN="if life == 0: save(); stand()")
+    job.starts(2)
+    end_soon(job, 60)
     assert len(fails.ended("FAILED", restarts=2).starts()) == 3
     assert "ends with status 3: this was the last of 3 lives" in fails.log()
     assert "/job cannot be written" in full.ended("FAILED").log()
@@ -593,9 +603,9 @@ STANDS = """\
 
 @on("plain")
 def test_real_scripts_beyond_a_time_limit(kind, real):
-    """With four minutes, each is warned at once, and requeued when it has a checkpoint. A copy
-    of complete/ is warned by Slurm while it stands still on two nodes, where where.sh shows its
-    ranks, and not torchrun; it ends with the weights of an undisturbed run."""
+    """Each is warned at once, and requeued when it has a checkpoint. A copy of complete/ is warned
+    by Slurm while it stands still on two nodes, where where.sh shows its ranks, and not torchrun.
+    They end with the weights of undisturbed runs."""
     shutil.copytree("complete", "mine")
     backward = "            scaler.scale("
     edit("mine/train.py", "import argparse\n", "import argparse, os, time\n")
@@ -619,33 +629,25 @@ def test_real_scripts_beyond_a_time_limit(kind, real):
         return Job("long", *flags, options=options)
 
     copy = submit("mine/train.py", "checkpoint.pt", *images, "--epochs", 1, options=["--nodes=2"])
-    short = ["--time=4"]
-    torchrun = submit("train_ddp_torchrun.py", "checkpoint.pt", *small, options=short)
+    torchrun = submit("train_ddp_torchrun.py", "checkpoint.pt", *small)
     jobs = [
         torchrun,
-        submit("complete/train.py", "checkpoint.pt", *images, "--epochs", 2, options=short),
-        submit("large/train_lm.py", "latest.json", *tokens, options=short),
-        submit("own_loop/after.py", "last.pt", "--epochs", 2, "--workers", 0, options=short),
+        submit("complete/train.py", "checkpoint.pt", *images, "--epochs", 2),
+        submit("large/train_lm.py", "latest.json", *tokens),
+        submit("own_loop/after.py", "last.pt", "--epochs", 2, "--workers", 0),
     ]
+    for job in jobs:
+        job.wait_for("long.sh: life 1")
+        warn(job.number)
     copy.wait_for("step 2/")
     lines = command("bash", "slurm/where.sh", copy.number).splitlines()
     ranks = [line[:12] for line in lines if "RANK=" in line]
     assert ranks == ["RANK=0 node0", "RANK=1 node1"], lines
-    command("scontrol", "update", f"job={copy.number}", "endtime=now+300")  # USR1 within 30 s
-    waiting = [*jobs, copy]
-
-    def extend():  # the limit of each one's next life, as soon as it waits for it
-        for job in [job for job in waiting if "DUE TO JOB REQUEUE" in job.log()]:
-            command("scontrol", "update", f"job={job.number}", "timelimit=60")
-            waiting.remove(job)
-        return not waiting or all(job.over() for job in waiting)
-
-    assert wait_until(extend, LIMIT, 0.2) and not waiting, waiting[0].log()
-    for job in jobs:  # a life more, if the next one has begun before its limit was set
-        wait_until(job.over, LIMIT, 0.1)
-        job.ended(restarts=max(1, int(job.show("Restarts"))))
+    end_soon(copy, 300)
+    for job in jobs:
+        log = job.ended(restarts=1).log()
         continued = r"[1-9]\d* steps are done|^epoch 1:"
-        assert re.search(continued, job.log().partition("DUE TO JOB REQUEUE")[2], re.M), job.log()
+        assert re.search(continued, log.partition("DUE TO JOB REQUEUE")[2], re.M), log
     assert torchrun.log().count("epoch 0:") == torchrun.log().count("epoch 1:") == 1
     assert re.search("0 epochs and [12] steps are done", copy.ended(restarts=1).log()), copy.log()
     helpers.run("complete/train.py", *images, "--epochs", 1, "--output", "runs/quiet", processes=2)
