@@ -16,6 +16,7 @@ from torch import nn
 from .notes import End, Said
 
 LEAVE = os._exit
+NOISE = 1e-5  # in the layers' outputs: above a float32's, so that it flips more ReLUs
 
 
 def wrap(owner, name):
@@ -67,7 +68,7 @@ class Process:
         self.folder, self.world = self.options["folder"], self.options["nproc"]
         self.name = self.options["run"]
         self.is_single = self.name != "all"  # a run on one process
-        self.noise = 1e-6 if self.name == "again" else 0.0  # in the layers' outputs
+        self.noise = NOISE if self.name == "again" else 0.0
         self.saves = self.name == "one"  # what the others are compared with, and set to
         self.rank = int(os.environ.get("RANK", 0)) if rank is None else rank
         self.thread = PerThread()

@@ -1,5 +1,6 @@
 """Waits for the processes of a run: until their ends, a failure, or a hang."""
 
+import contextlib
 import os
 import re
 import signal
@@ -54,13 +55,13 @@ class Waiting:
         """Have they noted something, or moved to another line, or are they busy in C, which keeps
         Python from saying where they are?"""
         now, wheres = time.monotonic(), [f"{self.path}.{rank}.where" for rank in self.ranks]
-        wheres = [where for where in wheres if os.path.exists(where)]
+        found = [each for each in map(text_and_age, wheres) if each]
         notes = [f"{self.path}.{rank}.notes" for rank in self.ranks]
         sizes = [os.path.getsize(file) for file in notes if os.path.exists(file)]
         if sizes != self.sizes:
             self.sizes, self.noted = sizes, now
-        texts = [open_text(where) for where in wheres]
-        is_busy = any(time.time() - os.path.getmtime(where) > SILENT for where in wheres)
+        texts = [text for text, _ in found]
+        is_busy = any(age > SILENT for _, age in found)
         if texts != self.frames or is_busy or self.noted == now:
             self.frames, self.moved = texts, now
         seconds = int(now - self.began)
@@ -71,9 +72,10 @@ class Waiting:
             print(f"ddp_check: {self.side}: {seconds} s: {text}", file=sys.stderr, flush=True)
 
 
-def open_text(path):
-    with open(path, errors="replace") as file:
-        return file.read()
+def text_and_age(path):
+    """Of a file, and its seconds; None if it is gone, as the process has just ended."""
+    with contextlib.suppress(FileNotFoundError), open(path, errors="replace") as file:
+        return file.read(), time.time() - os.fstat(file.fileno()).st_mtime
 
 
 def show_failure(side, folder, name, failed):
@@ -81,7 +83,8 @@ def show_failure(side, folder, name, failed):
     another."""
     ends = {rank: Notes(folder, name, rank).end() for rank in failed}
     rank = ([rank for rank in failed if "Connection" not in ends[rank]] or list(failed))[0]
-    text, status = open_text(f"{folder}/{name}.{rank}.log"), failed[rank]
+    text, _ = text_and_age(f"{folder}/{name}.{rank}.log")
+    status = failed[rank]
     text = re.sub("Extension modules: .*", "", text)  # of a C++ abort
     text = re.sub(rf'  File "{re.escape(FOLDER)}.*\n(    .*\n)*', "", text)  # our own frames
     lines = [line.rpartition("\r")[2] for line in text.splitlines()][-LINES:]

@@ -5,6 +5,7 @@ import os
 import numpy as np
 
 from ..notes import Finding, Step
+from ..process import NOISE
 from ..script import source
 from ..syntax import lines_that_set
 from .fits import meaning, same, sides, size
@@ -78,8 +79,8 @@ class Differences:
         wide = {part: off for part, off in noise.items() if off > HIDES}
         if wide and KINDS[kind].verdict == "WRONG":
             worst = max(wide, key=wide.get)
-            text = f"noise of 1e-6 in the layers' outputs changes {worst} by {wide[worst]:.0e} on "
-            text += f"one process: smaller faults in {len(wide)} of {len(noise)} are not seen"
+            text = f"noise of {NOISE} in the layers' outputs changes {worst} by {wide[worst]:.0e} "
+            text += f"on one process: smaller faults in {len(wide)} of {len(noise)} are not seen"
             self.hidden.append(Finding("not told", kind, 0, text))
 
     def check(self, kind, step, seen, rank, values, tolerance, noise):

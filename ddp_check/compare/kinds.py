@@ -2,7 +2,7 @@
 
 Of each kind, what one process has fits what the ranks have in one of several ways: it is the same,
 their mean or sum, their rows. How far it is from that, as a part of its own size, is held against a
-limit: --tolerance, or five times what noise of 1e-6 in the layers' outputs makes of it on one
+limit: --tolerance, or five times what noise of 1e-5 in the layers' outputs makes of it on one
 process, if that is more."""
 
 from typing import NamedTuple

@@ -26,7 +26,9 @@ def passes_of(notes):
 
 
 def is_shuffled(order):
-    return len(order) >= 8 and None not in order and order != sorted(order, key=repr)
+    if len(order) < 8 or None in order:
+        return False
+    return order != sorted(order, key=lambda index: (isinstance(index, str), index))
 
 
 class Order(Rule):
@@ -56,16 +58,18 @@ class Loaders(Rule):
     remedy = "pass another seed to the second DistributedSampler", "#loader"
 
     def find(self, one, ranks):
-        orders = {}
+        orders, ends = {}, {note.key: note.at for _, note in ranks[0][PassEnd]}
         for step, about, order, trains in passes_of(ranks[0]):
             if not trains or not is_shuffled(order) or about.sampler == "RandomSampler":
                 continue  # a RandomSampler's order is given here
-            for loader, (line, other) in orders.items():
+            for loader, (other_pass, line, other) in orders.items():
+                if ends.get(other_pass, math.inf) < about.at:
+                    continue  # it is over
                 size = min(len(order), len(other))
                 if loader != about.loader and order[:size] == other[:size]:
                     text = f"the samples of {line}, in the same order: right for pairs, such as "
                     return self.look(step, about.key[0][0], f"{text}images and masks")
-            orders[about.loader] = about.key[0][0], order
+            orders[about.loader] = about.key, about.key[0][0], order
         return [] if len(orders) > 1 else None
 
 

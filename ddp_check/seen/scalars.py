@@ -10,6 +10,8 @@ import zlib
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
 from ..script import own_file
@@ -48,6 +50,14 @@ def scopes_of(frame):
             scopes += [frame.f_locals, frame.f_globals]
         frame = frame.f_back
     return scopes
+
+
+def modules_of(frame):
+    """{id: name} of the modules that the script's variables hold, or a wrapper of them."""
+    scopes = [list(scope.items()) for scope in scopes_of(frame)]
+    held = [(name, m) for scope in scopes for name, m in scope if isinstance(m, nn.Module)]
+    held += [(name, m.module) for name, m in held if isinstance(m, DistributedDataParallel)]
+    return {id(module): name for name, module in reversed(held) if name != "self"}
 
 
 def tensors_of(frame):

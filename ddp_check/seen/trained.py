@@ -1,6 +1,7 @@
 """What an optimizer trains, and what none does."""
 
 import gc
+import inspect
 import re
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..given.draws import sum_of
+from .scalars import modules_of
 from .sketch import sketch
 
 
@@ -51,12 +53,14 @@ class Trained:
         self.number, self.step = run.nth("optimizer"), -1
         self.names, self.owners = {}, []
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        variables = modules_of(inspect.currentframe())
         for module in outer_modules():
             found = {id(p): name for name, p in module.named_parameters()}
             if wanted & found.keys():
                 self.owners.append(module)
+                of = variables.get(id(module), type(module).__name__)
                 for key, name in found.items():
-                    self.names.setdefault(key, f"{type(module).__name__}.{name}")
+                    self.names.setdefault(key, f"{of}.{name}")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         order = {id(p): i for i, p in enumerate(parameters)}
         self.owners.sort(key=lambda m: min(order.get(id(p), len(order)) for p in m.parameters()))
