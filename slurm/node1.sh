@@ -1,29 +1,40 @@
-#!/usr/bin/env bash
+#!/bin/bash -l
 # Machine 1 of two jobs that train together: sbatch slurm/node0.sh; sbatch slurm/node1.sh
 # For those who know it so from an article. ddp_torchrun_nodes.sh is one job for both machines, and
-# better: Slurm starts its nodes together, on any that are free. These two wait for one another.
-# Submit both, with the same flags. They end at their time limit: submit both again to continue.
+# better: Slurm starts its nodes together, on any that are free. These two wait for one another: if
+# one ends early, cancel the other. Submit both with the same flags; after the time limit, again
+# with --resume. For another experiment, use --output runs/ANOTHER: where there is a checkpoint, a
+# new run does not begin.
 ##SBATCH --account=NAME --partition=gpu # EDIT: delete one # if you need them; or --qos
-#SBATCH --nodelist=node1                # EDIT: this machine
-#SBATCH --gres=gpu:4                    # EDIT: GPUs; if sinfo -o %G has none, delete this
-#SBATCH --cpus-per-task=16 --mem=64G    # EDIT: a CPU for each of the --workers, 4 per GPU
+#SBATCH --nodelist=node1                # EDIT: this machine; waits until its GPUs are free
+#SBATCH --gres=gpu:4                    # EDIT: as in node0.sh; if sinfo -o %G has none, delete this
 #SBATCH --time=04:00:00                 # EDIT: time limit
+#SBATCH --cpus-per-task=16 --mem=64G    # a CPU for each of the --workers, 4 per GPU
 #SBATCH --job-name=node1 --output=%x-%j.out --open-mode=append
 #SBATCH --no-requeue                    # which would start one of the two alone
 
-source .venv/bin/activate || exit # EDIT: your environment: this line, or the next
-# module load conda; eval "$(conda shell.bash hook)"; conda deactivate; conda activate NAME || exit
+if [ "$SLURM_NNODES" != 1 ]; then
+    echo "node1.sh is for one node: each of the two jobs has one"
+    exit 2
+fi
+source .venv/bin/activate || exit # or, for conda, the next four lines
+# module load conda || exit
+# eval "$(conda shell.bash hook)"
+# conda deactivate # what was active at the login: otherwise, activate may not change PATH
+# conda activate NAME || exit
 
 # torch would also train on fewer GPUs than Slurm has granted, or on the CPU: to do so, delete this.
 check='
-import os, torch
+import os, sys, torch
 gpus, granted = torch.cuda.device_count(), int(os.getenv("SLURM_GPUS_ON_NODE", "1"))
-assert gpus >= granted, f"torch can use only {gpus} of {granted} GPUs"
+if gpus < granted:
+    sys.exit(f"{os.uname().nodename}: torch can use only {gpus} of {granted} GPUs")
 '
 python -c "$check" || exit
 
-# EDIT, as in node0.sh: machine 0 and a free port, and a folder on a disk that both machines share.
-# Without a port: --init-method file:///shared/NEW_FILE. --timeout: minutes to wait for the other
-# machine, and later for another rank: if one hangs, all wait for so long.
-python train_ddp_spawn.py --init-method tcp://node0:23456 --timeout 240 \
-    --nnodes 2 --node-rank 1 --output runs/pair --resume "$@"
+script=train_ddp_spawn.py # or train_ddp_multigpu_proc.py: one process for all GPUs of a machine
+# EDIT, as in node0.sh: machine 0, a port that nobody else uses there, and a folder on a disk that
+# both machines share. Without a port: --init-method file:///shared/NEW_FILE. If the other job does
+# not begin within 30 minutes, this one ends.
+python "$script" --init-method "tcp://node0:$((10000 + UID % 20000))" --nnodes 2 --node-rank 1 \
+    --output runs/pair "$@"

@@ -1,21 +1,29 @@
-#!/usr/bin/env bash
+#!/bin/bash -l
 # One GPU: sbatch slurm/single.sh [flags of train_single.py]
 # Results are in runs/JOBID. If Slurm requeues the job, it continues from its last checkpoint. After
-# its time limit, submit it again with --output runs/JOBID, of the old job.
+# its time limit, submit it again with --output runs/JOBID, of the old job. Edit the lines EDIT.
 ##SBATCH --account=NAME --partition=gpu # EDIT: delete one # if you need them; or --qos
 #SBATCH --gres=gpu:1                    # EDIT: GPUs; if sinfo -o %G has none, delete this
-#SBATCH --cpus-per-task=4 --mem=16G     # EDIT: a CPU for each of the --workers
 #SBATCH --time=04:00:00                 # EDIT: time limit
+#SBATCH --cpus-per-task=4 --mem=16G     # a CPU for each of the --workers
 #SBATCH --job-name=single --output=%x-%j.out --open-mode=append
 
-source .venv/bin/activate || exit # EDIT: your environment: this line, or the next
-# module load conda; eval "$(conda shell.bash hook)"; conda deactivate; conda activate NAME || exit
+if [ "$SLURM_NNODES" != 1 ]; then
+    echo "single.sh is for one node: for several, see ddp_torchrun_nodes.sh"
+    exit 2
+fi
+source .venv/bin/activate || exit # or, for conda, the next four lines
+# module load conda || exit
+# eval "$(conda shell.bash hook)"
+# conda deactivate # what was active at the login: otherwise, activate may not change PATH
+# conda activate NAME || exit
 
 # torch would also train on fewer GPUs than Slurm has granted, or on the CPU: to do so, delete this.
 check='
-import os, torch
+import os, sys, torch
 gpus, granted = torch.cuda.device_count(), int(os.getenv("SLURM_GPUS_ON_NODE", "1"))
-assert gpus >= granted, f"torch can use only {gpus} of {granted} GPUs"
+if gpus < granted:
+    sys.exit(f"{os.uname().nodename}: torch can use only {gpus} of {granted} GPUs")
 '
 python -c "$check" || exit
 

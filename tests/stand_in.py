@@ -1,21 +1,18 @@
 #!/usr/bin/python3 -S
-"""A clone in which nothing trains, for the tests of the job files. The python, torchrun and python3
-of its environment are this file, which appends to starts-JOB how a training was started, and does
-what these variables say. A test sets them, and a job inherits them:
+"""A clone in which nothing trains, for the tests of the job files. The python and torchrun of its
+environment are this file, which appends to starts-JOB how a training was started, and does what
+these variables say. A test sets them, and a job inherits them:
 
-    TRAIN      code in place of the training. It may call save(), stand() and exit().
-    TORCH      code that changes what torch finds on a node: `gpus`, and `total`, their sum of 1000
-    JOINED     how many nodes torchrun has found, if not all
-    CONSTANTS  of requeue.py, in JSON
+    TRAIN      code in place of the training. It may call save(), stand(), warn() and exit().
+    TORCH      code that changes what torch finds on a node: `gpus`, and `broken`, one of them
 
 Both pieces of code know `life` (the first is 0), `node`, `rank` and `time`.
 """
 
-import importlib.util
 import json
 import os
-import resource
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -27,83 +24,60 @@ def make_clone(root, folder):
         shutil.copytree(Path(root, name), folder / name)
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
-    for name in "python", "torchrun", "python3":
+    for name in "python", "torchrun":
         shutil.copy(__file__, programs / name)
         (programs / name).chmod(0o755)
-    activate = 'PATH="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd):$PATH"\n'
+    activate = 'PATH="$(cd "$(dirname "${BASH_SOURCE[0]}")" > /dev/null && pwd):$PATH"\n'
     (programs / "activate").write_text(activate)
 
 
-def as_python3(script, *words):
-    """It only ever starts requeue.py."""
-    spec = importlib.util.spec_from_file_location("requeue", script)
-    requeue = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(requeue)
-    vars(requeue).update(json.loads(os.environ.get("CONSTANTS", "{}")))
-    sys.argv = [script, *words]
-    sys.exit(requeue.main(requeue.parser.parse_args()))
-
-
-def as_torchrun(*words):
-    if "--no-python" not in words:
-        train("torchrun", *words)
-        return
-    own = words.index("--no-python")
-    os.environ["GROUP_WORLD_SIZE"] = os.environ.get("JOINED", os.environ["SLURM_NNODES"])
-    os.environ["TORCHRUN"] = " ".join(["torchrun", *words[:own]])
-    os.execvp(words[own + 1], words[own + 1 :])
-
-
-def as_python(*words):
-    if words[0] == "-c":
-        check_gpus(*words[1:])
-    else:
-        train(*os.environ.get("TORCHRUN", "").split(), "python", *words)
-
-
-def check_gpus(code, *words):
+def check_gpus(code):
     granted = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").count(",") + 1
-    node = place() | {"gpus": granted, "total": 1000}
+    node = where() | {"gpus": granted, "broken": None}
     exec(os.environ.get("TORCH", ""), node)
-    sys.modules["torch"] = torch(node["gpus"], node["total"])
-    sys.argv = ["-c", *words]
+    sys.modules["torch"] = torch(node["gpus"], node["broken"])
     exec(code, {})
 
 
 def train(*words):
-    environment = dict(os.environ, CORE=str(resource.getrlimit(resource.RLIMIT_CORE)[0]))
-    start = json.dumps([words, os.getcwd(), environment]) + "\n"
+    start = json.dumps([words, os.getcwd(), dict(os.environ)]) + "\n"
     with open(f"starts-{os.environ['SLURM_JOB_ID']}", "ab", 0) as file:  # in one piece
         file.write(start.encode())
     flags = " ".join(words).replace("--output=", "--output ")  # of which the last one decides
     output = Path(flags.split("--output ")[-1].split(" --")[0])
 
-    def save():
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "checkpoint.pt").write_text("x")
+    def save(name="checkpoint.pt", text="x"):
+        path = output / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
-    more = {"save": save, "stand": lambda: time.sleep(9999), "exit": sys.exit}
-    exec(os.environ.get("TRAIN", ""), place() | more)
+    def warn():  # as Slurm does before a time limit; only in test_long.py
+        os.kill(int(os.environ["BATCH_SHELL"]), signal.SIGUSR1)
+
+    more = {"save": save, "stand": lambda: time.sleep(9999), "warn": warn, "exit": sys.exit}
+    exec(os.environ.get("TRAIN", ""), where() | more)
 
 
-def place():
+def where():
     life, rank = int(os.environ.get("SLURM_RESTART_COUNT", 0)), int(os.environ["SLURM_PROCID"])
     return {"life": life, "rank": rank, "node": os.environ["SLURMD_NODENAME"], "time": time}
 
 
-def torch(gpus, total):
+def torch(gpus, broken):
+    def ones(count, device):
+        if device == broken:
+            raise RuntimeError(f"GPU {device} has fallen off the bus")
+        return SimpleNamespace(item=lambda: 1)
+
     module = ModuleType("torch")
-    kind = SimpleNamespace(type="cuda")
     module.cuda = SimpleNamespace(device_count=lambda: gpus)
-    module.accelerator = SimpleNamespace(
-        device_count=lambda: gpus, current_accelerator=lambda: kind
-    )
-    module.device = lambda *words: None
-    sums = SimpleNamespace(item=lambda: total)
-    module.ones = lambda count, device: SimpleNamespace(sum=lambda: sums)
+    module.ones = ones
     return module
 
 
 if __name__ == "__main__":
-    start = {"python": as_python, "python3": as_python3, "torchrun": as_torchrun}
-    start[Path(__file__).name](*sys.argv[1:])
+    program, words = Path(__file__).name, sys.argv[1:]
+    if program == "python" and words[0] == "-c":
+        check_gpus(words[1])
+    else:
+        train(program, *words)

@@ -1,6 +1,6 @@
 """The job files on a real Slurm, in clusters of several kinds, in a folder with a space in its
 name. What they start is a stand-in (stand_in.py), which takes no time; jobs train only where
-training is the point. What needs no Slurm is in test_requeue.py."""
+training is the point. What needs no Slurm is in test_long.py."""
 
 import itertools
 import json
@@ -11,9 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 
 import helpers
@@ -26,7 +24,7 @@ from runs import replaced
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]  # one cluster at a time
 MACHINES = ["node0", "node1", "node2", "node3"]
 HOSTS = "127.0.0.1 node0\n127.0.0.2 node1\n127.0.0.3 node2\n127.0.0.4 node3\n"
-PAGE = (ROOT / "slurm" / "README.md").read_text()
+PAGES = "".join((ROOT / "slurm" / name).read_text() for name in ("README.md", "clusters.md"))
 NEWER = os.environ.get("NEWER_SLURM")  # the folder of a Debian with Slurm 24.05 or newer
 KINDS = {  # changes of slurm.conf
     "plain": {},
@@ -43,25 +41,22 @@ KINDS = {  # changes of slurm.conf
 }
 OUTPUT = "--resume --output runs/{job}"
 SPAWN = "python train_ddp_spawn.py"
-PAIR = " --init-method tcp://node0:23456 --timeout 240 --nnodes 2 --node-rank {} "
-PAIR += "--output runs/pair --resume"
+PAIR = f" --init-method tcp://node0:{10000 + os.getuid() % 20000} --nnodes 2 --node-rank "
 STARTS = {  # what each file starts, once per node; $R is the node's number
     "single": f"python train_single.py {OUTPUT}",
     "dp": f"python train_dp.py --workers 16 {OUTPUT}",
-    "ddp_spawn": f"{SPAWN} {OUTPUT}",
+    "ddp_spawn": SPAWN + " --init-method tcp://127.0.0.1:{port} " + OUTPUT,
     "ddp_torchrun": f"torchrun --standalone --nproc-per-node gpu train_ddp_torchrun.py {OUTPUT}",
     "ddp_torchrun_nodes": "torchrun --node-rank $R --nnodes {nodes} --nproc-per-node gpu "
     "--master-addr {host} --master-port {port} train_ddp_torchrun.py " + OUTPUT,
     "ddp_multigpu_proc": "python train_ddp_multigpu_proc.py --node-rank $R --nnodes {nodes} "
     "--init-method tcp://{host}:{port} --workers 16 " + OUTPUT,
-    "node0": SPAWN + PAIR.format(0),
-    "node1": SPAWN + PAIR.format(1),
-    "chain": f"torchrun --standalone --nproc-per-node gpu complete/train.py FLAGS {OUTPUT}",
-    "complete": "torchrun --nnodes {nodes} --nproc-per-node gpu --max-restarts 3 "
-    "--rdzv-backend c10d --rdzv-id {job} --rdzv-conf read_timeout=600 "
-    "--rdzv-endpoint {host}:{port} python -u complete/train.py FLAGS " + OUTPUT,
+    "node0": f"{SPAWN}{PAIR}0 --output runs/pair",
+    "node1": f"{SPAWN}{PAIR}1 --output runs/pair",
+    "long": "torchrun --node-rank $R --nnodes {nodes} --nproc-per-node gpu --master-addr {host} "
+    "--master-port {port} complete/train.py FLAGS " + OUTPUT,
 }
-SEVERAL = ["ddp_torchrun_nodes", "ddp_multigpu_proc", "complete"]  # nodes
+SEVERAL = ["ddp_torchrun_nodes", "ddp_multigpu_proc", "long"]  # nodes
 NODES = {name: 2 if name in SEVERAL[:2] else 1 for name in STARTS}
 
 
@@ -151,7 +146,7 @@ def clone(kind, tmp_path, monkeypatch):
     folder.mkdir()
     stand_in.make_clone(ROOT, folder)
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("CONSTANTS", '{"LOOK_SECONDS": 0.5, "MOST_IN_VAIN": 1}')
+    edit("slurm/long.sh", "sleep 5\n", "sleep 0.5\n", "sleep 10\n", "sleep 1\n")
     yield folder
     command("scancel", "--user", "root")
     assert wait_until(lambda: not command("squeue", "-h"), 60, 0.2), command("squeue")
@@ -234,7 +229,10 @@ def check(job, *flags, nodes=1, gres=True, whole=False):
 # ---- What the files start
 
 
-def test_each_file_starts_once_per_node(kind, clone):
+def test_each_file_starts_once_per_node(kind, clone, monkeypatch):
+    """In a login shell, which knows `module`."""
+    monkeypatch.setenv("HOME", str(clone))
+    Path(".bash_profile").write_text("export PROFILE=read\n")
     gres = kind != "no gres"
     for name in [] if gres else STARTS:  # "if sinfo -o %G shows none, delete this line"
         edit(f"slurm/{name}.sh", "#SBATCH --gres", "# no gres: ")
@@ -242,6 +240,7 @@ def test_each_file_starts_once_per_node(kind, clone):
     two = [Job(name, options=["--nodes=2"]) for name in SEVERAL]
     for job in jobs:
         check(job.ended(), "--lr", "a b", nodes=NODES[job.name], gres=gres)
+        assert job.starts()[0][2]["PROFILE"] == "read"
     for job in two:
         check(job.ended(), nodes=2, gres=gres)
 
@@ -256,10 +255,11 @@ def test_whole_nodes_without_the_environment(kind, clone):
 
 @on("threads")
 def test_a_late_node(kind, clone):
-    """It is not ended with the first, whatever slurm.conf says. A job has the memory of --mem."""
+    """It is not ended with the first, whatever slurm.conf says. The step has the memory of --mem,
+    where a CPU has little of it."""
     late, two = {"TRAIN": "if rank == 1: time.sleep(3); save()"}, ["--nodes=2"]
     for job in [Job(name, "--output", f"{name}-runs", options=two, **late) for name in SEVERAL]:
-        assert job.ended().starts()[0][2]["SLURM_MEM_PER_NODE"] == str(64 * 1024)
+        assert job.ended().show("MinMemoryNode") == "64G"
         assert Path(f"{job.name}-runs", "checkpoint.pt").exists()
 
 
@@ -278,7 +278,7 @@ def test_simple_files_are_requeued(kind, clone):
     fail = {"TRAIN": "exit(3) if rank else stand()"}
     failing = [Job(name, options=["--nodes=2"], **fail) for name in SEVERAL]
     stand = {"TRAIN": "if life == 0: stand()"}
-    jobs = [Job(name, **stand) for name in STARTS if name not in ("complete", "node0", "node1")]
+    jobs = [Job(name, **stand) for name in STARTS if name not in ("long", "node0", "node1")]
     half = Job("node0", **stand)
     for job in [*jobs, half]:
         job.starts(NODES[job.name])
@@ -297,27 +297,29 @@ def test_simple_files_are_requeued(kind, clone):
 @on("plain")
 def test_submitted_inside_a_job(kind, clone, monkeypatch):
     """sbatch passes on the variables of the job in which it is called: each file has its own GPUs
-    all the same, complete.sh requeues itself, and the page's command leaves all of them out."""
-    parent = Job("complete", options=["--array=7"], TRAIN="stand()")
+    all the same, and long.sh requeues itself."""
+    parent = Job("long", options=["--array=7"], TRAIN="stand()")
     parent.starts(1)
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", parent.number)
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
-    monkeypatch.setenv("SLURM_GPUS_PER_NODE", "1")
-    child = Job("complete", TRAIN="if life == 0: save(); exit(3)")
-    [line] = re.findall(r"`(\(unset .* sbatch) \.\.\.\)`", PAGE)
-    clean = Job("dp", number=command("bash", "-c", f"{line} slurm/dp.sh)").split()[-1])
+    inherited = {"ARRAY_JOB_ID": parent.number, "ARRAY_TASK_ID": "7", "GPUS_PER_NODE": "1"}
+    inherited |= {
+        "GPUS": "1",
+        "MEM_PER_CPU": "100",
+        "LABELIO": "1",
+        "CPU_BIND": "quiet,mask_cpu:0x1",
+    }
+    for name, value in inherited.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    child = Job("long", TRAIN="if life == 0: save(); exit(3)")
     for job in [Job(name) for name in STARTS]:
         check(job.ended(), nodes=NODES[job.name])
-    assert "SLURM_ARRAY_TASK_ID" not in clean.ended().starts()[0][2]
     child.ended(restarts=1)
     assert (parent.show("JobState"), parent.show("Restarts")) == ("RUNNING", "0")
 
 
 @on("plain")
 def test_srun_instead_of_torchrun(kind, clone):
-    """The lines of docs/launching.md."""
-    text = (ROOT / "docs" / "launching.md").read_text()
-    [lines] = re.findall(r"^(export MASTER_ADDR.*\nsrun .*\n)", text, re.M)
+    """The page's lines."""
+    [lines] = re.findall(r"^(export MASTER_ADDR.*\nsrun .*\n)", PAGES, re.M)
     head = "#!/bin/bash\n#SBATCH --ntasks-per-node=4 --cpus-per-task=4 --gres=gpu:4 -o %x-%j.out\n"
     Path("slurm/srun.sh").write_text(f"{head}source .venv/bin/activate\n{lines}")
     job = Job("srun", options=["--job-name=srun"]).ended()
@@ -326,7 +328,7 @@ def test_srun_instead_of_torchrun(kind, clone):
     assert places == [[str(i), str(i), "4", "node0"] for i in range(4)]
 
 
-# ---- Lives of complete.sh
+# ---- Lives of long.sh
 
 
 def warn(number):
@@ -334,49 +336,55 @@ def warn(number):
 
 
 @on("plain", "newer")
-def test_complete_is_requeued(kind, clone, monkeypatch):
+def test_long_is_requeued(kind, clone, monkeypatch):
     """Warned or failed after a new checkpoint; of an array, the task that is warned. Not if that is
-    forbidden, or if it is cancelled."""
-    failing = Job("complete", TRAIN="if life == 0: save()\nexit(3)")
-    forbidden = Job("complete", options=["--no-requeue"], TRAIN="save(); exit(3)")
+    forbidden, or if it is cancelled; and not by a second job in a folder that is taken."""
+    failing = Job("long", TRAIN="if life == 0: save()\nexit(3)")
+    forbidden = Job("long", options=["--no-requeue"], TRAIN="save(); exit(3)")
     monkeypatch.setenv("TRAIN", "if life == 0: save(); stand()")
-    job, cancelled = Job("complete", "--lr", "a b"), Job("complete")
-    array = Job("complete", options=["--array=1-3"])
+    job, cancelled = Job("long", "--lr", "a b"), Job("long")
+    array = Job("long", options=["--array=1-3"])
     for one in job, cancelled:
         one.starts(1)
+    second = Job("long", "--output", f"runs/{cancelled.number}").ended("FAILED")
+    assert f"is job {cancelled.number}'s" in second.log() and not second.starts()
     running = ["squeue", "-h", "-j", array.number, "-t", "RUNNING", "-o", "%A %K"]
     assert wait_until(lambda: command(*running).count("\n") == 2, 60)
     tasks = dict(line.split() for line in command(*running).splitlines())
     array.starts(1)  # of the task that has the array's number
+    where = subprocess.run(["bash", "slurm/where.sh", array.number], capture_output=True, text=True)
+    assert where.returncode == 2 and where.stderr.count(f"where.sh {array.number}_") == 3
     warn(job.number)
     warn(f"{array.number}_{tasks[array.number]}")
     command("scancel", cancelled.number)
-    first, second = job.ended(restarts=1).starts()
-    assert first[0] == second[0]
+    first, again = job.ended(restarts=1).starts()
+    assert first[0] == again[0] and "at most 5 lives x 4:00:00 x 4 GPUs = 80 GPU" in job.log()
     assert failing.ended("FAILED", 1).show("ExitCode") == "3:0"
-    assert "presently disabled" in forbidden.ended("FAILED").log()
+    assert "Slurm may not requeue" in forbidden.ended("FAILED").log() and not forbidden.starts()
     assert len(cancelled.ended("CANCELLED").starts()) == 1
+    third = Job("long", "--output", f"runs/{cancelled.number}", TRAIN="").ended()
+    assert Path(f"runs/{cancelled.number}/job").read_text() == f"{third.number}\n"
     assert wait_until(lambda: len(starts(array.number)) == 2, 60, 0.2)
     text = command("scontrol", "show", "job", array.number)
     assert sorted(re.findall(r"Restarts=(\d)", text)) == ["0", "0", "1"]
 
 
 @on("plain", "newer")
-def test_complete_is_preempted(kind, clone, monkeypatch):
+def test_long_is_preempted(kind, clone, monkeypatch):
     """Twice, which is more than max_batch_requeue, with and without a GraceTime, also where jobs
     are cancelled after it; warned by USR1, or only by SIGTERM for its processes. Where they are
-    cancelled without a grace, the next task of an array continues."""
+    cancelled without a grace, the page's next job of that name continues."""
     if kind == "newer":
         assert command("sbatch", "--version").split()[1] >= "24.05"
-    train = "import os\nif life < 2 and os.environ.get('SLURM_ARRAY_TASK_ID') != '3': stand()"
-    monkeypatch.setenv("TRAIN", train)
-    edit("slurm/complete.sh", "lives=15", "lives=1")
-    options = ["-p", "cancel", "--array=1-3%1"]
-    array = Job("complete", "--output", "runs/array", options=options)
+    monkeypatch.setenv("TRAIN", "if life < 2: stand()")
+    edit("slurm/long.sh", "lives=5", "lives=2")
+    [line] = re.findall("^(for i in .*singleton.*)$", PAGES, re.M)
+    chain = command("bash", "-c", replaced(line, "sbatch", "sbatch -p cancel", "FLAGS", "--lr 1"))
+    chain = [Job("", number=number) for number in re.findall(r"job (\d+)", chain)]
     names = ["requeue", "grace", "cancel_grace"]
-    jobs = [Job("complete", options=["-p", name]) for name in names]
-    edit("slurm/complete.sh", "#SBATCH --signal", "# no --signal")  # no preempt_send_user_signal
-    jobs += [Job("complete", options=["-p", name]) for name in names[1:]]
+    jobs = [Job("long", options=["-p", name]) for name in names]
+    edit("slurm/long.sh", "#SBATCH --signal", "# no --signal")  # no preempt_send_user_signal
+    jobs += [Job("long", options=["-p", name]) for name in names[1:]]
     for life in 1, 2:
         assert wait_until(lambda: len(starts()) == 6 * life, LIMIT, 0.2), command("squeue")
         command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 -o /dev/null --wrap=true".split())
@@ -389,177 +397,153 @@ def test_complete_is_preempted(kind, clone, monkeypatch):
         assert (state, restarts) in [("COMPLETED", 2), *later], job.log()
         first, *others = job.starts()
         assert len(others) == restarts and all(start[0] == first[0] for start in others)
-    assert wait_until(lambda: states(array) == {"PREEMPTED", "COMPLETED"}, 60, 0.5), states(array)
+    assert [job.show("JobState") for job in chain[:2]] == ["PREEMPTED"] * 2
+    assert chain[2].show("JobState") == "RUNNING"
+    assert Path("runs/mine/job").read_text() == f"{chain[2].number}\n"
 
 
-def states(array):
-    """Of an array's tasks."""
-    return set(re.findall(r"JobState=(\w*)", array.tasks()))
-
-
-@on("plain", "threads", "newer")
-def test_complete_leaves_bad_nodes(kind, clone, monkeypatch):
-    """One where torch cannot use the GPUs: the node alone, even where Slurm would end the check of
-    the others, and for all tasks of an array."""
-    late = "time.sleep(3)" if kind == "threads" else "pass"
-    monkeypatch.setenv("TORCH", f"if node == 'node0': gpus = 0\nelse: {late}")
-    options = ["-p", "all"]
-    jobs = {Job("complete", options=[*options, "--nodes=2"]): "node0"}
-    jobs[Job("complete", options=[*options, "--exclude=node3"])] = "node0,node3"
-    if kind != "threads":
-        array = Job("complete", "--output", "runs/array", options=[*options, "--array=1-2%1"])
-        assert wait_until(lambda: "ExcNodeList=node0" in array.tasks(), 60)
-        assert wait_until(lambda: states(array) <= {"COMPLETED", "CANCELLED"}, 60, 0.5)
-    for job, nodes in jobs.items():
-        assert job.ended(restarts=1).show("ExcNodeList") == nodes
-    assert "node0" not in {env["SLURMD_NODENAME"] for *_, env in starts()}
-
-
-@on("plain", "newer")
-def test_arrays(kind, clone):
-    """They end after success and after a failure without progress. Where requeueing is forbidden,
-    the next task continues."""
-    tasks = ["--array=1-3%1"]
-    good = Job("complete", "--output", "runs/good", options=tasks)
-    bad = Job("complete", "--output", "runs/bad", options=tasks, TRAIN="exit(3)")
-    options, train = [*tasks, "--no-requeue"], "save(); exit(3)"
-    forbidden = Job("complete", "--output", "runs/forbidden", options=options, TRAIN=train)
-    jobs = {good: {"CANCELLED", "COMPLETED"}, bad: {"CANCELLED", "FAILED"}, forbidden: {"FAILED"}}
-    for job, expected in jobs.items():
-        assert wait_until(lambda: states(job) == expected, 60, 0.5), (job.number, states(job))
-    arrays = [env["SLURM_ARRAY_JOB_ID"] for *_, env in starts()]
-    assert [arrays.count(job.number) for job in jobs] == [1, 1, 3]
-
-
-@on("plain", "newer")
-def test_lives_and_chain(kind, clone):
-    """A script that saves and fails has so many lives. chain.sh continues after a time limit."""
-    edit("slurm/complete.sh", "lives=15", "lives=3")
-    fails = Job("complete", TRAIN="save(); exit(3)")
-    options = ["--time=1", "--signal=B:USR1@60"]  # within 30 s
-    chain = Job("chain", "--lr", "a b", options=options, TRAIN="if life == 0: save(); stand()")
-    assert len(fails.ended("FAILED", restarts=2).starts()) == 3
-    assert "last of its 3 lives" in fails.log()
-    first, second = chain.ended(restarts=1).starts()
-    assert first[0] == second[0] and "DUE TO JOB REQUEUE" in chain.log()
-
-
-FULL = """
+FULL = """ # a page for the checkpoint, and one for the file `job`, which is full
 import os
-if life == 0:
-    os.makedirs("runs", exist_ok=True)
-    os.system("mount -t tmpfs -o nr_inodes=1 none runs")
-    save()
-    exit(3)
+number = os.environ["SLURM_JOB_ID"]
+os.system(f"mount -t tmpfs -o size=8k none runs/{number}")
+with open(f"runs/{number}/job", "w") as file:
+    file.write(f"{number}\\n".ljust(4096, "x"))
+save()
+exit(3)
 """
 
 
-@on("plain", "newer")
-def test_an_hours_pause(kind, clone, monkeypatch):
-    """After a life without its environment, and while the disks of runs/ and of the log are full:
-    nothing can be written there, and the job continues all the same."""
-    monkeypatch.setenv("CONSTANTS", '{"LOOK_SECONDS": 0.5}')
-    gone = "import os; os.rename('.venv/bin/activate', 'gone')"
-    broken = Job("complete", TRAIN=f"if life == 0: save(); {gone}; exit(3)")
-    broken.wait_for("StartTime=now+1hour")
-    assert "The environment cannot be activated" in broken.log()
-    Path("gone").rename(".venv/bin/activate")
-    options = ["--nodelist=node1", "--output=/dev/full"]
-    full = Job("complete", "--output", "out", options=options, TRAIN=FULL)
-    for job in broken, full:
-        # A node refuses a job that returns within the second in which it was killed there.
-        assert wait_until(lambda: 3500 < delay(job) < 3596, 60, 0.2)
-        assert job.show("Reason") == "BeginTime"
-        command("scontrol", "update", f"jobid={job.number}", "StartTime=now")
-    broken.ended(restarts=2)
-    full.ended(restarts=1)
-
-
-def delay(job):
-    """How many seconds it still waits."""
-    return datetime.fromisoformat(job.show("StartTime")).timestamp() - time.time()
+def end_soon(job, seconds):
+    """In as many seconds as its warning comes before the limit: it is warned within 30 s. The next
+    life has an hour."""
+    command("scontrol", "update", f"job={job.number}", f"endtime=now+{seconds}")
+    job.wait_for("DUE TO JOB REQUEUE")
+    command("scontrol", "update", f"job={job.number}", "timelimit=60")
 
 
 @on("plain", "newer")
-def test_slurmctld_is_away_over_the_warning(kind, clone, monkeypatch):
-    """The job warns itself, and asks until it has an answer. Here, it has a slurm.conf of its own,
-    with a wrong port."""
+def test_lives(kind, clone):
+    """A script that saves and fails has so many. Past a time limit, the job continues. With a full
+    disk, it ends."""
+    edit("slurm/long.sh", "lives=5", "lives=3")
+    fails, full = Job("long", TRAIN="save(); exit(3)"), Job("long", TRAIN=FULL)
+    options = ["--signal=B:USR1@60", "--nodes=2"]
+    job = Job("long", "--lr", "a b", options=options, TRAIN="if life == 0: save(); stand()")
+    job.starts(2)
+    end_soon(job, 60)
+    assert len(fails.ended("FAILED", restarts=2).starts()) == 3
+    assert "ends with status 3: this was the last of 3 lives" in fails.log()
+    assert "/job cannot be written" in full.ended("FAILED").log()
+    words = [start[0] for start in job.ended(restarts=1).starts(4)]
+    assert sorted(words[:2]) == sorted(words[2:]) and "DUE TO JOB REQUEUE" in job.log()
+
+
+@on("plain", "threads", "newer")
+def test_a_bad_node(kind, clone):
+    """One where torch cannot use the GPUs is named, and nothing is trained; without it, a new job
+    continues by the command in the log."""
+    bad = {"TORCH": "if node == 'node0': gpus = 0"}
+    job = Job("long", options=["--nodes=2"], **bad).ended("FAILED")
+    assert "node0: torch can use only 0 of 4 GPUs" in job.log() and not job.starts()
+    [line] = re.findall(r"if on one: (sbatch .*)", job.log())
+    words = line.replace("NODE", "node0").replace(" FLAGS", "").replace("sbatch ", "sbatch -p all ")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH", bad["TORCH"])
+        number = command(*words.split()).split()[-1]
+    assert Job("long", number=number).ended().starts()[0][2]["SLURMD_NODENAME"] == "node1"
+
+
+@on("plain", "newer")
+def test_a_dead_node(kind, clone):
+    """Slurm starts the job again, on nodes that work; that is not counted."""
+    job = Job("long", options=["-p", "all", "--nodes=2"], TRAIN="if life == 0: stand()")
+    lost = job.starts(2)[1][2]["SLURMD_NODENAME"]
+    command("scontrol", "update", f"node={lost}", "state=down", "reason=test")  # it comes back
+    assert len(job.ended(restarts=1).starts()) == 4
+    assert job.log().count("long.sh: life 1 of 5") == 2
+
+
+@on("plain", "newer")
+def test_slurmctld_is_away(kind, clone, monkeypatch):
+    """At the start of a life, and over the warning: the job asks until it has an answer. Here, it
+    has a slurm.conf of its own, with a wrong port."""
     good, own = Path(os.environ["SLURM_CONF"]).read_text(), Path("slurm.conf").resolve()
-    own.write_text(good)
+    own.write_text(re.sub("(SlurmctldPort|MessageTimeout)=.*", r"\1=1", good))
+    bad = own.read_text()
     with Path(".venv/bin/activate").open("a") as file:
         file.write(f"export SLURM_CONF='{own}'\n")
-    monkeypatch.setenv("CONSTANTS", '{"LOOK_SECONDS": 0.5, "WARNING_SECONDS": 45}')
-    options = ["--time=1", "--signal=B:USR1@1"]
-    job = Job("complete", options=options, TRAIN="if life == 0: save(); stand()")
+    job = Job("long", TRAIN="if life == 0: save(); stand()")
+    job.wait_for("srun: error")
+    own.write_text(good)
     job.starts(1)
-    own.write_text(re.sub("(SlurmctldPort|MessageTimeout)=.*", r"\1=1", good))
-    job.wait_for("A warning")
-    count = job.log().count("error")
-    assert wait_until(lambda: job.log().count("error") > count + 2, 60)  # it asks
+    own.write_text(bad)
+    warn(job.number)
+    job.wait_for("warned of")
+    count = job.log().count("\n")
+    assert wait_until(lambda: job.log().count("\n") > count + 9, 60)  # it asks
     own.write_text(good)
     job.ended(restarts=1)
+    assert Path(f"runs/{job.number}/job").read_text().count("life 0 is requeued") == 1
 
 
-# ---- Commands of the page
+# ---- Commands of the pages
 
 INSTEAD = {r"--array=1-\d+": "--array=1-3", "FLAGS": "--lr 1", "--nodes=4": "--nodes=4 -p all"}
 
 
 @on("plain")
-def test_commands_of_the_page(kind, clone):
-    """Each of Slurm's runs, and the jobs that it submits end well, an array's with their seeds."""
-    blocks = re.findall(r"^ *```sh\n((?:.*\n)*?) *```$", PAGE, re.M)
+def test_commands_of_the_pages(kind, clone):
+    """Each of Slurm's runs, and the jobs that it submits end well."""
+    blocks = re.findall(r"^ *```sh\n((?:.*\n)*?) *```$", PAGES, re.M)
     lines = [line.strip() for code in blocks for line in code.splitlines()]
     lines = [line for line in lines if re.match("(for .* )?sbatch", line)]
-    lines += re.findall(r"`((?:sbatch|sinfo|squeue|scontrol show) [^`]+)`", PAGE)
+    lines += re.findall(r"`((?:sbatch|sinfo|squeue) [^`]+)`", PAGES)
     assert len(lines) > 10
-    edit("slurm/complete.sh", 'flags=""', 'flags="--seed $SLURM_ARRAY_TASK_ID"')
-    running = Job("complete", TRAIN="stand()")
-    running.starts(1)
-    jobs = []
+    first, jobs = Job("long").ended(), []
     for line in lines:
-        for old, new in {**INSTEAD, "12345": running.number}.items():
+        for old, new in {**INSTEAD, "12345": first.number}.items():
             line = re.sub(old, new, line)
         text = command("bash", "-c", line)
         jobs += [(line, number) for number in re.findall("Submitted batch job (.*)", text)]
-    command("scancel", running.number)
     assert wait_until(lambda: not command("squeue", "-h"), 60, 0.2), command("squeue")
     for line, number in jobs:
-        expected = {"COMPLETED"}
-        if "%1 " in line:  # a chain has ended with its first task
-            expected = {"COMPLETED", "CANCELLED"}
-        assert states(Job("", number=number)) == expected, line
-    words = [start[0] for start in starts()]
-    seeds = [start[start.index("--seed") + 1] for start in words if "--seed" in start]
-    assert [seeds.count(seed) for seed in "123"] == [2, 1, 1]  # of a chain, and many runs
+        assert states(Job("", number=number)) == {"COMPLETED"}, line
 
 
-@on("plain", "newer")
-def test_repairs_of_the_page(kind, clone, monkeypatch):
-    """A node that is lost, a bad node, a job that is held."""
-    job = Job("complete", options=["-p", "requeue"], TRAIN="if life < 3: stand()")
-    lost = job.starts(1)[0][2]["SLURMD_NODENAME"]
-    command("scontrol", "update", f"node={lost}", "state=down", "reason=test")
-    node = job.starts(2)[1][2]["SLURMD_NODENAME"]
-    os.system(f"scontrol update node={lost} state=resume")  # it may have come back by itself
-
-    def run(start):
-        [line] = set(re.findall(f"`({start}[^`]*)`", PAGE))
-        command("bash", "-c", line.replace("12345", job.number).replace("NODE", node))
-
-    run("scontrol requeue")
-    assert wait_until(lambda: job.show("JobState") == "PENDING", 60)
-    run(r"scontrol update jobid=12345 ExcNodeList=\$")
-    run("scontrol update jobid=12345 Time")
-    assert job.show("TimeLimit") == "08:00:00"
-    first, _, third = job.starts(3)
-    assert third[0][-3:] == first[0][-3:] and third[2]["SLURMD_NODENAME"] != node
+@on("plain")
+def test_repairs_of_the_page(kind, clone):
+    """A job with a mistake is requeued, and one that is held goes on."""
+    job = Job("long", TRAIN="if life < 2: stand()")
+    job.starts(1)
+    [requeue, release] = re.findall("`(scontrol .*12345)`", PAGES)[:2][::-1]
+    command(*requeue.replace("12345", job.number).split())
+    job.starts(2)
     command("scontrol", "requeuehold", job.number)
     assert wait_until(lambda: job.show("Reason") == "job_requeued_in_held_state", 60)
-    run(r"scontrol update jobid=12345 ExcNodeList=(?!\$)")
-    assert job.show("ExcNodeList") == "(null)"
-    run("scontrol release")
-    job.ended(restarts=3)
+    command(*release.replace("12345", job.number).split())
+    job.ended(restarts=2)
+
+
+@on("plain")
+def test_a_header_for_a_cluster(kind, clone, monkeypatch):
+    """The page's commands change all files; their results are on scratch."""
+    [code] = re.findall(r"^```sh\n(account=(?:.*\n)*?)```$", PAGES, re.M)
+    code = replaced(code, "partition=gpu type", "partition=all type", "a100", "h1")
+    command("bash", "-c", replaced(code, "scratch=/scratch", f"scratch={clone.parent}"))
+    text = Path("slurm/single.sh").read_text()
+    assert "\n#SBATCH --account=ml101 --partition=all # EDIT" in text and "gres=gpu:h1:1 " in text
+    for path in Path("slurm").glob("*.sh"):  # these GPUs have no type
+        edit(path, "gres=gpu:h1:", "gres=gpu:") if path.stem != "where" else None
+    monkeypatch.setenv("USER", "me")
+    jobs = [Job(name).ended() for name in ("single", "long")]
+    for job in jobs:
+        assert f"{clone.parent}/me/runs/{job.number}" in job.starts()[0][0]
+        assert job.show("Partition") == "all" and job.show("Account") == "ml101"
+
+
+def states(array):
+    """Of an array's tasks."""
+    return set(re.findall(r"JobState=(\w*)", array.tasks()))
 
 
 # ---- Training
@@ -595,7 +579,7 @@ def test_small_scripts_train_on_two_nodes(kind, real, data):
     for name in SEVERAL[:2]:
         edit(f"slurm/{name}.sh", "$(hostname)", "$SLURMD_NODENAME")
     for name in "node0", "node1":
-        edit(f"slurm/{name}.sh", "23456", str(port))
+        edit(f"slurm/{name}.sh", "$((10000 + UID % 20000))", str(port))
     flags = ["--dataset", data / "pictures", "--batch-size", 16, "--workers", 0, "--epochs", 1]
     names = [*SEVERAL[:2], "node1", "node0"]
     rename = ["srun", "--nodes=2", "bash", "-c"]
@@ -619,10 +603,9 @@ STANDS = """\
 
 @on("plain")
 def test_real_scripts_beyond_a_time_limit(kind, real):
-    """Those that complete.sh names: with four minutes, each is warned at once, and requeued as soon
-    as it has a checkpoint. A copy of complete/ is warned by Slurm while it stands still on two
-    nodes, where where.sh shows its ranks, and neither torchrun nor requeue.py; it ends with the
-    weights of an undisturbed run."""
+    """Each is warned at once, and requeued when it has a checkpoint. A copy of complete/ is warned
+    by Slurm while it stands still on two nodes, where where.sh shows its ranks, and not torchrun.
+    They end with the weights of undisturbed runs."""
     shutil.copytree("complete", "mine")
     backward = "            scaler.scale("
     edit("mine/train.py", "import argparse\n", "import argparse, os, time\n")
@@ -634,40 +617,43 @@ def test_real_scripts_beyond_a_time_limit(kind, real):
 
     often = ["--checkpoint-minutes", 0]
     images = ["--dataset", "synthetic", "--batch-size", 1000, "--log-every", 1, *often]
+    small = ["--dataset", "synthetic", "--batch-size", 1000, "--epochs", 2]
     tokens = "--tokens tokens --layers 1 --width 64 --heads 2 --length 64 --batch-size 8".split()
     tokens += ["--steps", 300, "--log-every", 10, "--eval-tokens", 1000, *often]
-    edit("slurm/complete.sh", "processes=gpu", "processes=1")
-    good = Path("slurm/complete.sh").read_text()
+    edit("slurm/long.sh", "processes=gpu", "processes=1")
+    good = Path("slurm/long.sh").read_text()
 
     def submit(script, checkpoint, *flags, options=()):
-        changes = "script=complete/train.py", f"script={script}", "=checkpoint.pt", f"={checkpoint}"
-        Path("slurm/complete.sh").write_text(replaced(good, *changes))
-        return Job("complete", *flags, options=options)
+        changes = "complete/train.py)", f"{script})", "=checkpoint.pt", f"={checkpoint}"
+        Path("slurm/long.sh").write_text(replaced(good, *changes))
+        return Job("long", *flags, options=options)
 
     copy = submit("mine/train.py", "checkpoint.pt", *images, "--epochs", 1, options=["--nodes=2"])
-    short = ["--time=4"]
-    jobs = {
-        submit("complete/train.py", "checkpoint.pt", *images, "--epochs", 2, options=short),
-        submit("large/train_lm.py", "latest.json", *tokens, options=short),
-        submit("own_loop/after.py", "last.pt", "--epochs", 2, "--workers", 0, options=short),
-    }
+    torchrun = submit("train_ddp_torchrun.py", "checkpoint.pt", *small)
+    jobs = [
+        torchrun,
+        submit("complete/train.py", "checkpoint.pt", *images, "--epochs", 2),
+        submit("large/train_lm.py", "latest.json", *tokens),
+        submit("own_loop/after.py", "last.pt", "--epochs", 2, "--workers", 0),
+    ]
+    for job in jobs:
+        job.wait_for("long.sh: life 1")
+        warn(job.number)
     copy.wait_for("step 2/")
     lines = command("bash", "slurm/where.sh", copy.number).splitlines()
     ranks = [line[:12] for line in lines if "RANK=" in line]
     assert ranks == ["RANK=0 node0", "RANK=1 node1"], lines
-    command("scontrol", "update", f"job={copy.number}", "endtime=now+300")  # USR1 within 30 s
-    quiet = [*images, "--epochs", 1, "--output", "runs/quiet"]
-    helpers.run("complete/train.py", *quiet, processes=2)
-    for job in [*jobs, copy]:
-        job.wait_for("DUE TO JOB REQUEUE")
-        command("scontrol", "update", f"job={job.number}", "timelimit=60")  # of its next life
-    for job in jobs:  # a life more, if the next one has begun before its limit was set
-        wait_until(job.over, LIMIT, 0.1)
-        job.ended(restarts=max(1, int(job.show("Restarts"))))
+    end_soon(copy, 300)
+    for job in jobs:
+        log = job.ended(restarts=1).log()
         continued = r"[1-9]\d* steps are done|^epoch 1:"
-        assert re.search(continued, job.log().partition("DUE TO JOB REQUEUE")[2], re.M), job.log()
+        assert re.search(continued, log.partition("DUE TO JOB REQUEUE")[2], re.M), log
+    assert torchrun.log().count("epoch 0:") == torchrun.log().count("epoch 1:") == 1
     assert re.search("0 epochs and [12] steps are done", copy.ended(restarts=1).log()), copy.log()
-    torch.testing.assert_close(weights(copy.number), weights("quiet"), rtol=0, atol=0)
+    helpers.run("complete/train.py", *images, "--epochs", 1, "--output", "runs/quiet", processes=2)
+    helpers.run("train_ddp_torchrun.py", *small, "--output", "runs/small", processes=1)
+    for number, undisturbed in (copy.number, "quiet"), (torchrun.number, "small"):
+        torch.testing.assert_close(weights(number), weights(undisturbed), rtol=0, atol=0)
 
 
 def weights(name):
