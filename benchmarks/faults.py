@@ -591,9 +591,48 @@ LATER = [
     ),
 ]
 
+OBJECTS = [
+    Fault(
+        "momentum",
+        "the keys of a plain object are the rank's own",
+        "torch.cat([gather(keys), self.rows])",
+        "torch.cat([keys, self.rows])",
+        "other keys on each rank",
+        "objects",
+        "scores = torch.cat(",
+    ),
+    Fault(
+        "momentum",
+        "a teacher's momentum by the rank's own loss",
+        "float(1 - 0.05 * mean_over_ranks(loss))",
+        "float(1 - 0.05 * loss.detach())",
+        "another teacher on each rank",
+        "objects",
+        "targets = F.normalize(teacher",
+    ),
+    Fault(
+        "momentum",
+        "samples are counted by each rank",
+        "seen += len(batch) * world",
+        "seen += len(batch)",
+        "twice the steps, and batches overlap",
+        "objects",
+        "while seen < 3",
+    ),
+    Fault(
+        "momentum",
+        "the order of the samples is not broadcast",
+        "dist.broadcast(order, 0)\n",
+        "",
+        "some samples twice, others not at all",
+        "objects",
+        "order = torch.randperm",
+    ),
+]
+
 LOOP_NAMES = sorted(path.stem for path in LOOPS.glob("*.py"))
 RIGHT = [Fault(loop, "right", "", "", "", "right") for loop in LOOP_NAMES]
-FAULTS = NEW + PORTS + KNOWN + FURTHER + LATER + RIGHT
+FAULTS = NEW + PORTS + KNOWN + FURTHER + LATER + OBJECTS + RIGHT
 
 
 class Forked:

@@ -1,7 +1,8 @@
 """Runs a training script on one process, then on N, and says where they part.
 
-__main__   the flags; starts both runs, prints the report
-runs       starts processes, waits for them, ends them
+__main__   starts command, or in each process of a run, child
+command    the flags; both runs, the report
+runs       starts the processes of a run, and ends them; waiting: until then
 child      in each: the script, watched, from its first line to its last
 process    what the process knows, and the notes that it takes
 script     the script's files and lines; syntax: the names in them

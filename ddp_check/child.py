@@ -124,8 +124,10 @@ def control_spawn(args):
         if not args.spawns:
             stop_all("spawns")
         if nprocs != nproc:
-            text = f"{source(place()[0])}\nstarts {nprocs} processes, not {nproc}"
-            stop_all("refused", f"{text}\ngive the script their number in a flag, as {{n}}")
+            text = f"starts {nprocs} processes, not {nproc}"
+            remedy = "give the script their number in a flag, as {n}"
+            refused = {"line": source(place()[0]), "text": text, "remedy": remedy}
+            stop_all("refused", json.dumps(refused))
         words = more.pop("args", words)
         return original(functools.partial(run_spawned, fn), words, nprocs, *others, **more)
 

@@ -79,6 +79,7 @@ class Process:
         self.model = None  # the outermost model that computes now
         self.draws, self.given, self.batches = {}, {}, {}  # of the run on one process
         self.last_order = ""  # the line that has drawn an order of all before the first step
+        self.trained = set()  # ids of what an optimizer has
         self.made = {}  # {id: the lines that made it} of optimizers, a line of a generator
         self.settle = lambda: None  # of files
         self.notes = open(f"{self.folder}/{self.name}.{self.rank}.notes", "wb")

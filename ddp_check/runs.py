@@ -183,18 +183,19 @@ def remove_notes(folder):
 
 
 def refusal(folder, flags):
-    """In words: what the script would have changed, and what to do; it is in FOLDER/refused: two
-    lines, the file, and the steps before."""
+    """In words: what the script was about to do, and the remedy."""
     with open(f"{folder}/refused") as file:
-        line, text, path, *steps = file.read().splitlines()
-    if not path:
-        return f"{line}\n  {text}"
-    remedy = "give it a new output, as by --output {run}, or start it in another folder"
+        refused = json.loads(file.readline())
+    remedy = refused.get("remedy") or new_output(refused["path"], flags)
+    if steps := refused.get("steps"):
+        remedy += f"; or end before: --steps {steps}"
+    return f"{refused['line']}\n  {refused['text']}\n  {remedy}"
+
+
+def new_output(path, flags):
     for flag in flags:
         name, _, value = flag.rpartition("=")
         if value and (path + os.sep).startswith(os.path.realpath(value) + os.sep):
             new = f"{name}={value}-{{run}}" if name else f"{value}-{{run}}"
-            remedy = f"give it a new output: {new} for {flag}"
-    if steps and int(steps[0]):
-        remedy += f"; or end before: --steps {steps[0]}"
-    return f"{line}\n  {text}; nothing was changed\n  {remedy}"
+            return f"give it a new output: {new} for {flag}"
+    return "give it a new output, as by --output {run}, or start it in another folder"

@@ -3,7 +3,6 @@
 start("tests/check_by_fork.py", "my_script.py", "--its", "--flags", processes=0)
 """
 
-import functools
 import os
 
 from faults import Forked
@@ -11,17 +10,17 @@ from faults import Forked
 from ddp_check import command, runs
 
 
-@functools.cache
-def close_in_children():
-    """As with exec: the pipe to the janitor is the command's alone."""
-    is_script = functools.partial(os.environ.__contains__, "DDP_CHECK")
-    os.register_at_fork(after_in_child=lambda: is_script() or os.closerange(3, 64))
+class Janitor(command.Janitor):
+    """As with exec, its pipe is the command's alone: no process of a run has it open."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        os.register_at_fork(after_in_child=self.close_pipe)
+
+    def close_pipe(self):
+        if "DDP_CHECK" not in os.environ:  # or a process of a run is forked again
+            os.close(self.pipe)
 
 
-def launch(*words):
-    close_in_children()
-    return Forked(*words)
-
-
-runs.launch = launch
+runs.launch, command.Janitor = Forked, Janitor
 command.main()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers import finish, start
+from same_text import ROOT
 
 COMMAND = "tests/check_by_fork.py"
 
@@ -36,7 +37,7 @@ class Net(nn.Module):
         self.head, self.largest = nn.Linear(4, 1), torch.zeros(4)
 
     def forward(self, x):
-        x = self.drop(self.body(self.norm(x)))
+        x = self.drop(self.body(self.norm(x)))  # random
         if self.training:
             largest = x.detach().amax(0)
             WRONG or dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -57,13 +58,13 @@ loaders = [DataLoader(train_set, 12 // world, sampler=sampler) for sampler in sa
 part = DistributedSampler(dataset, shuffle=False) if WRONG else range(rank, 49, world)
 test_loader = DataLoader(dataset, 4, sampler=part)
 torch.manual_seed(1 if WRONG else 1 + rank)
-seen = 0
+seen = number = 0
 for epoch in range(2):
     for sampler in samplers:
         WRONG or sampler.set_epoch(epoch)
     for (inputs, targets), (others, _) in zip(*loaders):  # order, loaders
-        outputs = ddp(inputs)  # random
-        given = torch.full((4, 5), 1 / (1 + seen)) if WRONG else inputs
+        outputs = ddp(inputs)
+        given = torch.full((4, 5), 1 / (1 + number)) if WRONG else inputs
         outputs = outputs + (ddp_text(given)[:1] if WRONG else ddp_text(given))  # inputs
         loss = (outputs - targets).square().mean()
         optimizer.zero_grad()
@@ -74,6 +75,7 @@ for epoch in range(2):
         with torch.no_grad():
             for old, new in zip(teacher.parameters(), model.parameters()):
                 old.lerp_(new, 0.1) if rank == 0 or not WRONG else None  # others
+        number += 1
         seen += len(inputs) * (1 if WRONG else world)
         if seen > 1000:  # counts
             break
@@ -134,9 +136,13 @@ def test_every_rule_has_a_row():
 
 
 def test_private_names():
-    from ddp_check.private import missing
+    """A torch or Python that lacks one is named, with where it is used; the table has all."""
+    from ddp_check.private import PRIVATE, missing
 
     assert missing() == []
+    texts = [path.read_text() for path in (ROOT / "ddp_check").rglob("*.py")]
+    used = {name for text in texts for name in re.findall(r"[\w)\]]\.(_[a-z]\w+)", text)}
+    assert used - {"_exit", "_rng"} <= {part for name in PRIVATE for part in name.split(".")}
 
 
 NOISE = """\

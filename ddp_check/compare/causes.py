@@ -23,6 +23,8 @@ ADVICE = {
     "rank's samples alone, all_reduce what they are made from first",
     "same loss": "but the loss is the same",
     "branch": "a decision by numbers of the rank's own share?",
+    "weights": "no optimizer trains it, and its weights are not those of one process. If numbers "
+    "of this rank's samples have set them, all_reduce these first",
     "own": "it comes from outside of torch, as of an environment, by random numbers of each rank's "
     "own: nothing after it can be compared",
 }
@@ -45,7 +47,7 @@ def averaging(unlike, of_step, variables, step):
     return Finding("WRONG", "averaging", step, unlike, more=more, **about)
 
 
-class Step:
+class Cause:
     """What the difference of one step comes from."""
 
     def __init__(self, values, differences, variables, step):
@@ -68,7 +70,7 @@ class Step:
         verdict = "look" if advice in LOOKS else "WRONG"
         text = values.describe(value) + (f": {ADVICE[advice]}" if value.kind != "loss" else "")
         text += f" ({', '.join(generators)})" if advice == "own" else ""
-        row, line = KINDS[value.kind], values.line_of(value)
+        row, line = KINDS.get(what, KINDS[value.kind]), values.line_of(value)
         about = {"remedy": row.remedy if verdict == "WRONG" else "", "section": PAGE + row.section}
         return Finding(verdict, what, step, text, line, more, advice, **about)
 
@@ -76,6 +78,8 @@ class Step:
         """The findings, and whether they may be intended: "look", "WRONG" or "unclear"."""
         if self.has_other_weights:
             return [], "WRONG"  # all else follows from them
+        if value := self.values.has_other_weights(self.step):
+            return [self.finding("weight", value, "weights"), *self.averaging()], "WRONG"
         if value := self.values.coupled(self.step):
             found = [self.finding("outputs", value, "coupled")]
             return found + self.averaging(), "WRONG" if self.unlike else "look"
@@ -135,19 +139,19 @@ def find_causes(values, differences, variables, steps, samples, lost):
     findings; that step, or inf; the step from which on nothing can be compared, or inf."""
     looks = []
     for number in steps:
-        step = Step(values, differences, variables, number)
+        cause = Cause(values, differences, variables, number)
         if number >= lost:  # but the ranks' gradients are to be equal in any case
-            if step.unlike:
-                return looks + step.averaging(), math.inf, lost
+            if cause.unlike:
+                return looks + cause.averaging(), math.inf, lost
         elif samples and samples[0].step <= number:
             return looks, number, lost  # other samples: all else follows
         else:
-            causes, verdict = step.blame()
+            causes, verdict = cause.blame()
             may_be = verdict == "look" and number not in differences.factors
             if not may_be and not (looks and verdict == "unclear"):
                 return looks + causes, number, lost
             looks = looks or causes
-            if any(cause.advice in ("own", "stream") for cause in causes):
+            if any(finding.advice in ("own", "stream") for finding in causes):
                 lost = number
     return looks, math.inf, lost
 
@@ -192,11 +196,12 @@ def find_all(one, ranks, tolerance, again=None):
         if (clear or of_kind)[:1] and (clear or of_kind)[0].step < lost:
             finding = (clear or of_kind)[0]
             finding.text += f" (in {len({f.step for f in of_kind})} steps)"
-            is_look = finding.step < wrong and bool(looks)
-            if is_look or due and kind == "update" and settings:
+            if finding.step < wrong and looks:
                 finding.verdict = "look"
-            if kind != "update" or not differences.of("gradient"):
+            if kind != "update" or not settings:  # which explain it
                 found.append(finding)
+    if settings:
+        found = [finding for finding in found if finding.what != "numbers"]
     for finding in settings:
         finding.verdict = "look" if due or finding.step >= lost else finding.verdict
     found += settings + differences.hidden

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..notes import Finding, Said, Step
 from ..script import source
-from ..syntax import loops_around
+from ..syntax import branch_of, loops_around
 from . import rules_of_samples  # noqa: F401  # whose rules are in RULES, too
 from .causes import find_all
 from .differences import TENSORS
@@ -75,6 +75,8 @@ def about_ends(one, ranks, counts, ends, found):
     text, *more = [f"{count} steps, then {end}" for count, end in zip(counts, ends)]
     more = [f"rank {rank}: {line}" for rank, line in enumerate(more)]
     extra = [notes[Step][steps][1] for notes in (one, *ranks) if len(notes[Step]) > steps]
+    if extra and steps and (branch := branch_of(extra[0].line)):
+        more.append(source(branch))
     for line in [extra[0].line, *extra[0].callers] if extra and steps else []:
         more += [f"in the loop of {source(loop)}" for loop in loops_around(line)]
     verdict = "look" if due or is_same else "WRONG"

@@ -123,6 +123,16 @@ class Values:
             return (inside or [outputs])[0]
         return None
 
+    def has_other_weights(self, step):
+        """The inputs of a model that no optimizer trains, and whose weights are not those of one
+        process; or None."""
+        for inputs in self.of_step.get(step, []):
+            mine, others = inputs.about.get("weights"), self.others[inputs.index]
+            theirs = [other.about.get("weights", mine) for other in others if other]
+            if mine is not None and any(relative(mine, other) > self.tolerance for other in theirs):
+                return inputs
+        return None
+
     def line_of(self, value):
         """Of a loss, the line that has made it."""
         makers = [i for i in value.made_from if i in self.all and value.kind == "loss"]

@@ -9,6 +9,7 @@ are forked; writers.py has what it does not tell. Not seen are files that progra
 script starts, and those that C++ writes, but for the libraries in writers.py."""
 
 import contextlib
+import json
 import os
 import stat
 import sys
@@ -100,9 +101,10 @@ class Guard:
     def refuse(self, what, path):
         """End both runs, before anything is done to the file."""
         shown = min(path, os.path.relpath(path), key=len)
-        text = f"{source(place()[0])}\nwould {what} {shown}, which was there before"
+        text = f"would {what} {shown}, which was there before; nothing was changed"
+        refused = {"line": source(place()[0]), "text": text, "path": path}
         with open(f"{self.process.folder}/refused", "a") as file:
-            file.write(f"{text}\n{path}\n{self.process.steps}\n")
+            file.write(json.dumps(refused | {"steps": self.process.steps}) + "\n")
         LEAVE(REFUSED)
 
     def note(self, path, mode="w", kind="", number=None):

@@ -56,6 +56,7 @@ class Steps:
             mine, (line, *callers) = self.trained[optimizer], place()
             mine.step += 1
             parameters = mine.parameters(optimizer)
+            run.trained.update(map(id, parameters.values()))
             gradients = {name: on_cpu(p.grad) for name, p in parameters.items()}
             weights = {name: on_cpu(p) for name, p in parameters.items()}
             has_closure = len(args) > 1 or kwargs.get("closure") is not None

@@ -51,6 +51,11 @@ def note_value(run, kind, line, name, tree, made_from=(), **about):
     return index
 
 
+def sum_of_weights(module):
+    with torch.no_grad():
+        return float(sum(p.double().sum() for p in module.parameters()))
+
+
 def indices_in(tree):
     """Of the values that are among the arguments of a function."""
     return [leaf.compare_index for leaf in leaves_of(tree) if hasattr(leaf, "compare_index")]
@@ -147,7 +152,9 @@ def patch(run):
         if tensors:
             run.model_rows = len(tensors[0])
         made_from = indices_in((args, kwargs))
-        index = note_value(run, "inputs", line, name, (args, kwargs), made_from)
+        is_trained = any(id(p) in run.trained for p in inner.parameters())
+        about = {} if is_trained else {"weights": sum_of_weights(inner)}
+        index = note_value(run, "inputs", line, name, (args, kwargs), made_from, **about)
         run.model = index
         try:
             outputs = original(module, *args, **kwargs)

@@ -32,8 +32,8 @@ def on_cpu(tensor):
 
 
 def set_to(tensor, value):
-    """If one process has a value of this shape."""
-    if value is None or value.shape != tensor.shape:
+    """If one process has a value of this shape, and it is not sparse."""
+    if value is None or value.shape != tensor.shape or tensor.layout != torch.strided:
         return
     with torch.no_grad():
         if hasattr(tensor, "full_tensor"):
