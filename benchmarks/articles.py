@@ -13,7 +13,7 @@ python benchmarks/articles.py ways start       # these
 
 It runs train_*.py unchanged: on one GPU, two, and all of them. Without a GPU, processes of the CPU
 take their place, with a thread each. A row has the command that it ran, to be typed in the folder
-of train_*.py; only --output, a new folder each time, is left out.
+of train_*.py; only --output, a new folder each time, and --init-method, a file in it, are left out.
 
 On two machines, type the same on both but for --node-rank. A is the first one's name:
 python benchmarks/articles.py ways --hosts A B --node-rank 0
@@ -55,6 +55,7 @@ from runs import (
 CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 NO_WORKERS = [] if GPUS else ["--workers", 0]  # they would take the CPUs from the training
 ONE_THREAD = [] if GPUS else ["OMP_NUM_THREADS=1"]
+JOINS_BY_PORT = {"train_ddp_spawn.py", "train_ddp_multigpu_proc.py", "benchmarks/start_by.py"}
 # By how much a loss, relatively, and an accuracy may differ. Batch norm amplifies rounding.
 ROUNDING = {"net": (0.005, 0.002), "resnet18": (0.03, 0.02)}
 COLUMNS = ["", "seconds an epoch", "images/s", "x one process", "loss", "accuracy"]
@@ -119,7 +120,13 @@ def start(job, until=None):
         lines = []
         for prefix, command in zip(job.prefixes, job.commands, strict=True):
             words = [part for word in command for part in programs.get(word, [word])]
-            lines.append([*prefix, "env", *words, "--output", Path(folder, "out")])
+            words += ["--output", Path(folder, "out")]
+            if JOINS_BY_PORT & {*words} and "--init-method" not in words:
+                words += [
+                    "--init-method",
+                    f"file://{folder}/rendezvous",
+                ]  # another may use the port
+            lines.append([*prefix, "env", *words])
         with PeakMemory(job.is_launcher) as memory:
             log, unbuffered = Path(folder, "log"), {"PYTHONUNBUFFERED": "1"}
             done = run_commands(lines, log, until, seconds_left(), unbuffered, memory.look, ROOT)
