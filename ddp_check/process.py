@@ -80,6 +80,7 @@ class Process:
         self.model = None  # the outermost model that computes now
         self.draws, self.given, self.batches = {}, {}, {}  # of the run on one process
         self.last_order = ""  # the line that has drawn an order of all before the first step
+        self.drawn = {}  # {where it is: a weak reference to a tensor that was drawn in place}
         self.trained = set()  # ids of what an optimizer has
         self.made = {}  # {id: the lines that made it} of optimizers, a line of a generator
         self.settle = lambda: None  # of files
@@ -89,6 +90,12 @@ class Process:
                 self.options["steps"], *known = pickle.load(file)
             if not self.is_single:
                 self.draws, self.given, self.batches = known
+
+    def forget_drawn(self, tensor):
+        """It is not what was drawn any more; also if it is the .data of that."""
+        drawn = self.drawn.get(tensor.data_ptr(), lambda: None)()
+        if drawn is not None:
+            vars(drawn).pop("check_drawn", None)
 
     def is_fork(self):
         """In a process that the script has forked."""

@@ -100,7 +100,7 @@ class OtherWeights(Rule):
         for _, _, found in among("born", ranks):
             if found:
                 text = f"{found[0].part} has each rank's own random weights, and no optimizer "
-                return self.wrong(0, "", f"{text}trains it")
+                return self.look(0, "", f"{text}trains it; unless all ranks get rank 0's")
         seen = False
         for step, note, others in paired("other", one, ranks):
             for rank, values in others.items():

@@ -3,10 +3,12 @@
 import inspect
 import math
 import random
+import weakref
 import zlib
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..notes import Seen
@@ -165,7 +167,15 @@ def patch(run):
                 out.check_line = place()[0]
             if owner is torch.Tensor and name.endswith("_"):
                 out.check_drawn = run.thread.torch_state, sum_of(out)
+                run.drawn[out.data_ptr()] = weakref.ref(out)
             return out
+
+    @wrap(nn.Parameter, "__deepcopy__")
+    def copy(original, self, *args):
+        out = original(self, *args)
+        if hasattr(self, "check_drawn"):
+            out.check_drawn = self.check_drawn
+        return out
 
     functions = "rand randn rand_like randn_like randint randint_like randperm normal bernoulli"
     functions += " multinomial poisson binomial"

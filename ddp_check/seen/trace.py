@@ -169,6 +169,12 @@ def patch(run):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not a list of numbers
             note_value(run, "value", place()[0], "Subset", torch.tensor(list(indices)))
 
+    @wrap(DistributedDataParallel, "__init__")
+    def broadcast(original, self, module, *args, **kwargs):
+        original(self, module, *args, **kwargs)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            run.forget_drawn(tensor)  # all have rank 0's now
+
     @wrap(DistributedDataParallel, "no_sync")
     def no_sync(original, self):
         note_value(run, "no_sync", place()[0], "no_sync", ())
@@ -191,6 +197,8 @@ def patch(run):
                 if "object_list" in name:  # a list of what is no tensor
                     drawn = run.last_order
                 run.note(Collective(name, line, drawn))
+            if name == "broadcast" and args and torch.is_tensor(args[0]):
+                run.forget_drawn(args[0])
             return original(*args, **kwargs)
 
     names = "all_reduce reduce all_gather all_gather_object gather gather_object broadcast "
