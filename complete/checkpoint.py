@@ -169,8 +169,8 @@ def find_run(args, may_change):
     if args.overwrite or not any(any(folder.glob(sign)) for sign in signs):
         return new
     if (folder / "last.json").exists():
-        says = f"{folder} has a run of an older version, which cannot be resumed"
-        raise FileError(f"{says}: {best}")
+        message = f"{folder} has a run of an older version, which cannot be resumed"
+        raise FileError(f"{message}: {best}")
     if not args.resume:
         raise FileError(f"{folder} has a run: --resume continues it, --overwrite replaces it")
     if new.version is None:
@@ -191,8 +191,8 @@ def find_run(args, may_change):
         then = flags.get(name, now)  # flags that it lacks are not compared
         if then != now:
             flag = name.replace("_", "-")
-            says = f"{path} was started with --{flag} {then}, not {now}"
-            raise FileError(f"{says}: use the same flags")
+            message = f"{path} was started with --{flag} {then}, not {now}"
+            raise FileError(f"{message}: use the same flags")
     done = f"{progress.epoch} epochs and {progress.step} steps"
     if progress.epoch + (progress.step > 0) > args.epochs:
         raise FileError(f"--epochs {args.epochs}: {path} already has {done}")
@@ -454,8 +454,8 @@ class Run:
             self.files.check_owner()
             self.files.write_weights("model.pt")
             if best := self.best_epoch():
-                says = f"{self.folder / 'best.pt'} is of epoch {best}"
-                print(f"{says}. It was chosen on the {self.part} images: {ON_OTHERS}")
+                message = f"{self.folder / 'best.pt'} is of epoch {best}"
+                print(f"{message}. It was chosen on the {self.part} images: {ON_OTHERS}")
             print(f"finished: {self.folder / 'model.pt'}")
         dist.barrier()  # for rank 0: once a process has exited, torchrun cannot restart the run
 

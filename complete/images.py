@@ -84,8 +84,8 @@ def load_packed(folder, side):
     notes = []
     if packed_side != side:
         better = "faster" if packed_side > side else "sharper"
-        says = f"was packed with --side {packed_side}; --side {side} would be {better}"
-        notes.append(f"{folder} {says}")
+        message = f"was packed with --side {packed_side}; --side {side} would be {better}"
+        notes.append(f"{folder} {message}")
     return sets, notes
 
 
@@ -123,8 +123,8 @@ def find_images(folder, needs_train=True):
             del paths[::10]
     empty = [name for name in classes if not all(by_class[name] for by_class in found.values())]
     if empty:
-        says = f"{folder}: no images to train or to test on in {quoted(empty)}"
-        raise FolderError("\n".join([says, *notes]))
+        message = f"{folder}: no images to train or to test on in {quoted(empty)}"
+        raise FolderError("\n".join([message, *notes]))
     parts = {}
     for part, by_class in found.items():
         labels = np.repeat(range(len(classes)), [len(by_class[name]) for name in classes])
@@ -169,20 +169,20 @@ def check_classes(folder, places, found, notes):
     """Raises FolderError if the folders in the parts cannot be the classes."""
     (first, by_class), *_ = found.items()
     if len(by_class) == 1:
-        says = f"{places[first]} has only one class, {quoted(by_class)}"
-        raise FolderError(f"{says}: are the classes in there?")
+        message = f"{places[first]} has only one class, {quoted(by_class)}"
+        raise FolderError(f"{message}: are the classes in there?")
     if places[first] == folder:  # and not such as training/CLASS/ and testing/CLASS/
         direct = {os.path.dirname(path) for paths in by_class.values() for path in paths}
         direct = {as_composed(os.path.relpath(path, folder)) for path in direct}
         empty = [name for name in by_class if name not in direct]
         if empty:
-            says = f"{folder} has no train/, and no images directly in {quoted(empty)}"
-            raise FolderError("\n".join([says, *notes]))
+            message = f"{folder} has no train/, and no images directly in {quoted(empty)}"
+            raise FolderError("\n".join([message, *notes]))
     for part, others in found.items():
         if others.keys() != by_class.keys():  # a label would mean another class
             differ = quoted(others.keys() ^ by_class.keys())
-            says = f"{folder}: {places[first].name}/ and {places[part].name}/ differ in {differ}"
-            raise FolderError(f"{says}: give both all classes, or remove what is no class")
+            message = f"{folder}: {places[first].name}/ and {places[part].name}/ differ in {differ}"
+            raise FolderError(f"{message}: give both all classes, or remove what is no class")
 
 
 def images_by_class(folder, counts):
@@ -255,8 +255,8 @@ def shared_images(folder, parts):
     for one, other in itertools.combinations(real, 2):
         both = real[one] & real[other]
         if both:
-            says = f"{folder}: links put {len(both)} images into {one} and {other}"
-            lines.append(f"{says}, such as {quoted([min(both)])}: scores will be too good")
+            message = f"{folder}: links put {len(both)} images into {one} and {other}"
+            lines.append(f"{message}, such as {quoted([min(both)])}: scores will be too good")
     return lines
 
 
@@ -415,8 +415,8 @@ def load_torchvision(name, folder, colour):
     try:
         parts = [kind(folder, train, download=True) for train in (True, False)]
     except (OSError, RuntimeError) as error:
-        says = f"no download ({str(error).splitlines()[0]})"
-        raise FolderError(f"{says}: put the files into --data-dir {folder}") from error
+        message = f"no download ({str(error).splitlines()[0]})"
+        raise FolderError(f"{message}: put the files into --data-dir {folder}") from error
     return [as_tensors(part, colour) for part in parts]
 
 

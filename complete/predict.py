@@ -79,8 +79,8 @@ class TrainedRun:
             raise FileError(f"{file} is not a best.pt or model.pt of train.py")
         self.image_shape = saved.identity["image"]  # None unless load_data returns uint8 images
         if self.image_shape is None or self.image_shape[1] != self.image_shape[2]:
-            says = f"{file} was not trained on square uint8 images"
-            raise FileError(f"{says}: predict with a Dataset as in your load_data")
+            message = f"{file} was not trained on square uint8 images"
+            raise FileError(f"{message}: predict with a Dataset as in your load_data")
         self.classes = saved.identity["classes"]
         if not isinstance(self.classes, list):  # a number: the data had no names
             self.classes = [str(label) for label in range(self.classes)]
@@ -189,13 +189,13 @@ def classify(args, run, paths, true_classes, counts):
         multiprocessing_context="fork" if sys.platform == "linux" and args.workers > 0 else None,
         pin_memory=device.type in ("cuda", "xpu"),  # for asynchronous copies to the GPU
     )
-    places = zip(paths, true_classes)
+    images = zip(paths, true_classes)
     for pixels, errors in loader:
         inputs = run.prepare(pixels, device)
         with precision:
             outputs = model(inputs)
         probabilities = outputs.cpu().double().softmax(1).tolist()  # not every GPU has float64
-        for error, row, (path, true) in zip(errors, probabilities, places):
+        for error, row, (path, true) in zip(errors, probabilities, images):
             counts["done"] += 1
             if counts["done"] % 1000 == 0:
                 print(f"{counts['done']} of {len(paths)} images", file=sys.stderr, flush=True)
@@ -269,11 +269,11 @@ def main(args):
         write_table(rows, run.classes, output)
     else:
         print_classes(rows, run.classes)
-    says = f"{len(paths) - counts['broken']} images"
+    message = f"{len(paths) - counts['broken']} images"
     if counts["known"]:
-        says += f"; {counts['known']} with a true class, accuracy "
-        says += f"{counts['right'] / counts['known']:.4f}"
-    print(says, flush=True)
+        message += f"; {counts['known']} with a true class, accuracy "
+        message += f"{counts['right'] / counts['known']:.4f}"
+    print(message, flush=True)
     if counts["broken"]:  # status 1
         raise SystemExit(f"{counts['broken']} of {len(paths)} files could not be classified")
 

@@ -18,6 +18,7 @@ training would differ.
 import csv
 import math
 import sys
+import textwrap
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def main():
     report("images", ill, vals, tests)
     patient_tests = [test.by_patient() for test in tests]
     report("patients", ill, [val.by_patient() for val in vals], patient_tests)
-    print(methods(ill, patient_tests, tests))
+    print("", methods(ill, patient_tests, tests), sep="\n")
 
 
 def read(path, ill):
@@ -142,8 +143,8 @@ def report(unit, ill, vals, tests):
         else:
             used = [draw[name] for draw in draws if not math.isnan(draw[name])]
             low, high = np.percentile(used, [2.5, 97.5])
-            says = f"{len(used)} of {DRAWS} draws"
-            print(f"  {name:18} {value:.3f} ({low:.3f} to {high:.3f}) {says}")
+            message = f"{len(used)} of {DRAWS} draws"
+            print(f"  {name:18} {value:.3f} ({low:.3f} to {high:.3f}) {message}")
 
 
 def wilson(hits, total):
@@ -195,12 +196,13 @@ def methods(ill, patients, images):
         design += " once, while another one chose the threshold (the highest F1)"
     else:
         design = "were the test set; the threshold was chosen on a validation set (the highest F1)"
-    return f"""
-Methods: {image_count} images ({ill_images} {ill}) of {count} patients ({ill_count} {ill}) {design}.
-A patient was {ill} if one of the images was, with the highest of their probabilities. Where each
-patient counts once, recall, specificity and precision have 95% Wilson score intervals. All other
-95% intervals are percentiles of {DRAWS} bootstrap draws of patients within folds. AUC and average
-precision are means over the folds."""
+    text = f"""
+    Methods: {image_count} images ({ill_images} {ill}) of {count} patients ({ill_count} {ill})
+    {design}. A patient counts as {ill} if one of the images does, and has the highest of their
+    probabilities. Where each patient counts once, recall, specificity and precision have 95% Wilson
+    score intervals. All other 95% intervals are percentiles of {DRAWS} bootstrap draws of patients
+    within folds. AUC and average precision are means over the folds."""
+    return textwrap.fill(" ".join(text.split()), 100)
 
 
 def ill_of(samples):

@@ -73,8 +73,8 @@ def check_parts(folder):
     names = folders_in(folder)
     parts = [name for name in names if name.lower() in PARTS]
     if parts == names or any(folders_in(folder / name) for name in parts):
-        says = f"{folder} has {', '.join(sorted(parts))}, which are no classes"
-        raise FolderError(f"{says}: put all images of a class into one folder CLASS/")
+        message = f"{folder} has {', '.join(sorted(parts))}, which are no classes"
+        raise FolderError(f"{message}: put all images of a class into one folder CLASS/")
 
 
 def find_patients(names, pattern):
@@ -91,14 +91,14 @@ def find_patients(names, pattern):
 def check_patients(names, labels, patients):
     """Refuse patients that cannot be meant, and too few to be in each fold."""
     if len(set(patients)) == len(names):
-        says = f"each image has a patient of its own, such as {patients[0]}"
-        raise FolderError(f"{says}: see --patient")
+        message = f"each image has a patient of its own, such as {patients[0]}"
+        raise FolderError(f"{message}: see --patient")
     for label in sorted(set(labels)):
         of_class = sorted(set(patients[labels == label]))
         if len(of_class) < FOLDS:
-            says = f"{label} has only {len(of_class)} patients ({', '.join(of_class)})"
+            message = f"{label} has only {len(of_class)} patients ({', '.join(of_class)})"
             remedy = "see --patient, or make FOLDS in split.py smaller"
-            raise FolderError(f"{says}, for {FOLDS} folds: {remedy}")
+            raise FolderError(f"{message}, for {FOLDS} folds: {remedy}")
 
 
 def split(labels, patients):
@@ -109,8 +109,8 @@ def split(labels, patients):
     for part in parts:
         missing = set(labels) - set(labels[part])
         if missing:
-            says = f"no way was found to give each fold patients of {', '.join(sorted(missing))}"
-            raise FolderError(f"{says}: FOLDS, in split.py, may be smaller")
+            message = f"no way was found to give each fold patients of {', '.join(sorted(missing))}"
+            raise FolderError(f"{message}: FOLDS, in split.py, may be smaller")
     return parts
 
 

@@ -404,8 +404,8 @@ def read_first(args):
     if args.evaluate or args.init:
         start = read_weights(args.init or args.output / "best.pt")
         if start.normalization is None:
-            says = f"{start.file} has no normalization: pixels become (pixel - 115) / 58"
-            print(says, flush=True)
+            message = f"{start.file} has no normalization: pixels become (pixel - 115) / 58"
+            print(message, flush=True)
         return start
     return read_pretrained(args.model) if args.pretrained else Start()
 
@@ -477,12 +477,12 @@ def try_model(model, inputs):
     try:
         functional_call(model, buffers, (inputs,))
     except (ValueError, RuntimeError, AssertionError) as error:
-        problem = f"the model cannot be trained on {in_words(inputs)}: {error} ({line_of(error)})"
+        problem = f"the model cannot be trained on {shape_of(inputs)}: {error} ({line_of(error)})"
         problem += ": another --image-size or --batch-size?"
     refuse_on_all_ranks(problem)
 
 
-def in_words(inputs):
+def shape_of(inputs):
     if torch.is_tensor(inputs):
         return f"a batch of the shape {[*inputs.shape]}"
     return "a batch"
