@@ -1,5 +1,6 @@
 """The pages are true: commands run, links hold, examples train, recipes do what they say."""
 
+import csv
 import re
 import runpy
 import shlex
@@ -75,6 +76,18 @@ def test_sections_of_ddp_check():
     titles = re.findall(r"^#+ (.*)", CODE.sub("", YOUR_LOOP).lower(), re.M)
     named = set(re.findall(r'(?:"|\{PAGE\})#([a-z][a-z0-9-]+)"', text))
     assert len(named) > 5 and named <= {title.replace(" ", "-") for title in titles}
+
+
+def test_figures_of_ddp_check():
+    """README.md's are those of benchmarks/faults.csv."""
+    with open(ROOT / "benchmarks" / "faults.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    right = [row for row in rows if row["kind"] == "right"]
+    planted = [row for row in rows if row["kind"] != "right"]
+    found = sum(row["found"] != "" for row in planted)
+    [figures] = re.findall(r"\[(\d+) planted.*?(\d+), and none in (\d+) right loops", README)
+    assert [*map(int, figures)] == [len(planted), found, len(right)]
+    assert not any(row["found"] for row in right)
 
 
 def test_chinese():
