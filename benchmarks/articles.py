@@ -7,12 +7,13 @@ python benchmarks/articles.py ways start       # these
               two machines
     resnet18  the same with a larger model
     inputs    images 8 and 24 times as large, in memory and from files
-    start     spawn, torchrun and fork: seconds until the first step
+    start     spawn, torchrun, mp.Process and fork: seconds until the first step
+    device    data that is kept on the device, and data that each batch brings there
     workers   loader workers and CPUs, for JPEG files
 
 It runs train_*.py unchanged: on one GPU, two, and all of them. Without a GPU, processes of the CPU
 take their place, with a thread each. A row has the command that it ran, to be typed in the folder
-of train_*.py; only --output, a new folder each time, is left out.
+of train_*.py; only --output, a new folder each time, and --init-method, a file in it, are left out.
 
 On two machines, type the same on both but for --node-rank. A is the first one's name:
 python benchmarks/articles.py ways --hosts A B --node-rank 0
@@ -47,12 +48,14 @@ from runs import (
     row,
     run_commands,
     seconds_left,
+    spread,
     table,
 )
 
 CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 NO_WORKERS = [] if GPUS else ["--workers", 0]  # they would take the CPUs from the training
 ONE_THREAD = [] if GPUS else ["OMP_NUM_THREADS=1"]
+JOINS_BY_PORT = {"train_ddp_spawn.py", "train_ddp_multigpu_proc.py", "benchmarks/start_by.py"}
 # By how much a loss, relatively, and an accuracy may differ. Batch norm amplifies rounding.
 ROUNDING = {"net": (0.005, 0.002), "resnet18": (0.03, 0.02)}
 COLUMNS = ["", "seconds an epoch", "images/s", "x one process", "loss", "accuracy"]
@@ -117,7 +120,13 @@ def start(job, until=None):
         lines = []
         for prefix, command in zip(job.prefixes, job.commands, strict=True):
             words = [part for word in command for part in programs.get(word, [word])]
-            lines.append([*prefix, "env", *words, "--output", Path(folder, "out")])
+            words += ["--output", Path(folder, "out")]
+            if JOINS_BY_PORT & {*words} and "--init-method" not in words:
+                words += [
+                    "--init-method",
+                    f"file://{folder}/rendezvous",
+                ]  # another may use the port
+            lines.append([*prefix, "env", *words])
         with PeakMemory(job.is_launcher) as memory:
             log, unbuffered = Path(folder, "log"), {"PYTHONUNBUFFERED": "1"}
             done = run_commands(lines, log, until, seconds_left(), unbuffered, memory.look, ROOT)
@@ -146,14 +155,6 @@ def measure(job):
     seconds, dropped = trained / speeds[1], images - trained
     job.runs.append(Run([*losses], [*accuracies], seconds, speeds[1], dropped, memory))
     return True
-
-
-def spread(values, digits):
-    """The median; of several values also the smallest and the largest."""
-    text = f"{statistics.median(values):.{digits}f}"
-    if len(values) > 1:
-        text += f" ({min(values):.{digits}f}–{max(values):.{digits}f})"
-    return text
 
 
 def sum_text(parts):
@@ -222,10 +223,11 @@ def compare(jobs):
 
 def training(job):
     """What decides which losses a job has."""
-    model, batch = job.flag("--model", "net"), job.batch_size()
-    # Batch norm computes its statistics over each device's share of a batch.
-    shares = batch if model == "net" else tuple(job.split())
-    return model, shares, *job.images()
+    model = job.flag("--model", "net")
+    # Batch norm computes its statistics over each device's share of a batch, and these have other
+    # images: of two ranks, each gets every second one; of two GPUs of DataParallel, each a half.
+    shares = () if model == "net" else (job.processes, job.gpus_each)
+    return model, job.batch_size(), shares, *job.images()
 
 
 # ---- Peak memory ---------------------------------------------------------------------------------
@@ -301,8 +303,8 @@ def data_parallel(n, flags):
     return Job(f"DataParallel, {n} GPUs", [words], gpus_each=n)
 
 
-def by_spawn(n, flags, script="train_ddp_spawn.py", name="spawn"):
-    words = [*ONE_THREAD, "python", script, "--nproc-per-node", n, *flags]
+def by_spawn(n, flags, script="train_ddp_spawn.py", name="spawn", method=()):
+    words = [*ONE_THREAD, "python", script, *method, "--nproc-per-node", n, *flags]
     return Job(f"DDP by {name}, {n} processes", [words], n, is_launcher=True)
 
 
@@ -388,8 +390,10 @@ def two_machines(args):
         with two_namespaces() as names:
             started = []
             for i, name in enumerate(names):
-                own = [f"GLOO_SOCKET_IFNAME=v{i}", f"NCCL_SOCKET_IFNAME=v{i}", f"NCCL_HOSTID={i}"]
-                prefix = ["ip", "netns", "exec", name, "env", *own]
+                words = [f"GLOO_SOCKET_IFNAME=v{i}", f"NCCL_SOCKET_IFNAME=v{i}"]
+                # Otherwise, NCCL would take InfiniBand, which is no namespace's, or shared memory.
+                words += [f"NCCL_HOSTID={i}", "NCCL_NET=Socket", "NCCL_IB_DISABLE=1"]
+                prefix = ["ip", "netns", "exec", name, "env", *words]
                 started.append(Machine(i, prefix, [*ONE_THREAD, *local[i]]))
             yield Machines(what, "10.77.0.1", each, started)
     else:
@@ -487,10 +491,15 @@ def resnet18(args):
     print("statistics.\n", flush=True)
 
 
+def image_sides(*times):
+    """{how many times as many pixels: side of the images}. Smaller ones for CPUs."""
+    return {n: round((32 if GPUS else 16) * math.sqrt(n)) for n in times}
+
+
 def inputs(args):
     print("### Larger images, in memory and from JPEG files\n")
     photos = make_data(args, "photos", SIZES["ImageNet"], 512, different=64)
-    sides = {1: 32, 8: 91, 24: 157} if GPUS else {1: 16, 8: 45, 24: 78}
+    sides = image_sides(1, 8, 24)
     most, jobs = all_devices(args), []
     for where, data in ("memory", "synthetic"), ("JPEG files", photos):
         for times, side in sides.items():
@@ -519,10 +528,12 @@ def starts(args):
     print("### Seconds until the first step\n")
     n, flags = all_devices(args), ["--dataset", "synthetic", *common_flags(args)]
     jobs, notes = [one_process(flags), by_spawn(n, flags), by_torchrun(n, flags)], []
+    start_by, process = "benchmarks/start_by.py", "mp.Process and forkserver"
+    jobs.append(by_spawn(n, flags, start_by, process, ["forkserver"]))
     if GPUS:
         notes.append("Left out: fork, as a process that has used CUDA cannot be forked.")
     else:
-        jobs.append(by_spawn(n, flags, "benchmarks/start_by_fork.py", "fork"))
+        jobs.append(by_spawn(n, flags, start_by, "fork", ["fork"]))
     times, until = repeats(args, 3), "starts with epoch 0"
     table(GPUS, "", "seconds", "command")
     for job in jobs:
@@ -533,11 +544,28 @@ def starts(args):
     print(flush=True)
 
 
+def device(args):
+    print("### Data on the device, and data that each batch brings there\n")
+    jobs = []
+    for times, side in image_sides(1, 24).items():
+        flags = ["--dataset", "synthetic", "--image-size", side, "--epochs", 2]
+        kept = [*ONE_THREAD, "python", "benchmarks/keep_on_device.py", *flags, "--workers", 0]
+        jobs.append(one_process([*flags, "--workers", 0], f"x {times}, batch by batch"))
+        if GPUS or not args.quick:
+            jobs.append(one_process([*flags, "--workers", 2], f"x {times}, by two workers"))
+        jobs.append(Job(f"x {times}, kept on the device", [kept]))
+    note = "Without a GPU, the rows differ only in how a batch is put together: of single images, "
+    note += "in which the first one does it, or by one call."
+    print_table(jobs, repeats(args, 1), *([] if GPUS else [note]))
+
+
 def workers(args):
     print("### Loader workers and CPUs, for JPEG files\n")
     photos = make_data(args, "photos", SIZES["ImageNet"], 512, different=64)
     flags = ["--dataset", photos, "--batch-size", 32, "--epochs", 2]
     limits, notes, jobs = sorted({n for n in (1, 2, len(CPUS)) if n <= len(CPUS)}), [], []
+    if GPUS:
+        limits = limits[-1:]  # each start takes long enough
     if not shutil.which("taskset"):
         limits, notes = limits[-1:], ["Left out, as there is no `taskset`: fewer CPUs."]
     for n in limits[-1:] if args.quick else limits:
@@ -559,7 +587,8 @@ def make_data(args, name, size, count, different):
     return folder
 
 
-PARTS = {"ways": ways, "resnet18": resnet18, "inputs": inputs, "start": starts, "workers": workers}
+PARTS = {"ways": ways, "resnet18": resnet18, "inputs": inputs, "start": starts, "device": device}
+PARTS |= {"workers": workers}
 
 
 def parse_args():

@@ -30,6 +30,7 @@ from runs import (
     row,
     table,
     train,
+    write_altered,
 )
 
 TINY = bool(os.environ.get("TINY"))
@@ -84,9 +85,22 @@ def resnet50(folder):
     measure(ALL, "--compile")
 
 
+SEVERAL_TIMES = """
+from torch.utils.data import ConcatDataset
+
+load_once = load_data
+
+def load_data(args):
+    train_set, *others = load_once(args)
+    return ConcatDataset([train_set] * {}), *others
+"""
+
+
 def images(folder):
     """Are the GPUs busy? With JPEG files of the size of ImageNet's, and with the same, packed."""
-    model, steps = ("net", 20) if TINY else ("resnet18", 24)
+    # An epoch has all images five times: in the first steps of an epoch, the loader's batches are
+    # those that it has fetched during the evaluation, and would hide that it is slow.
+    model, steps, times = ("net", 20, 1) if TINY else ("resnet18", 24, 5)
     side, count = SIDE * 8 // 7, ALL * BATCH * steps
     files, packed = folder / "files", folder / "packed"
     # Test images are for all GPUs. Few files are different: the others need no memory.
@@ -102,8 +116,9 @@ def images(folder):
     base = rate_on_device(ALL, *words)
     print_rate("without a loader", rate=base, base=base)
     words += ["--batch-size", ALL * BATCH, "--workers", workers]
+    path = write_altered(ROOT / COMPLETE, folder / "script", more=SEVERAL_TIMES.format(times))
     for name, place in ("packed", packed), ("JPEG files", files):
-        found = rate(ROOT / COMPLETE, ALL, "--dataset", place, *words)
+        found = rate(path, ALL, "--dataset", place, *words)
         print_rate(f"{name}, {workers} workers per GPU", rate=found, base=base)
     print(f"\npack_images.py: {packing:.0f} images/s with {CORES} cores, its start included")
 

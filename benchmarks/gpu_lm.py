@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gpu import ALL, TINY
+from gpu import ALL, MEMORY, TINY
 from runs import GPUS, ROOT, attempt, end_on_sigterm, end_part, row, table, write_altered
 
 sys.path.insert(0, str(ROOT / "large"))
@@ -23,10 +23,21 @@ import train_lm  # noqa: E402
 
 DEVICE = "cuda" if GPUS else "cpu"
 LENGTH, VOCABULARY = 1024, 50_304
-BARE, WARMUP, STEPS, SIZE, BATCH, BIG, SAVED = 40, 10, 200, "160m", 16, "1.4b", "400m"
+BARE, WARMUP, STEPS, SIZE, BATCH = 40, 10, 200, "160m", 16
 if TINY:
     LENGTH, VOCABULARY = 8, 512
-    BARE, WARMUP, STEPS, SIZE, BATCH, BIG, SAVED = 2, 1, 6, "tiny", 2, "tiny", "tiny"
+    BARE, WARMUP, STEPS, SIZE, BATCH = 2, 1, 6, "tiny", 2
+
+
+def largest(n, *sizes):
+    """The first of these sizes of which n GPUs can hold weights, gradients and AdamW's averages (16
+    bytes a parameter) in 60% of their memory. The rest is for activations."""
+    for size in sizes if not TINY else []:
+        with torch.device("meta"):
+            model = train_lm.LanguageModel(VOCABULARY, *train_lm.SIZES[size])
+        if 16 * sum(p.numel() for p in model.parameters()) < 0.6 * MEMORY * n:
+            return size
+    return SIZE
 
 
 def make_tokens(folder):
@@ -106,8 +117,9 @@ def large(folder):
     row(f"bare step, `{SIZE}`, compiled", 1, f"{base:.0f}", "1", "-", "-")
     if ALL > 1:
         measure(1, SIZE)
-    measure(ALL, BIG)
-    measure(ALL, BIG, "--recompute")
+    big = largest(ALL, "1.4b", "400m")
+    measure(ALL, big)
+    measure(ALL, big, "--recompute")
     measure(ALL, SIZE, "--no-compile")
 
 
@@ -132,10 +144,11 @@ def saving(folder):
     """How long a checkpoint stops the training, and after which time it is written. The first one
     also gets its memory on the host."""
     heads = "GPUs", "GB on the disk", "stops the training, s", "is written after, s"
-    table(ALL, f"large/train_lm.py, `--size {SAVED}`", *heads)
+    size = largest(1, "400m")
+    table(ALL, f"large/train_lm.py, `--size {size}`", *heads)
     path = write_altered(ROOT / "large/train_lm.py", folder / "script", more=TIMED)
     for n in dict.fromkeys([ALL, 1]):
-        text = run_lm(folder, path, n, SAVED, "--checkpoint-minutes", 0, "--no-compile")
+        text = run_lm(folder, path, n, size, "--checkpoint-minutes", 0, "--no-compile")
         found = {}
         for name in "size", "blocked", "written":
             found[name] = [float(x) for x in re.findall(rf"^{name} (\S+)", text, re.M)]

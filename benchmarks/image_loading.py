@@ -4,11 +4,13 @@ python benchmarks/image_loading.py                        # images that it makes
 python benchmarks/image_loading.py --folder my_images     # some of yours, as train.py takes them
 python benchmarks/image_loading.py --folder my_images --workers 0 1 2 4 8 16     # how many help?
 
-Contestants: torchvision's reference pipeline (references/classification/presets.py with PIL), a
-folder in complete/train.py, the same folder after pack_images.py, and as a limit the plain reading
-of the files' bytes in one process. Each round runs all of them; ratios are taken within a round.
-The files are in the page cache, so this measures the CPU, not the disk. Images per CPU second count
-the time of all processes: what one core delivers, even on a machine that is shared.
+Contestants: torchvision's reference pipeline (references/classification/presets.py with PIL),
+timm's if it is installed, train_ddp_torchrun.py's, a folder in complete/train.py, the same folder
+after pack_images.py, and as a limit the plain reading of the files' bytes in one process. The first
+two resize a random part of an image, the others all of it; complete/ crops it on the device. Each
+round runs all of them; ratios are taken within a round. The files are in the page cache, so this
+measures the CPU, not the disk. Images per CPU second count the time of all processes: what one core
+delivers, even on a machine that is shared.
 """
 
 import argparse
@@ -18,20 +20,23 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from make_images import SIZES, make_folder
 from PIL import Image
-from runs import fitting_workers, row, spread, table
-from torch.utils.data import DataLoader, Dataset
+from runs import ROOT, fitting_workers, row, spread, table
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import datasets, transforms
 
 CHILDREN = resource.RUSAGE_CHILDREN
-COMPLETE = Path(__file__).resolve().parent.parent / "complete"
-sys.path.insert(0, str(COMPLETE))
+COMPLETE = ROOT / "complete"
+sys.path[:0] = [str(COMPLETE), str(ROOT)]
 import train as script  # noqa: E402
 from images import find_images  # noqa: E402
+
+import train_ddp_torchrun  # noqa: E402
 
 FILES = {"ImageNet": 120, "12 megapixels": 8}  # how many of each size
 
@@ -72,6 +77,19 @@ def reference(folder):
     return datasets.ImageFolder(folder, transforms.Compose(steps))
 
 
+def timm(folder):
+    """As its train.py has it, without changes of colors. Pixels are normalized on the device."""
+    from timm.data import create_transform
+
+    transform = create_transform(224, is_training=True, color_jitter=None, use_prefetcher=True)
+    return datasets.ImageFolder(folder, transform)
+
+
+def small(folder):
+    args = argparse.Namespace(dataset=folder, image_size=224)
+    return train_ddp_torchrun.load_data(args)[0]
+
+
 def ours(folder, side=224):
     flags = ["--dataset", str(folder), "--image-size", str(side)]
     return script.load_data(script.parser.parse_args(flags))[0]
@@ -82,13 +100,21 @@ def cpu_seconds():
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, CHILDREN))
 
 
+def collate(dataset):
+    """Of a dataset's samples. timm has its own, for arrays."""
+    if type(dataset) is not datasets.ImageFolder or torch.is_tensor(dataset[0][0]):
+        return default_collate
+    from timm.data.loader import fast_collate
+
+    return fast_collate
+
+
 def speed(dataset, workers, batch_size, count):
     """Images a second, and images a second of CPU time in all processes together."""
     order = [0] * batch_size * max(1, workers)  # a first epoch, which starts the workers
     cpu, first = cpu_seconds(), len(order)
-    loader = DataLoader(
-        dataset, batch_size, sampler=order, num_workers=workers, persistent_workers=workers > 0
-    )
+    options = {"num_workers": workers, "persistent_workers": workers > 0}
+    loader = DataLoader(dataset, batch_size, sampler=order, collate_fn=collate(dataset), **options)
     list(loader)
     order[:] = torch.randint(len(dataset), (count,)).tolist()
     started = time.perf_counter()
@@ -109,7 +135,10 @@ def measure(args, name, folder):
     with tempfile.TemporaryDirectory() as packed:
         command = [sys.executable, COMPLETE / "pack_images.py", folder, packed]
         subprocess.run([*command, "--workers", "1"], check=True, stdout=sys.stderr)
-        data = {"torchvision's reference": reference(folder / "train"), "folder": ours(folder)}
+        data = {"torchvision's reference": reference(folder / "train")}
+        if find_spec("timm"):
+            data["timm"] = timm(folder / "train")
+        data |= {"train_ddp_torchrun.py": small(folder), "folder": ours(folder)}
         data |= {"packed": ours(packed), "reading the files": Bytes(folder / "train")}
         found = {}  # images/s, and images per CPU second, of each round
         for count in args.workers:  # a batch of the reference, whose pixels are floats, is largest

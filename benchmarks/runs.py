@@ -61,7 +61,7 @@ def load_data(args):
 
 
 # ---- Recipes of docs/ ----------------------------------------------------------------------------
-RECIPES = ["recipes.md", "your_model_and_data.md", "how_fast.md"]
+RECIPES = ["recipes.md", "patients.md", "cost_and_speed.md"]
 NEW = "# ---- A step, and the evaluation"  # new functions go above this line of train.py
 IMPORTS = "from torch import nn\n"
 
@@ -296,17 +296,20 @@ def train(path, n, flags, **options):
 
 
 def end_part():
-    """Say what was not measured. The status is 1 if a run has failed."""
+    """Say what was not measured. The status is 1 if there is anything."""
     sys.stderr.flush()
     for what, names in ("Failed", FAILED), ("No time was left for, or to finish", NO_TIME):
         if names:
             print(f"\n{what}:\n\n- " + "\n- ".join(names), flush=True)
-    sys.exit(1 if FAILED else 0)
+    sys.exit(1 if FAILED or NO_TIME else 0)
 
 
 def spread(values, digits):
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    """The median; of several values also the smallest and the largest."""
+    text = f"{statistics.median(values):.{digits}f}"
+    if len(values) > 1:
+        text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return text
 
 
 def row(*cells):

@@ -1,5 +1,6 @@
 """The tables of benchmarks/, and tests/test_gpu.py, with tiny sizes on a CPU."""
 
+import contextlib
 import math
 import re
 import shutil
@@ -7,12 +8,15 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 
 import articles
 import gpu
+import gpu_lm
 import helpers
 import image_loading
+import peers
 import pytest
 import runs
 from helpers import command
@@ -20,8 +24,8 @@ from make_images import make_folder
 from same_text import ROOT
 
 # The rows of each part with TINY=1.
-ROWS = {"articles": 4, "resnet50": 4, "images": 3, "cifar10": 2, "resume": 5, "scripts": 10}
-ROWS |= {"small": 3, "large": 6, "saving": 2}
+ROWS = {"articles": 4, "peers": 3, "resnet50": 4, "images": 3, "inputs": 4, "cifar10": 2}
+ROWS |= {"resume": 5, "scripts": 10, "small": 3, "large": 6, "saving": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -32,12 +36,17 @@ def nothing_failed(monkeypatch):
     monkeypatch.setattr(articles, "NO_TIME", runs.NO_TIME)
 
 
-def gpu_sh(part, **environment):
-    """What a part of gpu.sh prints. It has to succeed."""
+def gpu_sh(part, fails=False, **environment):
+    """What a part of gpu.sh prints. It has to succeed, or to fail."""
     environment |= {"TINY": 1, "OUT": Path().resolve()}
     environment.setdefault("PYTHON", sys.executable)
     words = [f"{name}={value}" for name, value in environment.items()]
-    command("env", *words, "bash", ROOT / "benchmarks/gpu.sh", part)
+    line = "env", *words, "bash", ROOT / "benchmarks/gpu.sh", part
+    if fails:
+        with pytest.raises(subprocess.CalledProcessError):
+            command(*line)
+    else:
+        command(*line)
     return Path(f"{part}.md").read_text()
 
 
@@ -69,12 +78,12 @@ def running(pid):
 
 def test_what_a_part_could_not_measure(monkeypatch, capsys):
     """A run that the end of the part's time ends counts with what it has printed, and nothing of it
-    is left. It is no failure; a run with an error is one. All are listed."""
+    is left. All runs that are missing, or had an error, are listed, and the part fails."""
     Path("slow.py").write_text(SLOW)
     Path("wrong.py").write_text("raise SystemExit('no such flag')")
     monkeypatch.setattr(runs, "PART_SECONDS", time.monotonic() - runs.STARTED + 1)
     assert gpu.rate(Path("slow.py").resolve(), 1) == pytest.approx(2 / (1 / 100 + 1 / 200))
-    with pytest.raises(SystemExit, match="0"):
+    with pytest.raises(SystemExit, match="1"):
         runs.end_part()
     assert "No time" in (said := capsys.readouterr().out) and "slow.py" in said
     assert math.isnan(gpu.rate(Path("slow.py").resolve(), 1))  # no second is left
@@ -109,16 +118,16 @@ exit "${STATUS:-0}"
 
 @pytest.mark.parametrize("part", ["tests", "small"])
 def test_a_part_ends(part):
-    """With all that it has started; what does not end by itself is ended 30 s after its time."""
+    """With all that it has started. What does not end by itself is ended 30 s after its time, and
+    has failed."""
     python = Path("python").resolve()
     python.write_text(STAND_IN)
     python.chmod(0o755)
     for more in {}, {"HANGS": 1, "PART_SECONDS": -29}:
-        text = gpu_sh(part, PYTHON=python, **more)
+        text = gpu_sh(part, fails=bool(more), PYTHON=python, **more)
         assert text.count("| a row |") == 1 and ("Ended after 1 s" in text) == bool(more), text
         assert not running(re.search(r"child (\d+)", text)[1])
-    with pytest.raises(subprocess.CalledProcessError):
-        gpu_sh(part, PYTHON=python, STATUS=1)
+    gpu_sh(part, fails=True, PYTHON=python, STATUS=1)
 
 
 # ---- articles.py ---------------------------------------------------------------------------------
@@ -156,7 +165,8 @@ def test_unequal_losses_are_said(capsys):
 
 
 def test_batch_norm_sees_shares(capsys):
-    """So rows with other shares may differ, and only they."""
+    """So rows with other shares may differ, and only they. DataParallel's halves of a batch are
+    other shares than DDP's, where each rank gets every second image."""
     print_epochs("one.py", *["loss 0.5000 accuracy 0.9000 100 images/s"] * 2)
     print_epochs("two.py", *["loss 0.6000 accuracy 0.8000 100 images/s"] * 2)
     jobs = [row_of("one.py"), row_of("two.py")]
@@ -165,7 +175,9 @@ def test_batch_norm_sees_shares(capsys):
     jobs[1].gpus_each = 2
     articles.print_table(jobs, 1)
     assert "32 + 32, 0 dropped" in capsys.readouterr().out and not runs.FAILED
-    jobs[1].gpus_each = 1
+    jobs[0].processes = 2
+    assert "equal" in articles.compare(jobs) and jobs[0].split() == jobs[1].split()
+    jobs[0].processes = jobs[1].gpus_each = 1
     assert "differ" in articles.compare(jobs)
 
 
@@ -189,6 +201,17 @@ def test_rows_for_any_number_of_gpus(monkeypatch, gpus):
         assert batch % job.processes == 0 and sum(job.split()) == batch and min(job.split()) > 0
     widest = max(len(job.split()) for job in jobs)
     assert widest == (gpus or 2)
+
+
+def test_namespaces_have_only_sockets(monkeypatch):
+    """NCCL would find InfiniBand's devices in any namespace, and not get through."""
+    monkeypatch.setattr(articles, "GPUS", 2)
+    monkeypatch.setattr(articles, "can_make_namespaces", lambda: True)
+    monkeypatch.setattr(articles, "two_namespaces", lambda: contextlib.nullcontext(["a", "b"]))
+    with articles.two_machines(arguments()) as machines:
+        for job in machines.jobs([]):
+            for prefix in job.prefixes:
+                assert {"NCCL_NET=Socket", "NCCL_IB_DISABLE=1"} < set(prefix)
 
 
 NVIDIA_SMI = """#!/usr/bin/env bash
@@ -222,13 +245,57 @@ def test_the_small_scripts_in_a_table(data, capsys, monkeypatch):
     of each process that trains."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     flags = ["--dataset", data / "pictures", "--workers", 0, "--epochs", 2]
-    articles.print_table([articles.one_process(flags), articles.by_spawn(2, flags)], 1)
+    method = "benchmarks/start_by.py", "mp.Process", ["forkserver"]
+    jobs = [articles.one_process(flags), articles.by_spawn(2, flags)]
+    articles.print_table([*jobs, articles.by_spawn(2, flags, *method)], 1)
     text = capsys.readouterr().out
     assert "equal up to rounding" in text and not runs.FAILED, text
-    one, two = [line.split(" | ") for line in text.splitlines() if "OMP_NUM_THREADS" in line]
+    rows = [line.split(" | ") for line in text.splitlines() if "OMP_NUM_THREADS" in line]
+    one, two, by_forkserver = rows
+    assert two[4:6] == by_forkserver[4:6]
     assert one[4:6] == two[4:6] and float(one[1]) > 0, text
     assert one[7] == "64, 32 dropped" and two[7] == "32 + 32, 32 dropped"
     assert int(one[6]) > 100 and all(int(part) > 100 for part in two[6].split(" + "))
+
+
+# ---- peers.py ------------------------------------------------------------------------------------
+def report(speed, loss=0.5):
+    return {"speed": speed, "CPU": 5.0, "step": 9.0, "first": 2.0, "MiB": 700, "loss": loss}
+
+
+def test_who_is_ahead(capsys, monkeypatch):
+    """Ratios are within a round. Where a script of this collection is not ahead, the table says so;
+    a loss that is not the same is a failure."""
+    monkeypatch.setattr(peers, "FAILED", runs.FAILED)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name != "timm" or None)
+    ours, complete, other = "train_single.py", "complete/train.py", "Accelerate"
+    found = {"bare step": [report(400, None)] * 2, other: [report(200), report(150)]}
+    found |= {name: [report(100), report(300)] for name in (ours, complete)}
+    monkeypatch.setattr(peers, "measure", lambda *_: found)
+    args = Namespace(model="net", image_size=8, batch_size=4, amp=False, rounds=2, steps=9)
+    args.only = [""]
+    peers.epochs(args, 1)
+    text = capsys.readouterr().out
+    assert "| Accelerate | 175 (150 to 200) | 1.25 (0.50 to 2.00) | 1.25 (0.50 to 2.00) |" in text
+    assert "not installed: timm" in text and "is not ahead" not in text and not runs.FAILED
+    found[ours] = [report(100)] * 2
+    found[other][1]["loss"] = 0.6
+    peers.epochs(args, 1)
+    assert "train_single.py is not ahead of Accelerate: 0.583 x" in capsys.readouterr().out
+    assert "the loss of Accelerate is [0.5, 0.6]" in runs.FAILED[0]
+
+
+@pytest.mark.slow
+def test_each_does_the_same_training():
+    """On two processes, with the packages that are there. The status is 0, as losses are equal."""
+    others = [name for name, package in peers.PACKAGES.items() if find_spec(package)]
+    words = ["epochs", "--rounds", 1, "--steps", 3, "--batch-size", 8]
+    words += ["--only", "train", "bare", "tutorial", *others]
+    text = command(sys.executable, ROOT / "benchmarks/peers.py", *words)
+    rows = [line.split(" | ") for line in text.splitlines() if re.match(r"\| [^|`]+ \| \d", line)]
+    assert len(rows) == 4 + len(others), text
+    losses = [float(cells[-1].strip(" |")) for cells in rows if "bare" not in cells[0]]
+    assert 0 < min(losses) and max(losses) - min(losses) < 0.001, text
 
 
 # ---- The tables themselves -----------------------------------------------------------------------
@@ -273,14 +340,15 @@ def test_gpu_sh(work, part):
 @pytest.mark.parametrize(
     "words, rows",
     [
-        (["image_loading.py", "--sizes", "ImageNet", "--rounds", 1, "--seconds", 1], 4),
-        (["image_loading.py", "--images", 9, "--rounds", 1, "--seconds", 1, "--folder"], 4),
+        (["image_loading.py", "--sizes", "ImageNet", "--rounds", 1, "--seconds", 1], 5),
+        (["image_loading.py", "--images", 9, "--rounds", 1, "--seconds", 1, "--folder"], 5),
     ],
 )
 def test_tables_of_cpus(data, words, rows):
     own = [data / "pictures" / "train"] if words[-1] == "--folder" else []  # classes, no train/
     text = command(sys.executable, ROOT / "benchmarks" / words[0], *words[1:], *own)
     assert not own or "train: 9 files" in text
+    rows += find_spec("timm") is not None
     assert len(re.findall(r"^\|.*\d.*\|$", text, re.M)) == rows and "nan" not in text, text
 
 
@@ -290,6 +358,31 @@ def test_a_folder_with_val(data):
         shutil.copytree(data / "pictures" / part, Path("mine", place))
     image_loading.link_some(Path("some"), Path("mine"), 9)
     assert [len([*Path("some", part).glob("*/*")]) for part in ("train", "val")] == [9, 3]
+
+
+def test_what_fits(monkeypatch):
+    """On cards with 24 GB, too."""
+    monkeypatch.setattr(gpu_lm, "TINY", False)
+    sizes = {(1, 24e9): "400m", (2, 24e9): "1.4b", (1, 80e9): "1.4b", (1, 8e9): gpu_lm.SIZE}
+    for (n, memory), size in sizes.items():
+        monkeypatch.setattr(gpu_lm, "MEMORY", memory)
+        assert gpu_lm.largest(n, "1.4b", "400m") == size
+
+
+@pytest.mark.long
+def test_notebook(work):
+    """kaggle.ipynb runs as it is, here on processes of the CPU, and leaves one file."""
+    pytest.importorskip("nbconvert")
+    pytest.importorskip("ipykernel")
+    notebook = work / "kaggle.ipynb"
+    text = (ROOT / "benchmarks/kaggle.ipynb").read_text()
+    assert 'REPOSITORY = \\"\\"' in text
+    notebook.write_text(text.replace('REPOSITORY = \\"\\"', f'REPOSITORY = \\"{ROOT}\\"'))
+    command(sys.executable, "-m", "nbconvert", "--execute", "--to", "notebook", notebook)
+    text = Path("two_gpus.md").read_text()
+    assert text.rstrip().endswith("## Failed\n\nnothing"), text
+    assert "equal up to rounding" in text and "ddp_check train_ddp_torchrun.py" in text
+    assert Path("clone/train_dp.py").exists()
 
 
 @pytest.mark.long

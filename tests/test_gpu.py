@@ -262,7 +262,7 @@ def test_deterministic_runs_are_bit_identical(more):
 
 
 def test_compile_reduce_overhead():
-    """With CUDA graphs, as docs/how_fast.md gets them, the losses are near those without."""
+    """With CUDA graphs, as docs/cost_and_speed.md gets them, the losses are near those without."""
     options = {"ranks": 0, "code": FEW.replace(WRAPPED, "")}
     graphs = start(COMPLETE, *JOB, "out", "--compile", titles=["Small networks"], **options)
     ends(graphs, one("one"))

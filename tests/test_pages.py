@@ -1,5 +1,6 @@
 """The pages are true: commands run, links hold, examples train, recipes do what they say."""
 
+import csv
 import re
 import runpy
 import shlex
@@ -19,16 +20,18 @@ from torch.distributed.run import get_args_parser
 FOLDERS = [ROOT, *(ROOT / name for name in ("docs", "large", "slurm", "benchmarks"))]
 PAGES = {path: path.read_text() for folder in FOLDERS for path in sorted(folder.glob("*.md"))}
 README = PAGES[ROOT / "README.md"]
-LAUNCHING = PAGES[ROOT / "docs" / "launching.md"]
-CHANGES = PAGES[ROOT / "docs" / "what_ddp_changes.md"]
-SECTIONS = re.split(r"^##+ ", CHANGES, flags=re.M)  # each begins with its title
+CHINESE = PAGES[ROOT / "README.zh-CN.md"]
+MACHINES = PAGES[ROOT / "docs" / "several_machines.md"]
+YOUR_LOOP = PAGES[ROOT / "docs" / "your_loop.md"]
+EXPLAINED = PAGES[ROOT / "docs" / "ddp_explained.md"]
+TEACHING = PAGES[ROOT / "docs" / "teaching.md"]
+SECTIONS = re.split(r"^##+ ", YOUR_LOOP, flags=re.M)  # each begins with its title
 CODE = re.compile(r"^```(\w*) ?(.*)\n((?:.*\n)*?)```$", re.M)  # language, scripts, content
 SCRIPT = (
     r"((?:(?:complete|large|own_loop)/)?"
-    r"(?:train(?:_\w+)?|pack_images|predict|prepare_texts|before|after|check|compare)\.py)"
+    r"(?:train(?:_\w+)?|pack_images|predict|prepare_texts|before|after)\.py)"
 )
 STARTS = re.compile(rf"(?:[A-Z_]+=\S* )*(?:torchrun (.*? )?|python3? |.*/python ){SCRIPT}(.*)")
-COPIED = {f"{name}.py": f"own_loop/{name}.py" for name in ("check", "compare")}
 
 
 def blocks(text, language):
@@ -67,19 +70,31 @@ def test_pages():
     assert not wrong, "\n".join(f"{page.relative_to(ROOT)}: {what}" for page, what in wrong)
 
 
-def test_line_counts():
-    """README.md's table of the scripts has the number of lines of each."""
-    rows = re.findall(r"^\| (.*\.py\).*) \| .* \| ([\d, ]+) \|$", README, re.M)
-    for cell, counts in rows:
-        paths = re.findall(r"\]\((.*?)\)", cell)
-        lines = [len((ROOT / path).read_text().splitlines()) for path in paths]
-        assert counts == ", ".join(map(str, lines)), cell
-    assert len(rows) > 7
-    files = [
-        f"complete/{name}.py" for name in ("train", "start", "loaders", "checkpoint", "images")
-    ]
-    lines = sum(len((ROOT / path).read_text().splitlines()) for path in files)
-    assert f"with the four files that it imports, {lines:,} lines" in README
+def test_sections_of_ddp_check():
+    """Each section that ddp_check names is on its page."""
+    text = "".join(path.read_text() for path in (ROOT / "ddp_check").rglob("*.py"))
+    titles = re.findall(r"^#+ (.*)", CODE.sub("", YOUR_LOOP).lower(), re.M)
+    named = set(re.findall(r'(?:"|\{PAGE\})#([a-z][a-z0-9-]+)"', text))
+    assert len(named) > 5 and named <= {title.replace(" ", "-") for title in titles}
+
+
+def test_figures_of_ddp_check():
+    """README.md's are those of benchmarks/faults.csv."""
+    with open(ROOT / "benchmarks" / "faults.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    right = [row for row in rows if row["kind"] == "right"]
+    planted = [row for row in rows if row["kind"] != "right"]
+    found = sum(row["found"] != "" for row in planted)
+    [figures] = re.findall(r"\[(\d+) planted.*?(\d+), and none in (\d+) right loops", README)
+    assert [*map(int, figures)] == [len(planted), found, len(right)]
+    assert not any(row["found"] for row in right)
+
+
+def test_chinese():
+    """README.zh-CN.md has README.md's code, to the letter, and its links."""
+    assert CODE.findall(CHINESE) == CODE.findall(README)
+    links = [re.findall(r"\]\((?!#)([^)#]+)", text) for text in (README, CHINESE)]
+    assert set(links[0]) - {"README.zh-CN.md"} == set(links[1]) - {"README.md"}
 
 
 def test_commands(monkeypatch):
@@ -89,21 +104,20 @@ def test_commands(monkeypatch):
     monkeypatch.setattr(train.dist, "get_world_size", lambda: 4)
     for page, line in [(page, line) for page, text in PAGES.items() for line in commands(text)]:
         torchrun, name, flags = STARTS.match(line.replace('"$R"', "0")).groups()
-        path = COPIED.get(name, name)  # a name that is no file's fails here
-        if path not in modules:
-            modules[path] = runpy.run_path(str(ROOT / path))
+        if name not in modules:
+            modules[name] = runpy.run_path(str(ROOT / name))
         flags = shlex.split(flags, comments=True)
         try:
             get_args_parser().parse_args([*(torchrun or "").split(), name])
-            if "parser" in modules[path]:
-                args = modules[path]["parser"].parse_args(flags)
+            if "parser" in modules[name]:
+                args = modules[name]["parser"].parse_args(flags)
             else:
                 monkeypatch.setattr("sys.argv", [name, *flags])
-                args = modules[path]["parse_args"]()
+                args = modules[name]["parse_args"]()
         except SystemExit:
             wrong.append((page, line))
             continue
-        if path == COMPLETE and (message := train.check_flags(args)):
+        if name == COMPLETE and (message := train.check_flags(args)):
             wrong.append((page, f"{line}: {message}"))
     assert not wrong, "\n".join(f"{page.relative_to(ROOT)}: {what}" for page, what in wrong)
 
@@ -111,7 +125,7 @@ def test_commands(monkeypatch):
 @pytest.mark.slow
 def test_first_command():
     """Its last line is as README.md shows it, but for the speed."""
-    [command] = re.findall(r"train_single\.py (.*)", blocks(README, "sh")[0])
+    [command] = re.findall(r"train_single\.py (.*)", "".join(blocks(README, "sh")))
     text = run("single", *command.split(), "--workers", 0)  # torch warns of more than cores
     shown, printed = (
         re.findall(r"epoch 0: loss (\S+) accuracy (\S+)", x)[-1] for x in (README, text)
@@ -153,11 +167,11 @@ CLOUDS = {  # what a service tells a machine of two; the machine's number, and t
 
 @pytest.mark.parametrize("service", CLOUDS)
 def test_clouds(service):
-    """docs/launching.md: a service's names for N, R and A tell torchrun which machine it is."""
+    """docs/several_machines.md: a service's names for N, R and A say which machine it is."""
     told, place = CLOUDS[service]
     prefix = "AWS_BATCH_JOB_" if "AWS" in service else "SKYPILOT_"
-    [command] = re.findall(r'^torchrun .*"\$N".*', LAUNCHING, re.M)
-    [cells] = re.findall(rf"^\| .* `(\${prefix}.*)` \| `(.*)` \| `(.*)` \|$", LAUNCHING, re.M)
+    [command] = re.findall(r'^torchrun .*"\$N".*', MACHINES, re.M)
+    [cells] = re.findall(rf"^\| .* `(\${prefix}.*)` \| `(.*)` \| `(.*)` \|$", MACHINES, re.M)
     lines = [f"{name}={cell}" for name, cell in zip("NRA", cells)]
     lines += ['torchrun() { printf "%s\\n" "$@"; }', command]
     text = "\n".join(lines).replace("\\|", "|")
@@ -176,7 +190,6 @@ torch.manual_seed(0)
 epochs, loss_function, Model = 3, nn.MSELoss(), lambda: nn.Linear(4, 2)
 train_set = TensorDataset(torch.randn(256, 4), torch.randn(256, 2))
 """
-MODEL = "model = Model().to(device)\n"
 
 
 def loop(sign, *changes):
@@ -184,14 +197,18 @@ def loop(sign, *changes):
     [diff] = blocks(README, "diff")
     lines = [line[1:] for line in diff.splitlines() if line[:1] in (" ", sign)]
     code = "\n".join(line for line in lines if "cuda.set_device" not in line)
-    optimizer = MODEL + "optimizer = torch.optim.SGD(model.parameters(), 0.5)\n"
-    for old, new in ('"cuda', '"cpu'), ('"nccl"', '"gloo"'), (MODEL, optimizer), *changes:
+    for old, new in ('"cuda', '"cpu'), ('"nccl"', '"gloo"'), *changes:
+        assert old in code or sign == "-", old
         code = code.replace(old, new)
     return FULL_BATCH + code
 
 
-def test_a_dozen_lines():
-    """README.md's first diff: both sides train, the new one on two ranks, to the same weights."""
+def test_fourteen_lines():
+    """README.md's diff adds fourteen lines, with which the loop trains on two ranks to the same
+    weights. docs/your_loop.md has the same, without comments."""
+    added = [line.partition("  #")[0] for line in blocks(README, "diff")[0].splitlines()]
+    added = [line for line in added if line[0] == "+"]
+    assert len(added) == 14 and added == blocks(YOUR_LOOP, "diff")[0].splitlines()
     for sign, output, processes in ("-", "old.pt", 0), ("+", "new.pt", 2):
         Path("loop.py").write_text(loop(sign, ("model.pt", output)))
         run(Path("loop.py").resolve(), processes=processes)
@@ -200,42 +217,50 @@ def test_a_dozen_lines():
 
 
 @pytest.mark.slow
-def test_what_the_tools_print():
-    """README.md's reports are those of both tools, but for numbers, on its dozen lines without
-    set_epoch, and with a loss that is divided by world_size."""
+def test_what_ddp_check_prints():
+    """README.md's report, but for numbers, is that of its lines without set_epoch, and with a loss
+    that is divided by world_size."""
     divided = "loss.backward()", "(loss / dist.get_world_size()).backward()"
     text = loop("+", ("    sampler.set_epoch(epoch)", ""), divided).replace("(256,", "(2560,")
     Path("my_script.py").write_text(text)
     [report] = blocks(README, "console")
     numbers = re.compile(r"\d+(\.\d+)?")
-    for part in report.split("$ python ")[1:]:
-        command, *shown = part.splitlines()
-        name, *flags = command.replace(" --its --flags", "").split()
-        words = [sys.executable, ROOT / "own_loop" / name, *flags]
-        result = subprocess.run(words, capture_output=True, text=True, timeout=helpers.LIMIT)
-        printed = [numbers.sub("#", line) for line in result.stdout.splitlines()]
-        assert all(numbers.sub("#", line) in printed for line in shown), result.stdout
+    words = [sys.executable, ROOT / "ddp_check", "my_script.py"]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=helpers.LIMIT)
+    printed = [numbers.sub("#", line) for line in result.stdout.splitlines()]
+    shown = [numbers.sub("#", line) for line in report.splitlines()[1:] if line != "..."]
+    assert len(shown) > 3 and all(line in printed for line in shown), result.stdout
+
+
+def without_comments(text):
+    lines = [line.partition("  # ")[0] for line in text.splitlines()]
+    return [line for line in lines if line.strip() and not line.strip().startswith("#")]
 
 
 def test_diff():
-    """docs/what_ddp_changes.md shows all of it, from `main` on, in order; each - may stand beside
-    its +. Other lines are those of both scripts, or "..."."""
-    shown = "".join(blocks(CHANGES, "diff")).splitlines()
-    texts = [(ROOT / f"train_{name}.py").read_text() for name in ("single", "ddp_torchrun")]
-    for path, text in zip(("old", "new"), texts):
-        Path(path).write_text(text[text.index("\ndef main(") :])
-    words = ["git", "diff", "--no-index", "-w", "-U0", "old", "new"]
+    """docs/ddp_explained.md shows all of `main`'s, without comments, in order; each - may stand
+    beside its +. Other lines are those of both scripts, or "..."."""
+    shown = "".join(blocks(EXPLAINED, "diff")).splitlines()
+    mains = []
+    for name in "single", "ddp_torchrun":
+        text = (ROOT / f"train_{name}.py").read_text()
+        mains.append(
+            without_comments(re.search(r"^def main\(.*?(?=^@torch)", text, re.M | re.S)[0])
+        )
+        Path(name).write_text("\n".join(mains[-1]) + "\n")
+    words = ["git", "diff", "--no-index", "-w", "-U0", "single", "ddp_torchrun"]
     real = subprocess.run(words, capture_output=True, text=True).stdout.splitlines()[4:]
     for sign in "-", "+":
         both = [[x for x in lines if x[:1] == sign != x] for lines in (shown, real)]
         assert both[0] == both[1]
-    common = [line[1:].strip() for line in shown if line[:1] not in "-+@"]
-    assert all(line in text for line in common if line != "..." for text in texts)
+    common = [line[1:].strip() for line in shown if line[:1] not in "-+"]
+    for main in mains:
+        assert set(common) - {"..."} <= {line.strip() for line in main}
 
 
-BREAKS = [  # docs/what_ddp_changes.md: what its list says to change, and its table measures
+BREAKS = [  # docs/teaching.md: what its list says to change, and its table measures
     ("", ""),
-    ("F.cross_entropy(ddp(images), labels)", "F.cross_entropy(model(images), labels)"),
+    ("ddp(normalize(images))", "model(normalize(images))"),
     ("rank_batch = args.batch_size // world_size", "rank_batch = args.batch_size"),
     ("sampler=sampler", "shuffle=True"),
     ("sampler.set_epoch(epoch)", ""),
@@ -248,7 +273,7 @@ BREAKS = [  # docs/what_ddp_changes.md: what its list says to change, and its ta
 @pytest.mark.long
 def test_break_it():
     """Its figures, by its command."""
-    [section] = [part for part in SECTIONS if part.startswith("Break it\n")]
+    section = TEACHING.partition("\n## Break it\n")[2]
     [flags] = re.findall(r"my_script\.py (--.*) --output", section)
     rows = re.findall(r"^\| \w+ \| (\d\.\d+) \| (\d\.\d+) \|", section, re.M)
     for i, ((old, new), scores) in enumerate(zip(BREAKS, rows, strict=True)):
@@ -344,8 +369,8 @@ nn.modules.utils.consume_prefix_in_state_dict_if_present(keys, "module.")
 branches.load_state_dict(keys)
 """
 IOU = "(classes * masks.long() + predicted).flatten().bincount(minlength=classes**2)"
-OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and what is true after
-    "In your own loop": (
+OWN = {  # of docs/your_loop.md: what comes before a section's code, and what is true after
+    "The checklist": (
         "random.seed(0), numpy.random.seed(0)\n"
         "found = of_all(*DataLoader(Draws(), num_workers=1, multiprocessing_context='fork'))\n"
         "assert all(a != b for a, b in zip(*(own[0] for own in found))), found\n"
@@ -441,7 +466,7 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
         "    for x, y in zip(a.parameters(), b.parameters()):\n"
         "        assert torch.allclose(x, y, rtol=1e-4, atol=1e-6)",
     ),
-    "Gradients without the wrapper": (
+    "Gradients": (
         "model, inputs = nn.Linear(2, 1), torch.randn(3, 2)\n"
         "model.register_parameter('unused', nn.Parameter(torch.randn(2)))\n"
         "model(inputs).sum().backward()",
@@ -464,7 +489,7 @@ OWN = {  # of docs/what_ddp_changes.md: what comes before a section's code, and 
 }
 
 
-LISTED = {  # of the list in "In your own loop": a loop that is right by what it says, else wrong
+LISTED = {  # of the cases: a loop that is right by what it says, else wrong
     "Seeds": """
 torch.manual_seed(7 + rank)
 noise = of_all(torch.rand(2))
@@ -546,7 +571,7 @@ assert not torch.allclose(train(2, False), train(1, False), rtol=1e-3)
 def test_own_loop():
     """What each section says, and its code, in two processes whose data differ. Steps that leave
     parameters without gradients need find_unused_parameters=True; DDP's keys lose "module."."""
-    assert f"`{IOU}`" in CHANGES and all(f"\n### {title}\n" in CHANGES for title in LISTED)
+    assert f"`{IOU}`" in YOUR_LOOP and all(f"\n### {title}\n" in YOUR_LOOP for title in LISTED)
     [section] = [part for part in SECTIONS if part.startswith("Different numbers of batches\n")]
     stream = "def share(samples):\n" + textwrap.indent(CODE.findall(section)[0][2], "    ")
     stream += "found = of_all(*share(iter(range(7))))\nassert found == [[0, 2, 4], [1, 3, 5]]"

@@ -315,7 +315,7 @@ TABLES = {  # the classes; of each image the predicted one, the true one, and pr
 @pytest.mark.slow
 @pytest.mark.parametrize("scores", TABLES)
 def test_report(monkeypatch, capsys, scores):
-    """docs/your_model_and_data.md: AUC and macro F1 of the images with a true class."""
+    """complete/report_classes.py: AUC and macro F1 of the images with a true class."""
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib").use("agg")
     classes, images = TABLES[scores]
@@ -324,11 +324,8 @@ def test_report(monkeypatch, capsys, scores):
         writer.writerow(["path", "class", "true", *classes])
         for predicted, true, *first in [*images, ("a", "", *images[0][2:])]:
             writer.writerow(["1.jpg", predicted, true, *first, 1 - sum(first)])
-    [code] = [
-        code for language, code in recipe("A report of several classes") if language == "python"
-    ]
-    monkeypatch.setattr(sys, "argv", ["report.py", "test.csv"])
-    exec(code, {})
+    monkeypatch.setattr(sys, "argv", ["report_classes.py", "test.csv"])
+    runpy.run_path(str(ROOT / "complete/report_classes.py"), run_name="__main__")
     said = capsys.readouterr().out
     f1 = said.split("macro avg")[1].split()[2]
     assert f"{float(said.split('AUC')[1]):.3f} {f1}" == scores
@@ -470,9 +467,9 @@ def test_export(mine, data, monkeypatch):
     of images."""
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    blocks = [code for language, code in recipe("Export") if language == "python"]
+    [code] = [code for language, code in recipe("Export") if language == "python"]
     monkeypatch.setattr(sys, "argv", ["export.py", str(mine)])
-    exec(blocks[0], {"__name__": "export"})
+    exec(code, {"__name__": "export"})
     run = predict.TrainedRun(mine)
     paths = sorted(Path(data, "pictures/test").glob("*/*"))
     pixels = torch.stack([predict.decode(path, run.image_shape) for path in paths])
@@ -482,16 +479,6 @@ def test_export(mine, data, monkeypatch):
     session = onnxruntime.InferenceSession("model.onnx")
     [found] = session.run(None, {"pixels": pixels.numpy()})
     assert np.allclose(found, wanted, atol=1e-5)
-    shutil.copy(paths[0], "photo.jpg")
-    exec(blocks[1], space := {})
-    assert space["classes"] == ["a", "b", "c"]
-    assert np.allclose(space["probabilities"], wanted[:1], atol=0.002)
-    random = np.random.default_rng(0)  # one that is large enough to be decoded at half its size
-    large = Image.fromarray(random.integers(256, size=(30, 20, 3), dtype=np.uint8))
-    large.resize((301, 451), Image.BICUBIC).save("photo.jpg")
-    exec(blocks[1], space := {})
-    pixels = predict.decode("photo.jpg", run.image_shape).int()
-    assert (torch.tensor(space["pixels"].copy())[0].int() - pixels).abs().max() <= 2
 
 
 def split_refused():
