@@ -239,7 +239,7 @@ EARLIER, NOW = "900", "2000"  # the life has begun at 1000
 LIVES = {  # environment, exit status, what the log says, requeues, lines in runs/77/job
     "ends well": ({"TRAIN": "save()"}, 0, "life 1 of 5, in runs/77, on node0", 0, 1),
     "a new folder": ({}, 0, "no checkpoint.pt there yet: starts new", 0, 1),
-    "cost": ({}, 0, "at most 5 lives x 1-00:00:00 x 4 GPUs = 480 GPU hours", 0, 1),
+    "cost": ({}, 0, "x 1-00:00:00 x 4 GPUs = 480 GPU hours, preemptions aside; in an array", 0, 1),
     "saves, then fails": ({"TRAIN": "save(); exit(3)"}, -15, "life 1", 1, 2),
     "fails": ({"TRAIN": "exit(3)"}, 3, "ends with status 3: no new checkpoint.pt in", 0, 1),
     "an empty file": ({"TRAIN": "save(text=''); exit(3)"}, 3, "no new", 0, 1),
