@@ -29,14 +29,13 @@ unset "${!SLURM_GPUS_PER_@}" "${!SLURM_MEM_PER_@}" "${!SLURM_CPU_BIND@}"
 options=(--export=ALL --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=0)
 
 # torch would also train on fewer GPUs than Slurm has granted, or on the CPU: to do so, delete this.
-# The number is the job's, as srun might have started a step with fewer.
 check='
 import os, sys, torch
-gpus, granted = torch.cuda.device_count(), int(sys.argv[1])
+gpus, granted = torch.cuda.device_count(), int(os.getenv("SLURM_GPUS_ON_NODE", "1"))
 if gpus < granted:
     sys.exit(f"{os.uname().nodename}: torch can use only {gpus} of {granted} GPUs")
 '
-timeout -k 60 900 srun "${options[@]}" python -c "$check" "${SLURM_GPUS_ON_NODE:-1}" || exit
+timeout -k 60 900 srun "${options[@]}" python -c "$check" || exit
 
 # Each node has its own number. They join on the first, at a port of the job's own.
 # shellcheck disable=SC2016

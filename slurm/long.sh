@@ -85,11 +85,11 @@ train+=(--nnodes "$nodes" --nproc-per-node "$processes" --master-addr "$(hostnam
 train+=(--master-port "$port")
 train+=("${script[@]}" "$@" --resume --output "$folder")
 
-# The check of the GPUs: torch would also train on fewer than Slurm has granted. Its argument is the
-# job's number of GPUs, as srun might have started a step with fewer.
+# The check of the GPUs: torch would also train on fewer than Slurm has granted to this step. (Of
+# whole nodes, the job has all GPUs, but its steps have those of --gres.)
 check='
 import os, sys, torch
-gpus, granted = torch.cuda.device_count(), int(sys.argv[1])
+gpus, granted = torch.cuda.device_count(), int(os.getenv("SLURM_GPUS_ON_NODE", "1"))
 if gpus < granted:
     sys.exit(f"{os.uname().nodename}: torch can use only {gpus} of {granted} GPUs")
 for i in range(gpus):
@@ -257,8 +257,7 @@ fi
 print_cost "$(ask_squeue -j "$id" -o %l)" $((nodes * ${SLURM_GPUS_ON_NODE:-0}))
 
 if [ "$processes" = gpu ]; then
-    gpus=${SLURM_GPUS_ON_NODE:-1}
-    if ! run_step timeout -k 60 900 "${on_nodes[@]}" python -c "$check" "$gpus"; then
+    if ! run_step timeout -k 60 900 "${on_nodes[@]}" python -c "$check"; then
         echo "long.sh: the check of the GPUs has failed (or not ended). If on all nodes, mend the"
         end "environment; if on one: sbatch --exclude=NODE slurm/long.sh FLAGS --output $folder"
     fi

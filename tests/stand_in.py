@@ -31,12 +31,11 @@ def make_clone(root, folder):
     (programs / "activate").write_text(activate)
 
 
-def check_gpus(code, *words):
+def check_gpus(code):
     granted = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").count(",") + 1
     node = where() | {"gpus": granted, "broken": None}
     exec(os.environ.get("TORCH", ""), node)
     sys.modules["torch"] = torch(node["gpus"], node["broken"])
-    sys.argv[1:] = words
     exec(code, {})
 
 
@@ -79,6 +78,6 @@ def torch(gpus, broken):
 if __name__ == "__main__":
     program, words = Path(__file__).name, sys.argv[1:]
     if program == "python" and words[0] == "-c":
-        check_gpus(*words[1:])
+        check_gpus(words[1])
     else:
         train(program, *words)

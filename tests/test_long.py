@@ -167,10 +167,6 @@ def test_each_file(run, name):
     done = run(name, TORCH="gpus = 3", PYTHONOPTIMIZE="1")
     assert done.status and "torch can use only 3 of 4 GPUs" in done.log and not done.words
     assert "timeout -k 60 900 " in done.calls  # a GPU may also hang
-    if name in SEVERAL:  # the step has fewer than the job
-        command("srun", f"export SLURM_GPUS_ON_NODE=3\n{SRUN}")
-        done = run(name, TORCH="gpus = 3")
-        assert "torch can use only 3 of 4 GPUs" in done.log and not done.words
     Path(".venv/bin/activate").unlink()
     done = run(name)
     assert done.status == 1 and "No such file or directory" in done.log and not done.words
