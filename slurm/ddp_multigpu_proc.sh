@@ -1,14 +1,19 @@
 #!/bin/bash -l
 # DDP, one process per node: sbatch slurm/ddp_multigpu_proc.sh [flags of train_ddp_multigpu_proc.py]
 # Results are in runs/JOBID. If Slurm requeues the job, it continues from its last checkpoint. After
-# its time limit, submit it again with --output runs/JOBID, of the old job. Edit the lines EDIT.
+# its time limit, once squeue -j JOBID lists it no longer, submit it again with --output runs/JOBID.
+# Edit the lines EDIT.
 ##SBATCH --account=NAME --partition=gpu # EDIT: delete one # if you need them; or --qos
 #SBATCH --nodes=2 --ntasks-per-node=1   # EDIT: nodes. Each has one process, for all its GPUs
 #SBATCH --gres=gpu:4                    # EDIT: GPUs per node; if sinfo -o %G has none, delete this
 #SBATCH --time=04:00:00                 # EDIT: time limit
-#SBATCH --cpus-per-task=16 --mem=64G    # per node: a CPU for each of the --workers
+#SBATCH --cpus-per-task=16 --mem=64G    # per node; not 4 GPUs? 4 CPUs and 16 GB for each
 #SBATCH --job-name=ddp_multigpu_proc --output=%x-%j.out --open-mode=append
 
+if [ "${SLURM_RESTART_COUNT:-0}" -ge 10 ]; then # it is often preempted, or makes nodes fail
+    echo "started again 10 times: look why, by sacct -D -j $SLURM_JOB_ID, then submit it again"
+    exit 2
+fi
 source .venv/bin/activate || exit # or, for conda, the next four lines
 # module load conda || exit
 # eval "$(conda shell.bash hook)"
@@ -16,7 +21,8 @@ source .venv/bin/activate || exit # or, for conda, the next four lines
 # conda activate NAME || exit
 
 # Unset what a job in which sbatch was called, or your own settings, would tell srun.
-unset SLURM_GPUS SLURM_GRES SLURM_HINT SLURM_LABELIO
+unset SLURM_GPUS SLURM_GRES SLURM_HINT SLURM_LABELIO SLURM_CLUSTERS
+unset SLURM_TRES_PER_TASK SLURM_CPUS_PER_GPU SLURM_NTASKS_PER_GPU
 unset "${!SLURM_GPUS_PER_@}" "${!SLURM_MEM_PER_@}" "${!SLURM_CPU_BIND@}"
 # srun may not pass on the environment and the number of CPUs by itself; if a task fails, all end
 # (--kill-on-bad-exit), but not because one of them has finished (--wait=0).
@@ -29,7 +35,7 @@ gpus, granted = torch.cuda.device_count(), int(os.getenv("SLURM_GPUS_ON_NODE", "
 if gpus < granted:
     sys.exit(f"{os.uname().nodename}: torch can use only {gpus} of {granted} GPUs")
 '
-srun "${options[@]}" python -c "$check" || exit
+timeout -k 60 900 srun "${options[@]}" python -c "$check" || exit
 
 # Each node has its own number. They join on the first, at a port of the job's own.
 # shellcheck disable=SC2016

@@ -1,15 +1,20 @@
 #!/bin/bash -l
 # DataParallel on one node: sbatch slurm/dp.sh [flags of train_dp.py]
 # Results are in runs/JOBID. If Slurm requeues the job, it continues from its last checkpoint. After
-# its time limit, submit it again with --output runs/JOBID, of the old job. Edit the lines EDIT.
+# its time limit, once squeue -j JOBID lists it no longer, submit it again with --output runs/JOBID.
+# Edit the lines EDIT.
 ##SBATCH --account=NAME --partition=gpu # EDIT: delete one # if you need them; or --qos
 #SBATCH --gres=gpu:4                    # EDIT: GPUs; if sinfo -o %G has none, delete this
 #SBATCH --time=04:00:00                 # EDIT: time limit
-#SBATCH --cpus-per-task=16 --mem=64G    # a CPU for each of the --workers
+#SBATCH --cpus-per-task=16 --mem=64G    # not 4 GPUs? 4 CPUs (--workers) and 16 GB for each
 #SBATCH --job-name=dp --output=%x-%j.out --open-mode=append
 
 if [ "$SLURM_NNODES" != 1 ]; then
     echo "dp.sh is for one node: for several, see ddp_torchrun_nodes.sh"
+    exit 2
+fi
+if [ "${SLURM_RESTART_COUNT:-0}" -ge 10 ]; then # it is often preempted, or makes nodes fail
+    echo "started again 10 times: look why, by sacct -D -j $SLURM_JOB_ID, then submit it again"
     exit 2
 fi
 source .venv/bin/activate || exit # or, for conda, the next four lines
@@ -25,7 +30,7 @@ gpus, granted = torch.cuda.device_count(), int(os.getenv("SLURM_GPUS_ON_NODE", "
 if gpus < granted:
     sys.exit(f"{os.uname().nodename}: torch can use only {gpus} of {granted} GPUs")
 '
-python -c "$check" || exit
+timeout -k 60 900 python -c "$check" || exit
 
 python train_dp.py --workers "$SLURM_CPUS_PER_TASK" \
     --resume --output "runs/$SLURM_JOB_ID" "$@"

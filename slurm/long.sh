@@ -1,6 +1,6 @@
 #!/bin/bash -l
 # Trains beyond Slurm's time limit, on one node or several: sbatch slurm/long.sh [flags]
-# On the login node, bash slurm/long.sh [flags] only prints what a job would run, and its cost.
+# Without sbatch, bash slurm/long.sh [flags] only prints what a job would run, and its cost.
 #
 # Each start of the job is called a life. In each, your script gets --resume --output FOLDER, which
 # is runs/JOBID if the flags name none. It must
@@ -15,7 +15,7 @@
 ##SBATCH --account=NAME --partition=gpu # EDIT: delete one # if you need them; or --qos
 #SBATCH --gres=gpu:4                    # EDIT: GPUs per node; if sinfo -o %G has none, delete this
 #SBATCH --time=04:00:00                 # EDIT: time limit of each life
-#SBATCH --cpus-per-task=16 --mem=64G    # per node: 4 CPUs and 16 GB for each GPU
+#SBATCH --cpus-per-task=16 --mem=64G    # per node; not 4 GPUs? 4 CPUs and 16 GB for each
 #SBATCH --nodes=1 --ntasks-per-node=1   # nodes: each has a torchrun, with a process for each GPU
 #SBATCH --signal=B:USR1@300             # warns this script 300 s before the time limit
 #SBATCH --job-name=long --output=%x-%j.out --open-mode=append --requeue
@@ -35,12 +35,31 @@ processes=gpu              # per node: one for each GPU; xpu: Intel's; or a numb
 
 # Unset what your own settings, or a job in which sbatch was called, would tell srun and squeue.
 unset CDPATH SLURM_GPUS SLURM_GRES SLURM_HINT SLURM_LABELIO SLURM_TIME_FORMAT SLURM_CLUSTERS
+unset SLURM_TRES_PER_TASK SLURM_CPUS_PER_GPU SLURM_NTASKS_PER_GPU
 unset "${!SLURM_GPUS_PER_@}" "${!SLURM_MEM_PER_@}" "${!SLURM_CPU_BIND@}" "${!SQUEUE_@}"
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 # a crash prints where it was
 
 # ---- What a life runs ----
 
-folder=runs/${SLURM_JOB_ID:-JOBID}
+directive() { # NAME: its value in the lines #SBATCH of this file
+    sed -n "s/^#SBATCH.* --$1=\([^ ]*\).*/\1/p" "$0"
+}
+
+# A job runs Slurm's copy of this file, which has this name. A terminal may be within a job, too, as
+# Jupyter's is.
+if [ "${0##*/}" = slurm_script ]; then
+    in_batch=yes
+    folder=runs/$SLURM_JOB_ID
+    port=$((10000 + SLURM_JOB_ID % 20000))
+    nodes=$SLURM_NNODES
+    cpus=$SLURM_CPUS_PER_TASK
+else
+    in_batch=no
+    folder=runs/JOBID
+    port=PORT
+    nodes=$(directive nodes)
+    cpus=$(directive cpus-per-task)
+fi
 previous=""
 for word in "${script[@]}" "$@"; do
     if [ "$previous" = --output ]; then
@@ -51,12 +70,11 @@ for word in "${script[@]}" "$@"; do
     previous=$word
 done
 
-nodes=${SLURM_NNODES:-1}
 # A task on each node. srun may not pass on the environment and the number of CPUs by itself; if a
 # task fails, all end (--kill-on-bad-exit), but not because one of them has finished (--wait=0).
 on_nodes=(srun --nodes="$nodes" --ntasks="$nodes" --export=ALL --kill-on-bad-exit=1 --wait=0)
-if [ -n "$SLURM_CPUS_PER_TASK" ]; then
-    on_nodes+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
+if [ -n "$cpus" ]; then
+    on_nodes+=(--cpus-per-task="$cpus")
 fi
 on_nodes+=("${container[@]}")
 
@@ -64,10 +82,11 @@ on_nodes+=("${container[@]}")
 # shellcheck disable=SC2016
 train=("${on_nodes[@]}" bash -c 'exec torchrun --node-rank "$SLURM_NODEID" "$@"' bash)
 train+=(--nnodes "$nodes" --nproc-per-node "$processes" --master-addr "$(hostname)")
-train+=(--master-port $((10000 + ${SLURM_JOB_ID:-0} % 20000)))
+train+=(--master-port "$port")
 train+=("${script[@]}" "$@" --resume --output "$folder")
 
-# The check of the GPUs: torch would also train on fewer than Slurm has granted.
+# The check of the GPUs: torch would also train on fewer than Slurm has granted to this step. (Of
+# whole nodes, the job has all GPUs, but its steps have those of --gres.)
 check='
 import os, sys, torch
 gpus, granted = torch.cuda.device_count(), int(os.getenv("SLURM_GPUS_ON_NODE", "1"))
@@ -84,20 +103,20 @@ print_cost() { # TIME-LIMIT GPUS
         /-/ { minutes = $1 * 1440 + $2 * 60 + $3 } # 1-12:00:00
         minutes * gpus > 0 {
             printf "long.sh: at most %d lives x %s x %d GPUs", lives, $0, gpus
-            printf " = %d GPU hours, preemptions aside\n", lives * minutes * gpus / 60
+            printf " = %d GPU hours, preemptions aside", lives * minutes * gpus / 60
+            print "; in an array, for each task"
         }' <<< "$1"
 }
 
-directive() { # NAME: its value in the lines #SBATCH of this file
-    sed -n "s/^#SBATCH.* --$1=\([^ ]*\).*/\1/p" "$0"
-}
-
-if [ -z "$SLURM_JOB_ID" ]; then # no job: only print
+if [ "$in_batch" = no ]; then # only print
     printf '%q ' "${train[@]}"
     echo
     gpus=$(directive gres) # gpu:4 or gpu:a100:4
-    nodes=$(directive nodes)
-    print_cost "$(directive time)" $((nodes * (${gpus##*:} + 0)))
+    cost=$(print_cost "$(directive time)" $((nodes * (${gpus##*:} + 0))))
+    if [ -z "$cost" ]; then
+        cost="long.sh: for the cost, lines #SBATCH must have --nodes=, --gres=gpu: and --time="
+    fi
+    echo "$cost"
     exit
 fi
 
@@ -137,16 +156,28 @@ run_step() { # srun and its words. While the controller is busy, srun fails with
     return "$status"
 }
 
+has_left() { # JOB: of the two, Slurm may list only this one
+    [ "$(squeue -h -j "$1,$id" -o %A)" = "$SLURM_JOB_ID" ]
+}
+
+wait_for() { # JOB: once it is preempted, its nodes may need minutes to end it
+    echo "long.sh: waits up to 10 minutes for job $1, which has $folder, to end"
+    for _ in {1..40}; do
+        if has_left "$1"; then
+            return
+        fi
+        sleep 15
+    done
+    return 1
+}
+
 claim_folder() {
-    local owner unfinished
+    local owner
     mkdir -p "$folder" || exit
     owner=$(head -n 1 "$job" 2> /dev/null)
     if [ "$owner" != "$id" ]; then
-        if [ -n "$owner" ]; then
-            unfinished=$(ask_squeue -j "$owner,$id" -o %A)
-            if [ "$unfinished" != "$SLURM_JOB_ID" ]; then # of the two, only this one may be listed
-                end "$folder is job $owner's, which still waits or runs, or Slurm does not answer"
-            fi
+        if [ -n "$owner" ] && ! has_left "$owner" && ! wait_for "$owner"; then
+            end "$folder is job $owner's, which still waits or runs, or Slurm does not answer"
         fi
         echo "$id" > "$job" || exit
     fi
@@ -162,10 +193,8 @@ look_for_preemption() { # of this life: Slurm may also tell that of an earlier o
     fi
 }
 
-has_new_checkpoint() { # an empty file may only reserve the folder
-    local saved
-    saved=$(cd "$folder" && find -L . -path "./$checkpoint" -size +0 -newer job)
-    [ -n "$saved" ]
+checkpoints() { # [CONDITION of find]: their names. An empty file may only reserve the folder
+    (cd "$folder" && find -L . -path "./$checkpoint" -size +0 "$@")
 }
 
 requeue() { # Slurm then ends this life. While the controller is away, nobody ends it at its limit.
@@ -180,7 +209,7 @@ requeue() { # Slurm then ends this life. While the controller is away, nobody en
 
 requeue_if_useful() { # returns if it is not, or if Slurm does not requeue the job: $why says which
     if [ -z "$preempted" ] && [ -z "$counted" ]; then
-        if ! has_new_checkpoint; then
+        if [ -z "$(checkpoints -newer job)" ]; then
             why="no new $checkpoint in $folder in this life"
             return
         fi
@@ -222,6 +251,9 @@ if scontrol show job "$id" | grep -q Requeue=0; then
 fi
 claim_folder
 echo "long.sh: life $(wc -l < "$job") of $lives, in $folder, on $SLURM_JOB_NODELIST, $(date)"
+if [ -z "$(checkpoints)" ]; then
+    echo "long.sh: no $checkpoint there yet: starts new"
+fi
 print_cost "$(ask_squeue -j "$id" -o %l)" $((nodes * ${SLURM_GPUS_ON_NODE:-0}))
 
 if [ "$processes" = gpu ]; then
@@ -234,6 +266,7 @@ if [ "$(head -n 1 "$job")" != "$id" ]; then
     end "another job has begun in $folder"
 fi
 
+# Here, each node may unpack data: slurm/clusters.md
 run_step "${train[@]}" &
 training=$!
 while kill -0 "$training" 2> /dev/null; do # bash takes note of a warning when sleep ends

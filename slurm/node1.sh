@@ -9,7 +9,7 @@
 #SBATCH --nodelist=node1                # EDIT: this machine; waits until its GPUs are free
 #SBATCH --gres=gpu:4                    # EDIT: as in node0.sh; if sinfo -o %G has none, delete this
 #SBATCH --time=04:00:00                 # EDIT: time limit
-#SBATCH --cpus-per-task=16 --mem=64G    # a CPU for each of the --workers, 4 per GPU
+#SBATCH --cpus-per-task=16 --mem=64G    # not 4 GPUs? 4 CPUs (--workers) and 16 GB for each
 #SBATCH --job-name=node1 --output=%x-%j.out --open-mode=append
 #SBATCH --no-requeue                    # which would start one of the two alone
 
@@ -30,7 +30,7 @@ gpus, granted = torch.cuda.device_count(), int(os.getenv("SLURM_GPUS_ON_NODE", "
 if gpus < granted:
     sys.exit(f"{os.uname().nodename}: torch can use only {gpus} of {granted} GPUs")
 '
-python -c "$check" || exit
+timeout -k 60 900 python -c "$check" || exit
 
 script=train_ddp_spawn.py # or train_ddp_multigpu_proc.py: one process for all GPUs of a machine
 # EDIT, as in node0.sh: machine 0, a port that nobody else uses there, and a folder on a disk that

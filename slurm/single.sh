@@ -1,7 +1,8 @@
 #!/bin/bash -l
 # One GPU: sbatch slurm/single.sh [flags of train_single.py]
 # Results are in runs/JOBID. If Slurm requeues the job, it continues from its last checkpoint. After
-# its time limit, submit it again with --output runs/JOBID, of the old job. Edit the lines EDIT.
+# its time limit, once squeue -j JOBID lists it no longer, submit it again with --output runs/JOBID.
+# Edit the lines EDIT.
 ##SBATCH --account=NAME --partition=gpu # EDIT: delete one # if you need them; or --qos
 #SBATCH --gres=gpu:1                    # EDIT: GPUs; if sinfo -o %G has none, delete this
 #SBATCH --time=04:00:00                 # EDIT: time limit
@@ -10,6 +11,10 @@
 
 if [ "$SLURM_NNODES" != 1 ]; then
     echo "single.sh is for one node: for several, see ddp_torchrun_nodes.sh"
+    exit 2
+fi
+if [ "${SLURM_RESTART_COUNT:-0}" -ge 10 ]; then # it is often preempted, or makes nodes fail
+    echo "started again 10 times: look why, by sacct -D -j $SLURM_JOB_ID, then submit it again"
     exit 2
 fi
 source .venv/bin/activate || exit # or, for conda, the next four lines
@@ -25,6 +30,6 @@ gpus, granted = torch.cuda.device_count(), int(os.getenv("SLURM_GPUS_ON_NODE", "
 if gpus < granted:
     sys.exit(f"{os.uname().nodename}: torch can use only {gpus} of {granted} GPUs")
 '
-python -c "$check" || exit
+timeout -k 60 900 python -c "$check" || exit
 
 python train_single.py --resume --output "runs/$SLURM_JOB_ID" "$@"

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from runs import replaced
 
 SLURM = ROOT / "slurm"
 FILES = sorted(path.stem for path in SLURM.glob("*.sh") if path.stem != "where")
+PAIR = ["node0", "node1"]
 SEVERAL = ["ddp_multigpu_proc", "ddp_torchrun_nodes", "long"]  # nodes
 CONDA = """module load conda || exit
 eval "$(conda shell.bash hook)"
@@ -65,7 +67,10 @@ case $* in
         echo "${PREEMPTED:-N/A}  1000"
         ;;
     *%l*) echo 1-00:00:00 ;;
-    *) printf "%s\\n" $UNFINISHED ;;
+    *) # until the job of the folder leaves
+        if [ "$(grep -c "^squeue" calls)" -gt "${LEAVES:-99}" ]; then UNFINISHED=$SLURM_JOB_ID; fi
+        printf "%s\\n" $UNFINISHED
+        ;;
 esac
 """
 
@@ -98,25 +103,28 @@ class Done:
 
 @pytest.fixture
 def run(work, monkeypatch):
-    """Runs a job file as a job does, in a clone with a space in its name."""
+    """Runs a job file as a job does, by another name, in a clone with a space in its name."""
     folder = work / "my work"
     folder.mkdir()
     stand_in.make_clone(ROOT, folder)
     monkeypatch.chdir(folder)
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE}.items():
         command(name, text)
-    command("sleep", "exec /bin/sleep 0.03")
+    command("sleep", 'if [ "$1" != 15 ]; then exec /bin/sleep 0.03; fi')
+    command("timeout", 'echo "timeout $*" >> calls; exec /usr/bin/timeout "$@"')
     monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
     for name in [name for name in os.environ if name.startswith("SLURM")]:
         monkeypatch.delenv(name)
 
-    def run(name, *flags, log="log", **environment):
+    def run(name, *flags, log="log", file="spool/slurm_script", **environment):
         for path in "starts-77", "calls", "log":
             Path(path).unlink(missing_ok=True)
         Path("log").touch()
-        words = ["bash", "-c", 'BATCH_SHELL=$$ exec bash "$@"', "bash", f"slurm/{name}.sh", *flags]
-        with open(log, "w") as file:
-            options = {"stdout": file, "stderr": file, "start_new_session": True}
+        Path("spool").mkdir(exist_ok=True)
+        shutil.copy(f"slurm/{name}.sh", "spool/slurm_script")
+        words = ["bash", "-c", 'BATCH_SHELL=$$ exec bash "$@"', "bash", file, *flags]
+        with open(log, "w") as output:
+            options = {"stdout": output, "stderr": output, "start_new_session": True}
             job = subprocess.Popen(words, env=os.environ | JOB | environment, **options)
         try:
             return Done(job.wait(120))
@@ -145,6 +153,8 @@ def test_each_file(run, name):
     With fewer GPUs than granted, or without an environment, it does not train."""
     inherited = {"SLURM_GPUS": "1", "SLURM_GRES": "x", "SLURM_HINT": "x", "SLURM_LABELIO": "1"}
     inherited |= {"SLURM_GPUS_PER_NODE": "1", "SLURM_MEM_PER_CPU": "1", "SLURM_CPU_BIND_TYPE": "x"}
+    inherited |= {"SLURM_TRES_PER_TASK": "gpu:1", "SLURM_CPUS_PER_GPU": "1", "SLURM_CLUSTERS": "x"}
+    inherited |= {"SLURM_NTASKS_PER_GPU": "1"}
     mine = ["--lr", "a b", "--output", "runs/mine"]
     done = run(name, *mine, TRAIN="exit(4)", **inherited)
     assert done.status == 4 and {*mine} <= {*done.words}, done.log
@@ -156,6 +166,7 @@ def test_each_file(run, name):
         assert not inherited.keys() & done.env.keys()
     done = run(name, TORCH="gpus = 3", PYTHONOPTIMIZE="1")
     assert done.status and "torch can use only 3 of 4 GPUs" in done.log and not done.words
+    assert "timeout -k 60 900 " in done.calls  # a GPU may also hang
     Path(".venv/bin/activate").unlink()
     done = run(name)
     assert done.status == 1 and "No such file or directory" in done.log and not done.words
@@ -167,12 +178,20 @@ def test_one_node_of_several(run, name):
     assert done.status == 2 and f"{name}.sh is for one node" in done.log and not done.words
 
 
+@pytest.mark.parametrize("name", [name for name in FILES if name not in ("long", *PAIR)])
+def test_requeued_for_ever(run, name):
+    """A simple file ends when it has often been started, as a job that makes nodes fail."""
+    assert run(name, SLURM_RESTART_COUNT="9").words
+    done = run(name, SLURM_RESTART_COUNT="10")
+    assert done.status == 2 and "sacct -D -j 77" in done.log and not done.words
+
+
 def test_ports(run):
     """Two jobs on a node do not share one; the two of a pair do."""
     for name in "ddp_spawn", "ddp_multigpu_proc", "ddp_torchrun_nodes", "long":
         words = " ".join(run(name).words)
         assert re.search(r":10077\b|port 10077\b", words), words
-    pair = [run(name).words for name in ("node0", "node1")]
+    pair = [run(name).words for name in PAIR]
     assert pair[0][3] == pair[1][3] == f"tcp://node0:{10000 + os.getuid() % 20000}"
     edit("slurm/node1.sh", "script=train_ddp_spawn.py #", "script=train_ddp_multigpu_proc.py #")
     assert run("node1").words[1] == "train_ddp_multigpu_proc.py"
@@ -203,7 +222,7 @@ def test_container(run, name):
     text = re.sub(r"^source .*\n", "", Path(f"slurm/{name}.sh").read_text(), flags=re.M)
     if name == "long":
         text = text.replace("container=()", f"container=({container})")
-    started = r'^(srun "\$\{options\[@\]\}" |)(python|torchrun|bash) '
+    started = r'^((?:timeout \S+ \S+ \S+ )?(?:srun "\$\{options\[@\]\}" )?)(python|torchrun|bash) '
     text = re.sub(started, rf"\1{container} \2 ", text, flags=re.M)
     Path(f"slurm/{name}.sh").write_text(text)
     done = run(name, "--lr", "a b")
@@ -215,7 +234,8 @@ def test_container(run, name):
 EARLIER, NOW = "900", "2000"  # the life has begun at 1000
 LIVES = {  # environment, exit status, what the log says, requeues, lines in runs/77/job
     "ends well": ({"TRAIN": "save()"}, 0, "life 1 of 5, in runs/77, on node0", 0, 1),
-    "cost": ({}, 0, "at most 5 lives x 1-00:00:00 x 4 GPUs = 480 GPU hours", 0, 1),
+    "a new folder": ({}, 0, "no checkpoint.pt there yet: starts new", 0, 1),
+    "cost": ({}, 0, "x 1-00:00:00 x 4 GPUs = 480 GPU hours, preemptions aside; in an array", 0, 1),
     "saves, then fails": ({"TRAIN": "save(); exit(3)"}, -15, "life 1", 1, 2),
     "fails": ({"TRAIN": "exit(3)"}, 3, "ends with status 3: no new checkpoint.pt in", 0, 1),
     "an empty file": ({"TRAIN": "save(text=''); exit(3)"}, 3, "no new", 0, 1),
@@ -301,6 +321,7 @@ def test_lives(run):
     assert "ends with status 3: this was the last of 3 lives" in done.log
     done = run("long", TRAIN="save(); warn(); time.sleep(0.5)")
     assert done.status == 0 and done.log.count("this was the last of 3 lives") == 1
+    assert "starts new" not in done.log
     done = run("long", PREEMPTED=NOW, TRAIN=fail)  # which is not counted
     assert done.requeues == 1 and lines() == 3
     assert re.search(r"^77\nlife 0 is requeued, .*\nlife 2", Path("runs/77/job").read_text())
@@ -316,9 +337,14 @@ def test_checkpoints(run):
 
 def test_one_job_per_folder(run):
     """A second one ends while the first waits or runs, and while Slurm does not answer. Once the
-    first is over, the second begins with all its lives."""
+    first is over, the second begins with all its lives: it waits for one that Slurm still ends."""
     mine = ["--output=runs/my run"]
+    edit("slurm/long.sh", "{1..40}", "{1..4}")
     run("long", *mine, TRAIN="save(); exit(3)")
+    done = run("long", *mine, SLURM_JOB_ID="78", UNFINISHED="77 78", LEAVES="3")
+    assert done.status == 0 and "waits up to 10 minutes for job 77" in done.log
+    assert Path("runs/my run/job").read_text() == "78\n"
+    Path("runs/my run/job").write_text("77\nlife 0 is requeued\n")
     for listed in "77 78", "":
         done = run("long", *mine, SLURM_JOB_ID="78", UNFINISHED=listed)
         assert done.status == 2 and "runs/my run is job 77's, which still" in done.log
@@ -343,18 +369,38 @@ def test_arrays(run):
 def test_outside_of_a_job(run, monkeypatch):
     """It prints what a life would run, and what all may cost, as on the page for its edits, and
     starts and writes nothing."""
-    monkeypatch.setattr(sys.modules[__name__], "JOB", {})
+    file = {"file": "slurm/long.sh"}
     edit("slurm/long.sh", "time=04:00:00", "time=24:00:00", "lives=5", "lives=8")
     [cost] = re.findall("`(at most .* GPU hours)`", (SLURM / "README.md").read_text())
-    assert cost in run("long").log
+    assert cost in run("long", **file).log
     edit("slurm/long.sh", "gres=gpu:4 ", "gres=gpu:a100:8 ", "time=24:00:00", "time=1-12:30:00")
-    edit("slurm/long.sh", "--nodes=1", "--nodes=2")
-    done = run("long", "--lr", "a b")
+    edit("slurm/long.sh", "--nodes=1", "--nodes=2", "task=16", "task=32")
+    inside = run("long", "--lr", "a b", **file)  # a terminal of another job, such as Jupyter's
+    monkeypatch.setattr(sys.modules[__name__], "JOB", {})
+    done = run("long", "--lr", "a b", **file)
     assert done.status == 0 and not done.calls and not Path("runs").exists()
+    assert not inside.calls and inside.log == done.log
+    assert "srun --nodes=2 --ntasks=2 " in done.log and "--cpus-per-task=32 " in done.log
     assert "complete/train.py --lr a\\ b --resume --output runs/JOBID" in done.log
     assert "at most 8 lives x 1-12:30:00 x 16 GPUs = 4672 GPU hours" in done.log
-    edit("slurm/long.sh", "#SBATCH --gres", "# no gres")
-    assert run("long").status == 0
+    edit("slurm/long.sh", "#SBATCH --gres=", "#SBATCH --gpus-per-node=")
+    assert "for the cost, lines #SBATCH must have" in run("long", **file).log
+
+
+def test_a_header_for_a_cluster(run):
+    """With results on scratch, the page's next job finds the folder of the one before."""
+    [code] = re.findall(
+        r"^```sh\n(account=(?:.*\n)*?)```$", (SLURM / "clusters.md").read_text(), re.M
+    )
+    subprocess.run(["bash", "-c", replaced(code, "=/scratch", f"={Path.cwd().parent}")], check=True)
+    run("long", USER="me", TRAIN="save(); exit(3)")
+    [line] = re.findall(
+        "^ *(sbatch .* --output .*12345 FLAGS)$", Path("slurm/README.md").read_text(), re.M
+    )
+    command("sbatch", """if [ "$1" = --mail-type=END,FAIL ]; then shift; fi; echo "$3" > folder""")
+    subprocess.run(["bash", "-c", line], env=os.environ | {"USER": "me"}, check=True)
+    folder = Path("folder").read_text().strip().replace("12345", "77")
+    assert Path(folder, "checkpoint.pt").exists()
 
 
 def test_full_log(run):
@@ -393,21 +439,19 @@ def test_data_on_each_node(run):
         Path("my_images", part).mkdir(parents=True)
     subprocess.run("tar -cf my_images.tar -C my_images train test", shell=True, check=True)
     page = (SLURM / "clusters.md").read_text()
-    [lines] = re.findall(r"^```bash\n(data=.*\nsrun .*\n)```$", page, re.M)
+    [lines] = re.findall(r"^```bash\n(data=(?:.*\n)*?)```$", page, re.M)
     lines = replaced(lines, "/shared/my_images.tar", "my_images.tar")
-    edit(
-        "slurm/long.sh",
-        "# module load conda",
-        f"{lines}#",
-        "train.py)",
-        'train.py --dataset "$data")',
-    )
+    [place] = re.findall("Below `(# .*)`, ", page)
+    edit("slurm/long.sh", place, f"{place}\n{lines}")
     disk = Path("a disk").resolve()
     disk.mkdir()
     done = run("long", SLURM_TMPDIR=str(disk))
     images = Path(done.words[done.words.index("--dataset") + 1])
     assert done.status == 0 and images.is_relative_to(disk), done.log
     assert sorted(path.name for path in images.iterdir()) == ["test", "train"]
+    assert re.search("^timeout .* srun .*tar", done.calls, re.M)  # a disk may hang
+    done = run("long", SLURM_TMPDIR=str(disk), TORCH="gpus = 3")  # nothing before the checks
+    assert done.status == 2 and "tar" not in done.calls
     Path("my_images.tar").write_bytes(b"?" * 2000)
     done = run("long", SLURM_TMPDIR=str(disk))
     assert done.status and not done.words, done.log
@@ -440,7 +484,10 @@ def processes(run):
     """Of a job, each with what py-spy says of it: two ranks, of which one has only libraries' code
     in its stack; a task of srun's without a stack; what is no rank; and a rank of another job."""
     job = str(7_000_000 + os.getpid())
-    command("srun", f"export SLURM_JOB_ID={job} SLURMD_NODENAME=node0\n{SRUN}")
+    unset = "$SLURM_LABELIO$SLURM_GRES$SLURM_CPUS_PER_TASK$SLURM_MEM_PER_NODE"
+    command(
+        "srun", f"[ ! {unset} ] || exit\nexport SLURM_JOB_ID={job} SLURMD_NODENAME=node0\n{SRUN}"
+    )
     command("squeue", f'echo "{job} 1 {job}"')
     command("sleep", "")
     command("py-spy", PY_SPY)
@@ -470,9 +517,12 @@ def processes(run):
         process.wait()
 
 
-def test_where(processes):
-    """A line for each rank; without Slurm, too. --abort ends the ranks, and nothing else."""
+def test_where(processes, monkeypatch):
+    """A line for each rank, also if called within another job; without Slurm, too. --abort ends the
+    ranks, and nothing else."""
     job, started = processes
+    for name in "LABELIO", "GRES", "CPUS_PER_TASK", "MEM_PER_NODE":
+        monkeypatch.setenv(f"SLURM_{name}", "1")
 
     def where(*flags):
         words = ["bash", "slurm/where.sh", *flags]

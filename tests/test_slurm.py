@@ -146,7 +146,17 @@ def clone(kind, tmp_path, monkeypatch):
     folder.mkdir()
     stand_in.make_clone(ROOT, folder)
     monkeypatch.chdir(folder)
-    edit("slurm/long.sh", "sleep 5\n", "sleep 0.5\n", "sleep 10\n", "sleep 1\n")
+    edit(
+        "slurm/long.sh",
+        "sleep 5\n",
+        "sleep 0.5\n",
+        "sleep 10\n",
+        "sleep 1\n",
+        "sleep 15\n",
+        "sleep 2\n",
+        "{1..40}",
+        "{1..9}",
+    )
     yield folder
     command("scancel", "--user", "root")
     assert wait_until(lambda: not command("squeue", "-h"), 60, 0.2), command("squeue")
@@ -515,8 +525,9 @@ def test_repairs_of_the_page(kind, clone):
     """A job with a mistake is requeued, and one that is held goes on."""
     job = Job("long", TRAIN="if life < 2: stand()")
     job.starts(1)
-    [requeue, release] = re.findall("`(scontrol .*12345)`", PAGES)[:2][::-1]
-    command(*requeue.replace("12345", job.number).split())
+    [release] = re.findall("`(scontrol release 12345)`", PAGES)
+    [requeue] = re.findall("`(scontrol requeue 67890)`", PAGES)
+    command(*requeue.replace("67890", job.number).split())
     job.starts(2)
     command("scontrol", "requeuehold", job.number)
     assert wait_until(lambda: job.show("Reason") == "job_requeued_in_held_state", 60)
