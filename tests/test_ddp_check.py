@@ -110,9 +110,13 @@ def check(folder, script, *flags):
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory):
     """Of the right and the wrong script."""
-    return {
-        kind: check(tmp_path_factory.mktemp("check"), SCRIPT, kind) for kind in ("right", "wrong")
-    }
+    findings = {}
+    for kind in ("right", "wrong"):
+        folder = tmp_path_factory.mktemp("check")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)  # before the fixture of a single test does
+            findings[kind] = check(folder, SCRIPT, kind)
+    return findings
 
 
 def test_right(findings):
