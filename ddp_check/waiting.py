@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 
-from .child import SPAWNS
 from .notes import Notes
 from .script import FOLDER
 
@@ -45,7 +44,7 @@ class Waiting:
                 )
                 return {}
         statuses = {rank: process.poll() for rank, process in enumerate(processes)}
-        return {rank: s for rank, s in statuses.items() if s not in (None, 0, SPAWNS)}
+        return {rank: status for rank, status in statuses.items() if status}
 
     def are_done(self):
         """All have made --steps."""
@@ -85,7 +84,6 @@ def show_failure(side, folder, name, failed):
     rank = ([rank for rank in failed if "Connection" not in ends[rank]] or list(failed))[0]
     text, _ = text_and_age(f"{folder}/{name}.{rank}.log")
     status = failed[rank]
-    text = re.sub("Extension modules: .*", "", text)  # of a C++ abort
     text = re.sub(rf'  File "{re.escape(FOLDER)}.*\n(    .*\n)*', "", text)  # our own frames
     lines = [line.rpartition("\r")[2] for line in text.splitlines()][-LINES:]
     how = f"exit status {status}"
