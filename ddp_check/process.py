@@ -151,11 +151,7 @@ class Process:
         if state != "--steps":
             return
         open(f"{self.folder}/{self.name}.{self.rank}.done", "w").close()
-        for _ in range(300):  # the others may still need this rank
-            others = range(1 if self.is_single else self.world)
-            if all(os.path.exists(f"{self.folder}/{self.name}.{r}.done") for r in others):
-                break
-            time.sleep(0.1)
+        time.sleep(30)  # others may need this rank; once all are done, the command ends them
         LEAVE(0)
 
     # ---- where a rank's samples are among those of one process

@@ -17,7 +17,7 @@ from . import script
 from .kept.janitor import stop_groups
 from .kept.made import remove_made
 from .notes import Notes, Step
-from .waiting import Waiting, show_failure
+from .waiting import Waiting
 
 
 class NothingCompared(Exception):
@@ -65,15 +65,15 @@ def visible_gpus(nproc, needed):
     count = torch.cuda.device_count()
     if count < needed:
         return dict(zip(names, ("", "-1")))  # "" is all to HIP
-    own = [os.environ[name] for name in reversed(names) if os.environ.get(name)]
-    gpus = own[0].split(",") if own else [str(gpu) for gpu in range(count)]
+    visible = [os.environ[name] for name in reversed(names) if os.environ.get(name)]
+    gpus = visible[0].split(",") if visible else [str(gpu) for gpu in range(count)]
     return dict.fromkeys(names, ",".join(gpus[:nproc]))
 
 
 class BothRuns:
-    def __init__(self, args, folder, layout, scaled):
+    def __init__(self, args, folder):
         self.args, self.folder = args, folder
-        self.more = {"layout": layout, "scaled": scaled}
+        self.layout, self.scaled = "turns", []  # see command.check
         self.spawns = set()  # the runs in which the script starts its processes itself
         self.counts = {"one": 1, "all": args.nproc, "again": 1}  # of processes
         self.running = {}  # the processes of each run
@@ -85,6 +85,7 @@ class BothRuns:
     def run_both(self):
         """The notes of one process and of the ranks. All processes start now, as that takes
         longest; those of the second run wait for the first."""
+        remove_notes(self.folder)
         try:
             self.start("one")
             self.start("all")
@@ -118,18 +119,17 @@ class BothRuns:
         """Start the processes of a run, which wait for a file NAME.go."""
         nproc, port, spawns = self.counts[name], free_port(), name in self.spawns
         processes = self.running[name] = []
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(f"{self.folder}/{name}.go")
-        options = vars(self.args) | {"folder": self.folder, "run": name}
-        options |= self.more | {"spawns": spawns, "flags": self.flags(name)}
+        Path(f"{self.folder}/{name}.go").unlink(missing_ok=True)
+        options = vars(self.args) | {"folder": self.folder, "run": name, "spawns": spawns}
+        options |= {"layout": self.layout, "scaled": self.scaled, "flags": self.flags(name)}
         env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "DDP_CHECK": json.dumps(options)}
         env["WANDB_MODE"] = "disabled"  # it would send both runs
         env |= visible_gpus(nproc, self.args.nproc)
         env.setdefault("OMP_NUM_THREADS", "1")
         for rank in range(1 if spawns else nproc):
-            own = {} if spawns else environment(rank, nproc, port)
             path = f"{self.folder}/{name}.{rank}"
-            process = launch([sys.executable, script.FOLDER], env | own, f"{path}.log")
+            rank_env = env if spawns else env | environment(rank, nproc, port)
+            process = launch([sys.executable, script.FOLDER], rank_env, f"{path}.log")
             process.file = Path(f"{path}.pid")  # for the janitor
             process.file.write_text(str(process.pid))
             processes.append(process)
@@ -150,10 +150,7 @@ class BothRuns:
 
     def run(self, name):
         """Run the script once, to its end or to --steps, and remove what it has created."""
-        nproc, began = self.counts[name], time.monotonic()
-        side = "on one process" if nproc == 1 else f"on {nproc} processes"
-        side += " again" * (name == "again")
-        waiting = Waiting(self.args, f"{self.folder}/{name}", nproc, side)
+        waiting = Waiting(self.args, self.folder, name, self.counts[name])
         open(f"{self.folder}/{name}.go", "w").close()
         try:
             failed = waiting.wait(self.running[name])
@@ -169,9 +166,9 @@ class BothRuns:
             self.start(name)
             return self.run(name)
         if failed:
-            show_failure(side, self.folder, name, failed)
-        self.seconds[side] = round(time.monotonic() - began, 1)
-        print(f"ddp_check: {side}: {self.seconds[side]:.0f} s", file=sys.stderr, flush=True)
+            waiting.show_failure(failed)
+        self.seconds[waiting.side] = seconds = round(time.monotonic() - waiting.began, 1)
+        waiting.say(f"{seconds:.0f} s")
 
 
 def remove_notes(folder):

@@ -220,6 +220,7 @@ def test_interrupted(user, number):
     Path("out/of another job").touch()
     os.kill(job.pid, number)
     assert wait_until(lambda: not marked() and not list(Path().glob("ddp_check-*")), 30)
+    assert wait_until(lambda: job.status() is not None, 30)
     assert job.status() == (130 if number == signal.SIGINT else -number)
     assert left(user) == {Path("out/of another job")}
 
@@ -228,7 +229,9 @@ SPAWNED = f"""{SCRIPT[: SCRIPT.index("if __name__")]}
 if __name__ == "__main__":
     how, world = KIND[0], int(KIND[1])
     os.environ |= {{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{free_port()}"}}
-    if how == "mp.spawn":
+    if world == 1 and "alone" in KIND:
+        main(0, world, 16)
+    elif how == "mp.spawn":
         torch.multiprocessing.spawn(main, (world, 16 // world), nprocs=world)
     else:
         context = torch.multiprocessing.get_context(how)
@@ -245,7 +248,8 @@ def test_spawned(user, how):
     """A script that starts its processes itself; their files are watched, too."""
     Path("train.py").write_text(SPAWNED)
     user = content()
-    text = check("train.py", how, "{n}", "out", "divides", status=1)
+    alone = ["alone"] * (how == "spawn")  # one process is not started, but the script itself
+    text = check("train.py", how, "{n}", "out", "divides", *alone, status=1)
     assert "6 steps on one process and on 2: 2 WRONG" in text, text
     assert "0.5 times one process's" in " ".join(text.split()), text
     assert not left(user)
@@ -269,9 +273,10 @@ def test_list(capsys):
 
 
 @pytest.mark.slow
-def test_wrong_number_of_processes(user):
+@pytest.mark.parametrize("how", ["mp.spawn", "fork"])
+def test_wrong_number_of_processes(user, how):
     Path("train.py").write_text(SPAWNED)
-    text = check("train.py", "mp.spawn", "2", status=2)
+    text = check("train.py", how, "2", status=2)
     assert "starts 2 processes, not 1\n  give the script their number in a flag, as {n}" in text
 
 

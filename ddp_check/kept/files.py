@@ -11,7 +11,6 @@ script starts, and those that C++ writes, but for the libraries in writers.py.""
 import os
 import stat
 import sys
-import tempfile
 import threading
 
 from ..notes import File
@@ -22,8 +21,7 @@ from .made import Made, identity
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tmp", ".safetensors")  # they are no downloads
 DOWNLOAD = 50_000  # bytes: a smaller file is not worth to be kept
 CACHES = "~/.cache", "~/.config", "~/.triton", "~/.nv"
-CACHE_VARIABLES = "TORCH_HOME", "HF_HOME", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"
-CACHE_VARIABLES += "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "MPLCONFIGDIR"
+CACHE_VARIABLES = "TORCH_HOME", "HF_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR"
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 READ_DATABASE = "to read it only: sqlite3.connect('file:NAME?mode=ro', uri=True)"
 
@@ -58,7 +56,6 @@ class Guard:
         caches += [os.environ[name] for name in CACHE_VARIABLES if name in os.environ]
         folders = [*caches, "/dev", "/proc", "/sys", process.folder]
         self.ignored = tuple(os.path.join(os.path.realpath(path), "") for path in folders)
-        self.ignored += (os.path.join(os.path.realpath(tempfile.gettempdir()), "torchinductor_"),)
         self.events = {
             "open": self.before_open,
             "os.rename": self.before_rename,
@@ -86,10 +83,8 @@ class Guard:
             self.thread.busy = False
 
     def is_ignored(self, path):
-        is_empty_lock = (
-            path.endswith(".lock") and os.path.isfile(path) and not os.stat(path).st_size
-        )
-        return path.startswith(self.ignored) or "__pycache__" in path or is_empty_lock
+        is_lock = path.endswith(".lock") and os.path.isfile(path) and not os.path.getsize(path)
+        return path.startswith(self.ignored) or "__pycache__" in path or is_lock
 
     def is_users(self, path):
         """Whether there is such a file or folder, which the script has not created."""
