@@ -216,7 +216,7 @@ def test_interrupted(user, number):
     as they were."""
     words = "train.py", "{n}", "out/new", "workers", "waits"
     (job,) = start(COMMAND, *words, processes=0, TMPDIR=os.getcwd())
-    assert wait_until(Path("out/new/1.pt").exists, 60)
+    assert wait_until(Path("out/new/0.pt").exists, 60)  # the last before it waits
     Path("out/of another job").touch()
     os.kill(job.pid, number)
     assert wait_until(lambda: not marked() and not list(Path().glob("ddp_check-*")), 30)

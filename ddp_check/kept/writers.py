@@ -1,6 +1,7 @@
 """Files that are changed without a word to Python's audit hook: in place, in memory, and in C++."""
 
 import builtins
+import contextlib
 import importlib.abc
 import importlib.machinery
 import io
@@ -43,6 +44,9 @@ def watch_writer(module, function, guard):
         reads = bool(mode) and argument(args, kwargs, *mode) in (None, False, "r")
         if isinstance(path, (str, bytes, os.PathLike)) and not reads:
             guard.hook("open", (path, "w", NEW))
+            if function == "save":  # so that it is known as ours while it is being written
+                with contextlib.suppress(OSError):
+                    open(path, "ab").close()
         try:
             return original(*args, **kwargs)
         finally:
