@@ -18,12 +18,11 @@ import torch.distributed as dist
 from .given import alike, draws, draws_python, samples
 from .kept import files
 from .notes import Printed
-from .process import LEAVE, Process, wrap
+from .process import LEAVE, Process, stop_both_runs, wrap
 from .script import find_script, own_lines, place, run_script, source
 from .seen import steps, trace
 
 WATCHES = draws, draws_python, alike, samples, trace, steps
-SPAWNS = 75  # exit status of a script that would start processes itself
 
 
 def options():
@@ -103,31 +102,30 @@ def before_exit(process, ended, original, status):
 # ---- processes that the script starts
 
 
-def stop_all(name, text=""):
-    """The command ends all processes as soon as there is such a file."""
-    with open(f"{options().folder}/{name}", "w") as file:
-        file.write(text)
-    LEAVE(SPAWNS)
-
-
 def run_spawned(function, rank, *words):
     """In each of mp.spawn's processes."""
     with watching(Process(rank)):
         function(rank, *words)
 
 
+def check_number(args, nproc):
+    """Of the processes that the script starts."""
+    wanted = args.nproc if args.run == "all" else 1
+    if not args.spawns:
+        stop_both_runs(args.folder, "spawns", {})
+    if nproc != wanted:
+        text = f"starts {nproc} processes, not {wanted}"
+        remedy = "give the script their number in a flag, as {n}"
+        facts = {"line": source(place()[0]), "text": text, "remedy": remedy}
+        stop_both_runs(args.folder, "refused", facts)
+
+
 def control_spawn(args):
-    """torch.multiprocessing's functions that start a process a rank."""
-    nproc = args.nproc if args.run == "all" else 1
+    """torch.multiprocessing's functions that start a process a rank, which is watched from its
+    first line."""
 
     def start_processes(original, fn, words=(), nprocs=1, *others, **more):
-        if not args.spawns:
-            stop_all("spawns")
-        if nprocs != nproc:
-            text = f"starts {nprocs} processes, not {nproc}"
-            remedy = "give the script their number in a flag, as {n}"
-            refused = {"line": source(place()[0]), "text": text, "remedy": remedy}
-            stop_all("refused", json.dumps(refused))
+        check_number(args, nprocs)
         words = more.pop("args", words)
         return original(functools.partial(run_spawned, fn), words, nprocs, *others, **more)
 
@@ -156,12 +154,13 @@ def run_process(run):
         @wrap(dist, "init_process_group")
         def init_process_group(original, *words, **more):
             if not args.spawns:
-                stop_all("spawns")
+                stop_both_runs(args.folder, "spawns", {})
             if files.GUARD.process.rank not in range(args.nproc):
                 rank = more.get("rank", -1)
                 rank = rank if rank >= 0 else int(os.environ.get("RANK", 0))
                 stack.enter_context(watching(Process(rank)))
-            return original(*words, **more)
+            original(*words, **more)
+            check_number(args, dist.get_world_size())
 
         run()
 

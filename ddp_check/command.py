@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -11,7 +10,6 @@ from .kept.janitor import Janitor
 from .script import find_script
 
 EXITS = "exit status: 1 if something is WRONG, 2 if nothing could be compared, else 0"
-ROOM = 100  # MB that notes may take
 
 parser = argparse.ArgumentParser(
     prog="ddp_check",
@@ -38,35 +36,41 @@ parser.add_argument("script", nargs="?", help="your script, followed by its flag
 parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-def check(args, folder, janitor=None):
+def check(args, folder):
     """The Result, and {run: seconds}. What is not known before: whether a loader's batch size is
     one per process, and whether rank r has the r-th block of a batch; then it is run again."""
     from .compare.batches import loaders_per_process
-    from .compare.judge import judge
     from .notes import Finding, Said
-    from .runs import BothRuns, remove_notes
+    from .runs import BothRuns
 
-    layout, scaled = "turns", {}
-    while True:
-        runs = BothRuns(args, folder, layout, list(scaled), janitor)
+    runs = BothRuns(args, folder)
+    one, ranks = runs.run_both()
+    if scaled := loaders_per_process(one, ranks):
+        runs.scaled = list(scaled)
         one, ranks = runs.run_both()
-        found = {} if scaled else loaders_per_process(one, ranks)
-        orders = {note.text for _, note in ranks[0][Said] if note.kind == "order"}
-        if not found:
-            result = judge(one, ranks, args.tolerance)
-            if args.noise or result.may_be_noise:
-                result = judge(one, ranks, args.tolerance, runs.run_again())
-            for line in scaled.values():
-                text = f"a batch size per process, so {args.nproc} times the batch: intended, and "
-                text += "the rate, too? One process was given as many samples here"
-                result.findings.insert(0, Finding("look", "samples", 0, text, line))
-            if runs.too_few_gpus:
-                result.findings.insert(0, Finding("note", "", 0, runs.too_few_gpus))
-            if not result.status or orders != {"blocks"} or layout == "blocks":
-                return result, runs.seconds
-            layout = "blocks"
-        scaled = found or scaled
-        remove_notes(folder)
+    result = judge_runs(args, runs, one, ranks)
+    orders = {note.text for _, note in ranks[0][Said] if note.kind == "order"}
+    if result.status and orders == {"blocks"}:
+        runs.layout = "blocks"
+        one, ranks = runs.run_both()
+        result = judge_runs(args, runs, one, ranks)
+    for line in scaled.values():
+        text = f"a batch size per process, so {args.nproc} times the batch: intended, and "
+        text += "the rate, too? One process was given as many samples here"
+        result.findings.insert(0, Finding("look", "samples", 0, text, line))
+    if runs.too_few_gpus:
+        result.findings.insert(0, Finding("note", "", 0, runs.too_few_gpus))
+    return result, runs.seconds
+
+
+def judge_runs(args, runs, one, ranks):
+    """With one more run on one process, where rounding may explain a finding."""
+    from .compare.judge import judge
+
+    result = judge(one, ranks, args.tolerance)
+    if args.noise or result.may_be_noise:
+        return judge(one, ranks, args.tolerance, runs.run_again())
+    return result
 
 
 def main(words=None):
@@ -85,10 +89,7 @@ def main(words=None):
     folder = os.path.realpath(tempfile.mkdtemp(prefix="ddp_check-"))  # as the script's paths are
     janitor = Janitor(folder)
     try:
-        free = shutil.disk_usage(folder).free >> 20
-        if free < ROOM:
-            parser.error(f"{folder}: {free} MB are free there: set TMPDIR to a folder with more")
-        status = report(args, folder, janitor)
+        status = report(args, folder)
     except KeyboardInterrupt:
         status = 130
     finally:
@@ -96,14 +97,14 @@ def main(words=None):
     sys.exit(status)
 
 
-def report(args, folder, janitor):
+def report(args, folder):
     """Print it, and return the exit status."""
     from .compare.report import as_json, as_text
     from .runs import NothingCompared
 
     result, reason, began = None, "", time.monotonic()
     try:
-        result, seconds = check(args, folder, janitor)
+        result, seconds = check(args, folder)
     except NothingCompared as error:
         reason, seconds = str(error), error.seconds
     if args.json:

@@ -16,6 +16,7 @@ from torch import nn
 from .notes import End, Said
 
 LEAVE = os._exit
+STOPPED = 76  # exit status
 NOISE = 1e-5  # in the layers' outputs: above a float32's, so that it flips more ReLUs
 
 
@@ -35,6 +36,16 @@ def wrap(owner, name):
         setattr(owner, name, replacement)
 
     return decorate
+
+
+def stop_both_runs(folder, name, facts):
+    """Before the script does something. The command ends all processes as soon as there is a file
+    of this name, "refused" or "spawns"."""
+    new = f"{folder}/{name}.{os.getpid()}"
+    with open(new, "w") as file:
+        json.dump(facts, file)
+    os.replace(new, f"{folder}/{name}")
+    LEAVE(STOPPED)
 
 
 def is_plain(tensor):
@@ -140,11 +151,7 @@ class Process:
         if state != "--steps":
             return
         open(f"{self.folder}/{self.name}.{self.rank}.done", "w").close()
-        for _ in range(300):  # the others may still need this rank
-            others = range(1 if self.is_single else self.world)
-            if all(os.path.exists(f"{self.folder}/{self.name}.{r}.done") for r in others):
-                break
-            time.sleep(0.1)
+        time.sleep(30)  # others may need this rank; once all are done, the command ends them
         LEAVE(0)
 
     # ---- where a rank's samples are among those of one process

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -16,7 +17,7 @@ from . import script
 from .kept.janitor import stop_groups
 from .kept.made import remove_made
 from .notes import Notes, Step
-from .waiting import Waiting, show_failure
+from .waiting import Waiting
 
 
 class NothingCompared(Exception):
@@ -64,17 +65,18 @@ def visible_gpus(nproc, needed):
     count = torch.cuda.device_count()
     if count < needed:
         return dict(zip(names, ("", "-1")))  # "" is all to HIP
-    own = [os.environ[name] for name in reversed(names) if os.environ.get(name)]
-    gpus = own[0].split(",") if own else [str(gpu) for gpu in range(count)]
+    visible = [os.environ[name] for name in reversed(names) if os.environ.get(name)]
+    gpus = visible[0].split(",") if visible else [str(gpu) for gpu in range(count)]
     return dict.fromkeys(names, ",".join(gpus[:nproc]))
 
 
 class BothRuns:
-    def __init__(self, args, folder, layout, scaled, janitor=None):
-        self.args, self.folder, self.janitor = args, folder, janitor
-        self.more = {"layout": layout, "scaled": scaled}
-        self.spawns = False  # the script starts its processes itself
+    def __init__(self, args, folder):
+        self.args, self.folder = args, folder
+        self.layout, self.scaled = "turns", []  # see command.check
+        self.spawns = set()  # the runs in which the script starts its processes itself
         self.counts = {"one": 1, "all": args.nproc, "again": 1}  # of processes
+        self.running = {}  # the processes of each run
         self.seconds = {}
         gpus, self.too_few_gpus = torch.cuda.device_count(), ""
         if 0 < gpus < args.nproc:
@@ -83,24 +85,20 @@ class BothRuns:
     def run_both(self):
         """The notes of one process and of the ranks. All processes start now, as that takes
         longest; those of the second run wait for the first."""
-        running = {}
+        remove_notes(self.folder)
         try:
-            for name in "one", "all":
-                running[name] = self.start(name)
-            for name in "one", "all":
-                self.run(name, running[name])
-                if os.path.exists(f"{self.folder}/spawns") and not self.spawns:
-                    self.spawns = True  # start again, and leave that to the script
-                    self.stop([process for of_run in running.values() for process in of_run])
-                    remove_notes(self.folder)
-                    return self.run_both()
-                one = self.notes("one")[0]
-                if not os.path.exists(f"{self.folder}/one.draws"):
-                    self.give_up(f"the run on one process was cut off: {one.end()}")
-                if not one[Step]:
-                    self.give_up(f"no optimizer.step() on one process; then {one.end()}")
+            self.start("one")
+            self.start("all")
+            self.run("one")
+            one = self.notes("one")[0]
+            if not os.path.exists(f"{self.folder}/one.draws"):
+                self.give_up(f"the run on one process was cut off: {one.end()}")
+            if not one[Step]:
+                self.give_up(f"no optimizer.step() on one process; then {one.end()}")
+            self.run("all")
         finally:
-            self.stop([process for of_run in running.values() for process in of_run])
+            self.stop("one")
+            self.stop("all")
         return one, self.notes("all")
 
     def give_up(self, text):
@@ -113,39 +111,36 @@ class BothRuns:
 
     def run_again(self):
         """The notes of a second run on one process."""
-        processes = self.start("again")
-        try:
-            self.run("again", processes)
-        finally:
-            self.stop(processes)
+        self.start("again")
+        self.run("again")
         return self.notes("again")[0]
 
     def start(self, name):
-        """The processes of a run, which wait for a file NAME.go."""
-        nproc, port, processes = self.counts[name], free_port(), []
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(f"{self.folder}/{name}.go")
-        options = vars(self.args) | {"folder": self.folder, "run": name}
-        options |= self.more | {"spawns": self.spawns, "flags": self.flags(name)}
+        """Start the processes of a run, which wait for a file NAME.go."""
+        nproc, port, spawns = self.counts[name], free_port(), name in self.spawns
+        processes = self.running[name] = []
+        Path(f"{self.folder}/{name}.go").unlink(missing_ok=True)
+        options = vars(self.args) | {"folder": self.folder, "run": name, "spawns": spawns}
+        options |= {"layout": self.layout, "scaled": self.scaled, "flags": self.flags(name)}
         env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "DDP_CHECK": json.dumps(options)}
         env["WANDB_MODE"] = "disabled"  # it would send both runs
         env |= visible_gpus(nproc, self.args.nproc)
         env.setdefault("OMP_NUM_THREADS", "1")
-        for rank in range(1 if self.spawns else nproc):
-            own = {} if self.spawns else environment(rank, nproc, port)
-            log = f"{self.folder}/{name}.{rank}.log"
-            processes.append(launch([sys.executable, script.FOLDER], env | own, log))
-            if self.janitor:
-                self.janitor.started(processes[-1])
-        return processes
+        for rank in range(1 if spawns else nproc):
+            path = f"{self.folder}/{name}.{rank}"
+            rank_env = env if spawns else env | environment(rank, nproc, port)
+            process = launch([sys.executable, script.FOLDER], rank_env, f"{path}.log")
+            process.file = Path(f"{path}.pid")  # for the janitor
+            process.file.write_text(str(process.pid))
+            processes.append(process)
 
-    def stop(self, processes):
-        """End them, and what they have started."""
+    def stop(self, name):
+        """End the processes of a run, and what they have started."""
+        processes = self.running.pop(name, [])
         stop_groups([process.pid for process in processes])
         for process in processes:
             process.wait()
-            if self.janitor:
-                self.janitor.ended(process)
+            process.file.unlink(missing_ok=True)  # the number may soon be another process's
 
     def flags(self, name):
         flags = self.args.flags + (shlex.split(self.args.one) if name != "all" else [])
@@ -153,27 +148,27 @@ class BothRuns:
             flags = [flag.replace(key, str(value)) for flag in flags]
         return flags
 
-    def run(self, name, processes):
+    def run(self, name):
         """Run the script once, to its end or to --steps, and remove what it has created."""
-        nproc, began = self.counts[name], time.monotonic()
-        side = "on one process" if nproc == 1 else f"on {nproc} processes"
-        side += " again" * (name == "again")
-        waiting = Waiting(self.args, f"{self.folder}/{name}", nproc, side)
+        waiting = Waiting(self.args, self.folder, name, self.counts[name])
         open(f"{self.folder}/{name}.go", "w").close()
         try:
-            failed = waiting.wait(processes)
+            failed = waiting.wait(self.running[name])
         finally:
-            self.stop(processes)
+            self.stop(name)
             for text in remove_made(self.folder):
                 print(f"ddp_check: {text}", file=sys.stderr)
         if os.path.exists(f"{self.folder}/refused"):
             self.give_up(refusal(self.folder, self.args.flags))
-        if os.path.exists(f"{self.folder}/spawns") and not self.spawns:
-            return
+        if os.path.exists(f"{self.folder}/spawns"):
+            os.remove(f"{self.folder}/spawns")
+            self.spawns.add(name)
+            self.start(name)
+            return self.run(name)
         if failed:
-            show_failure(side, self.folder, name, failed)
-        self.seconds[side] = round(time.monotonic() - began, 1)
-        print(f"ddp_check: {side}: {self.seconds[side]:.0f} s", file=sys.stderr, flush=True)
+            waiting.show_failure(failed)
+        self.seconds[waiting.side] = seconds = round(time.monotonic() - waiting.began, 1)
+        waiting.say(f"{seconds:.0f} s")
 
 
 def remove_notes(folder):
@@ -185,7 +180,7 @@ def remove_notes(folder):
 def refusal(folder, flags):
     """In words: what the script was about to do, and the remedy."""
     with open(f"{folder}/refused") as file:
-        refused = json.loads(file.readline())
+        refused = json.load(file)
     remedy = refused.get("remedy") or new_output(refused["path"], flags)
     if steps := refused.get("steps"):
         remedy += f"; or end before: --steps {steps}"

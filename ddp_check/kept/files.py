@@ -8,27 +8,22 @@ Python tells an audit hook what it opens, renames and removes, in every thread a
 are forked; writers.py has what it does not tell. Not seen are files that programs write which the
 script starts, and those that C++ writes, but for the libraries in writers.py."""
 
-import contextlib
-import json
 import os
 import stat
 import sys
-import tempfile
 import threading
-import traceback
 
 from ..notes import File
-from ..process import LEAVE
-from ..script import FOLDER, STANDARD, is_installed, own_file, place, source
+from ..process import stop_both_runs
+from ..script import UNKNOWN, place, source
 from .made import Made, identity
 
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tmp", ".safetensors")  # they are no downloads
 DOWNLOAD = 50_000  # bytes: a smaller file is not worth to be kept
 CACHES = "~/.cache", "~/.config", "~/.triton", "~/.nv"
-CACHE_VARIABLES = "TORCH_HOME", "HF_HOME", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"
-CACHE_VARIABLES += "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "MPLCONFIGDIR"
+CACHE_VARIABLES = "TORCH_HOME", "HF_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR"
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-REFUSED = 76  # exit status
+READ_DATABASE = "to read it only: sqlite3.connect('file:NAME?mode=ro', uri=True)"
 
 
 def folder_path(number):
@@ -61,7 +56,6 @@ class Guard:
         caches += [os.environ[name] for name in CACHE_VARIABLES if name in os.environ]
         folders = [*caches, "/dev", "/proc", "/sys", process.folder]
         self.ignored = tuple(os.path.join(os.path.realpath(path), "") for path in folders)
-        self.ignored += (os.path.join(os.path.realpath(tempfile.gettempdir()), "torchinductor_"),)
         self.events = {
             "open": self.before_open,
             "os.rename": self.before_rename,
@@ -72,9 +66,10 @@ class Guard:
             "os.symlink": lambda old, path, folder: self.note(full(path, folder)),
             "os.link": self.before_link,
             "socket.bind": self.before_bind,
-            "subprocess.Popen": lambda program, words, *_: self.say_program(words or program),
+            "sqlite3.connect": self.before_database,
+            "subprocess.Popen": self.say_program,
             "os.system": self.say_program,
-            "os.posix_spawn": lambda program, words, _: self.say_program(words),
+            "os.posix_spawn": self.say_program,
         }
 
     def hook(self, event, args):
@@ -88,33 +83,33 @@ class Guard:
             self.thread.busy = False
 
     def is_ignored(self, path):
-        is_empty_lock = (
-            path.endswith(".lock") and os.path.isfile(path) and not os.stat(path).st_size
-        )
-        return path.startswith(self.ignored) or "__pycache__" in path or is_empty_lock
+        is_lock = path.endswith(".lock") and os.path.isfile(path) and not os.path.getsize(path)
+        return path.startswith(self.ignored) or "__pycache__" in path or is_lock
 
-    def check(self, what, path, write=False):
+    def is_users(self, path):
+        """Whether there is such a file or folder, which the script has not created."""
+        return os.path.lexists(path) and not self.is_ignored(path) and not self.made.owns(path)
+
+    def check(self, what, path, remedy=""):
         """Before a file or folder is changed or removed."""
-        if os.path.lexists(path) and not self.is_ignored(path) and not self.made.owns(path, write):
-            self.refuse(what, path)
+        if self.is_users(path):
+            self.refuse(what, path, remedy)
 
-    def refuse(self, what, path):
+    def refuse(self, what, path, remedy=""):
         """End both runs, before anything is done to the file."""
         shown = min(path, os.path.relpath(path), key=len)
         text = f"would {what} {shown}, which was there before; nothing was changed"
-        refused = {"line": source(place()[0]), "text": text, "path": path}
-        with open(f"{self.process.folder}/refused", "a") as file:
-            file.write(json.dumps(refused | {"steps": self.process.steps}) + "\n")
-        LEAVE(REFUSED)
+        facts = {"line": source(place()[0]), "text": text, "path": path, "remedy": remedy}
+        stop_both_runs(self.process.folder, "refused", facts | {"steps": self.process.steps})
 
-    def note(self, path, mode="w", kind="", number=None):
+    def note(self, path, mode="w"):
         """What is written; and is created in a moment, if it is not there yet."""
         if self.is_ignored(path):
             return
-        kind = kind or ("output" if self.process.steps else "early")
-        exists, known = os.path.lexists(path), self.made.paths.get(path, [None, ""])[1]
-        if not exists or number or kind == "output" and known in ("early", "download"):
-            self.made.add(path, kind, number or identity(path))
+        kind = "output" if self.process.steps else "early"
+        known = self.made.paths.get(path, [None, ""])[1]
+        if not os.path.lexists(path) or kind == "output" and known in ("early", "download"):
+            self.made.add(path, kind, identity(path))
         self.note_line(path, mode)
 
     def note_line(self, path, mode):
@@ -130,19 +125,10 @@ class Guard:
         if not flags & WRITES:
             self.before_reading(path)
         elif not os.path.lexists(path):
-            by_python = mode and not flags & os.O_EXCL and not self.is_ignored(path)
-            self.note(path, mode or "w", number=self.create(path) if by_python else None)
-        elif stat.S_ISREG(os.stat(path).st_mode) and not flags & os.O_EXCL:
-            self.check("append to" if flags & os.O_APPEND else "overwrite", path, write=True)
             self.note(path, mode or "w")
-
-    def create(self, path):
-        """Create an empty file that the script opens in a moment, so that its identity is known; if
-        that fails, let the script try."""
-        with contextlib.suppress(OSError):
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-            return identity(path)
-        return None
+        elif stat.S_ISREG(os.stat(path).st_mode) and not flags & os.O_EXCL:
+            self.check("append to" if flags & os.O_APPEND else "overwrite", path)
+            self.note(path, mode or "w")
 
     def before_reading(self, path):
         """What is large and read again before the first step is a download, not an output, with all
@@ -172,27 +158,31 @@ class Guard:
 
     def before_truncate(self, path, size):
         if not isinstance(path, int):  # or it is open: see before_open
-            self.check("truncate", os.path.realpath(os.fsdecode(path)), write=True)
+            self.check("truncate", os.path.realpath(os.fsdecode(path)))
 
     def before_link(self, old, new, old_folder, new_folder):
-        is_users = not self.made.owns(full(old, old_folder))
-        self.note(full(new, new_folder), kind="link" if is_users else "")
+        """What is written to the new name changes the old file."""
+        self.check("link", full(old, old_folder))
+        self.note(full(new, new_folder))
 
     def before_bind(self, socket, address):
         if isinstance(address, (str, bytes)) and os.fsdecode(address)[:1] != "\0":
             self.note(full(address))  # of AF_UNIX: the system makes a file
 
-    def say_program(self, words):
-        """If the script's own line starts it, by Python's library or not."""
-        for frame, line in traceback.walk_stack(None):
-            name = frame.f_code.co_filename
-            if name.startswith(FOLDER) or name.startswith(STANDARD) and not is_installed(name):
-                continue
-            if own := own_file(name):
-                words = [words] if isinstance(words, (str, bytes)) else words
-                text = " ".join(map(os.fsdecode, words))[:60]
-                self.process.say(f"{own}:{line} starts `{text}`: what it does to files is not seen")
+    def before_database(self, database):
+        """SQLite opens its files in C."""
+        name, _, options = os.fsdecode(database).removeprefix("file:").partition("?")
+        if name in ("", ":memory:") or "mode=ro" in options or "mode=memory" in options:
             return
+        path = os.path.realpath(name)
+        self.check("open", path, READ_DATABASE)
+        for suffix in "", "-journal", "-wal", "-shm":
+            self.note(path + suffix)
+
+    def say_program(self, *_):
+        line = place()[0]
+        if line != UNKNOWN:
+            self.process.say(f"what this program does to files is not seen: {source(line)}")
 
 
 GUARD = None

@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 from .made import remove_made
 
@@ -31,7 +32,8 @@ def wait_for_end(groups):
 
 
 class Janitor:
-    """Stops what still runs, removes what the script has created, and the folder of notes."""
+    """Stops what still runs, removes what the script has created, and the folder of notes. What
+    runs has a file NAME.pid there."""
 
     def __init__(self, folder):
         read, self.pipe = os.pipe()
@@ -45,23 +47,15 @@ class Janitor:
                 os._exit(0)
         os.close(read)
 
-    def started(self, process):
-        os.write(self.pipe, b"+%d\n" % process.pid)
-
-    def ended(self, process):
-        """Its number may soon be another process's."""
-        os.write(self.pipe, b"-%d\n" % process.pid)
-
     def finish(self):
         os.close(self.pipe)
         os.waitpid(self.pid, 0)
 
     @staticmethod
     def clean_up(folder, pipe):
-        groups = set()
-        with open(pipe) as lines:
-            for line in lines:  # until ddp_check has ended, and the system closes its end
-                (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+        os.read(pipe, 1)  # until ddp_check has ended, and the system closes its end
+        texts = [file.read_text() for file in Path(folder).glob("*.pid")]
+        groups = [int(text) for text in texts if text]
         stop_groups(groups)
         wait_for_end(groups)
         for text in remove_made(folder):

@@ -19,8 +19,8 @@ def as_line(path, number, kind):
 
 
 class Made:
-    """{path: [identity, kind]}. Kinds: "early", before the first step; "output"; "link", a hard
-    link to a file of the user's; "download", which stays, with all early ones in it."""
+    """{path: [identity, kind]}. Kinds: "early", before the first step; "output"; "download", which
+    stays, with all early ones in it."""
 
     def __init__(self, folder):
         self.file, self.read, self.paths, self.pending = f"{folder}/made", 0, {}, {}
@@ -58,12 +58,12 @@ class Made:
             if path == old or path.startswith(old + os.sep):
                 self.add(new + path.removeprefix(old), kind, number)
 
-    def owns(self, path, write=False):
-        """Whether the script has created what is there now; to write to, also through a link."""
+    def owns(self, path):
+        """Whether the script has created what is there now."""
         for paths in (lambda: self.paths, self.update):
-            number, kind = paths().get(path, [0, ""])
+            number, _ = paths().get(path, [0, ""])
             if number is None or number == identity(path):
-                return not (write and kind == "link")
+                return True
         return False
 
 
