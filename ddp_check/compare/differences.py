@@ -46,7 +46,8 @@ class Differences:
         """What is not told, as noise is too large."""
         parts = {}
         for key, of_parts in noise.items():
-            parts |= of_parts if key[0] == kind else {}
+            if key[0] == kind:
+                parts |= of_parts
         wide = {part: off for part, off in parts.items() if off > HIDES}
         if wide and KINDS[kind].verdict == "WRONG":
             worst = max(wide, key=wide.get)
@@ -78,7 +79,8 @@ class Differences:
         square = sum(b for _, b in dots)
         ratio = sum(a for a, _ in dots) / square if square else 1.0
         if all(same_ray(a, b, ratio) for a, b in large):
-            self.factors.add(step) if abs(ratio - 1) > 0.3 else None
+            if abs(ratio - 1) > 0.3:
+                self.factors.add(step)
             return meaning(ratio, self.ranks)
         return ""
 

@@ -9,6 +9,7 @@ from ..notes import Collective, File, Finding, Step
 from .kinds import PAGE, misfits, paired
 
 RULES = []  # in the order of the report
+SHARED = r"\.lock$|torchinductor|triton|huggingface"
 
 
 class Rule:
@@ -176,9 +177,8 @@ class Files(Rule):
                     written.setdefault(note.path, {}).setdefault(rank, (step, note))
         found = []
         for path, writers in written.items():
-            if len(writers) > 1 and not re.search(
-                r"\.lock$|torchinductor|triton|huggingface", path
-            ):
+            is_shared = re.search(SHARED, path)  # a lock, or a cache with one
+            if len(writers) > 1 and not is_shared:
                 step, note = min(writers.values(), key=lambda each: each[0])
                 verdict = "look" if "a" in note.mode else "WRONG"
                 text = f"ranks {sorted(writers)} write {path}"
