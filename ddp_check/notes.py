@@ -36,12 +36,11 @@ class PassEnd:
 class Pass:
     """A pass over a DataLoader begins."""
 
-    key: tuple  # its lines, and how often these have begun one
-    loader: int  # the n-th of this process
+    key: tuple  # its line, its loader, and how often these have begun one
+    loader: str  # the n-th of a line
     sampler: str
     has_share: bool  # a sampler that gives each rank a part
     draws: bool  # a sampler that draws with replacement
-    size: int | None  # of the dataset
 
 
 @dataclass
@@ -60,7 +59,7 @@ class Step:
     key: tuple  # the optimizer's number, its step
     line: str
     callers: list  # the script's lines that have called the function of this line
-    made: list  # the lines that made the optimizer and its schedulers
+    made: dict  # "made": the lines of the optimizer and its schedulers; "last": scheduler.step()
     names: list  # of the parameters, in the optimizer's order
     variables: dict  # {name: number} of the script's plain numbers
     generators: dict  # at the first step: {name: state} of those that the script has made

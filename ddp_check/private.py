@@ -2,7 +2,7 @@
 
 A new torch that lacks one fails in a test, with the line of this table."""
 
-import importlib
+import pkgutil
 
 PRIVATE = {
     "torch.utils._python_dispatch.TorchDispatchMode": "given/draws.py: operators of any call",
@@ -14,17 +14,10 @@ PRIVATE = {
 
 def missing():
     """The lines of those that are not there."""
-    return [f"{name} is gone: {use}" for name, use in PRIVATE.items() if not is_there(name)]
-
-
-def is_there(name):
-    first, *others = name.split(".")
-    thing = importlib.import_module(first)
-    for part in others:
-        if not hasattr(thing, part):
-            try:
-                importlib.import_module(f"{thing.__name__}.{part}")
-            except (ImportError, AttributeError):
-                return False
-        thing = getattr(thing, part)
-    return True
+    lines = []
+    for name, use in PRIVATE.items():
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            lines.append(f"{name} is gone: {use}")
+    return lines

@@ -1,4 +1,4 @@
-"""Where the ranks' notes are not those of one process: samples, tensors, settings, numbers."""
+"""The samples of each batch, and the batches of each pass, beside those of one process."""
 
 from ..notes import Batch, Finding, Pass, PassEnd
 from .kinds import PAGE
@@ -20,35 +20,27 @@ def training_passes(one):
 def loaders_per_process(one, ranks):
     """{loader: line} of those for training whose first batch is as large on one process as on each
     rank: a batch size per process, so one process needs batches of all ranks' size."""
-    trains, rows = training_passes(one), [{}, *[{} for _ in ranks]]
-    for notes, of in zip((one, *ranks), rows):
-        for _, batch in notes[Batch]:
-            of.setdefault(batch.key[1:] + batch.key[0][:1], batch.rows)
-    keys = {p.key[1:] + p.key[0][:1]: p.loader for _, p in one[Pass] if p.key in trains}
-    return {
-        loader: key[1]
-        for key, loader in keys.items()
-        if len(ranks) > 1 and len({of.get(key) for of in rows}) == 1 and rows[0].get(key)
-    }
-
-
-def names_of(batch):
-    """By which it is found again: with its line's caller or, if mp.spawn is that on several
-    processes, and the script itself on one, without."""
-    lines, number_of_pass = batch.key
-    return (lines, number_of_pass, batch.number), (lines[0], number_of_pass, batch.number)
+    if len(ranks) == 1:
+        return {}
+    trains, loaders = training_passes(one), {}
+    first = [{b.key: b.rows for _, b in reversed(notes[Batch])} for notes in (one, *ranks)]
+    for _, note in one[Pass]:
+        if note.key in trains and len({rows.get(note.key) for rows in first}) == 1:
+            if first[0][note.key]:
+                loaders[note.loader] = note.key[0]
+    return loaders
 
 
 def compare_samples(one, ranks):
     """What the training loaders give: ([Finding], {step: text of a padded batch})."""
     trains, samplers = training_passes(one), {p.key: p for _, p in one[Pass]}
-    theirs = [{name: b for _, b in notes[Batch] for name in names_of(b)} for notes in ranks]
+    theirs = [{(b.key, b.number): b for _, b in notes[Batch]} for notes in ranks]
     found, uneven = [], {}
     for step, batch in one[Batch]:
-        others = [next((n[name] for name in names_of(batch) if name in n), None) for n in theirs]
+        others = [of.get((batch.key, batch.number)) for of in theirs]
         if batch.key not in trains or None in others:
             continue
-        line, number = batch.key[0][0], batch.number + 1
+        line, number = batch.key[0], batch.number + 1
         total = sum(other.rows or 0 for other in others)
         if batch.rows and total != batch.rows:
             text = f"batch {number} has {batch.rows} samples on one process, "
@@ -61,11 +53,11 @@ def compare_samples(one, ranks):
             union = [index for other in others for index in other.indices]
             if sorted(map(repr, union)) != sorted(map(repr, batch.indices)):
                 only = len(set(map(repr, batch.indices)) - set(map(repr, union)))
-                text = f"batch {number} of pass {batch.key[1] + 1}: {only} of "
+                text = f"batch {number} of pass {batch.key[2] + 1}: {only} of "
                 text += f"{batch.rows} samples of one process are on no rank"
                 about, why = samplers.get(batch.key), ""
                 if about and about.draws and not about.has_share:
-                    why = "own"
+                    why = "unpaired"
                     text += f": each rank draws its own ({about.sampler}), so nothing after it can "
                     text += "be compared"
                 found.append(Finding("look", "samples", step, text, line, advice=why, **SHARE))
@@ -91,7 +83,5 @@ def compare_lengths(one, ranks, trains):
                 if most:
                     text = f"{words} {note.batches} batches on one process, {others} on the ranks"
                     verdict = "look" if most == 1 or note.key in streams else "WRONG"
-                    found[kind].append(
-                        Finding(verdict, "epoch", step, text, note.key[0][0], **SHARE)
-                    )
+                    found[kind].append(Finding(verdict, "epoch", step, text, note.key[0], **SHARE))
     return found.values()

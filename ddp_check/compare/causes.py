@@ -7,9 +7,9 @@ from ..notes import Finding
 from ..script import source
 from ..syntax import branch_of, lines_inside
 from .batches import compare_lengths, compare_samples
-from .differences import TENSORS, Differences, compare_settings
-from .kinds import KINDS, PAGE
-from .lineage import VALUES, Values
+from .differences import Differences, compare_settings
+from .kinds import KINDS, PAGE, TENSORS, VALUES, noise_of
+from .lineage import Values
 from .numbers import Variables
 from .printed import compare_printed
 
@@ -25,26 +25,10 @@ ADVICE = {
     "branch": "a decision by numbers of the rank's own share?",
     "weights": "no optimizer trains it, and its weights are not those of one process. If numbers "
     "of this rank's samples have set them, all_reduce these first",
-    "own": "it comes from outside of torch, as of an environment, by random numbers of each rank's "
-    "own: nothing after it can be compared",
+    "unpaired": "it comes from outside of torch, as of an environment, by random numbers of each "
+    "rank's own: nothing after it can be compared",
 }
-LOOKS = "coupled", "stream", "ratio", "own"  # which may be intended
-
-
-def last_pass(of_step, variables, step):
-    """The last pass through a model, and who has told it not to average gradients."""
-    passes = [v for v in of_step if v.kind == "outputs"]
-    off = [v.line for v in of_step if v.kind == "no_sync"]
-    if not passes:
-        return []
-    more = [f"the last pass: {source(passes[-1].line)}  [{passes[-1].name}]"]
-    return more + ([source(off[-1]), *variables.set_at(off[-1], step)] if off else [])
-
-
-def averaging(unlike, of_step, variables, step):
-    more = last_pass(of_step, variables, step)
-    about = {"remedy": "call the wrapped model", "section": f"{PAGE}#gradients"}
-    return Finding("WRONG", "averaging", step, unlike, more=more, **about)
+LOOKS = "coupled", "stream", "ratio", "unpaired"  # which may be intended
 
 
 class Cause:
@@ -59,17 +43,17 @@ class Cause:
         values, variables, step = self.values, self.variables, self.step
         made_by = value.about.get("made_by")
         lines = lines_inside(made_by) if made_by else [value.line]
-        numbers, generators = variables.behind(lines, step, further=0), variables.own
-        own = "ratio" if value.about.get("by_gradient") and not numbers else "share"
+        numbers, generators = variables.behind(lines, step, further=0), variables.generators
+        usual = "ratio" if value.about.get("by_gradient") and not numbers else "share"
         if what == "inputs" and not numbers and values.is_fresh(value) and generators:
-            own = "own"
-        advice = advice or ("stream" if value.name == STREAM else own)
+            usual = "unpaired"
+        advice = advice or ("stream" if value.name == STREAM else usual)
         numbers = numbers or values.behind(value) + variables.behind(lines, step)
         called = value.about.get("called_at")
         more = [f"called at {source(called)}", *numbers] if called else numbers
         verdict = "look" if advice in LOOKS else "WRONG"
         text = values.describe(value) + (f": {ADVICE[advice]}" if value.kind != "loss" else "")
-        text += f" ({', '.join(generators)})" if advice == "own" else ""
+        text += f" ({', '.join(generators)})" if advice == "unpaired" else ""
         row, line = KINDS.get(what, KINDS[value.kind]), values.line_of(value)
         about = {"remedy": row.remedy if verdict == "WRONG" else "", "section": PAGE + row.section}
         return Finding(verdict, what, step, text, line, more, advice, **about)
@@ -98,9 +82,17 @@ class Cause:
         return found, "unclear"
 
     def averaging(self):
+        """Where the ranks have other gradients: the last pass through a model, and who has told it
+        not to average them."""
         if not self.unlike:
             return []
-        return [averaging(self.unlike, self.of_step, self.variables, self.step)]
+        more = []
+        if passes := [v for v in self.of_step if v.kind == "outputs"]:
+            more.append(f"the last pass: {source(passes[-1].line)}  [{passes[-1].name}]")
+        if off := [v.line for v in self.of_step if v.kind == "no_sync"]:
+            more += [source(off[-1]), *self.variables.set_at(off[-1], self.step)]
+        about = {"remedy": "call the wrapped model", "section": f"{PAGE}#gradients"}
+        return [Finding("WRONG", "averaging", self.step, self.unlike, more=more, **about)]
 
     def first_value(self):
         """The finding of the first value that differs; that value, if it is no loss; whether what
@@ -151,7 +143,7 @@ def find_causes(values, differences, variables, steps, samples, lost):
             if not may_be and not (looks and verdict == "unclear"):
                 return looks + causes, number, lost
             looks = looks or causes
-            if any(finding.advice in ("own", "stream") for finding in causes):
+            if any(finding.advice in ("unpaired", "stream") for finding in causes):
                 lost = number
     return looks, math.inf, lost
 
@@ -168,8 +160,9 @@ def find_all(one, ranks, tolerance, again=None):
     due = bool(lengths) and lengths[0].verdict == "look"  # so is a schedule by len(loader)
     for notes in [one, *ranks]:
         notes.leave_out((*VALUES, *TENSORS), lambda step: step >= last or step in uneven)
-    values = Values(one, ranks, tolerance, again)
-    differences = Differences(one, ranks, tolerance, again)
+    noise = noise_of(one, again)
+    values = Values(one, ranks, tolerance, noise)
+    differences = Differences(one, ranks, tolerance, noise)
     variables = Variables(one, ranks)
     kinds = "gradient", "parameters", "weight", "update"
     first = {finding.step for finding in differences.of(*kinds)}
@@ -178,7 +171,7 @@ def find_all(one, ranks, tolerance, again=None):
     notes = [Finding("note", "samples", step, uneven[step]) for step in uneven if step < last]
     found, lost = notes[:1], math.inf  # lost: from this step on, nothing can be compared
     for finding in samples[:1]:
-        if finding.advice == "own":
+        if finding.advice == "unpaired":
             lost = finding.step
         else:
             finding.verdict = "WRONG" if first else "look"
@@ -190,7 +183,7 @@ def find_all(one, ranks, tolerance, again=None):
     causes, wrong, lost = find_causes(values, differences, variables, sorted(first), samples, lost)
     found, looks = found + causes, [cause for cause in causes if cause.step < wrong]
     settings = list(compare_settings(one, ranks, variables))[:1]
-    for kind in ("parameters", "gradient", "weight", "update", "buffer", "average"):
+    for kind in ("parameters", "gradient", "weight", "update", "buffer"):
         of_kind = differences.of(kind)
         clear = [f for f in of_kind if wrong <= f.step < lost]
         if (clear or of_kind)[:1] and (clear or of_kind)[0].step < lost:

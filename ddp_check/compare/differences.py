@@ -9,39 +9,7 @@ from ..process import NOISE
 from ..script import source
 from ..syntax import lines_that_set
 from .fits import meaning, same, sides, size
-from .kinds import HIDES, KINDS, PAGE, misfits, offs
-
-TENSORS = "weight", "gradient", "update", "buffer", "average"  # in the order of causes
-
-
-def by_key(notes, kind):
-    """{key: (step, Seen)}. Of an optimizer's kinds, the name and number are enough."""
-    of_optimizer = kind in TENSORS or kind in ("setting", "mode")
-    return {
-        (seen.name, seen.number, *(() if of_optimizer else (step, seen.line))): (step, seen)
-        for step, seen in notes.seen(kind)
-    }
-
-
-def paired(kind, one, ranks):
-    """(step, Seen of one process, its {part: value}, those of each rank that has them)."""
-    theirs = [by_key(notes, kind) for notes in ranks]
-    for key, (step, seen) in by_key(one, kind).items():
-        others = {r: of[key][1].values for r, of in enumerate(theirs) if key in of}
-        for rank, values in others.items():
-            if len(values) == len(seen.values) and values.keys() != seen.values.keys():
-                if kind in TENSORS:  # a copy of the model, on rank 0 alone, has another name
-                    others[rank] = dict(zip(seen.values, values.values()))
-        yield step, seen, others
-
-
-def noise_of(kind, one, again):
-    """{part: the largest part by which another run on one process has other values}"""
-    noise = {}
-    for _, seen, others in paired(kind, one, [again] if again else []):
-        for part, off in offs(kind, seen.values, list(others.values())).items() if others else []:
-            noise[part] = max(noise.get(part, 0.0), off)
-    return noise
+from .kinds import HIDES, KINDS, PAGE, TENSORS, misfits, offs, paired
 
 
 def found_in(kind, step, text, line, more=()):
@@ -61,26 +29,30 @@ def parts_of(names, depth=None):
 class Differences:
     """Of what the optimizers' steps have, as findings."""
 
-    def __init__(self, one, ranks, tolerance, again=None):
+    def __init__(self, one, ranks, tolerance, noise):
         self.ranks, self.findings, self.largest, self.gradients = len(ranks), [], {}, {}
         self.factors = set()  # steps in which all gradients are the same number of times as large
         self.hidden = []  # of noise
         for kind in TENSORS:
-            noise = noise_of(kind, one, again)
             self.hide(kind, noise)
             for step, seen, others in paired(kind, one, ranks):
                 if kind == "gradient":
-                    self.gradients.setdefault(step, []).extend(others.values())
-                for rank, values in others.items():
-                    self.check(kind, step, seen, rank, values, tolerance, noise)
+                    self.gradients.setdefault(step, []).extend(o.values for o in others.values())
+                for rank, other in others.items():
+                    of_kind = noise.get((kind, seen.line, seen.name), {})
+                    self.check(kind, step, seen, rank, other.values, tolerance, of_kind)
 
     def hide(self, kind, noise):
         """What is not told, as noise is too large."""
-        wide = {part: off for part, off in noise.items() if off > HIDES}
+        parts = {}
+        for key, of_parts in noise.items():
+            if key[0] == kind:
+                parts |= of_parts
+        wide = {part: off for part, off in parts.items() if off > HIDES}
         if wide and KINDS[kind].verdict == "WRONG":
             worst = max(wide, key=wide.get)
             text = f"noise of {NOISE} in the layers' outputs changes {worst} by {wide[worst]:.0e} "
-            text += f"on one process: smaller faults in {len(wide)} of {len(noise)} are not seen"
+            text += f"on one process: smaller faults in {len(wide)} of {len(parts)} are not seen"
             self.hidden.append(Finding("not told", kind, 0, text))
 
     def check(self, kind, step, seen, rank, values, tolerance, noise):
@@ -107,36 +79,37 @@ class Differences:
         square = sum(b for _, b in dots)
         ratio = sum(a for a, _ in dots) / square if square else 1.0
         if all(same_ray(a, b, ratio) for a, b in large):
-            self.factors.add(step) if abs(ratio - 1) > 0.3 else None
+            if abs(ratio - 1) > 0.3:
+                self.factors.add(step)
             return meaning(ratio, self.ranks)
         return ""
 
     def of(self, *kinds):
         return sorted([f for f in self.findings if f.what in kinds], key=lambda f: f.step)
 
-    def own_gradients(self, step):
+    def unequal_gradients(self, step):
         """The names of a step's parameters of which each rank has its own gradient, and of the
         others; not of those whose gradients are nothing."""
-        ranks, own, equal = self.gradients.get(step, [{}]), [], []
+        ranks, unequal, equal = self.gradients.get(step, [{}]), [], []
         for name in ranks[0]:
             found = [of_rank[name] for of_rank in ranks if name in of_rank]
             largest = max(map(size, found))
             if largest > 1e-12:
-                is_own = same(found[0], found[1:] or found) > 1e-3 * largest
-                (own if is_own else equal).append(name)
-        return own, equal
+                is_unequal = same(found[0], found[1:] or found) > 1e-3 * largest
+                (unequal if is_unequal else equal).append(name)
+        return unequal, equal
 
     def unlike(self, step):
         """How the ranks' gradients of a step differ from each other; None if they do not."""
-        own, equal = self.own_gradients(step)
-        if not own:
+        unequal, _ = self.unequal_gradients(step)
+        if not unequal:
             return None
-        always = {name for at in self.gradients for name in self.own_gradients(at)[0]}
-        right = [name for at in self.gradients for name in self.own_gradients(at)[1]]
+        always = {name for at in self.gradients for name in self.unequal_gradients(at)[0]}
+        right = [name for at in self.gradients for name in self.unequal_gradients(at)[1]]
         right = [name for name in right if name not in always]
-        text = f"each rank has its own gradient of {parts_of(own)}"
+        text = f"each rank has its own gradient of {parts_of(unequal)}"
         if right:
-            text += f", but not of {parts_of(right, parts_of(own).count('.') + 1)[:200]}"
+            text += f", but not of {parts_of(right, parts_of(unequal).count('.') + 1)[:200]}"
         return f"{text}: not averaged in this step?"
 
 
@@ -148,17 +121,18 @@ def compare_settings(one, ranks, variables):
     """Learning rates and such, on any rank: the first that differs."""
     steps = {note.key: note for _, note in one[Step]}
     for step, seen, others in paired("setting", one, ranks):
-        if any(values.keys() != seen.values.keys() for values in others.values()):
+        values = [other.values for other in others.values()]
+        if any(of_rank.keys() != seen.values.keys() for of_rank in values):
             continue  # other groups of parameters
-        for (group, name), off, _ in misfits("setting", seen.values, list(others.values()), 0):
-            numbers = [values[group, name] for values in others.values()]
-            mine = seen.values[group, name]
-            text, set_at = f"{name} is {sides(mine, *numbers)}", lines_that_set(seen.line, name)
-            if step == 0 and mine and abs(numbers[0] / mine / len(ranks) - 1) < 0.01:
+        for (group, name), off, _ in misfits("setting", seen.values, values, 0):
+            numbers = [of_rank[group, name] for of_rank in values]
+            number = seen.values[group, name]
+            text, set_at = f"{name} is {sides(number, *numbers)}", lines_that_set(seen.line, name)
+            if step == 0 and number and abs(numbers[0] / number / len(ranks) - 1) < 0.01:
                 text += f"; {len(ranks)} times: is the batch of all ranks that much larger, too? "
                 text += "If so, give one process this rate by --one"
             key = int(seen.name.split()[1]), seen.number
-            made = steps[key].made if key in steps else {}
+            made = steps[key].made
             lines = dict.fromkeys([*made.get("made", []), *set_at])
             more = [f"made or set at {', '.join(lines)}"] if lines else []
             if last := made.get("last"):

@@ -1,6 +1,5 @@
 """How a value of one process is made up of those of the ranks, and how far it is from that."""
 
-import itertools
 import math
 
 import numpy as np
@@ -141,9 +140,3 @@ def meaning(ratio, world):
         if abs(ratio - factor) < 0.01 * factor:
             return f"; {ratio:.4g} times one process's: {text}"
     return f"; {ratio:.4g} times one process's" if abs(ratio - 1) > 0.01 else ""
-
-
-def zipped(one, ranks):
-    """Each part of a value, on one process and on the ranks."""
-    parts = [one.values, *[other.values if other else {} for other in ranks]]
-    return [[of.get(part) for of in parts] for part in dict.fromkeys(itertools.chain(*parts))]

@@ -9,8 +9,7 @@ from ..script import source
 from ..syntax import branch_of, loops_around
 from . import rules_of_samples  # noqa: F401  # whose rules are in RULES, too
 from .causes import find_all
-from .differences import TENSORS
-from .lineage import VALUES
+from .kinds import TENSORS, VALUES
 from .rules import RULES
 
 VERDICTS = "note", "WRONG", "look", "ok", "not told", "not seen"  # in the order of the report
@@ -64,7 +63,7 @@ def judge(one, ranks, tolerance, again=None):
         elif results or not any(f.what == rule.name for f in found):
             found += results or [Finding("ok", rule.name, 0, rule.right)]
     found.sort(key=lambda finding: VERDICTS.index(finding.verdict))
-    lost = min([f.step for f in found if f.advice in ("own", "stream")], default=math.inf)
+    lost = min([f.step for f in found if f.advice in ("unpaired", "stream")], default=math.inf)
     return Result(found, steps, len(ranks), largest, lost)
 
 

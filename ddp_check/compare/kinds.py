@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from . import fits
 
+TENSORS = "weight", "gradient", "update", "buffer"  # in the order of causes
+VALUES = "value", "inputs", "outputs", "loss", "no_sync"
+
 PAGE = "docs/your_loop.md"
 
 
@@ -34,7 +37,6 @@ KINDS = {
     "weight": Kind("same", 1, 1e-2, "WRONG", "#model", "build and load the same on all ranks"),
     "update": Kind("same", 1, 1e-2, "WRONG", "#optimizer", "the same settings on all ranks"),
     "buffer": Kind("same sorted", 3, 1e-5, "WRONG", "#buffers", WHOLE),
-    "average": Kind("same", 3, 1e-5, "look", "#buffers"),
     "setting": Kind("same", 0, 0, "WRONG", "#optimizer", "count what all ranks have done"),
     "mode": Kind("same", 0, 0),
     "other": Kind("same sorted", 3, 0),
@@ -59,7 +61,44 @@ def limit_of(kind, tolerance, noise=0.0):
     return max(LEAST, KINDS[kind].times * tolerance, TIMES_NOISE * noise)
 
 
-def offs(kind, one, ranks):
+def by_key(notes, kind):
+    """{key: (step, Seen)}. Of an optimizer's kinds, the name and number are enough."""
+    of_optimizer = kind in TENSORS or kind in ("setting", "mode")
+    return {
+        (seen.name, seen.number, *(() if of_optimizer else (step, seen.line))): (step, seen)
+        for step, seen in notes.seen(kind)
+    }
+
+
+def paired(kind, one, ranks):
+    """(step, Seen of one process, {rank: its Seen}), in the order of the script."""
+    theirs = [by_key(notes, kind) for notes in ranks]
+    for key, (step, seen) in by_key(one, kind).items():
+        others = {rank: of[key][1] for rank, of in enumerate(theirs) if key in of}
+        for other in others.values() if kind in TENSORS else []:
+            if len(other.values) == len(seen.values):  # a copy of the model has another name
+                if other.values.keys() != seen.values.keys():
+                    other.values = dict(zip(seen.values, other.values.values()))
+        yield step, seen, others
+
+
+def noise_of(notes, again):
+    """{(kind, line, name): {part: the largest part by which another run on one process has other
+    values of the same shape}}"""
+    noise = {}
+    for kind in (*TENSORS, *VALUES) if again else ():
+        for _, seen, others in paired(kind, notes, [again]):
+            parts = noise.setdefault((kind, seen.line, seen.name), {})
+            for other in others.values():
+                for part, off in offs(kind, seen.values, [other.values], "same").items():
+                    one, two = seen.values[part], other.values[part]
+                    is_measure = kind in TENSORS or fits.size(one)  # not of a value that is 0
+                    if is_measure and getattr(one, "shape", 0) == getattr(two, "shape", 0):
+                        parts[part] = max(parts.get(part, 0.0), off)
+    return noise
+
+
+def offs(kind, one, ranks, ways=None):
     """{part: how far it is from what fits, as a part of its size}"""
     row, found = KINDS[kind], {}
     parts = [part for part in one if ranks and all(part in of for of in ranks)]
@@ -67,7 +106,7 @@ def offs(kind, one, ranks):
     least = row.beside * sum(size**2 for size in sizes.values()) ** 0.5
     for part in parts:
         theirs = [of[part] for of in ranks]
-        off = min(fits.FITS[way](one[part], theirs) for way in row.fits.split())
+        off = min(fits.FITS[way](one[part], theirs) for way in (ways or row.fits).split())
         largest = max(map(fits.size, theirs))
         found[part] = off / max(sizes[part], least, 1e-3 * largest, 1e-30)
     return found

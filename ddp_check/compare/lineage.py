@@ -1,26 +1,29 @@
 """What the script's lines have computed, what it was made from, and which of it differs."""
 
 from ..script import source
-from .fits import distance, fit, meaning, relative, sides, zipped
-from .kinds import KINDS, limit_of
-
-VALUES = "value", "inputs", "outputs", "loss", "no_sync"
+from .fits import fit, meaning, relative, sides
+from .kinds import KINDS, VALUES, limit_of, paired
 
 
 class Values:
     """What the lines of the script have computed: on one process, and on the ranks."""
 
-    def __init__(self, one, ranks, tolerance, again=None):
-        self.tolerance, self.ranks, self.known = tolerance, len(ranks), {}
-        mine, *theirs = [by_key(notes) for notes in (one, *ranks)]
-        self.noise = noise_of(mine, by_key(again)) if again else {}
-        last = [{key[:4]: key[4] for key in sorted(notes)} for notes in (mine, *theirs)]
-        self.all, self.others, self.of_step, self.alone = {}, {}, {}, {}
-        for key, value in mine.items():
-            if len({numbers.get(key[:4]) for numbers in last}) == 1:  # else it is any other one
-                self.all[value.index] = value
-                self.others[value.index] = [notes.get(key) for notes in theirs]
-                self.of_step.setdefault(key[0], []).append(value)
+    def __init__(self, one, ranks, tolerance, noise):
+        self.tolerance, self.noise, self.ranks = tolerance, noise, len(ranks)
+        self.all, self.others, self.of_step, self.alone, self.known = {}, {}, {}, {}, {}
+        last = [  # {where: how many there are}
+            {(step, v.kind, v.line, v.name): v.number for step, v in notes.seen(*VALUES)}
+            for notes in (one, *ranks)
+        ]
+        for kind in VALUES:
+            for step, value, others in paired(kind, one, ranks):
+                where = step, kind, value.line, value.name
+                if len({numbers.get(where) for numbers in last}) == 1:  # else it is any other one
+                    self.all[value.index] = value
+                    self.others[value.index] = [others.get(rank) for rank in range(len(ranks))]
+                    self.of_step.setdefault(step, []).append(value)
+        for values in self.of_step.values():
+            values.sort(key=lambda value: value.index)
 
         self.lines = [
             {v.index: (step, v.line) for step, v in notes.seen(*VALUES)} for notes in (one, *ranks)
@@ -41,13 +44,18 @@ class Values:
     def fits(self, index):
         """Of each of its tensors."""
         value = self.all[index]
-        noise = self.noise.get((value.kind, value.line, value.name), 0.0)
-        limit, row = limit_of(value.kind, self.tolerance, noise), KINDS[value.kind]
-        return [fit(row.fits, mine, theirs, limit) for mine, *theirs in self.parts(index)]
+        noise = self.noise.get((value.kind, value.line, value.name), {})
+        ways, results = KINDS[value.kind].fits, []
+        for part, (sketch, *others) in self.parts(index).items():
+            limit = limit_of(value.kind, self.tolerance, noise.get(part, 0.0))
+            results.append(fit(ways, sketch, others, limit))
+        return results
 
     def parts(self, index):
-        """Sketches of each of its tensors, on one process and on the ranks."""
-        return zipped(self.all[index], self.others[index])
+        """{part: its sketches, on one process and on the ranks}"""
+        values = [of.values if of else {} for of in (self.all[index], *self.others[index])]
+        names = dict.fromkeys(part for of in values for part in of)
+        return {part: [of.get(part) for of in values] for part in names}
 
     def find(self, step, *kinds):
         """Those of a step that differ, in the order of the script."""
@@ -127,9 +135,9 @@ class Values:
         """The inputs of a model that no optimizer trains, and whose weights are not those of one
         process; or None."""
         for inputs in self.of_step.get(step, []):
-            mine, others = inputs.about.get("weights"), self.others[inputs.index]
-            theirs = [other.about.get("weights", mine) for other in others if other]
-            if mine is not None and any(relative(mine, other) > self.tolerance for other in theirs):
+            total, others = inputs.about.get("weights"), self.others[inputs.index]
+            totals = [other.about.get("weights", total) for other in others if other]
+            if total is not None and any(relative(total, x) > self.tolerance for x in totals):
                 return inputs
         return None
 
@@ -141,33 +149,17 @@ class Values:
     def describe(self, value):
         """What the line computes on each side."""
         text = f"[{value.name}]"
-        for part, fits in zip(self.parts(value.index), self.fits(value.index)):
+        for part, fits in zip(self.parts(value.index).values(), self.fits(value.index)):
             if fits is not None:
                 continue
-            mine, *theirs = part
-            if mine.shape:
-                shapes = ", ".join(str(other.shape) for other in theirs)
-                text += f": other numbers, of shape {mine.shape} on one process"
+            one, *ranks = part
+            if one.shape:
+                shapes = ", ".join(str(other.shape) for other in ranks)
+                text += f": other numbers, of shape {one.shape} on one process"
                 return f"{text}, {shapes} on the ranks"
             numbers = [sketch.number for sketch in part]
             text += f": {sides(*numbers)}"
-            if value.kind == "loss" and mine.number:
-                text += meaning(sum(numbers[1:]) / len(theirs) / mine.number, self.ranks)
+            if value.kind == "loss" and one.number:
+                text += meaning(sum(numbers[1:]) / len(ranks) / one.number, self.ranks)
             return text
         return text
-
-
-def by_key(notes):
-    return {(step, v.kind, v.line, v.name, v.number): v for step, v in notes.seen(*VALUES)}
-
-
-def noise_of(mine, again):
-    """{(kind, line, name): by which part of its size it is another in a second run}"""
-    noise = {}
-    for key, value in mine.items():
-        other = again.get(key)
-        for one, two in zipped(value, [other]) if other else []:
-            if one and two and one.shape == two.shape and one.norm:
-                off = distance(one, two) / one.norm
-                noise[key[1:4]] = max(noise.get(key[1:4], 0.0), off)
-    return noise

@@ -14,18 +14,20 @@ class Variables:
     def __init__(self, one, ranks):
         self.all = [{step: note.variables for step, note in n[Step]} for n in (one, *ranks)]
         self.lines = {step: note.line for step, note in one[Step]}
-        mine, *theirs = [
+        first, *theirs = [
             {k: v for _, note in n[Step] for k, v in note.generators.items()} for n in ranks
         ]
-        # The names of the script's own generators that are in other states on other ranks.
-        self.own = [k for k, v in mine.items() if any(other.get(k, v) != v for other in theirs)]
+        # Names of the script's generators that are in other states on other ranks.
+        self.generators = [
+            k for k, v in first.items() if any(other.get(k, v) != v for other in theirs)
+        ]
 
     def others(self, step):
         """{name: [number on one process, on rank 0, ...]}: those that differ, but for the number
         of processes, and that of this one."""
-        mine, *theirs = [of_step.get(step, {}) for of_step in self.all]
+        first, *theirs = [of_step.get(step, {}) for of_step in self.all]
         usual = [1] + [len(theirs)] * len(theirs), [0, *range(len(theirs))]
-        found = {name: [n, *[other.get(name, n) for other in theirs]] for name, n in mine.items()}
+        found = {name: [n, *[other.get(name, n) for other in theirs]] for name, n in first.items()}
         return {
             name: numbers
             for name, numbers in found.items()

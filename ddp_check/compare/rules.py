@@ -5,16 +5,11 @@ one process and of each rank; it returns findings, [] if `right` is so, None if 
 
 import re
 
-from ..notes import (
-    Collective,
-    File,
-    Finding,
-    Step,
-)
-from .differences import paired
-from .kinds import PAGE, misfits
+from ..notes import Collective, File, Finding, Step
+from .kinds import PAGE, misfits, paired
 
 RULES = []  # in the order of the report
+SHARED = r"\.lock$|torchinductor|triton|huggingface"
 
 
 class Rule:
@@ -46,7 +41,7 @@ def among(kind, ranks):
         if "cast" in call.name or "scatter" in call.name
     }
     return [
-        (step, seen, misfits(kind, seen.values, list(others.values()), 3e-4))
+        (step, seen, misfits(kind, seen.values, [other.values for other in others.values()], 3e-4))
         for step, seen, others in paired(kind, ranks[0], ranks)
         if len(others) == len(ranks) and (step, seen.line) not in broadcast
     ]
@@ -103,9 +98,9 @@ class OtherWeights(Rule):
                 return self.look(0, "", f"{text}trains it; unless all ranks get rank 0's")
         seen = False
         for step, note, others in paired("other", one, ranks):
-            for rank, values in others.items():
+            for rank, other in others.items():
                 seen = seen or bool(note.values)
-                for part, off, _ in misfits("other", note.values, [values], 3e-4)[:1]:
+                for part, off, _ in misfits("other", note.values, [other.values], 3e-4)[:1]:
                     text = f"{part} on rank {rank} differs from one process's by {off:.0e}"
                     return self.look(step, "", text)
         return [] if seen else None
@@ -120,15 +115,17 @@ class Attributes(Rule):
     def find(self, one, ranks):
         seen = False
         for step, note, others in paired("attribute", one, ranks):
-            parts = [p for p in note.values if len(others) == len(ranks)]
-            parts = [p for p in parts if all(p in of for of in others.values())]
-            for part in parts:
-                sketches = [of[part] for of in (note.values, *others.values())]
-                if len({sketch.shape for sketch in sketches}) == 1:  # else it is of a batch
-                    seen, (mine, *theirs) = True, [{part: sketch} for sketch in sketches]
-                    for _, off, _ in misfits("attribute", mine, theirs, 3e-4):
-                        text = f"{part} differs from one process's by {off:.0e}, and is neither "
-                        return self.look(step, "", f"{text}its mean nor its sum")
+            values = [other.values for other in others.values()]
+            if len(values) < len(ranks):
+                continue
+            shapes = {part: sketch.shape for part, sketch in note.values.items()}
+            for of in values:  # one that has other shapes is of a batch
+                shapes = {k: v for k, v in shapes.items() if k in of and of[k].shape == v}
+            seen = seen or bool(shapes)
+            kept = {part: note.values[part] for part in shapes}
+            for part, off, _ in misfits("attribute", kept, values, 3e-4):
+                text = f"{part} differs from one process's by {off:.0e}, and is neither "
+                return self.look(step, "", f"{text}its mean nor its sum")
         return [] if seen else None
 
 
@@ -155,7 +152,8 @@ class Modes(Rule):
 
     def find(self, one, ranks):
         for step, seen, others in paired("mode", one, ranks):
-            for rank, modes in others.items():
+            for rank, other in others.items():
+                modes = other.values
                 found = misfits("mode", seen.values, [modes], 0)
                 if found and modes.keys() == seen.values.keys():
                     name = found[0].part
@@ -179,9 +177,8 @@ class Files(Rule):
                     written.setdefault(note.path, {}).setdefault(rank, (step, note))
         found = []
         for path, writers in written.items():
-            if len(writers) > 1 and not re.search(
-                r"\.lock$|torchinductor|triton|huggingface", path
-            ):
+            is_shared = re.search(SHARED, path)  # a lock, or a cache with one
+            if len(writers) > 1 and not is_shared:
                 step, note = min(writers.values(), key=lambda each: each[0])
                 verdict = "look" if "a" in note.mode else "WRONG"
                 text = f"ranks {sorted(writers)} write {path}"

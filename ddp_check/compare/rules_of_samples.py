@@ -1,14 +1,9 @@
 """Rules on orders and samples, which a comparison cannot see."""
 
+import itertools
 import math
 
-from ..notes import (
-    Batch,
-    Collective,
-    Pass,
-    PassEnd,
-    Step,
-)
+from ..notes import Batch, Collective, Pass, PassEnd, Step
 from ..script import source
 from ..syntax import tests_with
 from .batches import training_passes
@@ -44,8 +39,8 @@ class Order(Rule):
             if trains and is_shuffled(order[:size]):
                 seen = True
                 if order[:size] == earlier[:size]:
-                    text = f"pass {about.key[1] + 1} has the order of an earlier one"
-                    return self.wrong(step, about.key[0][0], text)
+                    text = f"pass {about.key[2] + 1} has the order of an earlier one"
+                    return self.wrong(step, about.key[0], text)
             if trains or about.loader not in last:
                 last[about.loader] = order
         return [] if seen else None
@@ -62,14 +57,14 @@ class Loaders(Rule):
         for step, about, order, trains in passes_of(ranks[0]):
             if not trains or not is_shuffled(order) or about.sampler == "RandomSampler":
                 continue  # a RandomSampler's order is given here
-            for loader, (other_pass, line, other) in orders.items():
+            for loader, (other_pass, other) in orders.items():
                 if ends.get(other_pass, math.inf) < about.at:
                     continue  # it is over
                 size = min(len(order), len(other))
                 if loader != about.loader and order[:size] == other[:size]:
-                    text = f"the samples of {line}, in the same order: right for pairs, such as "
-                    return self.look(step, about.key[0][0], f"{text}images and masks")
-            orders[about.loader] = about.key, about.key[0][0], order
+                    text = f"the samples of {other_pass[0]}, in the same order: right for pairs, "
+                    return self.look(step, about.key[0], f"{text}such as images and masks")
+            orders[about.loader] = about.key, order
         return [] if len(orders) > 1 else None
 
 
@@ -104,17 +99,22 @@ class Counts(Rule):
     remedy = "count what all ranks have done: times world_size", "#decisions"
 
     def find(self, one, ranks):
-        mine, *theirs = [{n.key: n for _, n in notes[Step]} for notes in (one, *ranks)]
-        keys, seen = [key for key in mine if all(key in of for of in theirs)], False
-        for name in mine[keys[0]].variables if len(keys) > 3 else []:
-            series = [[of[key].variables.get(name, 0) for key in keys] for of in (mine, *theirs)]
-            ours, *others = [[b - a for a, b in zip(each, each[1:])] for each in series]
-            tests = tests_with(mine[keys[0]].line, name) if max(ours) > 0 <= min(ours) else []
+        steps = [{note.key: note.variables for _, note in notes[Step]} for notes in (one, *ranks)]
+        keys = [key for key in steps[0] if all(key in of for of in steps)]
+        if len(keys) < 4:
+            return None
+        line, seen = one[Step][0][1].line, False
+        for name in steps[0][keys[0]]:
+            series = [[of[key].get(name, 0) for key in keys] for of in steps]
+            growth, *others = [[b - a for a, b in itertools.pairwise(of)] for of in series]
+            if not (max(growth) > 0 and min(growth) >= 0):
+                continue
+            tests = tests_with(line, name)
             seen = seen or bool(tests)
-            is_share = all(abs(len(ranks) * b - a) < 1e-6 for o in others for a, b in zip(ours, o))
-            for line in tests if is_share else []:
-                text = f"{name} is {sides(*[each[-1] for each in series])}"
-                return self.look(len(keys) - 1, line, text)
+            shares = [len(ranks) * b - a for of in others for a, b in zip(growth, of)]
+            if tests and max(map(abs, shares)) < 1e-6:
+                text = f"{name} is {sides(*[of[-1] for of in series])}"
+                return self.look(len(keys) - 1, tests[0], text)
         return [] if seen else None
 
 
@@ -146,23 +146,20 @@ class TestSamples(Rule):
         for step, about, order, _ in passes_of(ranks[0]):
             if about.loader in trained or not all(about.key in keys for keys in ended):
                 continue
-            everyone = [i for own in lists for i in own.get(about.key, [])]
-            if (
-                len(lists) > 1
-                and order
-                and None not in order
-                and all(own.get(about.key) == order for own in lists)
-            ):
+            orders = [of_rank.get(about.key, []) for of_rank in lists]
+            everyone = [index for indices in orders for index in indices]
+            is_same = all(indices == order for indices in orders)
+            if len(lists) > 1 and order and None not in order and is_same:
                 if line := self.put_together(ranks[0], about):
                     text = f"all {len(order)} samples on each rank, and then {source(line)}: does "
                     text += f"each count {len(lists)} times?"
-                    return self.look(step, about.key[0][0], text)
+                    return self.look(step, about.key[0], text)
                 continue  # each rank has the score of all
             seen = True
             if about.has_share and None not in everyone and len(set(everyone)) < len(everyone):
                 text = f"{len(everyone)} samples on all ranks, of {len(set(everyone))}: "
                 text += f"{about.sampler} repeats some, which count twice"
-                return self.look(step, about.key[0][0], text)
+                return self.look(step, about.key[0], text)
         return [] if seen else None
 
     def put_together(self, notes, about):

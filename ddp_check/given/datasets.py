@@ -4,18 +4,17 @@ import contextlib
 import itertools
 import operator
 import random
-import zlib
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset
 
-from .draws import DATASET, OWN, note_draw, seed_all, state_of
+from .draws import DATASET, SCRIPT_STATES, checksum, note_draw, seed_all, state_of
 
 
 @contextlib.contextmanager
-def own_numbers(run):
+def dataset_numbers(run):
     """Random numbers of a dataset, which do not change the script's others."""
     saved = torch.get_rng_state(), random.getstate(), np.random.get_state()
     run.thread.in_dataset = True
@@ -31,15 +30,15 @@ def own_numbers(run):
 def given_states():
     """Of the generators, as they are: a dataset that changes them has drawn."""
     return {
-        "torch": zlib.crc32(torch.get_rng_state().numpy()),
-        "random": hash(random.getstate()[1]),
-        "numpy": zlib.crc32((at := np.random.get_state())[1].tobytes()) + at[2],
+        "torch": checksum(torch.get_rng_state().numpy()),
+        "random": checksum(random.getstate()),
+        "numpy": checksum(np.random.get_state()),
     }
 
 
-def own_states():
+def script_states():
     """Of the generators, as the script has seeded and used them."""
-    return {name: state_of(name) for name in ("torch", *OWN)}
+    return {name: state_of(name) for name in ("torch", *SCRIPT_STATES)}
 
 
 class Worker(NamedTuple):
@@ -53,7 +52,7 @@ class Worker(NamedTuple):
 
 def states_of_worker(run, loader, seed):
     """What a loader's first worker would begin with: torch seeds it, then the script may."""
-    with own_numbers(run):
+    with dataset_numbers(run):
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -79,19 +78,19 @@ def base_index(dataset, index):
 def batches_of(run, loader):
     """What a DataLoader gives, made here, where random numbers and files are watched: (the indices
     of its samples, the batch). Its sampler is asked when the batch is due."""
-    own = state_of("torch")
+    seed = state_of("torch")
     with run.quiet():  # as a DataLoader does, for its workers
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     if isinstance(loader.dataset, IterableDataset):
         for batch in batches_of_stream(run, loader):
             yield None, batch
         return
-    states = states_of_worker(run, loader, own) if loader.num_workers else None
+    states = states_of_worker(run, loader, seed) if loader.num_workers else None
     one_by_one = loader.batch_sampler is not None
     for number, indices in enumerate(loader.batch_sampler if one_by_one else loader.sampler):
-        with own_numbers(run):
+        with dataset_numbers(run):
             if one_by_one:
-                batch = collated(run, loader, indices, number, states or own_states())
+                batch = collated(run, loader, indices, number, states or script_states())
             else:
                 seed_all(run.hash("batch", number))
                 batch = loader.collate_fn(loader.dataset[indices])
@@ -121,7 +120,7 @@ def batches_of_stream(run, loader):
     """The k-th sample of a rank is the (k * world + rank)-th of one process."""
     items, samples = iter(loader.dataset), []
     for k in itertools.count():
-        with own_numbers(run):
+        with dataset_numbers(run):
             seed_all(run.hash("item", k if run.is_single else k * run.world + run.rank))
             try:
                 samples.append(next(items))
@@ -135,6 +134,6 @@ def batches_of_stream(run, loader):
                 batch, samples = loader.collate_fn(samples), []
         yield batch
     if samples and not loader.drop_last:
-        with own_numbers(run):
+        with dataset_numbers(run):
             batch = loader.collate_fn(samples)
         yield batch

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import pickle
 import random
 import weakref
 import zlib
@@ -41,17 +42,21 @@ def pair(run, name, shape):
     return found[0][0] if found else key, shape
 
 
-OWN = {}  # states of Python's and numpy's generators as the script has seeded and used them
+SCRIPT_STATES = {}  # of Python's and numpy's generators, as the script has seeded and used them
+
+
+def checksum(state):
+    return zlib.crc32(pickle.dumps(state))
 
 
 def state_of(generator):
-    """A checksum of the script's own generator: what it would draw, were the numbers not given."""
-    if generator == "torch":
-        states = [torch.get_rng_state()]
-        states += [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
-        return zlib.crc32(b"".join(state.numpy() for state in states))
-    state = OWN[generator]
-    return hash(state[1]) if generator == "random" else zlib.crc32(state[1].tobytes()) + state[2]
+    """Of the script's own generator: what it would draw, were the numbers not given."""
+    if generator != "torch":
+        return checksum(SCRIPT_STATES[generator])
+    states = [torch.get_rng_state().numpy()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state().numpy())
+    return checksum(states)
 
 
 def note_draw(run, what, generator, state):
@@ -71,7 +76,7 @@ def of_own_generator(run, name, values):
         run.given[key] = values.detach().cpu().clone()
     if shape_of_one == shape or key not in run.given:
         return values
-    note_draw(run, LOOP, "a generator", zlib.crc32(values.cpu().contiguous().numpy()))
+    note_draw(run, LOOP, "a generator", checksum(values.cpu().numpy()))
     return run.share_of(run.given[key], shape)
 
 
@@ -120,7 +125,7 @@ class Draws(TorchDispatchMode):
         if shape != shape_of_one:
             note_draw(run, MODEL if run.model is not None else LOOP, "torch", state)
         names = [argument.name for argument in op._schema.arguments]
-        args = [self.of_one(*each, shape, shape_of_one) for each in zip(names, args)]
+        args = [self.of_one(*argument, shape, shape_of_one) for argument in zip(names, args)]
         kwargs = {k: self.of_one(k, value, shape, shape_of_one) for k, value in kwargs.items()}
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(run.hash(key))

@@ -11,7 +11,7 @@ import torch
 
 from ..process import wrap
 from ..script import place
-from .draws import LOOP, ORDER, OWN, note_draw, pair, state_of
+from .draws import LOOP, ORDER, SCRIPT_STATES, note_draw, pair, state_of
 
 ORDERS = "shuffle", "permutation", "sample", "choice"
 LIBRARIES = {
@@ -21,15 +21,15 @@ LIBRARIES = {
 
 
 @contextlib.contextmanager
-def own_state(generator):
+def script_state(generator):
     """Inside of it, the generator goes on where the script's own numbers were, not the given."""
     owner, get, set_to = LIBRARIES[generator]
     given = getattr(owner, get)()
-    getattr(owner, set_to)(OWN.get(generator, given))
+    getattr(owner, set_to)(SCRIPT_STATES.get(generator, given))
     try:
         yield
     finally:
-        OWN[generator] = getattr(owner, get)()
+        SCRIPT_STATES[generator] = getattr(owner, get)()
         getattr(owner, set_to)(given)
 
 
@@ -42,7 +42,7 @@ def patch(run):
         def seed(original, *args, **kwargs):
             if run.thread.in_dataset or run.is_fork():
                 return original(*args, **kwargs)
-            with own_state(generator):
+            with script_state(generator):
                 original(*args, **kwargs)
             return original(run.hash(owner.__name__, run.steps))
 
@@ -61,7 +61,7 @@ def patch(run):
             size = args[size_at] if len(args) > size_at else kwargs.get("size")
             shape = () if size is None else tuple(map(int, np.ravel(size)))
             key, shape_of_one = pair(run, f"{owner.__name__}.{name}", shape)
-            with own_state(generator):
+            with script_state(generator):
                 state = state_of(generator)
                 if "shuffle" not in name:  # it changes its argument
                     original(*args, **kwargs)
@@ -83,7 +83,7 @@ def patch(run):
 
     for generator, (owner, get, _) in LIBRARIES.items():
         owner.seed(run.hash("unseeded", run.rank))
-        OWN[generator] = getattr(owner, get)()
+        SCRIPT_STATES[generator] = getattr(owner, get)()
         owner.seed(run.hash("given"))
         watch_seed(generator, owner)
 
@@ -96,7 +96,7 @@ def patch(run):
     def restore():
         """A process that the script forks draws its own numbers, as in any run."""
         for generator, (owner, _, set_to) in LIBRARIES.items():
-            getattr(owner, set_to)(OWN[generator])
+            getattr(owner, set_to)(SCRIPT_STATES[generator])
 
     os.register_at_fork(after_in_child=restore)
     names = "random choice choices uniform randint randrange gauss sample shuffle betavariate"

@@ -61,8 +61,8 @@ def patch(run):
     def iterate(original, self):
         if run.thread.in_dataset or run.is_fork():
             return original(self)
-        lines = place()[:2]
-        key = lines, run.nth("pass", lines)
+        line = place()[0]
+        key = line, self.check_name, run.nth("pass", line, self.check_name)
         run.note(pass_of(run, self, key))
         return batches(self, key)
 
@@ -79,20 +79,19 @@ def patch(run):
 
     @wrap(DataLoader, "__init__")
     def make(original, self, dataset, batch_size=1, *args, **kwargs):
-        number = run.nth("loader")
-        if run.is_single and number in run.options["scaled"] and not kwargs.get("batch_sampler"):
+        line = place()[0]
+        name = f"loader {run.nth('loader', line)} of {line}"
+        if run.is_single and name in run.options["scaled"] and not kwargs.get("batch_sampler"):
             batch_size *= run.world  # the script's flag is a batch size per process
         original(self, dataset, batch_size, *args, **kwargs)
-        self.check_number = number
+        self.check_name = name
 
     def pass_of(run, loader, key):
-        is_map = not isinstance(loader.dataset, IterableDataset)
         usual = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
         sampler = loader.sampler if usual else loader.batch_sampler
-        size = length(loader.dataset) if is_map else None
         name, draws = type(sampler).__name__, "Weighted" in type(sampler).__name__
         draws = draws or getattr(sampler, "replacement", False) or bool(own_class(sampler))
-        return Pass(key, loader.check_number, name, has_share(sampler), draws, size)
+        return Pass(key, loader.check_name, name, has_share(sampler), draws)
 
     def batches(loader, key):
         is_map = not isinstance(loader.dataset, IterableDataset)

@@ -3,10 +3,8 @@
 import gc
 import inspect
 import multiprocessing
-import pickle
 import random
 import types
-import zlib
 
 import numpy as np
 import torch
@@ -14,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
+from ..given.draws import checksum
 from ..script import own_file
 
 
@@ -37,7 +36,7 @@ def generators(run):
         state = state or (thing.get_state() if hasattr(thing, "get_state") else thing.getstate())
         line = run.made.get(id(thing))  # of default_rng
         name = f"{names[-1]}, made at {line}" if line else names[-1]
-        found[name] = found.get(name, 0) + zlib.crc32(pickle.dumps(state))
+        found[name] = found.get(name, 0) + checksum(state)
     found |= {f"process {child.name}": child.pid for child in multiprocessing.active_children()}
     return found
 

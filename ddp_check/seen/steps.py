@@ -29,12 +29,12 @@ class Steps:
     """Of all optimizers of this process."""
 
     def __init__(self, run):
-        self.run, self.trained = run, {}
+        self.run, self.optimizers = run, {}
         self.inside = None  # the optimizer that makes a step, and the frame that has called it
         self.before = {}  # what was there before this step
 
-    def path(self, mine):
-        return f"{self.run.folder}/step.{mine.number}.{mine.step}.pt"
+    def path(self, trained):
+        return f"{self.run.folder}/step.{trained.number}.{trained.step}.pt"
 
     def is_nested(self):
         """Whether another optimizer's step, which has not failed, has called this one."""
@@ -51,55 +51,55 @@ class Steps:
         self.inside = optimizer, inspect.currentframe().f_back
         run = self.run
         with run.quiet():
-            if optimizer not in self.trained:
-                self.trained[optimizer] = Trained(run, optimizer)
-            mine, (line, *callers) = self.trained[optimizer], place()
-            mine.step += 1
-            parameters = mine.parameters(optimizer)
+            if optimizer not in self.optimizers:
+                self.optimizers[optimizer] = Trained(run, optimizer)
+            trained, (line, *callers) = self.optimizers[optimizer], place()
+            trained.step += 1
+            parameters = trained.parameters(optimizer)
             run.trained.update(map(id, parameters.values()))
             gradients = {name: on_cpu(p.grad) for name, p in parameters.items()}
             weights = {name: on_cpu(p) for name, p in parameters.items()}
             has_closure = len(args) > 1 or kwargs.get("closure") is not None
             self.before = {"weights": weights, "gradients": gradients, "line": line}
             self.before["has_closure"] = has_closure  # it computes gradients of its own
-            made = run.made.get(id(optimizer), [])
+            made = run.made.get(id(optimizer), {})
             variables = variables_of(inspect.currentframe())
-            own = {} if mine.step else generators(run)
-            key = mine.number, mine.step
-            run.note(Step(key, line, callers, made, list(parameters), variables, own))
+            made_generators = {} if trained.step else generators(run)
+            key = trained.number, trained.step
+            run.note(Step(key, line, callers, made, list(parameters), variables, made_generators))
             self.note("setting", settings_of(optimizer))
-            self.note("mode", mine.modes())
+            self.note("mode", trained.modes())
             self.note("gradient", {name: sketch(g) for name, g in gradients.items()})
             self.note("weight", {name: sketch(w) for name, w in weights.items()})
-            if not run.saves and os.path.exists(self.path(mine)):
-                saved = self.before["saved"] = self.saved_by_one(mine, parameters)
+            if not run.saves and os.path.exists(self.path(trained)):
+                saved = self.before["saved"] = self.saved_by_one(trained, parameters)
                 if not has_closure:  # then the same gradients make the same step
                     for name, p in parameters.items():
                         if p.grad is not None:
                             set_to(p.grad, saved["gradients"].get(name))
 
-    def saved_by_one(self, mine, names):
-        saved = torch.load(self.path(mine))
+    def saved_by_one(self, trained, names):
+        saved = torch.load(self.path(trained))
         if saved["weights"].keys() != names.keys() and len(saved["weights"]) == len(names):
             for kind in ("weights", "gradients", "after", "moments"):  # a copy on rank 0 alone
                 saved[kind] = dict(zip(names, saved[kind].values()))
         return saved
 
     def note(self, kind, values):
-        mine, line = self.trained[self.inside[0]], self.before["line"]
-        self.run.note(Seen(kind, line, f"optimizer {mine.number}", mine.step, values))
+        trained, line = self.optimizers[self.inside[0]], self.before["line"]
+        self.run.note(Seen(kind, line, f"optimizer {trained.number}", trained.step, values))
 
     def end(self, optimizer, args, kwargs):
         if self.inside is None or self.inside[0] is not optimizer:
             return
         run = self.run
         with run.quiet():
-            mine = self.trained[optimizer]
-            parameters, buffers = mine.parameters(optimizer), mine.buffers()
+            trained = self.optimizers[optimizer]
+            parameters, buffers = trained.parameters(optimizer), trained.buffers()
             after = {name: on_cpu(p) for name, p in parameters.items()}
             self.note_after(after, buffers)
             if run.saves:
-                self.save(mine, optimizer, parameters, after, buffers)
+                self.save(trained, optimizer, parameters, after, buffers)
             elif "saved" in self.before:
                 self.set_to_one(optimizer, parameters, buffers)
         self.inside = None
@@ -119,27 +119,24 @@ class Steps:
         if not self.before["has_closure"]:
             moved = {k: w - start[k] for k, w in after.items() if w.shape == start[k].shape}
             self.note("update", {name: sketch(update) for name, update in moved.items()})
-        averages = {name: b for name, b in buffers.items() if re.search(BATCH_NORM, name)}
-        if not self.run.rank:
-            self.note("average", {name: sketch(b) for name, b in averages.items()})
-        own = {name: b for name, b in buffers.items() if name not in averages}
-        self.note("buffer", {name: sketch(b, any_order=True) for name, b in own.items()})
+        kept = {name: b for name, b in buffers.items() if not re.search(BATCH_NORM, name)}
+        self.note("buffer", {name: sketch(b, any_order=True) for name, b in kept.items()})
 
     def note_others(self):
-        known = {id(p) for o in self.trained for g in o.param_groups for p in g["params"]}
+        known = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
         sketches, drawn = others(known, BATCH_NORM)
         self.run.note(Seen("other", "", "at a step", 0, sketches))
         self.run.note(Seen("born", "", "at a step", 0, drawn))
 
-    def save(self, mine, optimizer, parameters, after, buffers):
+    def save(self, trained, optimizer, parameters, after, buffers):
         saved = {k: self.before[k] for k in ("weights", "gradients")} | {"after": after}
         saved["buffers"] = {name: on_cpu(b) for name, b in buffers.items()}
         saved["moments"] = {
             name: {k: on_cpu(v) for k, v in state.items()}
             for name, state in moments(optimizer, parameters).items()
         }
-        torch.save(saved, self.path(mine))
-        self.keep_space(os.path.getsize(self.path(mine)))
+        torch.save(saved, self.path(trained))
+        self.keep_space(os.path.getsize(self.path(trained)))
 
     def keep_space(self, size):
         """Fewer steps, if those to come would take more than half of what is free on the disk."""

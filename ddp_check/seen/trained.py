@@ -51,42 +51,32 @@ class Trained:
 
     def __init__(self, run, optimizer):
         self.number, self.step = run.nth("optimizer"), -1
-        self.names, self.owners = {}, []
-        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        variables = modules_of(inspect.currentframe())
-        for module in outer_modules():
-            found = {id(p): name for name, p in module.named_parameters()}
-            if wanted & found.keys():
-                self.owners.append(module)
-                of = variables.get(id(module), type(module).__name__)
-                for key, name in found.items():
-                    self.names.setdefault(key, f"{of}.{name}")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         order = {id(p): i for i, p in enumerate(parameters)}
-        self.owners.sort(key=lambda m: min(order.get(id(p), len(order)) for p in m.parameters()))
+        modules = [m for m in outer_modules() if any(id(p) in order for p in m.parameters())]
+        modules.sort(key=lambda m: min(order.get(id(p), len(order)) for p in m.parameters()))
+        variables = modules_of(inspect.currentframe())
+        self.owners, self.names = {}, {}
+        for module in modules:
+            of = variables.get(id(module), type(module).__name__)
+            while of in self.owners:
+                of += "'"
+            self.owners[of] = module
+            for name, p in module.named_parameters():
+                self.names.setdefault(id(p), f"{of}.{name}")
 
     def parameters(self, optimizer):
-        found, number = {}, 0
+        found = {}
         for group in optimizer.param_groups:
             for p in group["params"]:
-                name = self.names.get(id(p), f"parameter {number} (of no module)")
-                while name in found:
-                    name += "'"
-                found[name], number = p, number + 1
+                name = self.names.get(id(p), f"parameter {len(found)} (of no module)")
+                found[name] = p
         return found
-
-    def named_owners(self):
-        """Several of one class get names of their own, in the optimizer's order."""
-        counts = {}
-        for owner in self.owners:
-            name = type(owner).__name__
-            counts[name] = counts.get(name, 0) + 1
-            yield name + "'" * (counts[name] - 1), owner
 
     def buffers(self):
         return {
             f"{of}.{name}": buffer
-            for of, owner in self.named_owners()
+            for of, owner in self.owners.items()
             for name, buffer in owner.named_buffers()
             if buffer.is_floating_point()
         }
@@ -95,7 +85,7 @@ class Trained:
         """{module: whether it is in training mode}"""
         return {
             f"{of}.{name}".rstrip("."): module.training
-            for of, owner in self.named_owners()
+            for of, owner in self.owners.items()
             for name, module in owner.named_modules()
         }
 
