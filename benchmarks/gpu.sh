@@ -58,9 +58,12 @@ limited() {
 # Ends all processes that have inherited this variable, those in other sessions too.
 end_marked() {
     local file pid
-    { grep -lzxF "$1" /proc/[0-9]*/environ 2> /dev/null || true; } | while read -r file; do
-        pid=${file#/proc/}
-        kill -KILL "${pid%/environ}" 2> /dev/null || true
+    for _ in 1 2 3; do # again, as one that was just being started is not seen
+        { grep -lzxF "$1" /proc/[0-9]*/environ 2> /dev/null || true; } | while read -r file; do
+            pid=${file#/proc/}
+            kill -KILL "${pid%/environ}" 2> /dev/null || true
+        done
+        sleep 0.3
     done
 }
 
