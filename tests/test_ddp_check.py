@@ -107,6 +107,15 @@ def check(folder, script, *flags):
     return {finding["rule"]: finding for finding in reversed(findings)}
 
 
+def marked(**values):
+    """Values for a test's parameter: those that are slow, and those that take minutes each."""
+    return [
+        pytest.param(value, marks=getattr(pytest.mark, mark))
+        for mark, some in values.items()
+        for value in some
+    ]
+
+
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory):
     """Of the right and the wrong script."""
@@ -196,8 +205,7 @@ for epoch in range(3):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("noise", ["1e-7", "1e-6", "1e-5", "1e-4", "5e-4"])
+@pytest.mark.parametrize("noise", marked(slow=["1e-7", "5e-4"], long=["1e-6", "1e-5", "1e-4"]))
 @pytest.mark.parametrize("kind", ["right", "wrong"])
 def test_noise(tmp_path, noise, kind):
     """A device's rounding is no finding; nor does it hide label smoothing on one rank alone."""
@@ -207,11 +215,12 @@ def test_noise(tmp_path, noise, kind):
     assert kind == "wrong" or not [f for f in findings if f["verdict"] == "look"]
 
 
-@pytest.mark.slow
-def test_faults(work):
+@pytest.mark.parametrize("words", marked(slow=[["known"], ["right"]], long=[[]]))
+def test_faults(work, words):
     """All right loops of benchmarks/loops/ are silent, and of the faults nearly all are named."""
     environment = {"TABLE": str(work / "faults.csv"), "REPORTS": str(work / "reports.txt")}
-    _, text = finish(start("benchmarks/faults.py", processes=0, **environment), limit=1500)
+    jobs = start("benchmarks/faults.py", *words, processes=0, **environment)
+    _, text = finish(jobs, limit=1500)
     rows = re.findall(r"^\| (\w+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.M)
     faults = [list(map(int, numbers)) for kind, *numbers in rows if kind != "right"]
     loops, wrong, look, named = map(sum, zip(*faults))
