@@ -19,7 +19,7 @@ import image_loading
 import peers
 import pytest
 import runs
-from helpers import command
+from helpers import command, some_fast
 from make_images import make_folder
 from same_text import ROOT
 
@@ -116,7 +116,7 @@ exit "${STATUS:-0}"
 """
 
 
-@pytest.mark.parametrize("part", ["tests", "small"])
+@pytest.mark.parametrize("part", some_fast(["tests", "small"], "tests"))
 def test_a_part_ends(part):
     """With all that it has started. What does not end by itself is ended 30 s after its time, and
     has failed."""

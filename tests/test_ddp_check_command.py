@@ -110,6 +110,7 @@ def left(user):
     return {path for path in now.keys() - user.keys() if not str(path).endswith(".log")}
 
 
+@pytest.mark.slow
 def test_right(user):
     """One JSON document; nothing is left of checkpoints that are rotated, nor said of the user."""
     text = check("--json", "train.py", "{n}", "out/in/new", "workers")

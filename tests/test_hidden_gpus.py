@@ -45,6 +45,7 @@ def gpu_log(monkeypatch):
     return Path("gpu.log")
 
 
+@pytest.mark.slow
 def test_collecting(gpu_log):
     """All tests, also those that this command does not choose, are imported without CUDA."""
     for chosen, gpus in ("not slow and not gpu", 0), ("gpu", 2):
