@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from functools import partial
@@ -105,8 +106,22 @@ def parse(*flags):
     return train.parser.parse_args(["--device", "cpu", *map(str, flags)])
 
 
+class Kept(torch.nn.parallel.DistributedDataParallel):
+    """It outlives main: torch 2.9, where it is the last one that has the process group, joins the
+    threads of Gloo with Python's lock held, for which they may be waiting."""
+
+    alive = []
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.alive.append(self.reducer)
+
+
 def inside(path, runs, log, folder, environment):
     os.setsid()
+    if torch.__version__ < "2.10":
+        torch.nn.parallel.DistributedDataParallel = Kept
+    tempfile.tempdir = None  # TMPDIR is another one
     multiprocessing.set_start_method("fork", force=True)  # loader workers would import torch again
     os.chdir(folder)
     os.environ.update(environment)

@@ -10,6 +10,8 @@ import resource
 import shutil
 import signal
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from unittest import mock
 
@@ -380,7 +382,7 @@ def test_a_worker_that_is_killed(monkeypatch):
     monkeypatch.setattr(prepare_texts.Bytes, "encode", kill)
     words = ["texts.txt", "--output", "out", "--tokenizer", "bytes"]
     with pytest.raises(SystemExit, match="a process that tokenizes has died"):
-        prepare(*words, pool=ProcessPoolExecutor)
+        prepare(*words, pool=partial(ProcessPoolExecutor, mp_context=get_context("fork")))
 
 
 @pytest.mark.slow
