@@ -100,7 +100,8 @@ def train(args, name, seed):
     model = "resnet18" if args.model == "resnet8" else args.model
     lr = 0.1 * args.batch_size / 256
     flags = ["--model", model, "--epochs", args.epochs, "--batch-size", args.batch_size]
-    flags += ["--lr", lr, "--weight-decay", 1e-4, "--workers", args.workers, "--device", DEVICE]
+    workers = max(args.workers, int(name.startswith(TIMM)))  # timm fails without one
+    flags += ["--lr", lr, "--weight-decay", 1e-4, "--workers", workers, "--device", DEVICE]
     resized = side * 8 // 7 if side >= 64 else side  # of test images, before the middle is taken
     if name == COMPLETE:
         path = ROOT / COMPLETE
