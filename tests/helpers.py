@@ -45,6 +45,15 @@ def some_fast(values, *fast):
     return [pytest.param(value, marks=marks[value in fast]) for value in values]
 
 
+def by_mark(**values):
+    """Values for a test's parameter: those that are slow, and those that take minutes each."""
+    return [
+        pytest.param(value, marks=getattr(pytest.mark, mark))
+        for mark, some in values.items()
+        for value in some
+    ]
+
+
 def script(name):
     """The path of a script: one of SMALL ("dp"), a path below ROOT (COMPLETE), or any other."""
     return script_path(name) if name in SMALL else ROOT / name

@@ -239,7 +239,7 @@ def test_peak_memory_of_gpus(monkeypatch, work):
     assert articles.measure(job) and job.runs[0].memory == [2500, 2500]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_small_scripts_in_a_table(data, capsys, monkeypatch):
     """One process and two have the same losses, and both are measured: two epochs each, the memory
     of each process that trains."""
@@ -286,7 +286,7 @@ def test_who_is_ahead(capsys, monkeypatch):
     assert "the loss of Accelerate is [0.5, 0.6]" in runs.FAILED[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_does_the_same_training():
     """On two processes, with the packages that are there. The status is 0, as losses are equal."""
     others = [name for name, package in peers.PACKAGES.items() if find_spec(package)]

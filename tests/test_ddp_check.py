@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import finish, start
+from helpers import by_mark, finish, start
 from same_text import ROOT
 
 COMMAND = "tests/check_by_fork.py"
@@ -107,15 +107,6 @@ def check(folder, script, *flags):
     return {finding["rule"]: finding for finding in reversed(findings)}
 
 
-def marked(**values):
-    """Values for a test's parameter: those that are slow, and those that take minutes each."""
-    return [
-        pytest.param(value, marks=getattr(pytest.mark, mark))
-        for mark, some in values.items()
-        for value in some
-    ]
-
-
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory):
     """Of the right and the wrong script."""
@@ -205,7 +196,7 @@ for epoch in range(3):
 """
 
 
-@pytest.mark.parametrize("noise", marked(slow=["1e-7", "5e-4"], long=["1e-6", "1e-5", "1e-4"]))
+@pytest.mark.parametrize("noise", by_mark(slow=["1e-7", "5e-4"], long=["1e-6", "1e-5", "1e-4"]))
 @pytest.mark.parametrize("kind", ["right", "wrong"])
 def test_noise(tmp_path, noise, kind):
     """A device's rounding is no finding; nor does it hide label smoothing on one rank alone."""
@@ -215,7 +206,7 @@ def test_noise(tmp_path, noise, kind):
     assert kind == "wrong" or not [f for f in findings if f["verdict"] == "look"]
 
 
-@pytest.mark.parametrize("words", marked(slow=[["known"], ["right"]], long=[[]]))
+@pytest.mark.parametrize("words", by_mark(slow=[["known"], ["right"]], long=[[]]))
 def test_faults(work, words):
     """All right loops of benchmarks/loops/ are silent, and of the faults nearly all are named."""
     environment = {"TABLE": str(work / "faults.csv"), "REPORTS": str(work / "reports.txt")}

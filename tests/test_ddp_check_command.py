@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import Cold, content, finish, free_port, marked, some_fast, start, wait_until
+from helpers import Cold, by_mark, content, finish, free_port, marked, some_fast, start, wait_until
 from same_text import ROOT
 
 from ddp_check import command, runs
@@ -244,8 +244,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["mp.spawn", "fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("how", by_mark(slow=["mp.spawn", "fork", "forkserver"], long=["spawn"]))
 def test_spawned(user, how):
     """A script that starts its processes itself; their files are watched, too."""
     Path("train.py").write_text(SPAWNED)

@@ -27,6 +27,7 @@ from helpers import (
     TORCHRUN,
     Cold,
     altered,
+    by_mark,
     content,
     files,
     finish,
@@ -972,15 +973,12 @@ def train_step(*words):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "processes, shard",
-    [(2, 0), *(pytest.param(*case, marks=pytest.mark.long) for case in [(2, 1), (4, 2)])],
-)
-def test_memory(tokens, processes, shard):
+@pytest.mark.parametrize("case", by_mark(slow=[(2, 0)], long=[(2, 1), (4, 2)]))
+def test_memory(tokens, case):
     """What a run says at its start is what a process takes, of the CPU's memory here, within the
     0.15 GB of torch's own: a step, and a step while a checkpoint is written. (glibc is told to give
     back what is freed.)"""
+    processes, shard = case
     path = altered(LM, more=MEMORY)
     flags = ["--tokens", tokens, "--layers", 8, "--width", 512, "--heads", 4, "--length", 32]
     flags += ["--batch-size", processes, "--steps", 3, "--device", "cpu", "--log-every", 1]
