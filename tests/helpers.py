@@ -116,14 +116,14 @@ def parse(*flags):
 
 
 class Kept(torch.nn.parallel.DistributedDataParallel):
-    """It outlives main: torch 2.9, where it is the last one that has the process group, joins the
-    threads of Gloo with Python's lock held, for which they may be waiting."""
+    """Its process group is never destroyed. torch 2.9, where a DDP is the last one that has the
+    group, joins the threads of Gloo with Python's lock held, for which they may be waiting."""
 
     alive = []
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.alive.append(self.reducer)
+        self.alive.append(self.process_group)
 
 
 def inside(path, runs, log, folder, environment):
