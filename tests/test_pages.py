@@ -390,10 +390,10 @@ OWN = {  # of docs/your_loop.md: what comes before a section's code, and what is
         "assert confusion.sum() == x.numel()",
     ),
     "Scores": (
-        "test_set = TensorDataset(torch.randn(7, 2), torch.arange(7.0))\n"
+        "test_set = TensorDataset(torch.randn(7, 2), torch.arange(7.0) ** 2)\n"
         "score_of_each_image, batch_size, device = lambda outputs, labels: labels, 3, 'cpu'\n"
         "outputs = torch.arange(7.0)[rank::world_size, None] * torch.ones(2)",
-        "assert mean == 3, mean\n"  # the mean of the ranks' means is another
+        "assert mean == 13, mean\n"  # the mean of the ranks' means is 12.8
         "assert gathered.tolist() == [[i, i] for i in range(7)], gathered",
     ),
     "An optimizer with a closure": (
