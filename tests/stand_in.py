@@ -44,7 +44,7 @@ def train(*words):
     with open(f"starts-{os.environ['SLURM_JOB_ID']}", "ab", 0) as file:  # in one piece
         file.write(start.encode())
     flags = [number for number, word in enumerate(words) if word in ("--output", "--output_dir")]
-    output = Path(words[flags[-1] + 1])  # the last one decides
+    output = Path(words[flags[-1] + 1] if flags else ".")  # the last one decides
 
     def save(name="checkpoint.pt", text="x"):
         path = output / name
