@@ -25,11 +25,11 @@ port=$((10000 + (SLURM_JOB_ID + 997 * ${SLURM_RESTART_COUNT:-0}) % 20000))
 nodes=$SLURM_NNODES
 cpus=$SLURM_CPUS_PER_TASK
 export JOB_GPUS=${SLURM_GPUS_ON_NODE:-0} # on this node; the steps of srun have those of --gres
-# Unset what a job in which sbatch was called, or your profile, would tell srun.
-for name in "${!SLURM_@}" "${!SRUN_@}"; do
+# Unset what a job in which sbatch was called, or your profile, would tell srun and squeue.
+for name in "${!SLURM_@}" "${!SRUN_@}" "${!SQUEUE_@}"; do
     case $name in
         SLURM_CONF* | SLURM_CLUSTER_NAME | SLURM_JOB_* | SLURM_ARRAY_* | SLURM_NNODES) ;;
-        SLURM_NODE* | SLURM_SUBMIT_* | SLURM_TMP* | SLURM_RESTART_COUNT) ;; # tell it nothing
+        SLURM_NODE* | SLURM_SUBMIT_* | SLURM_TMP* | SLURM_RESTART_COUNT) ;; # tell them nothing
         *) unset "$name" ;;
     esac
 done
@@ -37,6 +37,13 @@ done
 # task fails, all end (--kill-on-bad-exit), but not because one of them has finished (--wait=0).
 options=(--nodes="$nodes" --ntasks="$nodes" --cpus-per-task="$cpus")
 options+=(--export=ALL --kill-on-bad-exit=1 --wait=0)
+
+failed() { # STATUS. A preempted job may lose its steps first; Slurm requeues what still runs
+    if squeue -h -j "$SLURM_JOB_ID" -O PreemptTime | grep -qv N/A; then
+        sleep 600
+    fi
+    exit "$1"
+}
 
 # torch would also train on fewer GPUs than Slurm has granted, or on the CPU: to do so, delete this.
 check='
@@ -48,11 +55,11 @@ job_gpus = int(os.environ["JOB_GPUS"])
 if granted < job_gpus:
     print(f"the job has {job_gpus} GPUs on its first node, and trains on {granted}: edit --gres")
 '
-timeout -k 60 900 srun "${options[@]}" python -c "$check" || exit
+timeout -k 60 900 srun "${options[@]}" python -c "$check" || failed $?
 
 # Each node has its own number. They join on the first.
 # shellcheck disable=SC2016
 start='python train_ddp_multigpu_proc.py --node-rank "$SLURM_NODEID" "$@"'
 srun "${options[@]}" bash -c "$start" bash --nnodes "$nodes" \
     --init-method "tcp://$(hostname):$port" \
-    --workers "$cpus" --resume --output "runs/$SLURM_JOB_ID" "$@"
+    --workers "$cpus" --resume --output "runs/$SLURM_JOB_ID" "$@" || failed $?

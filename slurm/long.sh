@@ -2,16 +2,16 @@
 # Trains beyond Slurm's time limit, on one node or several: sbatch slurm/long.sh FOLDER [flags]
 # The same command again continues in FOLDER. In an array, FOLDER needs a %a: the task's number.
 #
-# Each start of the job is called a life. In each, your script gets --resume --output FOLDER. It must
+# Each start of the job is called a life. In each, your script gets --resume --output FOLDER and must
 # - continue from its newest checkpoint in FOLDER, or begin if there is none yet;
 # - save one several times in each life: to another name, then os.replace, as Slurm may kill it
 #   at any moment;
 # - end with status 0 when it is finished, also if it is started again after that.
 #
-# Before the time limit, if it is preempted, or if the script fails, the job requeues itself. It ends
-# - when the script is finished, or after `lives` lives;
-# - after three failures in a row, or one time limit, without a new checkpoint;
-# - if the script fails within a minute and there is no checkpoint yet: wrong flags, for example.
+# Before the time limit, after a preemption or a failure, the job requeues itself. It ends
+# - when the script is finished, or after so many lives;
+# - after three failures in a row, or a time limit, without a new checkpoint;
+# - if the script fails within a minute, and there is no checkpoint yet (wrong flags, for example).
 # The log says why: mend the cause, and submit the same command. Edit the lines EDIT.
 ##SBATCH --account=NAME --partition=gpu # EDIT: delete one # if you need them; or --qos
 #SBATCH --nodes=1 --ntasks-per-node=1   # EDIT: nodes. Each has a torchrun, with a process per GPU
@@ -32,7 +32,7 @@ source .venv/bin/activate || exit # EDIT: or, for conda, the next four lines
 # conda deactivate # what was active at the login: otherwise, activate may not change PATH
 # conda activate NAME || exit
 script=(complete/train.py)          # EDIT: or yours: (mine.py --seed "$SLURM_ARRAY_TASK_ID")
-flags=(--resume --output "$folder") # EDIT: how yours resumes; Transformers: (--output_dir "$folder")
+flags=(--resume --output "$folder") # EDIT: by which yours resumes: (--output_dir "$folder")
 checkpoint=checkpoint.pt            # EDIT: what it saves as it advances, in FOLDER: latest.json, or
                                     # "epoch_*.pt"; of a folder, the file that is written last:
                                     # "*/.metadata", "checkpoint-*/trainer_state.json"
@@ -96,8 +96,8 @@ shift # the other words are the script's flags
 
 # ---- The folder ----
 
-# First the job that has it, then a line for each failure in a row without a new checkpoint. Its time
-# is the beginning of this life, by the disk's clock.
+# This file has the job that has the folder, then a line for each failure in a row without a new
+# checkpoint. It is as old as this life, by the disk's clock.
 job=$folder/job
 me="$id on $SLURM_CLUSTER_NAME"
 

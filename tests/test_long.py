@@ -209,6 +209,12 @@ def test_a_number_that_was_there_before(run, name):
     assert done.status == 2 and "runs/77 is of an older job" in done.log and not done.words
 
 
+def test_all_files_are_on_the_page():
+    page = (SLURM / "README.md").read_text()
+    names = {path.name for path in SLURM.glob("*.sh")}
+    assert names and names == set(re.findall(r"\[(\w+\.sh)\]\(\1\)", page))
+
+
 def test_ports(run):
     """Two jobs on a node do not share one, nor two starts of a job; the two of a pair do."""
     for name in "ddp_spawn", "ddp_multigpu_proc", "ddp_torchrun_nodes", "long":

@@ -324,6 +324,18 @@ def test_simple_files_are_requeued(kind, clone):
 
 
 @on("plain")
+def test_simple_files_are_preempted(kind, clone, monkeypatch):
+    """Also after a grace, in which Slurm ends the processes first."""
+    monkeypatch.setenv("TRAIN", "if life == 0: stand()")
+    jobs = [Job(name, options=["-p", "grace", "--nodes=1"]) for name in ("single", *SEVERAL[:2])]
+    for job in jobs:
+        job.starts(1)
+    command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 -o /dev/null --wrap=true".split())
+    for job in jobs:
+        job.ended(restarts=1)
+
+
+@on("plain")
 def test_submitted_inside_a_job(kind, clone, monkeypatch):
     """sbatch passes on the variables of the job in which it is called: each file has its own GPUs
     all the same, its number of starts, and long.sh requeues itself."""
