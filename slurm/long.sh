@@ -2,7 +2,7 @@
 # Trains beyond Slurm's time limit, on one node or several: sbatch slurm/long.sh FOLDER [flags]
 # The same command again continues in FOLDER. In an array, FOLDER needs a %a: the task's number.
 #
-# Each start of the job is called a life. In each, your script gets --resume --output FOLDER and must
+# Each start of the job is a life. In each, your script gets --resume --output FOLDER, and must
 # - continue from its newest checkpoint in FOLDER, or begin if there is none yet;
 # - save one several times in each life: to another name, then os.replace, as Slurm may kill it
 #   at any moment;
@@ -146,7 +146,7 @@ export SLURM_RESTART_COUNT=$restarts
 on_nodes=(srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --export=ALL)
 on_nodes+=(--kill-on-bad-exit=1 --wait=0)
 cpus=$(fact CPUs/Task)
-if [ "$cpus" -gt 1 ]; then # without --cpus-per-task above, it is 1, and srun gives all
+if [ "${cpus:-1}" -gt 1 ]; then # without --cpus-per-task above, srun gives all
     on_nodes+=(--cpus-per-task="$cpus")
 fi
 on_nodes+=("${container[@]}")

@@ -547,8 +547,9 @@ def test_cpus_and_gpus(run):
     """All CPUs of the job, also where none are asked for. A step has the GPUs of --gres, a whole
     node's job may have more: the log says so."""
     assert "--cpus-per-task=16" in run("long", "runs/mine").calls
-    done = run("long", "runs/mine", CPUS="1", SLURM_CPUS_PER_TASK="2")
-    assert "--cpus-per-task" not in done.calls
+    for cpus in "1", "N/A":
+        done = run("long", "runs/mine", CPUS=cpus, SLURM_CPUS_PER_TASK="2")
+        assert "--cpus-per-task" not in done.calls and "integer" not in done.log
     for name in SEVERAL:
         done = run(name, "runs/mine", SLURM_GPUS_ON_NODE="8")
         assert re.search("job has 8 GPUs .*trains on 4: edit --gres", done.log), done.log
