@@ -13,8 +13,8 @@ if [ "$SLURM_NNODES" != 1 ]; then
     echo "ddp_spawn.sh is for one node: for several, see ddp_torchrun_nodes.sh"
     exit 2
 fi
-if [ "${SLURM_RESTART_COUNT:-0}" -ge 10 ]; then # it is often preempted, or makes nodes fail
-    echo "started again 10 times: look why, by sacct -D -j $SLURM_JOB_ID, then submit it again"
+if [ "${SLURM_RESTART_COUNT:-0}" = 0 ] && [ -e "runs/$SLURM_JOB_ID" ]; then # IDs may be reset
+    echo "runs/$SLURM_JOB_ID is of an older job with this number: submit it again"
     exit 2
 fi
 source .venv/bin/activate || exit # or, for conda, the next four lines
@@ -32,6 +32,7 @@ if gpus < granted:
 '
 timeout -k 60 900 python -c "$check" || exit
 
-# At a port of the job's own: other jobs may be on this node.
-python train_ddp_spawn.py --init-method "tcp://127.0.0.1:$((10000 + SLURM_JOB_ID % 20000))" \
+# A port of the job's own, another after each requeue: one of its processes may be left.
+port=$((10000 + (SLURM_JOB_ID + 997 * ${SLURM_RESTART_COUNT:-0}) % 20000))
+python train_ddp_spawn.py --init-method "tcp://127.0.0.1:$port" \
     --resume --output "runs/$SLURM_JOB_ID" "$@"

@@ -13,8 +13,8 @@ if [ "$SLURM_NNODES" != 1 ]; then
     echo "dp.sh is for one node: for several, see ddp_torchrun_nodes.sh"
     exit 2
 fi
-if [ "${SLURM_RESTART_COUNT:-0}" -ge 10 ]; then # it is often preempted, or makes nodes fail
-    echo "started again 10 times: look why, by sacct -D -j $SLURM_JOB_ID, then submit it again"
+if [ "${SLURM_RESTART_COUNT:-0}" = 0 ] && [ -e "runs/$SLURM_JOB_ID" ]; then # IDs may be reset
+    echo "runs/$SLURM_JOB_ID is of an older job with this number: submit it again"
     exit 2
 fi
 source .venv/bin/activate || exit # or, for conda, the next four lines

@@ -43,8 +43,8 @@ def train(*words):
     start = json.dumps([words, os.getcwd(), dict(os.environ)]) + "\n"
     with open(f"starts-{os.environ['SLURM_JOB_ID']}", "ab", 0) as file:  # in one piece
         file.write(start.encode())
-    flags = " ".join(words).replace("--output=", "--output ")  # of which the last one decides
-    output = Path(flags.split("--output ")[-1].split(" --")[0])
+    flags = [number for number, word in enumerate(words) if word in ("--output", "--output_dir")]
+    output = Path(words[flags[-1] + 1] if flags else ".")  # the last one decides
 
     def save(name="checkpoint.pt", text="x"):
         path = output / name

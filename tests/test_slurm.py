@@ -54,7 +54,7 @@ STARTS = {  # what each file starts, once per node; $R is the node's number
     "node0": f"{SPAWN}{PAIR}0 --output runs/pair",
     "node1": f"{SPAWN}{PAIR}1 --output runs/pair",
     "long": "torchrun --node-rank $R --nnodes {nodes} --nproc-per-node gpu --master-addr {host} "
-    "--master-port {port} complete/train.py FLAGS " + OUTPUT,
+    "--master-port {port} complete/train.py FLAGS --resume --output {folder}",
 }
 SEVERAL = ["ddp_torchrun_nodes", "ddp_multigpu_proc", "long"]  # nodes
 NODES = {name: 2 if name in SEVERAL[:2] else 1 for name in STARTS}
@@ -150,8 +150,6 @@ def clone(kind, tmp_path, monkeypatch):
         "slurm/long.sh",
         "sleep 5\n",
         "sleep 0.5\n",
-        "sleep 10\n",
-        "sleep 1\n",
         "sleep 15\n",
         "sleep 2\n",
         "{1..40}",
@@ -172,8 +170,11 @@ def edit(path, *changes):
 
 
 class Job:
+    """A job file that is submitted with these flags, of which long.sh's first is its folder; or the
+    job of this number."""
+
     def __init__(self, name, *flags, options=(), number=None, **environment):
-        self.name = name
+        self.name, self.folder = name, flags[0] if flags else ""
         words = ["sbatch", "--parsable", *options, f"slurm/{name}.sh", *flags]
         with pytest.MonkeyPatch.context() as patch:
             for variable, value in environment.items():
@@ -217,11 +218,12 @@ def starts(number="*"):
     return [json.loads(line) for line in "".join(files).splitlines()]
 
 
-def check(job, *flags, nodes=1, gres=True, whole=False):
+def check(job, *flags, nodes=1, gres=True, whole=False, restarts=0):
     """It has started what it should, once per node, in this folder, with its environment."""
     all_starts = job.starts()
     names = {env["SLURMD_NODENAME"] for *_, env in all_starts}
-    place = {"job": job.number, "port": 10000 + int(job.number) % 20000, "host": min(names)}
+    place = {"job": job.number, "port": 10000 + (int(job.number) + 997 * restarts) % 20000}
+    place |= {"host": min(names), "folder": job.folder}
     words, _, more = STARTS[job.name].format(**place, nodes=nodes).partition("FLAGS")
     words = [[*words.replace("$R", str(i)).split(), *flags, *more.split()] for i in range(nodes)]
     assert sorted(start[0] for start in all_starts) == words and len(names) == nodes, job.log()
@@ -236,6 +238,14 @@ def check(job, *flags, nodes=1, gres=True, whole=False):
         assert gpus == granted or not gres
 
 
+FOLDERS = (f"runs/folder-{number}" for number in itertools.count())
+
+
+def folder(name):
+    """The words with which a file gets a folder of its own."""
+    return [next(FOLDERS)] if name == "long" else []
+
+
 # ---- What the files start
 
 
@@ -246,8 +256,8 @@ def test_each_file_starts_once_per_node(kind, clone, monkeypatch):
     gres = kind != "no gres"
     for name in [] if gres else STARTS:  # "if sinfo -o %G shows none, delete this line"
         edit(f"slurm/{name}.sh", "#SBATCH --gres", "# no gres: ")
-    jobs = [Job(name, "--lr", "a b") for name in STARTS]
-    two = [Job(name, options=["--nodes=2"]) for name in SEVERAL]
+    jobs = [Job(name, *folder(name), "--lr", "a b") for name in STARTS]
+    two = [Job(name, *folder(name), options=["--nodes=2"]) for name in SEVERAL]
     for job in jobs:
         check(job.ended(), "--lr", "a b", nodes=NODES[job.name], gres=gres)
         assert job.starts()[0][2]["PROFILE"] == "read"
@@ -257,10 +267,17 @@ def test_each_file_starts_once_per_node(kind, clone, monkeypatch):
 
 @on("plain")
 def test_whole_nodes_without_the_environment(kind, clone):
-    """The files for one node use all its GPUs."""
-    jobs = [Job(name, options=["--partition=whole", "--export=NONE"]) for name in STARTS]
+    """The files for one node use all its GPUs; the others say that they do not. Without a
+    --cpus-per-task in its header, a step has all CPUs."""
+    options = ["--partition=whole", "--export=NONE"]
+    jobs = [Job(name, *folder(name), options=options) for name in STARTS]
+    edit("slurm/long.sh", "#SBATCH --cpus-per-task=16", "#SBATCH")
+    all_cpus = Job("long", *folder("long"), options=options[:1], SLURM_CPUS_PER_TASK="1")
     for job in jobs:
         check(job.ended(), nodes=NODES[job.name], whole=True)
+        warning = "the job has 40 GPUs on its first node, and trains on 4: edit --gres"
+        assert (warning in job.log()) == (job.name in SEVERAL), job.log()
+    assert all_cpus.ended().starts()[0][2]["SLURM_CPUS_ON_NODE"] == "200"
 
 
 @on("threads")
@@ -268,9 +285,11 @@ def test_a_late_node(kind, clone):
     """It is not ended with the first, whatever slurm.conf says. The step has the memory of --mem,
     where a CPU has little of it."""
     late, two = {"TRAIN": "if rank == 1: time.sleep(3); save()"}, ["--nodes=2"]
-    for job in [Job(name, "--output", f"{name}-runs", options=two, **late) for name in SEVERAL]:
+    jobs = [Job(name, *folder(name), options=two, **late) for name in SEVERAL]
+    for job in jobs:
         assert job.ended().show("MinMemoryNode") == "64G"
-        assert Path(f"{job.name}-runs", "checkpoint.pt").exists()
+        output = job.folder or f"runs/{job.number}"
+        assert Path(output, "checkpoint.pt").exists()
 
 
 @on("no gres")
@@ -286,7 +305,7 @@ def test_simple_files_are_requeued(kind, clone):
     """By Slurm, and continue, in the same log; but neither half of the pair alone. A node that
     fails ends the others."""
     fail = {"TRAIN": "exit(3) if rank else stand()"}
-    failing = [Job(name, options=["--nodes=2"], **fail) for name in SEVERAL]
+    failing = [Job(name, *folder(name), options=["--nodes=2"], **fail) for name in SEVERAL]
     stand = {"TRAIN": "if life == 0: stand()"}
     jobs = [Job(name, **stand) for name in STARTS if name not in ("long", "node0", "node1")]
     half = Job("node0", **stand)
@@ -295,7 +314,7 @@ def test_simple_files_are_requeued(kind, clone):
         subprocess.run(["scontrol", "requeue", job.number], check=job is not half)
     for job in jobs:
         words = [start[0] for start in job.ended(restarts=1).starts()]
-        words = [[re.sub(r"node\d:", "node:", word) for word in start] for start in words]
+        words = [[re.sub(r"node\d|\d{5}", "", word) for word in start] for start in words]
         first, second = words[: NODES[job.name]], words[NODES[job.name] :]
         assert sorted(second) == sorted(first)
         assert "DUE TO JOB REQUEUE" in job.log()
@@ -305,24 +324,46 @@ def test_simple_files_are_requeued(kind, clone):
 
 
 @on("plain")
+def test_simple_files_are_preempted(kind, clone, monkeypatch):
+    """Also after a grace, in which Slurm ends the processes first."""
+    monkeypatch.setenv("TRAIN", "if life == 0: stand()")
+    jobs = [Job(name, options=["-p", "grace", "--nodes=1"]) for name in ("single", *SEVERAL[:2])]
+    for job in jobs:
+        job.starts(1)
+    command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 -o /dev/null --wrap=true".split())
+    for job in jobs:
+        job.ended(restarts=1)
+
+
+@on("plain")
 def test_submitted_inside_a_job(kind, clone, monkeypatch):
     """sbatch passes on the variables of the job in which it is called: each file has its own GPUs
-    all the same, and long.sh requeues itself."""
-    parent = Job("long", options=["--array=7"], TRAIN="stand()")
+    all the same, its number of starts, and long.sh requeues itself."""
+    parent = Job("long", "runs/%a", options=["--array=7"], TRAIN="stand()")
     parent.starts(1)
-    inherited = {"ARRAY_JOB_ID": parent.number, "ARRAY_TASK_ID": "7", "GPUS_PER_NODE": "1"}
-    inherited |= {
+    inherited = {
+        "ARRAY_JOB_ID": parent.number,
+        "ARRAY_TASK_ID": "7",
+        "RESTART_COUNT": "15",
         "GPUS": "1",
+        "GPUS_PER_NODE": "1",
+        "CPUS_PER_TASK": "1",
         "MEM_PER_CPU": "100",
         "LABELIO": "1",
         "CPU_BIND": "quiet,mask_cpu:0x1",
+        "DISTRIBUTION": "arbitrary",
+        "OVERCOMMIT": "1",
+        "TIMELIMIT": "0:01",
+        "WORKING_DIR": "/tmp",
     }
     for name, value in inherited.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    child = Job("long", TRAIN="if life == 0: save(); exit(3)")
-    for job in [Job(name) for name in STARTS]:
-        check(job.ended(), nodes=NODES[job.name])
+    child = Job("long", "runs/child", TRAIN="if life == 0: time.sleep(40); save(); exit(3)")
+    for job in [Job(name, *folder(name)) for name in STARTS]:
+        restarts = 0 if job.name == "long" else 15  # the port
+        check(job.ended(), nodes=NODES[job.name], restarts=restarts)
     child.ended(restarts=1)
+    assert "life 1 of 8, in runs/child" in child.log()
     assert (parent.show("JobState"), parent.show("Restarts")) == ("RUNNING", "0")
 
 
@@ -347,17 +388,19 @@ def warn(number):
 
 @on("plain", "newer")
 def test_long_is_requeued(kind, clone, monkeypatch):
-    """Warned or failed after a new checkpoint; of an array, the task that is warned. Not if that is
-    forbidden, or if it is cancelled; and not by a second job in a folder that is taken."""
-    failing = Job("long", TRAIN="if life == 0: save()\nexit(3)")
-    forbidden = Job("long", options=["--no-requeue"], TRAIN="save(); exit(3)")
+    """Warned, or failed after a new checkpoint; of an array, the task that is warned. Not after
+    three failures in a row, if that is forbidden, or if it is cancelled; nor by a second job in a
+    folder that is taken. The same command continues."""
+    failing = Job("long", "runs/failing", TRAIN="if life == 0: save()\nexit(3)")
+    forbidden = Job("long", "runs/x", options=["--no-requeue"], TRAIN="save(); exit(3)")
     monkeypatch.setenv("TRAIN", "if life == 0: save(); stand()")
-    job, cancelled = Job("long", "--lr", "a b"), Job("long")
-    array = Job("long", options=["--array=1-3"])
+    job, cancelled = Job("long", "runs/a b", "--lr", "a b"), Job("long", "runs/c")
+    array = Job("long", "runs/array/%a", options=["--array=1-3"])
+    alike = Job("long", "runs/array", options=["--array=1"])
     for one in job, cancelled:
         one.starts(1)
-    second = Job("long", "--output", f"runs/{cancelled.number}").ended("FAILED")
-    assert f"is job {cancelled.number}'s" in second.log() and not second.starts()
+    second = Job("long", "runs/c").ended("FAILED")
+    assert f"is job {cancelled.number} on test's" in second.log() and not second.starts()
     running = ["squeue", "-h", "-j", array.number, "-t", "RUNNING", "-o", "%A %K"]
     assert wait_until(lambda: command(*running).count("\n") == 2, 60)
     tasks = dict(line.split() for line in command(*running).splitlines())
@@ -368,15 +411,20 @@ def test_long_is_requeued(kind, clone, monkeypatch):
     warn(f"{array.number}_{tasks[array.number]}")
     command("scancel", cancelled.number)
     first, again = job.ended(restarts=1).starts()
-    assert first[0] == again[0] and "at most 5 lives x 4:00:00 x 4 GPUs = 80 GPU" in job.log()
-    assert failing.ended("FAILED", 1).show("ExitCode") == "3:0"
+    words = [[word for word in start[0] if not word.isdigit()] for start in (first, again)]
+    assert words[0] == words[1] and first[0] != again[0]  # another port
+    assert failing.ended("FAILED", 3).show("ExitCode") == "3:0"
+    assert "three lives in a row without a new checkpoint.pt" in failing.log()
     assert "Slurm may not requeue" in forbidden.ended("FAILED").log() and not forbidden.starts()
+    assert "FOLDER/%a" in alike.ended("FAILED").log() and not alike.starts()
     assert len(cancelled.ended("CANCELLED").starts()) == 1
-    third = Job("long", "--output", f"runs/{cancelled.number}", TRAIN="").ended()
-    assert Path(f"runs/{cancelled.number}/job").read_text() == f"{third.number}\n"
+    third = Job("long", "runs/c", TRAIN="").ended()
+    assert Path("runs/c/job").read_text() == f"{third.number} on test\n"
     assert wait_until(lambda: len(starts(array.number)) == 2, 60, 0.2)
     text = command("scontrol", "show", "job", array.number)
     assert sorted(re.findall(r"Restarts=(\d)", text)) == ["0", "0", "1"]
+    owners = [Path(f"runs/array/{task}/job").read_text().split()[0] for task in (1, 2, 3)]
+    assert f"{array.number}_{tasks[array.number]}" in owners and len({*owners}) == 3
 
 
 @on("plain", "newer")
@@ -387,14 +435,14 @@ def test_long_is_preempted(kind, clone, monkeypatch):
     if kind == "newer":
         assert command("sbatch", "--version").split()[1] >= "24.05"
     monkeypatch.setenv("TRAIN", "if life < 2: stand()")
-    edit("slurm/long.sh", "lives=5", "lives=2")
+    edit("slurm/long.sh", "lives=8 ", "lives=3 ")  # each start counts
     [line] = re.findall("^(for i in .*singleton.*)$", PAGES, re.M)
     chain = command("bash", "-c", replaced(line, "sbatch", "sbatch -p cancel", "FLAGS", "--lr 1"))
     chain = [Job("", number=number) for number in re.findall(r"job (\d+)", chain)]
     names = ["requeue", "grace", "cancel_grace"]
-    jobs = [Job("long", options=["-p", name]) for name in names]
+    jobs = [Job("long", *folder("long"), options=["-p", name]) for name in names]
     edit("slurm/long.sh", "#SBATCH --signal", "# no --signal")  # no preempt_send_user_signal
-    jobs += [Job("long", options=["-p", name]) for name in names[1:]]
+    jobs += [Job("long", *folder("long"), options=["-p", name]) for name in names[1:]]
     for life in 1, 2:
         assert wait_until(lambda: len(starts()) == 6 * life, LIMIT, 0.2), command("squeue")
         command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 -o /dev/null --wrap=true".split())
@@ -406,21 +454,23 @@ def test_long_is_preempted(kind, clone, monkeypatch):
         later = [("COMPLETED", 3), ("PREEMPTED", 2)] if kind == "newer" else []
         assert (state, restarts) in [("COMPLETED", 2), *later], job.log()
         first, *others = job.starts()
-        assert len(others) == restarts and all(start[0] == first[0] for start in others)
+        assert len(others) == restarts and all(start[0][-4:] == first[0][-4:] for start in others)
     assert [job.show("JobState") for job in chain[:2]] == ["PREEMPTED"] * 2
     assert chain[2].show("JobState") == "RUNNING"
-    assert Path("runs/mine/job").read_text() == f"{chain[2].number}\n"
+    assert Path("runs/mine/job").read_text() == f"{chain[2].number} on test\n"
 
 
-FULL = """ # a page for the checkpoint, and one for the file `job`, which is full
-import os
-number = os.environ["SLURM_JOB_ID"]
-os.system(f"mount -t tmpfs -o size=8k none runs/{number}")
-with open(f"runs/{number}/job", "w") as file:
-    file.write(f"{number}\\n".ljust(4096, "x"))
-save()
-exit(3)
-"""
+@on("plain")
+def test_preempted_in_the_check(kind, clone):
+    """Importing torch from a slow disk takes a minute. No node is blamed, and it is no failure."""
+    stand = {"TORCH": "if life == 0: time.sleep(999)"}
+    job = Job("long", "runs/x", options=["-p", "grace"], **stand)
+    job.wait_for("long.sh: no checkpoint.pt")
+    steps = ["squeue", "-h", "--steps", "-j", job.number, "-o", "%i"]
+    assert wait_until(lambda: f"{job.number}.0" in command(*steps), 60)
+    command(*"sbatch -p urgent --nodes=2 --gres=gpu:40 -o /dev/null --wrap=true".split())
+    assert len(job.ended(restarts=1).starts()) == 1
+    assert "failed" not in job.log() and Path("runs/x/job").read_text().count("\n") == 1
 
 
 def end_soon(job, seconds):
@@ -432,45 +482,40 @@ def end_soon(job, seconds):
 
 
 @on("plain", "newer")
-def test_lives(kind, clone):
-    """A script that saves and fails has so many. Past a time limit, the job continues. With a full
-    disk, it ends."""
-    edit("slurm/long.sh", "lives=5", "lives=3")
-    fails, full = Job("long", TRAIN="save(); exit(3)"), Job("long", TRAIN=FULL)
+def test_a_time_limit(kind, clone):
+    """Past it, the job continues."""
     options = ["--signal=B:USR1@60", "--nodes=2"]
-    job = Job("long", "--lr", "a b", options=options, TRAIN="if life == 0: save(); stand()")
+    train = {"TRAIN": "if life == 0: save(); stand()"}
+    job = Job("long", "runs/x", "--lr", "a b", options=options, **train)
     job.starts(2)
     end_soon(job, 60)
-    assert len(fails.ended("FAILED", restarts=2).starts()) == 3
-    assert "ends with status 3: this was the last of 3 lives" in fails.log()
-    assert "/job cannot be written" in full.ended("FAILED").log()
     words = [start[0] for start in job.ended(restarts=1).starts(4)]
+    words = [[word for word in start if not re.fullmatch(r"\d{5}", word)] for start in words]
     assert sorted(words[:2]) == sorted(words[2:]) and "DUE TO JOB REQUEUE" in job.log()
 
 
 @on("plain", "threads", "newer")
 def test_a_bad_node(kind, clone):
-    """One where torch cannot use the GPUs is named, and nothing is trained; without it, a new job
-    continues by the command in the log."""
+    """One where torch cannot use the GPUs is named, and nothing is trained; by the page's option
+    the same command leaves it out."""
     bad = {"TORCH": "if node == 'node0': gpus = 0"}
-    job = Job("long", options=["--nodes=2"], **bad).ended("FAILED")
+    job = Job("long", "runs/x", options=["--nodes=2"], **bad).ended("FAILED")
     assert "node0: torch can use only 0 of 4 GPUs" in job.log() and not job.starts()
-    [line] = re.findall(r"if on one: (sbatch .*)", job.log())
-    words = line.replace("NODE", "node0").replace(" FLAGS", "").replace("sbatch ", "sbatch -p all ")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH", bad["TORCH"])
-        number = command(*words.split()).split()[-1]
-    assert Job("long", number=number).ended().starts()[0][2]["SLURMD_NODENAME"] == "node1"
+    [option] = re.findall(r"`(--exclude=NODE)` after `sbatch`", PAGES)
+    options = ["-p", "all", option.replace("NODE", "node0")]
+    job = Job("long", "runs/x", options=options, **bad).ended()
+    assert job.starts()[0][2]["SLURMD_NODENAME"] == "node1"
 
 
 @on("plain", "newer")
 def test_a_dead_node(kind, clone):
-    """Slurm starts the job again, on nodes that work; that is not counted."""
-    job = Job("long", options=["-p", "all", "--nodes=2"], TRAIN="if life == 0: stand()")
+    """Slurm starts the job again, on nodes that work."""
+    train = {"TRAIN": "if life == 0: stand()"}
+    job = Job("long", "runs/x", options=["-p", "all", "--nodes=2"], **train)
     lost = job.starts(2)[1][2]["SLURMD_NODENAME"]
     command("scontrol", "update", f"node={lost}", "state=down", "reason=test")  # it comes back
     assert len(job.ended(restarts=1).starts()) == 4
-    assert job.log().count("long.sh: life 1 of 5") == 2
+    assert "long.sh: life 2 of 8" in job.log()
 
 
 @on("plain", "newer")
@@ -482,8 +527,8 @@ def test_slurmctld_is_away(kind, clone, monkeypatch):
     bad = own.read_text()
     with Path(".venv/bin/activate").open("a") as file:
         file.write(f"export SLURM_CONF='{own}'\n")
-    job = Job("long", TRAIN="if life == 0: save(); stand()")
-    job.wait_for("srun: error")
+    job = Job("long", "runs/x", TRAIN="if life == 0: save(); stand()")
+    job.wait_for("slurm_load_jobs error")
     own.write_text(good)
     job.starts(1)
     own.write_text(bad)
@@ -493,7 +538,6 @@ def test_slurmctld_is_away(kind, clone, monkeypatch):
     assert wait_until(lambda: job.log().count("\n") > count + 9, 60)  # it asks
     own.write_text(good)
     job.ended(restarts=1)
-    assert Path(f"runs/{job.number}/job").read_text().count("life 0 is requeued") == 1
 
 
 # ---- Commands of the pages
@@ -509,7 +553,7 @@ def test_commands_of_the_pages(kind, clone):
     lines = [line for line in lines if re.match("(for .* )?sbatch", line)]
     lines += re.findall(r"`((?:sbatch|sinfo|squeue) [^`]+)`", PAGES)
     assert len(lines) > 10
-    first, jobs = Job("long").ended(), []
+    first, jobs = Job("long", "runs/first").ended(), []
     for line in lines:
         for old, new in {**INSTEAD, "12345": first.number}.items():
             line = re.sub(old, new, line)
@@ -522,13 +566,15 @@ def test_commands_of_the_pages(kind, clone):
 
 @on("plain")
 def test_repairs_of_the_page(kind, clone):
-    """A job with a mistake is requeued, and one that is held goes on."""
-    job = Job("long", TRAIN="if life < 2: stand()")
-    job.starts(1)
+    """A job that hangs is requeued, without a bad node, and one that is held goes on."""
+    job = Job("long", "runs/x", options=["-p", "all"], TRAIN="if life < 2: stand()")
+    bad = job.starts(1)[0][2]["SLURMD_NODENAME"]
     [release] = re.findall("`(scontrol release 12345)`", PAGES)
-    [requeue] = re.findall("`(scontrol requeue 67890)`", PAGES)
-    command(*requeue.replace("67890", job.number).split())
-    job.starts(2)
+    [requeue] = re.findall("`(scontrol requeue 12345)`", PAGES)
+    [exclude] = re.findall("`(scontrol update jobid=12345 excnodelist=NODE)`", PAGES)
+    for words in requeue, exclude:
+        command(*words.replace("12345", job.number).replace("NODE", bad).split())
+    assert job.starts(2)[1][2]["SLURMD_NODENAME"] != bad
     command("scontrol", "requeuehold", job.number)
     assert wait_until(lambda: job.show("Reason") == "job_requeued_in_held_state", 60)
     command(*release.replace("12345", job.number).split())
@@ -537,18 +583,23 @@ def test_repairs_of_the_page(kind, clone):
 
 @on("plain")
 def test_a_header_for_a_cluster(kind, clone, monkeypatch):
-    """The page's commands change all files; their results are on scratch."""
-    [code] = re.findall(r"^```sh\n(account=(?:.*\n)*?)```$", PAGES, re.M)
-    code = replaced(code, "partition=gpu type", "partition=all type", "a100", "h1")
-    command("bash", "-c", replaced(code, "scratch=/scratch", f"scratch={clone.parent}"))
-    text = Path("slurm/single.sh").read_text()
-    assert "\n#SBATCH --account=ml101 --partition=all # EDIT" in text and "gres=gpu:h1:1 " in text
-    for path in Path("slurm").glob("*.sh"):  # these GPUs have no type
-        edit(path, "gres=gpu:h1:", "gres=gpu:") if path.stem != "where" else None
+    """The page's variables override the files' lines, and its link brings results to scratch."""
+    [variables] = re.findall("^export (SBATCH_.*)$", PAGES, re.M)
+    for name, value in re.findall(r"(\w+)=(\w+)", variables.replace("=gpu", "=all")):
+        monkeypatch.setenv(name, value)
+    for path in Path("slurm").glob("*.sh"):
+        edit(path, "##SBATCH --acc", "#SBATCH --acc") if path.stem != "where" else None
+    [link] = re.findall("^mkdir -p /scratch.*$", PAGES, re.M)
     monkeypatch.setenv("USER", "me")
-    jobs = [Job(name).ended() for name in ("single", "long")]
+    command("bash", "-c", link.replace("/scratch", shlex.quote(f"{clone.parent}/scratch")))
+    train = {"TRAIN": "save(); exit(life == 0)"}
+    jobs = [
+        Job("single", **train).ended("FAILED"),
+        Job("long", "runs/x", **train).ended(restarts=1),
+    ]
     for job in jobs:
-        assert f"{clone.parent}/me/runs/{job.number}" in job.starts()[0][0]
+        output = job.folder or f"runs/{job.number}"
+        assert Path(clone.parent, "scratch/me", output, "checkpoint.pt").exists()
         assert job.show("Partition") == "all" and job.show("Account") == "ml101"
 
 
@@ -607,8 +658,22 @@ def test_small_scripts_train_on_two_nodes(kind, real, data):
 
 
 STANDS = """\
-            if step == 3 and "SLURM_RESTART_COUNT" not in os.environ:
+            if step == 3 and os.environ["SLURM_RESTART_COUNT"] == "0":
                 time.sleep(9999)
+"""
+
+
+AT_A_WARNING = """\
+import os, signal, sys, time
+checkpoint = os.path.join(sys.argv[-1], "checkpoint.pt")
+if os.path.exists(checkpoint):
+    sys.exit(print("continues"))
+def save(*_):
+    open(checkpoint, "w").write("x")
+    sys.exit(1)
+signal.signal(signal.SIGTERM, save)
+print("waits for SIGTERM")
+time.sleep(9999)
 """
 
 
@@ -616,11 +681,13 @@ STANDS = """\
 def test_real_scripts_beyond_a_time_limit(kind, real):
     """Each is warned at once, and requeued when it has a checkpoint. A copy of complete/ is warned
     by Slurm while it stands still on two nodes, where where.sh shows its ranks, and not torchrun.
-    They end with the weights of undisturbed runs."""
+    They end with the weights of undisturbed runs. A script that saves only when it is warned gets
+    the warning."""
     shutil.copytree("complete", "mine")
+    Path("mine/train.py").rename("mine/on_two_nodes.py")
     backward = "            scaler.scale("
-    edit("mine/train.py", "import argparse\n", "import argparse, os, time\n")
-    edit("mine/train.py", backward, STANDS + backward)
+    edit("mine/on_two_nodes.py", "import argparse\n", "import argparse, os, time\n")
+    edit("mine/on_two_nodes.py", backward, STANDS + backward)
     edit("own_loop/after.py", "Discs(2_000", "Discs(500", "Discs(400", "Discs(16")
     Path("text.txt").write_text("".join(f"word {i} " for i in range(20_000)))
     prepare = ["text.txt", "--output", "tokens", "--tokenizer", "bytes", "--workers", 1]
@@ -634,12 +701,16 @@ def test_real_scripts_beyond_a_time_limit(kind, real):
     edit("slurm/long.sh", "processes=gpu", "processes=1")
     good = Path("slurm/long.sh").read_text()
 
-    def submit(script, checkpoint, *flags, options=()):
+    def submit(script, checkpoint, *flags, options=(), pass_on="no"):
         changes = "complete/train.py)", f"{script})", "=checkpoint.pt", f"={checkpoint}"
+        changes += "pass_on=no", f"pass_on={pass_on}"
         Path("slurm/long.sh").write_text(replaced(good, *changes))
-        return Job("long", *flags, options=options)
+        return Job("long", f"runs/{Path(script).stem}", *flags, options=options)
 
-    copy = submit("mine/train.py", "checkpoint.pt", *images, "--epochs", 1, options=["--nodes=2"])
+    Path("at_a_warning.py").write_text(AT_A_WARNING)
+    copy = submit(
+        "mine/on_two_nodes.py", "checkpoint.pt", *images, "--epochs", 1, options=["--nodes=2"]
+    )
     torchrun = submit("train_ddp_torchrun.py", "checkpoint.pt", *small)
     jobs = [
         torchrun,
@@ -647,6 +718,9 @@ def test_real_scripts_beyond_a_time_limit(kind, real):
         submit("large/train_lm.py", "latest.json", *tokens),
         submit("own_loop/after.py", "last.pt", "--epochs", 2, "--workers", 0),
     ]
+    saves = submit("at_a_warning.py", "checkpoint.pt", pass_on="yes")
+    saves.wait_for("waits for SIGTERM")
+    warn(saves.number)
     for job in jobs:
         job.wait_for("long.sh: life 1")
         warn(job.number)
@@ -661,10 +735,11 @@ def test_real_scripts_beyond_a_time_limit(kind, real):
         assert re.search(continued, log.partition("DUE TO JOB REQUEUE")[2], re.M), log
     assert torchrun.log().count("epoch 0:") == torchrun.log().count("epoch 1:") == 1
     assert re.search("0 epochs and [12] steps are done", copy.ended(restarts=1).log()), copy.log()
+    assert "continues" in saves.ended(restarts=1).log()
     helpers.run("complete/train.py", *images, "--epochs", 1, "--output", "runs/quiet", processes=2)
     helpers.run("train_ddp_torchrun.py", *small, "--output", "runs/small", processes=1)
-    for number, undisturbed in (copy.number, "quiet"), (torchrun.number, "small"):
-        torch.testing.assert_close(weights(number), weights(undisturbed), rtol=0, atol=0)
+    for name, undisturbed in ("on_two_nodes", "quiet"), ("train_ddp_torchrun", "small"):
+        torch.testing.assert_close(weights(name), weights(undisturbed), rtol=0, atol=0)
 
 
 def weights(name):
