@@ -180,6 +180,7 @@ def install(cards):
     torch.emu.manual_seed_all = lambda seed: [tell(f"seeds card {i} with {seed}") for i in seen]
     torch.emu._is_in_bad_fork = lambda: False  # torch.manual_seed asks
     torch.emu.device_count = lambda: cards
+    torch.emu.get_device_name = lambda *_: "emulated"
     torch.emu.is_available = lambda: True
     torch.emu.set_device = lambda device: chosen.set(device.index)
     torch.accelerator.set_device_index = chosen.set

@@ -1,6 +1,7 @@
 """The small scripts share what they can to the letter, and so do before.py and after.py:
-functions and flags of one name have one text. `main` may differ, and so may the
-score of a sharded model. Scripts with DDP train in the same lines, wherever these stand.
+functions and flags of one name have one text, and all have those of the first. `main` may differ,
+and so may the score of a sharded model. Scripts with DDP train in the same lines, wherever these
+stand.
 
 python tests/same_text.py                          # says where they differ; status 1 if anywhere
 python tests/same_text.py --fix train_single.py    # copies that script's text into its siblings
@@ -24,6 +25,7 @@ GROUPS = [[script_path(name) for name in SMALL], OWN]
 FREE = {"main"}
 SHARDED = {"count_correct"}  # of train_fsdp2.py alone
 PER_GPU = {"--batch-size", "--workers"}  # of own_loop/after.py: their help differs
+NO_AMP = {"train_dp.py", "train_ddp_multigpu_proc.py"}  # their heads say why
 
 
 def definitions(path):
@@ -49,7 +51,7 @@ def folder(path):
 def compare(paths, source=None):
     """The differences, each as "name: script". With a `source`, its text is copied to the others;
     without, the first script that has a name is the one to compare with."""
-    shared, differ = {}, []
+    shared, differ, first = {}, [], definitions(paths[0])
     for path in paths if source is None else [source, *paths]:
         text, free = path.read_text(), FREE | (SHARDED if "fsdp2" in path.name else set())
         free |= PER_GPU if path.name == "after.py" else set()
@@ -61,7 +63,24 @@ def compare(paths, source=None):
                 text = text.replace(own, wanted)
         if source is not None:
             path.write_text(text)
+        differ += missing(path, first, fix=source is not None)
     return differ
+
+
+def missing(path, wanted, fix):
+    """What a script lacks, each as "name: not in script". `fix` inserts it behind the one that
+    stands before it in `wanted`; what `main` does with it is written by hand."""
+    lacks, before = [], None
+    for name, text in wanted.items():
+        own, is_flag = definitions(path), name.startswith("--")
+        if name not in own and not (name == "--amp" and path.name in NO_AMP):
+            lacks.append(f"{name}: not in {path.name}")
+            if fix and before and before.startswith("--") == is_flag:
+                both = own[before] + ("\n" if is_flag else "\n\n\n") + text
+                path.write_text(path.read_text().replace(own[before], both))
+        if name in definitions(path):
+            before = name
+    return lacks
 
 
 def shared_loops(paths=GROUPS[0]):
@@ -70,10 +89,10 @@ def shared_loops(paths=GROUPS[0]):
     texts = {}
     for path in paths[2:5]:
         text = path.read_text()
-        text = text[text.index("    flags = [args]") :]
+        text = text[text.index("    shared = [args") :]
         lines = text[: text.index("    dist.destroy_process_group()")].splitlines()
         own = "autocast", "parallel", "cross_entropy", "DistributedDataParallel(", "bfloat16"
-        own += ("count_correct",)
+        own += "count_correct", "device_ids"
         texts[path.name] = [line for line in lines if not any(word in line for word in own)]
     wanted = next(iter(texts.values()))
     return [name for name, lines in texts.items() if lines != wanted]
