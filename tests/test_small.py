@@ -4,6 +4,7 @@ what users type."""
 import re
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 import helpers
@@ -575,6 +576,26 @@ def test_what_users_type():
     words = [*helpers.TORCHRUN[:-1], "torch.distributed.launch", *place, *flags]
     words += ["--epochs", 2]
     assert list(epochs(done([helpers.Cold(words, "launch.log")]))) == [1]
+
+
+START_METHOD = """
+import multiprocessing
+silent_model = build_model
+def build_model(*words):
+    print("loader workers start by", multiprocessing.get_start_method(), flush=True)
+    return silent_model(*words)
+"""
+
+
+@pytest.mark.slow
+def test_loader_workers_of_spawn():
+    """They start as torchrun's ranks start theirs: by mp.spawn's way, each would import torch."""
+    path = altered("ddp_spawn", more=FEW + START_METHOD)
+    flags = ["--epochs", 1, "--nproc-per-node", 2, "--init-method", tcp()]
+    text = done([helpers.Cold([sys.executable, path, *FLAGS, "out", *flags], "spawn.log")])
+    method = "import multiprocessing as mp; print(mp.get_start_method())"
+    usual = helpers.command(sys.executable, "-c", method)
+    assert text.count(f"loader workers start by {usual}\n") == 2, text
 
 
 # ---- GPUs ---------------------------------------------------------------------------------------
