@@ -54,6 +54,7 @@ from runs import (
 
 CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 NO_WORKERS = [] if GPUS else ["--workers", 0]  # they would take the CPUs from the training
+TWO_WORKERS = ["--workers", 2]
 ONE_THREAD = [] if GPUS else ["OMP_NUM_THREADS=1"]
 JOINS_BY_PORT = {"train_ddp_spawn.py", "train_ddp_multigpu_proc.py", "benchmarks/start_by.py"}
 # By how much a loss, relatively, and an accuracy may differ. Batch norm amplifies rounding.
@@ -427,7 +428,7 @@ def common_flags(args):
     of_machines = 2 * most if args.hosts else max(1, most // 2) * 2
     multiple = math.lcm(2, most, of_machines)
     batch = math.ceil(64 / multiple) * multiple
-    return [*([] if batch == 64 else ["--batch-size", batch]), *NO_WORKERS, "--epochs", 2]
+    return [*([] if batch == 64 else ["--batch-size", batch]), "--epochs", 2, *NO_WORKERS]
 
 
 def on_this_machine(args, flags):
@@ -443,6 +444,12 @@ def on_this_machine(args, flags):
     if most > 1:
         jobs.append(by_spawn(most, flags))
         jobs += [by_torchrun(n, flags) for n in counts]
+        if NO_WORKERS:  # with them, too: how they start depends on how their rank was started
+            loaders = [*flags[: -len(NO_WORKERS)], *TWO_WORKERS]
+            with_workers = [by_spawn(most, loaders), by_torchrun(most, loaders)]
+            for job in with_workers:
+                job.name += ", 2 workers each"
+            jobs += with_workers
     else:
         left_out.append("DDP")
     if GPUS > 1:

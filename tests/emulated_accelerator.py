@@ -13,6 +13,7 @@ import os
 import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -180,6 +181,8 @@ def install(cards):
     torch.emu.manual_seed_all = lambda seed: [tell(f"seeds card {i} with {seed}") for i in seen]
     torch.emu._is_in_bad_fork = lambda: False  # torch.manual_seed asks
     torch.emu.device_count = lambda: cards
+    torch.emu.get_device_name = lambda *_: "emulated"
+    torch.emu.nccl = SimpleNamespace(version=lambda: "emulated")
     torch.emu.is_available = lambda: True
     torch.emu.set_device = lambda device: chosen.set(device.index)
     torch.accelerator.set_device_index = chosen.set

@@ -1,6 +1,7 @@
 """The small scripts share what they can to the letter, and so do before.py and after.py:
-functions and flags of one name have one text. `main` may differ, and so may the
-score of a sharded model. Scripts with DDP train in the same lines, wherever these stand.
+functions and flags of one name have one text, and all scripts have them, but for those in `ONLY`.
+`main` may differ, and so may the score of a sharded model. Scripts with DDP train in the same
+lines, wherever these stand.
 
 python tests/same_text.py                          # says where they differ; status 1 if anywhere
 python tests/same_text.py --fix train_single.py    # copies that script's text into its siblings
@@ -24,6 +25,14 @@ GROUPS = [[script_path(name) for name in SMALL], OWN]
 FREE = {"main"}
 SHARDED = {"count_correct"}  # of train_fsdp2.py alone
 PER_GPU = {"--batch-size", "--workers"}  # of own_loop/after.py: their help differs
+START = {"train_ddp_spawn.py", "train_ddp_multigpu_proc.py"}
+ONLY = {  # in these scripts
+    "--amp": {"train_single.py", "train_ddp_torchrun.py", "train_ddp_spawn.py", "train_fsdp2.py"},
+    "--local-rank": {"train_ddp_torchrun.py", "train_fsdp2.py"},
+    "--nproc-per-node": {"train_ddp_spawn.py"},
+    "train": {"train_ddp_spawn.py"},
+    **dict.fromkeys(["--nnodes", "--node-rank", "--init-method", "--timeout"], START),
+}
 
 
 def definitions(path):
@@ -61,19 +70,40 @@ def compare(paths, source=None):
                 text = text.replace(own, wanted)
         if source is not None:
             path.write_text(text)
+    for path in paths:
+        for name in shared:
+            if name not in definitions(path) and path.name in ONLY.get(name, {path.name}):
+                differ.append(f"{name}: not in {path.name}")
+                if source is not None:
+                    insert(name, source, path)
     return differ
 
 
+def insert(name, source, path):
+    """Copy a flag or function from `source` into a script, behind the one that is before it there.
+    What `main` does with it is written by hand."""
+    there, own = definitions(source), definitions(path)
+    if name not in there:
+        return
+    is_flag = name.startswith("--")
+    alike = [other for other in there if other.startswith("--") == is_flag]
+    before = [other for other in alike[: alike.index(name)] if other in own]
+    if before:
+        gap = "\n" if is_flag else "\n\n\n"
+        text = own[before[-1]]
+        path.write_text(path.read_text().replace(text, text + gap + there[name]))
+
+
 def shared_loops(paths=GROUPS[0]):
-    """The scripts whose training, from the data on, differs from that of train_ddp_torchrun.py in
-    more than their wrapper, --amp, and what may differ between machines."""
+    """The scripts whose training, from the flags on, differs from that of train_ddp_torchrun.py in
+    more than their wrapper, --amp, and in whose turn it is to load the data."""
     texts = {}
     for path in paths[2:5]:
         text = path.read_text()
-        text = text[text.index("    flags = [args]") :]
+        text = text[text.index("    # All ranks take rank 0's flags") :]
         lines = text[: text.index("    dist.destroy_process_group()")].splitlines()
         own = "autocast", "parallel", "cross_entropy", "DistributedDataParallel(", "bfloat16"
-        own += ("count_correct",)
+        own += "count_correct", "device_ids", "First rank 0", "for my_turn in"
         texts[path.name] = [line for line in lines if not any(word in line for word in own)]
     wanted = next(iter(texts.values()))
     return [name for name, lines in texts.items() if lines != wanted]

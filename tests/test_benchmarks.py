@@ -199,6 +199,9 @@ def test_rows_for_any_number_of_gpus(monkeypatch, gpus):
     assert 64 <= batch < 80
     for job in jobs:
         assert batch % job.processes == 0 and sum(job.split()) == batch and min(job.split()) > 0
+    for script in () if gpus == 1 else ("train_ddp_spawn.py", "train_ddp_torchrun.py"):
+        commands = [job.command() for job in jobs if script in job.command()]
+        assert any("--workers 0" not in command for command in commands)
     widest = max(len(job.split()) for job in jobs)
     assert widest == (gpus or 2)
 

@@ -264,13 +264,32 @@ def test_files(name):
     assert content("out") == saved
 
 
+ELSEWHERE = """
+if os.environ["RANK"] == "1":  # its machine has a disk of its own
+    os.makedirs("elsewhere", exist_ok=True)
+    os.chdir("elsewhere")
+"""
+ANOTHER = """
+narrow = UNet
+
+def UNet():  # meanwhile, another run has made its folder
+    os.makedirs("new", exist_ok=True)
+    return narrow()
+"""
+
+
 def test_refusals():
-    """Nothing is overwritten without --resume; each refusal names its flag or what to do."""
+    """Nothing is overwritten without --resume; each refusal names its flag or what to do. Of two
+    runs that start at once, the second is refused."""
     Path("out").mkdir()
     Path("out", "best.pt").touch()
-    for flags in [], ["--resume"]:
-        for jobs in before("out", *flags), after("out", *flags, processes=1):
-            assert "out has a run: --resume (needs last.pt)" in done(jobs, 2)
+    says = "out exists: add --resume, or change --output\n"
+    for jobs, count in (before("out"), 1), (after("out", more=FEW + ELSEWHERE), 2):
+        assert done(jobs, 1).count(says) == count
+    for begin in before, after:
+        statuses, text = helpers.finish(begin("new", more=FEW + ANOTHER))
+        assert 0 not in statuses and "FileExistsError" in text and not helpers.files("new"), text
+        Path("new").rmdir()
     with pytest.raises(KeyError) as error:
         here(AFTER, RANK=0)
     assert "Start it with torchrun" in str(error.traceback[-2].statement)
@@ -281,18 +300,15 @@ def test_refusals():
 
 @pytest.mark.slow
 def test_machines_that_differ():
-    """All ranks have rank 0's flags, and its answer to whether there is a run to continue; one that
-    cannot read that run ends."""
+    """All ranks have rank 0's flags and checkpoint, also one whose machine has neither."""
     more = FEW + "if os.environ['RANK'] == '1': sys.argv += '--epochs 9 --output mine'.split()\n"
     text = done(after("out", "--epochs", 1, "--resume", more="import sys\n" + more))
     assert [*epochs(text)] == [0] and not Path("mine").exists()
     more += "if os.environ['RANK'] == '1': sys.argv.remove('--resume')\n"
     text = done(after("out", "--epochs", 2, "--resume", more="import sys\n" + more))
     assert [*epochs(text)] == [1]
-    Path("1").mkdir()
-    more = FEW + "if os.environ['RANK'] == '1': os.chdir('1')\n"
-    statuses, text = helpers.finish(after("out", "--epochs", 3, "--resume", more=more))
-    assert 0 not in statuses and "No such file or directory: 'out/last.pt'" in text
+    text = done(after("out", "--epochs", 3, "--resume", more=FEW + ELSEWHERE))
+    assert [*epochs(text)] == [2]
 
 
 EMULATED = """

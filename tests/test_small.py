@@ -4,10 +4,12 @@ what users type."""
 import re
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 import helpers
 import pytest
+import torch
 from helpers import (
     COUNTS,
     SMALL,
@@ -260,10 +262,11 @@ def test_each_test_image_counts_once(data):
 # A process kills itself as it writes for the second time, with half of the file written.
 TORN = """
 plain, written = torch.save, []
-def torn(content, path):
-    plain(content, path)
-    written.append(path)
-    if len(written) == 2:
+def torn(content, path, **options):
+    plain(content, path, **options)
+    if isinstance(path, str):  # else, it is sent to other ranks
+        written.append(path)
+    if written[1:]:
         os.truncate(path, os.path.getsize(path) // 2)
         os.kill(os.getpid(), 9)
 torch.save = torn
@@ -317,11 +320,9 @@ def test_resumed_bit_identical(data, name):
 @pytest.mark.parametrize("name", some_fast(SMALL, *KINDS))
 def test_resumed_with_other_flags_or_classes(data, name):
     """A resumed run has the rate of its checkpoint, and prints it. Other classes are refused, as
-    the labels would be permuted. Hidden folders are no class; val/ is taken before test/."""
+    the labels would be permuted. val/ is taken before test/."""
     shutil.copytree(data / "pictures", "pictures")
     shutil.copytree("pictures/train", "pictures/val")
-    for part in "train", "val":
-        shutil.copytree(f"pictures/{part}/a", f"pictures/{part}/.ipynb_checkpoints")
     flags = ["--dataset", "pictures", "--resume", "--epochs"]
     text = run(name, "out", *flags, 1)
     found = "96 training images, 96 test images, 1 steps per epoch\n3 classes: ['a', 'b', 'c']\n"
@@ -358,18 +359,79 @@ def test_a_loss_that_is_not_finite(name):
 
 
 # ---- What is refused -----------------------------------------------------------------------------
-@pytest.mark.parametrize("name", SMALL)
-def test_a_run_is_kept(monkeypatch, name):
-    """In one line, on rank 0, before anything else."""
-    for key in "RANK", "LOCAL_RANK":
-        monkeypatch.setenv(key, "0")
+HAS_RUN = "out has a checkpoint: add --resume, or change --output\n"
+ELSEWHERE = """
+import sys
+if os.environ.get("RANK") == "1" or "--node-rank 1" in " ".join(sys.argv):
+    os.makedirs("elsewhere", exist_ok=True)  # its machine has a disk of its own
+    os.chdir("elsewhere")
+"""
+
+
+@pytest.mark.parametrize("name", some_fast(SMALL, *KINDS))
+def test_a_run_is_kept(name):
+    """All ranks end in a line, also on another machine, which has no such folder."""
     Path("out").mkdir()
     Path("out/checkpoint.pt").write_text("precious")
-    before = content()
-    with pytest.raises(SystemExit) as end:
-        helpers.here(name, *FLAGS, "out")
-    assert end.value.code == "out has a checkpoint: add --resume, or change --output"
-    assert content() == before
+    text = run(name, "out", more=ELSEWHERE, status=1)
+    assert text.count(HAS_RUN) == COUNTS[name], text
+    assert [path.name for path in Path().glob("**/*.pt*")] == ["checkpoint.pt"]
+    assert Path("out/checkpoint.pt").read_text() == "precious"
+
+
+def test_another_disk_does_not_count():
+    """What is in --output on another machine's disk keeps nobody from training."""
+    Path("elsewhere/out").mkdir(parents=True)
+    Path("elsewhere/out/checkpoint.pt").write_text("of another run")
+    for name in "ddp_torchrun", "ddp_multigpu_proc":
+        assert [*epochs(run(name, "out", "--epochs", 1, more=ELSEWHERE))] == [0]
+        shutil.rmtree("out")
+
+
+AT_ONCE = """
+model_alone = build_model
+def build_model(*words):  # all have found that there is no run
+    Path(f"there-{os.getpid()}").touch()
+    while len([*Path().glob("there-*")]) < ALL:
+        time.sleep(0.01)
+    return model_alone(*words)
+"""
+
+
+@pytest.mark.parametrize("name", some_fast(SMALL, *KINDS))
+def test_two_at_once(name):
+    """Of two runs that start at once with one --output, the second is refused."""
+    more = AT_ONCE.replace("ALL", str(2 * COUNTS[name]))
+    jobs = [begin(name, "out", "--epochs", 1, "--lr", lr, more=more) for lr in (0.03, 0.02)]
+    ends = [finish(each) for each in jobs]
+    (_, kept), (statuses, refused) = sorted(ends, key=lambda end: any(end[0]))
+    assert [*epochs(kept)] == [0] and not epochs(refused), (kept, refused)
+    assert not {0, "still there"} & {*statuses} and "FileExistsError: [Errno 17]" in refused
+    rate = float(re.findall(r"starts with epoch 0, lr (\S+)", kept)[0])
+    saved = helpers.checkpoint("out")["optimizer"]["param_groups"]
+    assert [group["lr"] for group in saved] == [rate]
+
+
+KILLED = """
+def cross_entropy(*words):
+    os.kill(os.getpid(), 9)
+F.cross_entropy = cross_entropy
+"""
+
+
+@pytest.mark.parametrize("name", some_fast(SMALL, *KINDS))
+def test_starts_that_fail(name):
+    """One that fails before training keeps the next from nothing. One that is killed in its first
+    epoch is a run, which --resume starts again."""
+    text = run(name, "out", "--model", "nonsense", status=1)
+    assert "Unknown model nonsense" in text and not Path("out").exists()
+    jobs = begin(name, "out", more=KILLED)
+    assert wait_until(lambda: any(job.status() for job in jobs)), logs(jobs)
+    kill_all(jobs)
+    assert helpers.files("out") == ["checkpoint.pt"]
+    assert run(name, "out", status=1).count(HAS_RUN) == COUNTS[name]
+    text = run(name, "out", "--epochs", 1, "--resume")
+    assert [*epochs(text)] == [0] and "starts with epoch 0, lr 0.03\n" in text
 
 
 @pytest.mark.parametrize("name", some_fast(KINDS, "single"))
@@ -385,13 +447,13 @@ def test_empty_folders(name):
 
 @pytest.mark.parametrize("name", some_fast(SMALL, *KINDS))
 def test_batches_that_do_not_fit(data, name):
-    """One that is larger than the training set ends after the numbers that show it; one that the
-    processes do not divide in a line on all ranks, and nothing is written. So they end if train/
-    and test/ have other classes."""
+    """One that is larger than the training set, or that the processes do not divide, ends in a line
+    on all ranks, and nothing is written. So they end if train/ and test/ have other classes. One
+    that is larger than the test set does not matter."""
     count = COUNTS[name]
-    statuses, text = finish(begin(name, "large", "--batch-size", 660))
-    assert "640 training images, 203 test images, 0 steps per epoch\n" in text, text
-    assert statuses == [1] * len(statuses) and "ZeroDivisionError" in text, text
+    text = run(name, "out", "--batch-size", 660, status=1)
+    assert text.count("--batch-size is larger than the 640 training images\n") == count, text
+    assert [*epochs(run(name, "large", "--batch-size", 640, "--epochs", 1))] == [0]
     if count > 1:
         text = run(name, "out", "--batch-size", 63, status=1)
         assert text.count("--batch-size must be a multiple of the 2 processes\n") == count, text
@@ -401,13 +463,6 @@ def test_batches_that_do_not_fit(data, name):
     statuses, text = finish(jobs)
     says = "classes in only one of train/ and the test folder: ['b', 'd']\n"
     assert says in text and not {0, "still there"} & set(statuses) and not Path("out").exists()
-
-
-ELSEWHERE = """
-if os.environ["RANK"] == "1":  # its machine has a disk of its own
-    os.makedirs("elsewhere", exist_ok=True)
-    os.chdir("elsewhere")
-"""
 
 
 @pytest.mark.parametrize("name", some_fast(BY_TORCHRUN, "ddp_torchrun"))
@@ -430,7 +485,45 @@ def test_ranks_that_differ(data, name):
     for what, text in zip(("classes", "images"), texts, strict=True):
         assert text.count(f"{what} has different images or classes on another machine\n") == 2, text
     assert allowed.count("starts with epoch 0, lr 0.03\n") == 1, allowed
-    assert not list(Path().glob("**/*.pt")) and not list(Path().glob("**/mine"))
+    assert [*Path().glob("**/*.pt")] == [Path("new/checkpoint.pt")]  # on rank 0's disk
+    assert not list(Path().glob("**/mine"))
+
+
+@pytest.mark.parametrize("name", some_fast(["ddp_torchrun", "ddp_multigpu_proc"], "ddp_torchrun"))
+def test_resumed_without_a_shared_disk(name):
+    """Rank 0's checkpoint is every rank's, whether another machine has none or an old one."""
+    run(name, "out", "--epochs", 1)
+    shutil.copytree("out", "whole")
+    run(name, "whole", "--epochs", 3, "--resume")
+    run(name, "out", "--epochs", 2, "--resume", more=ELSEWHERE)
+    assert not Path("elsewhere/out").exists()
+    shutil.copytree("out", "elsewhere/out")
+    torch.save(helpers.checkpoint("out") | {"epoch": 7}, "elsewhere/out/checkpoint.pt")
+    text = run(name, "out", "--epochs", 3, "--resume", more=ELSEWHERE)
+    assert [*epochs(text)] == [2] and same(weights("out"), weights("whole"))
+
+
+DOWNLOADS = """
+plain_load = load_data
+def load_data(args):
+    if not os.path.exists("downloaded"):
+        print("rank", os.environ["RANK"], "downloads", flush=True)
+        time.sleep(0.3)
+        open("downloaded", "x").close()
+    return plain_load(args)
+"""
+
+
+@pytest.mark.parametrize("name", some_fast(BY_TORCHRUN, "ddp_torchrun"))
+def test_who_downloads(name):
+    """Of two machines with two ranks each, the first rank of each, if each has a disk of its own;
+    rank 0 alone, if they share one."""
+    own_disk = ELSEWHERE.replace('"RANK") == "1"', '"RANK") in ("2", "3")')
+    for more, ranks in ("", ["0"]), (own_disk, ["0", "2"]):
+        text = run(name, "out", "--epochs", 0, more=DOWNLOADS + more, processes=4, gpus=2)
+        assert sorted(re.findall(r"rank (\d) downloads", text)) == ranks, text
+        Path("downloaded").unlink()
+        shutil.rmtree("out")
 
 
 @pytest.mark.parametrize("name", some_fast(MACHINES, "ddp_multigpu_proc"))
@@ -487,6 +580,26 @@ def test_what_users_type():
     assert list(epochs(done([helpers.Cold(words, "launch.log")]))) == [1]
 
 
+START_METHOD = """
+import multiprocessing
+silent_model = build_model
+def build_model(*words):
+    print("loader workers start by", multiprocessing.get_start_method(), flush=True)
+    return silent_model(*words)
+"""
+
+
+@pytest.mark.slow
+def test_loader_workers_of_spawn():
+    """They start as torchrun's ranks start theirs: by mp.spawn's way, each would import torch."""
+    path = altered("ddp_spawn", more=FEW + START_METHOD)
+    flags = ["--epochs", 1, "--nproc-per-node", 2, "--init-method", tcp()]
+    text = done([helpers.Cold([sys.executable, path, *FLAGS, "out", *flags], "spawn.log")])
+    method = "import multiprocessing as mp; print(mp.get_start_method())"
+    usual = helpers.command(sys.executable, "-c", method)
+    assert text.count(f"loader workers start by {usual}\n") == 2, text
+
+
 # ---- GPUs ---------------------------------------------------------------------------------------
 # torch has no make-believe device by the name of "cuda": a copy calls it by the emulated one's.
 EMULATED = "torch.cuda.", "torch.emu.", '"cuda"', '"emu"'
@@ -506,6 +619,8 @@ def test_two_cards(monkeypatch, single, name):
     flags = [*FLAGS, "out", "--epochs", 3, "--resume"]
     text = done(helpers.start(path, *flags, processes=COUNTS[name]))
     assert text.count(" of 2 GPUs\n" if "multi" not in name and name != "dp" else ", 2 GPUs\n")
+    by_rank = name in ("ddp_torchrun", "ddp_spawn")
+    assert ("emu:1: emulated, NCCL emulated\n" if by_rank else "GPU 1: emulated\n") in text
     assert list(epochs(text)) == [1, 2], text
     agree(text, single[1])
     reports = [path.read_text() for path in Path("report").iterdir()]
@@ -519,14 +634,23 @@ def test_two_cards(monkeypatch, single, name):
         assert len(steps) == 21 and set(waits) <= {0, 10, 20}, (waits, report)
 
 
+SHARES = """
+silent_model = build_model
+def build_model(*words):
+    model = silent_model(*words)
+    model.register_forward_pre_hook(lambda _, inputs: print(inputs[0].shape, inputs[0].device))
+    return model
+"""
+
+
 def test_dp_splits_a_batch(monkeypatch):
-    """Two lines of train_dp.py, without the #, show that of 64 images each card gets 32."""
+    """Of 64 images each card gets 32, as train_dp.py prints."""
     pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
     monkeypatch.setenv("EMULATED_CARDS", "2")
     monkeypatch.setenv("EMULATED_REPORT", str(Path().resolve()))
-    hook = "# model.register_forward_pre_hook", "model.register_forward_pre_hook"
-    path = altered("dp", *EMULATED, *hook, more=FEW)
+    path = altered("dp", *EMULATED, more=FEW + SHARES)
     text = done(helpers.start(path, *FLAGS, "out", "--batch-size", 64, "--epochs", 1, processes=1))
+    assert "a batch of 64 is split into [32, 32]\n" in text, text
     for card in range(2):  # in ten steps and three of the test; the threads' lines may mix
         assert text.count(f"torch.Size([32, 3, 32, 32]) emu:{card}") > 6, text
 
@@ -553,16 +677,30 @@ def test_cifar10(monkeypatch, capsys):
 # ---- The files -----------------------------------------------------------------------------------
 def test_same_text():
     """Of functions, flags, and the loops of those with DDP. A default or a line that is changed in
-    one script is found, and --fix copies the text of another."""
+    one script is found, and --fix copies the text of another; so it does with a flag or a function
+    that is new in one of them."""
     assert [compare(paths) for paths in GROUPS] == [[], []] and shared_loops() == []
-    names = [set(definitions(path)) for path in GROUPS[0]]
-    assert {"main", "load_data", "--lr"} <= names[0]
-    assert all(names[0] - own <= {"--amp"} for own in names)
+    assert {"main", "load_data", "--lr"} <= definitions(GROUPS[0][0]).keys()
     paths = [Path(shutil.copy(path, Path().resolve())) for path in GROUPS[0]]
     for old, new in {"default=0.01": "default=0.1", "MaxPool2d(4)": "MaxPool2d(2)"}.items():
         paths[1].write_text(paths[1].read_text().replace(old, new))
         assert len(compare(paths)) == 1, (old, new)
         compare(paths, paths[0])
         assert compare(paths) == []
+    for own in 0, 2, 5:  # train_fsdp2.py is in another folder, train_dp.py has no --amp
+        old = '    parser.add_argument("--workers"'
+        flag = f'    parser.add_argument("--new-{own}", type=int, default=3)\n'
+        function = f"def new_{own}():\n    pass\n\n\ndef build_model("
+        text = paths[own].read_text().replace(old, flag + old)
+        paths[own].write_text(text.replace("def build_model(", function))
+        found = compare(paths)
+        for name in f"--new-{own}", f"new_{own}":
+            others = [path.name for path in paths if path != paths[own]]
+            assert [line for line in found if name in line.split(":")] == [
+                f"{name}: not in {other}" for other in others
+            ], found
+        compare(paths, paths[own])
+        assert compare(paths) == []
+        assert all(flag + old in path.read_text() for path in paths)
     paths[3].write_text(paths[3].read_text().replace("optimizer.step()", "optimizer.step(None)"))
     assert shared_loops(paths) == ["train_ddp_spawn.py"]
