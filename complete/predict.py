@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import train  # for build_model and prepare, which may be yours
-from checkpoint import FileError, read_weights
+from files import FileError, read_weights
 from images import (
     FolderError,
     as_composed,

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import checkpoint as saving
+import files as saving
 import pytest
 import start as starting
 import torch
@@ -315,7 +315,7 @@ def test_places(out, denied, fashion):
 
 def test_says_for_whom_it_waits():
     """As with variables of another job that were left in a shell."""
-    impatient = "import start\nstart.PATIENCE = 0.1\n"
+    impatient = "import ranks\nranks.PATIENCE = 0.1\n"
     for rank, says in enumerate(
         ["rank 0 of 3 waits for ranks 1 to 2", "rank 1 of 3 waits for rank 0"]
     ):

@@ -256,7 +256,7 @@ def test_beside_files_of_the_same_names(work):
     """A program that has its own train.py, images.py and predict.py beside it. train.py can also be
     started as a module."""
     Path("complete").symlink_to(ROOT / "complete")
-    for name in "train", "images", "predict", "checkpoint", "loaders", "start":
+    for name in "train", "images", "predict", "files", "loaders", "ranks", "run", "start":
         Path(f"{name}.py").write_text("raise Exception('another one')")
     Path("my_program.py").write_text(PROGRAM)
     assert "complete/predict.py" in helpers.command(sys.executable, "my_program.py")
