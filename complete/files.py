@@ -10,6 +10,7 @@ what identifies the data. An empty checkpoint.pt is of a run that has not saved 
 """
 
 import os
+import pickle
 import zipfile
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,23 +37,33 @@ def atomic_write(path):
         os.replace(f"{path}.tmp", path)
     except OSError as error:  # which does not always say which file it is
         raise OSError(f"cannot write {path}: {error}") from error
-    except RuntimeError as error:  # torch says "unexpected pos"
-        raise OSError(f"cannot write {path}: {error} (is the disk full?)") from error
+    except RuntimeError as error:  # torch says "unexpected pos" after what the disk has said
+        if not isinstance(error.__context__, OSError):
+            raise
+        raise OSError(f"cannot write {path}: {error.__context__}") from error
 
 
 class FileError(Exception):
     """Says in a line what is wrong with a file, and what to do."""
 
 
-def load(path, mmap=True, weights_only=True):
+class UnsafeFileError(FileError):
+    """The file has objects of which the classes are not allowed: loading it could run any code."""
+
+
+def load(path, mmap=True):
     """The content of a .pt file. With `mmap`, tensors are read when they are used."""
+    # Files of old versions of torch are no zip files.
+    is_zip = zipfile.is_zipfile(path)
     try:
-        # Files of old versions of torch are no zip files.
-        mmap = mmap and zipfile.is_zipfile(path)
-        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=weights_only)
+        return torch.load(path, map_location="cpu", mmap=mmap and is_zip, weights_only=True)
     except FileNotFoundError:
         raise FileError(f"{path} is missing") from None
     except Exception as error:  # also of many kinds
+        if is_zip and isinstance(error, pickle.UnpicklingError):
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            remedy = "if you trust it, name them in train.py: torch.serialization.add_safe_globals"
+            raise UnsafeFileError(f"{path} has objects of {', '.join(unsafe)}: {remedy}") from None
         raise FileError(f"{path} is damaged, or of another kind: {error}") from error
 
 
@@ -176,9 +187,11 @@ def find_run(args, may_change):
     try:
         if dist.get_rank() == 0 or dist.get_node_local_rank(1) == 0:  # once per machine
             check_file(path)
-        saved = load(path, weights_only=False)  # `state` may have objects of any kind
+        saved = load(path)
         progress, flags = Progress(**saved["progress"]), saved["flags"]
         start = Start(str(path), None, flags, saved["normalization"], identity_in(saved))
+    except UnsafeFileError:
+        raise
     except FileError as error:
         raise FileError(f"{error}: put a copy back, or {best}") from error
     except (KeyError, TypeError):
@@ -209,7 +222,7 @@ class Files:
     def restore(self, device):
         """Load the checkpoint into `state`."""
         # A GPU copies what it reads. On a CPU, momenta would stay in a file that may be replaced.
-        saved = load(self.path, mmap=device.type != "cpu", weights_only=False)
+        saved = load(self.path, mmap=device.type != "cpu")
         self.check_owner()
         differ = self.state.keys() ^ (saved.keys() - {"progress", *self.about})
         if differ:  # such as a second optimizer
