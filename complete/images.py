@@ -4,6 +4,7 @@ A folder has train/CLASS/ and test/CLASS/ (or val/CLASS/, or both), or only CLAS
 """
 
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -33,6 +34,8 @@ SYSTEM_FOLDERS = {
     "System Volume Information",
     "lost+found",
 }
+# Files of one size to compare by their content, at most: 20,000 are opened in seconds.
+MOST_COMPARED = 20_000
 
 
 class FolderError(Exception):
@@ -56,16 +59,19 @@ def load_folder(folder, side, final=False):
     the training set may be missing: None. Raises FolderError."""
     if not folder.is_dir():
         raise FolderError(f"--dataset {folder} is neither a known name nor a folder")
+    is_rank_0 = os.environ.get("RANK", "0") == "0"  # which alone prints
     if any((folder / f"{part}.bin").exists() for part in PARTS):
         sets, notes = load_packed(folder, side)
     else:
         classes, parts, notes = find_images(folder, needs_train=not final)
+        if is_rank_0:
+            notes += shared_images(folder, parts)
         sets = {part: Images(*samples, classes, side) for part, samples in parts.items()}
     if "train" not in sets and not final:
         raise FolderError(f"{folder} has no train.bin, which only --evaluate can do without")
     if {"val", "test"} <= sets.keys():
         notes.append(f"{folder}: best.pt is chosen on val/; --evaluate gives the scores on test/")
-    if os.environ.get("RANK", "0") == "0":  # rank 0 alone prints
+    if is_rank_0:
         for note in notes:
             print(note, flush=True)
     part = "test" if "val" not in sets or final and "test" in sets else "val"
@@ -105,7 +111,6 @@ def find_images(folder, needs_train=True):
             raise FolderError(f"{folder}/train has no folders: it needs one for each class")
         raise FolderError(f"{folder} has no train/, which only --evaluate can do without")
     found = {part: images_by_class(place, counts) for part, place in places.items()}
-    has_links = counts.pop("links", 0) > 0
     if counts["in no class"]:
         notes.append(
             f"{folder}: {counts.pop('in no class')} images left out, which are in no class"
@@ -129,8 +134,6 @@ def find_images(folder, needs_train=True):
     for part, by_class in found.items():
         labels = np.repeat(range(len(classes)), [len(by_class[name]) for name in classes])
         parts[part] = [path for name in classes for path in by_class[name]], labels
-    if has_links:
-        notes += shared_images(folder, parts)
     return classes, parts, notes
 
 
@@ -188,7 +191,7 @@ def check_classes(folder, places, found, notes):
 def images_by_class(folder, counts):
     """The paths of the images of each class, whose folders are in this one."""
     found = {}
-    for entry in visible(folder, counts):
+    for entry in visible(folder):
         if entry.is_dir():
             found.setdefault(as_composed(entry.name), []).extend(image_files(entry.path, counts))
         elif is_image_file(entry.name):
@@ -203,9 +206,9 @@ def as_composed(name):
 
 def image_files(folder, counts):
     """The paths of the images in a folder and in those below it, sorted by folder and name. Adds
-    the suffixes of other files, and links, to `counts`."""
+    the suffixes of other files to `counts`."""
     images = []
-    for path in files_below(folder, counts):
+    for path in files_below(folder):
         if is_image_file(path):
             images.append(path)
         else:
@@ -213,18 +216,18 @@ def image_files(folder, counts):
     return sorted(images, key=os.path.split)
 
 
-def files_below(folder, counts):
-    for entry in visible(folder, counts):
+def files_below(folder):
+    for entry in visible(folder):
         if entry.is_dir():
-            yield from files_below(entry.path, counts)
+            yield from files_below(entry.path)
         else:
             yield entry.path
 
 
-def visible(folder, counts):
+def visible(folder):
     """What is in a folder, but hidden folders and files (.git; a Mac's ._photo.jpg), those of a
-    system, and links to a folder that contains this one, which would never end. Adds the links to
-    `counts`. Raises FolderError."""
+    system, and links to a folder that contains this one, which would never end. Raises
+    FolderError."""
     try:
         entries = list(os.scandir(folder))
     except OSError as error:
@@ -232,10 +235,8 @@ def visible(folder, counts):
     for entry in entries:
         if entry.name.startswith(".") or entry.name in SYSTEM_FOLDERS:
             continue
-        if entry.is_symlink():
-            if entry.is_dir() and leads_back(Path(entry.path)):
-                continue
-            counts["links"] += 1
+        if entry.is_symlink() and entry.is_dir() and leads_back(Path(entry.path)):
+            continue
         yield entry
 
 
@@ -245,21 +246,72 @@ def leads_back(link):
 
 
 def folders_in(folder):
-    return [entry.name for entry in visible(folder, Counter()) if entry.is_dir()]
+    return [entry.name for entry in visible(folder) if entry.is_dir()]
 
 
+# ---- Images in two parts -------------------------------------------------------------------------
 def shared_images(folder, parts):
-    """Lines on images that are in two parts, by links."""
-    real = {part: {os.path.realpath(path) for path in paths} for part, (paths, _) in parts.items()}
+    """Lines on images that are in two parts, by links or as copies."""
     lines = []
-    for one, other in itertools.combinations(real, 2):
-        both = real[one] & real[other]
+    for (one, (paths, _)), (other, (others, _)) in itertools.combinations(parts.items(), 2):
+        both = shared_files(paths, others)
         if both:
-            message = f"{folder}: links put {len(both)} images into {one} and {other}"
+            message = (
+                f"{folder}: {len(both)} images of {other} are also in {one}, as links or copies"
+            )
             lines.append(f"{message}, such as {quoted([min(both)])}: scores will be too good")
     return lines
 
 
+def shared_files(paths, others):
+    """Those of `others` that are a file of `paths`, too: by a link, or with the same content. Each
+    key reads more, of fewer files."""
+    paths, others = with_shared_keys(paths, others, file_size)
+    if len(paths) > MOST_COMPARED:  # of the copies, those with another name are not found
+        by_name = with_shared_keys(paths, others, os.path.basename)
+        by_link = with_shared_keys(paths, others, inode)
+        paths, others = ([*{*a, *b}] for a, b in zip(by_name, by_link))
+    paths, others = with_shared_keys(paths, others, last_block)
+    return with_shared_keys(paths, others, content_hash)[1]
+
+
+def with_shared_keys(paths, others, key):
+    """The files of both lists of which a file of the other list has the key. None is no key."""
+
+    def key_or_none(path):
+        try:
+            return key(path)
+        except OSError:  # which is said when the file is decoded
+            return None
+
+    keys = [[key_or_none(path) for path in files] for files in (paths, others)]
+    shared = {*keys[0]} & {*keys[1]} - {None}
+    return [
+        [path for path, its_key in zip(files, its_keys) if its_key in shared]
+        for files, its_keys in zip((paths, others), keys)
+    ]
+
+
+def file_size(path):
+    return os.path.getsize(path) or None  # all empty files would be copies
+
+
+def inode(path):
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
+def last_block(path):
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - 4096))
+        return file.read()
+
+
+def content_hash(path):
+    return hashlib.sha256(Path(path).read_bytes()).digest()
+
+
+# ---- Words ---------------------------------------------------------------------------------------
 def suffixes_in_words(counts):
     shown = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common())
     return f"{counts.total()} files left out by their suffix: {shown}"
@@ -315,6 +367,7 @@ def load_image(file, side):
     """The image in a file, upright and in RGB. A large one may be reduced, not below `side`."""
     try:
         with Image.open(file) as image:
+            seek_photo(image)
             return upright_rgb(image, side)
     except Image.DecompressionBombError as error:
         remedy = "save it smaller, or raise Image.MAX_IMAGE_PIXELS in images.py"
@@ -323,8 +376,32 @@ def load_image(file, side):
         raise OSError(f"{file}: {error}") from error
 
 
-# What makes an image upright, by the value of EXIF's tag "Orientation".
+def seek_photo(image):
+    """Refuse a file of several images, such as a stack or an animation, of which PIL shows the
+    first. Previews and masks, which cameras and editors put beside a photo, do not count."""
+    if image.format == "MPO" or getattr(image, "n_frames", 1) == 1:  # MPO: a JPEG with a preview
+        return
+    photos = [i for i in range(image.n_frames) if not is_beside_a_photo(image, i)]
+    if len(photos) != 1:
+        message = f"it has {image.n_frames} pages or frames, of which one would be seen"
+        raise ValueError(f"{message}: save each that you need as a file of its own")
+    image.seek(photos[0])
+
+
+def is_beside_a_photo(image, page):
+    """Whether a page of a TIFF is marked as a preview (bit 0 of NEW_SUBFILE_TYPE) or a mask (2)."""
+    if image.format != "TIFF":
+        return False
+    image.seek(page)
+    return image.tag_v2.get(NEW_SUBFILE_TYPE, 0) & 0b101 != 0
+
+
+# Tags of TIFF and EXIF.
+NEW_SUBFILE_TYPE = 0x00FE
+PHOTOMETRIC = 0x0106
+WHITE_IS_ZERO = 0
 ORIENTATION = 0x0112
+# What makes an image upright, by the value of its orientation.
 TURNS = {
     2: Image.FLIP_LEFT_RIGHT,
     3: Image.ROTATE_180,
@@ -348,7 +425,10 @@ def upright_rgb(image, side):
     # Old versions of Pillow open 16 bits a pixel as 32; of PGM all do.
     has_16_bits = image.mode == "I" and image.format in ("PNG", "PPM")
     if image.mode.startswith("I;16") or has_16_bits:  # convert() would clip them to 8
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        upper = (np.asarray(image) >> 8).astype(np.uint8)
+        # PIL inverts fewer bits by itself.
+        is_negative = getattr(image, "tag_v2", {}).get(PHOTOMETRIC) == WHITE_IS_ZERO
+        image = Image.fromarray(~upper if is_negative else upper)
     if image.mode in ("F", "I"):
         raise ValueError(f"its pixels (mode {image.mode}) have no known maximum")
     image = image.convert("RGB")

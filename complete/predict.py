@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import train  # for build_model and prepare, which may be yours
-from checkpoint import FileError, read_weights
+from files import FileError, read_weights
 from images import (
     FolderError,
     as_composed,
@@ -124,7 +124,6 @@ def find_photos(places, classes):
                 photos[key] = path, true_class(path, place, classes)
     if given > len(photos):
         print(f"{given - len(photos)} images are given twice, and counted once", flush=True)
-    counts.pop("links", None)
     if counts:
         print(suffixes_in_words(counts), flush=True)
     others = {os.path.dirname(path) for path, name in photos.values() if not name}
@@ -214,8 +213,9 @@ def classify(args, run, paths, true_classes, counts):
 def print_classes(rows, classes):
     """The best five of each image."""
     for path, _, _, probabilities in rows:
-        best = sorted(zip(probabilities, classes), reverse=True)[:5]
-        print(f"{path}:", ", ".join(f"{name} {p:.4f}" for p, name in best), flush=True)
+        # Of equal ones the first, as in the table.
+        best = sorted(zip(classes, probabilities), key=lambda pair: -pair[1])[:5]
+        print(f"{path}:", ", ".join(f"{name} {p:.4f}" for name, p in best), flush=True)
 
 
 def write_table(rows, classes, output):

@@ -62,15 +62,16 @@ def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # for names that a terminal cannot show
     ill, *folders = sys.argv[1:]
     ill = unicodedata.normalize("NFC", ill)  # a Mac writes accents in another way
-    vals, tests, rows = [], [], []
+    vals, tests, rows, classes = [], [], [], {}
     for folder in folders:
-        val, _ = read(Path(folder, "val.csv"), ill)
-        test, test_rows = read(Path(folder, "test.csv"), ill)
+        val, _, _ = read(Path(folder, "val.csv"), ill)
+        test, test_rows, names = read(Path(folder, "test.csv"), ill)
         vals.append(val)
         tests.append(test)
         rows += test_rows
+        classes |= dict.fromkeys(names)
     check_patients(folders, vals, tests)
-    print_classes(rows)
+    print_classes(rows, classes)
     report("images", ill, vals, tests)
     patient_tests = [test.by_patient() for test in tests]
     report("patients", ill, [val.by_patient() for val in vals], patient_tests)
@@ -78,7 +79,8 @@ def main():
 
 
 def read(path, ill):
-    """The images of a table that have a true class, and of each its true class and patient."""
+    """The images of a table that have a true class; of each its true class and patient; and the
+    names of the classes, in the order of the table."""
     try:
         with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
             header, *rows = csv.reader(file)
@@ -100,7 +102,7 @@ def read(path, ill):
     if {unicodedata.normalize("NFC", name) for name in set(patients)} <= classes:
         sys.exit(f"{path}: images are in folders of classes, not of patients: see split.py")
     samples = Samples(is_ill, probability, patients)
-    return samples, [(row[1], patient) for row, patient in zip(rows, patients)]
+    return samples, [(row[1], patient) for row, patient in zip(rows, patients)], header[3:]
 
 
 def check_patients(folders, vals, tests):
@@ -117,11 +119,11 @@ def check_patients(folders, vals, tests):
                 sys.exit(f"patient {patient} is in the test.csv of {other} and of {folder}")
 
 
-def print_classes(rows):
+def print_classes(rows, classes):
     """How many patients and images each class has in the tests."""
     images = Counter(true for true, _ in rows)
     patients = Counter(true for true, _ in set(rows))
-    for name in sorted(images):
+    for name in classes:
         print(f"{name}: {patients[name]} patients, {images[name]} images")
 
 

@@ -58,7 +58,6 @@ def find_images(folder):
     check_parts(folder)
     counts = Counter()
     classes = images_by_class(folder, counts)
-    counts.pop("links", None)
     notes = [f"{folder}: {suffixes_in_words(counts)}"] if counts else []
     paths = {label: [Path(path) for path in paths] for label, paths in classes.items() if paths}
     if len(paths) < 2:

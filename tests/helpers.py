@@ -325,7 +325,7 @@ def checkpoint(output):
     path = Path(output, "checkpoint.pt")
     if not path.exists() or path.stat().st_size == 0:
         return {}
-    return torch.load(path, weights_only=False)
+    return torch.load(path, weights_only=True)
 
 
 def place(output):

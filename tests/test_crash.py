@@ -6,10 +6,11 @@ import random
 import shutil
 from pathlib import Path
 
-import checkpoint as saving
+import files as saving
 import helpers
 import numpy as np
 import pytest
+import run as running
 import torch
 import train as script
 from helpers import (
@@ -179,13 +180,13 @@ def told(monkeypatch):
 @pytest.fixture
 def saves(monkeypatch):
     """A list of the places, (epoch, step), at which runs of this test have saved."""
-    found, plain = [], saving.Run.save
+    found, plain = [], running.Run.save
 
     def save(run):
         found.append((run.progress.epoch, run.progress.step))
         plain(run)
 
-    monkeypatch.setattr(saving.Run, "save", save)
+    monkeypatch.setattr(running.Run, "save", save)
     return found
 
 
@@ -195,7 +196,7 @@ def test_saves_by_minutes(fashion, monkeypatch, saves):
     losses and weights of one that was left alone, also if `prepare` draws from numpy and Python."""
     clock = iter(range(10**6))
     seconds = [0]
-    monkeypatch.setattr(saving.time, "perf_counter", lambda: seconds[0] + next(clock) / 10**9)
+    monkeypatch.setattr(running.time, "perf_counter", lambda: seconds[0] + next(clock) / 10**9)
     plain = script.prepare
 
     def prepare(args, batch, device, train=False):
@@ -210,7 +211,7 @@ def test_saves_by_minutes(fashion, monkeypatch, saves):
     train(*flags, "whole")
     assert saves == [(0, 10), (0, 25), (0, 40), (0, 55), (0, 70), (1, 0)]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(saving.Run, "end_epoch", raise_interrupt)
+        patch.setattr(running.Run, "end_epoch", raise_interrupt)
         train(*flags, "out")
     assert place("out") == (0, 70)
     train(*flags, "out")
@@ -239,7 +240,7 @@ def test_saves_the_best_and_the_last(fashion, monkeypatch, saves, told):
     saves.clear()
     told(1, 2)  # due once, in the middle of the last epoch, which is not the best
     monkeypatch.setattr(
-        saving.Run, "plan_save", lambda run, step: ((run.progress.epoch, step) == (1, 1), 1)
+        running.Run, "plan_save", lambda run, step: ((run.progress.epoch, step) == (1, 1), 1)
     )
     train(*flags, "middle", "--epochs", 2)
     assert saves == [(1, 0), (1, 1), (2, 0)]

@@ -1,15 +1,17 @@
 """complete/: daily mistakes end in one line that says what to do, with status 2, and nothing is
 written or overwritten. tests/test_trust.py has those of several ranks, and of data."""
 
+import datetime
 import io
 import multiprocessing.util
 import os
+import resource
 import shutil
 import sys
 from pathlib import Path
 from unittest import mock
 
-import checkpoint as saving
+import files as saving
 import pytest
 import start as starting
 import torch
@@ -194,6 +196,44 @@ def test_a_full_disk(out, fashion):
     assert files("out") == ["best.pt", "checkpoint.pt", "metrics.csv", "model.pt"]
 
 
+def test_what_the_disk_says():
+    """torch may say "unexpected pos" after it. What a GPU says is not about the disk."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, unlimited[1]))  # bytes of a file
+    try:
+        with pytest.raises(OSError, match=r"^cannot write a.pt: \[Errno 27\] File too large$"):
+            with saving.atomic_write("a.pt") as file:
+                torch.save(torch.zeros(10**6), file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    with pytest.raises(RuntimeError, match="^CUDA error$"), saving.atomic_write("a.pt"):
+        raise RuntimeError("CUDA error")
+    assert not Path("a.pt").exists()
+
+
+class Makes:
+    """An object that makes a folder when it is loaded."""
+
+    def __reduce__(self):
+        return os.mkdir, ("made",)
+
+
+def test_objects_in_a_checkpoint(out, denied, fashion, monkeypatch):
+    """`state` may have those that train.py allows. Others, which could do anything, are refused."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    saved = checkpoint("out")
+    torch.save(saved | {"mine": {"object": Makes()}}, "out/checkpoint.pt")
+    denied("out/checkpoint.pt has objects of posix.mkdir: if you trust it, name them", "--resume")
+    torch.save(saved["model"] | {"mine": Makes()}, "weights.pt")
+    denied("weights.pt has objects of posix.mkdir", "--output new --init weights.pt")
+    assert not Path("made").exists()
+    torch.save(saved | {"mine": {"pause": datetime.timedelta(1)}}, "out/checkpoint.pt")
+    args = parse(*fashion, "--output", "out", "--resume")
+    assert "has objects of datetime.timedelta: " in open_run(args)
+    with torch.serialization.safe_globals([datetime.timedelta]):
+        assert open_run(args) == ""
+
+
 def test_what_stays(out, fashion, monkeypatch):
     """metrics.csv ends with the epoch of the checkpoint. What a run that --overwrite replaces has
     written is gone before the first step, and what the user has put there stays."""
@@ -315,7 +355,7 @@ def test_places(out, denied, fashion):
 
 def test_says_for_whom_it_waits():
     """As with variables of another job that were left in a shell."""
-    impatient = "import start\nstart.PATIENCE = 0.1\n"
+    impatient = "import ranks\nranks.PATIENCE = 0.1\n"
     for rank, says in enumerate(
         ["rank 0 of 3 waits for ranks 1 to 2", "rank 1 of 3 waits for rank 0"]
     ):

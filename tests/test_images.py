@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -22,6 +23,7 @@ import torch
 import train
 from helpers import same, weights
 from PIL import Image
+from PIL.TiffImagePlugin import AppendingTiffWriter
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
@@ -76,9 +78,12 @@ def turned(orientation):
     return corners().transpose(method[orientation]), {"exif": exif}
 
 
-def sixteen_bits():
-    grey = np.asarray(corners(mode="L")).astype(np.uint16)
-    return Image.fromarray(grey * 256 + 7)  # the lower byte is not the upper one
+def sixteen_bits(is_negative=False):
+    grey = np.asarray(corners(mode="L")).astype(np.uint16) * 256 + 7  # the lower byte is another
+    return Image.fromarray(~grey if is_negative else grey)
+
+
+NEGATIVE = {"tiffinfo": {262: 0}}  # white is 0; Pillow inverts 8 bits as it saves them
 
 
 FORMATS = {
@@ -93,6 +98,12 @@ FORMATS = {
     "palette.png": (corners().quantize(8), {"transparency": bytes([0, 128, 255, 255])}),
     "grey_16_bits.png": (sixteen_bits(), {}),
     "grey_16_bits.tif": (sixteen_bits(), {}),
+    "grey_negative_8_bits.tif": (corners(mode="L"), NEGATIVE),
+    "grey_negative_16_bits.tif": (sixteen_bits(is_negative=True), NEGATIVE),
+    "grey_negative_packed.tif": (
+        sixteen_bits(is_negative=True),
+        NEGATIVE | {"compression": "tiff_lzw"},
+    ),
     "grey_16_bits.pgm": (sixteen_bits(), {}),  # opened as one of 32 bits, as an old Pillow does PNG
     os.fsdecode(b"a name in another encoding, caf\xe9 \xff.bmp"): (corners(), {}),
 }
@@ -210,6 +221,34 @@ def test_a_file_that_cannot_be_decoded_is_named(monkeypatch):
         folders.load_image("whole.jpg", 10)
 
 
+def test_several_images_in_a_file():
+    """Refused, as one of them would stand for all. Once it was the first one."""
+    frames = [corners(40, 40), corners(40, 40).rotate(90), corners(40, 40).rotate(180)]
+    for name in "stack.tif", "animation.webp", "animation.png", "animation.gif":
+        frames[0].save(name, save_all=True, append_images=frames[1:])
+        Path(name).rename("file.jpg")  # whatever its name says
+        with pytest.raises(OSError, match="^file.jpg: it has 3 pages or frames"):
+            folders.load_image("file.jpg", 40)
+    for name in "one.tif", "one.webp", "one.png", "one.gif":
+        frames[0].save(name, save_all=True)
+        assert folders.load_image(name, 40).size == (40, 40)
+
+
+def test_previews_beside_a_photo():
+    """The photo is taken: of a TIFF with a preview before or after it, and of a camera's JPEG."""
+    photo, preview = corners(80, 80), Image.new("RGB", (20, 20))
+    photo.save("camera.jpg", format="MPO", save_all=True, append_images=[preview])
+    for name, images in ("after.tif", [photo, preview]), ("before.tif", [preview, photo]):
+        with AppendingTiffWriter(name, True) as file:
+            for image in images:
+                image.save(file, format="TIFF", tiffinfo={254: 1} if image is preview else {})
+                file.newFrame()
+    for name in "camera.jpg", "after.tif", "before.tif":
+        assert Image.open(name).n_frames == 2
+        image = folders.load_image(name, 80)
+        assert image.size == (80, 80) and image.getpixel((20, 20))[0] > 200, name
+
+
 # ---- Folders -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("place", ["pictures/train", "pictures"])
 def test_every_tenth_image_is_for_testing(capsys, place):
@@ -299,6 +338,7 @@ def test_links(capsys):
     for part, name in itertools.product(("train", "test"), "ab"):
         touch(*(f"pictures/{part}/{name}/{i}.jpg" for i in "12"))
     touch("elsewhere/5.jpg", "one/two/8.jpg")
+    Path("elsewhere/5.jpg").write_text("a photo")
     links = {"train/loop": ".", "train/a/up": "..", "train/b/top": "../../.."}  # to nowhere
     links |= {"train/c": "../../elsewhere", "test/c": "../../elsewhere"}
     links |= {"train/b/6.jpg": "../../../elsewhere/5.jpg", "train/b/two": "../../../one/two"}
@@ -308,12 +348,59 @@ def test_links(capsys):
     train_paths, test_paths = paths("pictures")
     names = ["a/1.jpg", "a/2.jpg", "b/1.jpg", "b/2.jpg", "b/6.jpg", "b/two/8.jpg", "c/5.jpg"]
     assert train_paths == [f"pictures/train/{name}" for name in names] and len(test_paths) == 5
-    says = "pictures: links put 1 images into train and test, such as "
+    says = "pictures: 1 images of test are also in train, as links or copies, such as "
     assert says in capsys.readouterr().out
     touch("tenth/a/1.jpg", "tenth/b/1.jpg", "tenth/b/2.jpg")
+    Path("tenth/a/1.jpg").write_text("a photo")
     Path("tenth/a/2.jpg").symlink_to("1.jpg")
     paths("tenth")
     assert "tenth/a/1.jpg': scores will be too good" in capsys.readouterr().out
+
+
+def write_parts(folder, contents):
+    """Files, by their paths below a folder; and an empty one of each class in each part."""
+    touch(*(f"{folder}/{part}/{name}/empty.jpg" for part in ("train", "test") for name in "ab"))
+    for name, content in contents.items():
+        Path(folder, name).write_bytes(content)
+
+
+@pytest.mark.parametrize("most", [folders.MOST_COMPARED, 1])
+def test_copies(capsys, monkeypatch, most):
+    """An image that is in two parts is said: a copy, also in another class and with another name;
+    but not one of the same size, or two empty files. Of many files of one size, not all are opened:
+    then copies with the same name are found, and links with another name."""
+    monkeypatch.setattr(folders, "MOST_COMPARED", most)
+    photo, other, large = b"photo 1", b"photo 2", bytes(9000)
+    contents = {"train/a/1.jpg": photo, "test/b/1.jpg": photo, "train/a/2.jpg": large}
+    contents |= {"train/b/3.jpg": other, "test/b/renamed.jpg": other, "test/a/9.jpg": b"photo 9"}
+    write_parts("copies", contents | {"test/a/2.jpg": b"1" + large[1:]})
+    Path("copies/test/a/link.jpg").symlink_to("../../train/b/3.jpg")
+    paths("copies")
+    images = "3 images of test" if most > 1 else "2 images of test"
+    says = f"copies: {images} are also in train, as links or copies, such as 'copies/test/a/link"
+    assert says in capsys.readouterr().out
+    for part in "train", "test", "val":
+        for i, name in enumerate("ab"):
+            write_parts("three", {})
+            Path("three", part, name).mkdir(parents=True, exist_ok=True)
+            Path("three", part, name, "1.jpg").write_bytes(f"photo {i}".encode())
+    paths("three")
+    said = capsys.readouterr().out
+    for both in "val are also in train", "test are also in train", "test are also in val":
+        assert f"three: 2 images of {both}, as links or copies" in said
+    write_parts("apart", {"train/a/1.jpg": photo, "test/a/1.jpg": other})
+    paths("apart")
+    assert capsys.readouterr().out == ""
+
+
+def test_copies_are_said_before_packing(capsys, monkeypatch):
+    folder = write_folder("pictures", side=20)
+    shutil.copy(folder / "train/a/00000.jpg", folder / "test/a/copied.jpg")
+    pack(folder, "packed", "--side", 20)
+    assert "pictures: 1 images of test are also in train" in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "1")  # which prints nothing: it compares no files either
+    monkeypatch.setattr(folders, "shared_files", None)
+    load(folder)
 
 
 def test_folders_of_systems_and_accents_of_a_mac():

@@ -116,6 +116,12 @@ def test_files_and_folders_of_a_class(data, mine, capsys):
     assert last.startswith("2 images; 2 with a true class")
 
 
+def test_classes_of_one_probability(capsys):
+    """The first in the order of the run is printed first, as it is the one in the table."""
+    predict.print_classes([("1.jpg", "b", "", [0.4, 0.4, 0.2])], ["b", "c", "a"])
+    assert capsys.readouterr().out == "1.jpg: b 0.4000, c 0.4000, a 0.2000\n"
+
+
 def true_classes(classes, *places):
     """Of the images in these places, by their names, as predict.py finds them."""
     found, names = predict.find_photos([Path(place) for place in places], classes)
@@ -250,7 +256,7 @@ def test_beside_files_of_the_same_names(work):
     """A program that has its own train.py, images.py and predict.py beside it. train.py can also be
     started as a module."""
     Path("complete").symlink_to(ROOT / "complete")
-    for name in "train", "images", "predict", "checkpoint", "loaders", "start":
+    for name in "train", "images", "predict", "files", "loaders", "ranks", "run", "start":
         Path(f"{name}.py").write_text("raise Exception('another one')")
     Path("my_program.py").write_text(PROGRAM)
     assert "complete/predict.py" in helpers.command(sys.executable, "my_program.py")
@@ -309,27 +315,143 @@ def test_many_grey_images(fashion, data, capsys):
 TABLES = {  # the classes; of each image the predicted one, the true one, and probabilities
     "0.750 0.733": ("ab", [("a", "a", 0.9), ("a", "a", 0.6), ("a", "b", 0.65), ("b", "b", 0.2)]),
     "1.000 1.000": ("abc", [("a", "a", 1, 0), ("b", "b", 0, 1), ("c", "c", 0, 0)]),
+    # In an order of their own.
+    "0.750 0.500": ("ba", [("a", "a", 0.1), ("b", "b", 0.9), ("b", "a", 0.6), ("a", "b", 0.3)]),
+    "1.000 0.556": ("cab", [("c", "c", 0.8, 0.1), ("a", "b", 0.1, 0.5), ("a", "a", 0.2, 0.6)]),
 }
+
+
+@pytest.fixture
+def report_classes(monkeypatch):
+    """complete/report_classes.py as a function of a table, in a notebook's environment."""
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    import report_classes
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["report_classes.py", *words])
+        report_classes.main()
+
+    run.module = report_classes
+    return run
+
+
+def write_classes(path, classes, images):
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["path", "class", "true", *classes])
+        for predicted, true, *first in [*images, (classes[0], "", *images[0][2:])]:
+            writer.writerow(["1.jpg", predicted, true, *first, 1 - sum(first)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scores", TABLES)
-def test_report(monkeypatch, capsys, scores):
+def test_report(capsys, report_classes, scores):
     """complete/report_classes.py: AUC and macro F1 of the images with a true class."""
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib").use("agg")
-    classes, images = TABLES[scores]
-    with open("test.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["path", "class", "true", *classes])
-        for predicted, true, *first in [*images, ("a", "", *images[0][2:])]:
-            writer.writerow(["1.jpg", predicted, true, *first, 1 - sum(first)])
-    monkeypatch.setattr(sys, "argv", ["report_classes.py", "test.csv"])
-    runpy.run_path(str(ROOT / "complete/report_classes.py"), run_name="__main__")
+    write_classes("test.csv", *TABLES[scores])
+    report_classes("test.csv")
     said = capsys.readouterr().out
     f1 = said.split("macro avg")[1].split()[2]
     assert f"{float(said.split('AUC')[1]):.3f} {f1}" == scores
     assert Path("confusion.png").exists()
+
+
+def perfect(classes, of=None):
+    """An image of each class, which is certain; the last probability is what remains to 1."""
+    numbers = range(len(classes)) if of is None else of
+    return [
+        (classes[i], classes[i], *(float(i == k) for k in range(len(classes) - 1))) for i in numbers
+    ]
+
+
+@pytest.mark.slow
+def test_report_in_the_order_of_the_run(capsys, report_classes):
+    """Which no alphabet knows, in table and picture: of two classes, three, and twelve without
+    names. Classes of which there are no images are left out of the means."""
+    numbers = [str(i) for i in range(12)]
+    for i, classes in enumerate((["normal", "ill"], ["mild", "severe", "healthy"], numbers)):
+        write_classes("test.csv", classes, perfect(classes))
+        report_classes("test.csv", f"{i}.png")
+        said = capsys.readouterr().out
+        assert float(said.split("AUC")[1]) == 1
+        rows = [line.split()[0] for line in said.splitlines()[2:] if line]
+        assert rows[: len(classes)] == classes
+        axes = report_classes.module.pyplot.gcf().axes[0]
+        assert [label.get_text() for label in axes.get_xticklabels()] == classes
+        assert [text.get_text() for text in axes.texts][:2] == ["1", "0"]
+    write_classes("test.csv", numbers, perfect(numbers, of=[0, 3, 11]))
+    report_classes("test.csv", "few.png")
+    said = capsys.readouterr().out
+    assert "left out, as there are no images of them: 1 2 4 5 6 7 8 9 10\n" in said
+    assert said.split("macro avg")[1].split()[:3] == ["1.000"] * 3
+    assert float(said.split("AUC")[1]) == 1
+    write_classes("test.csv", numbers, perfect(numbers, of=[3]))
+    report_classes("test.csv", "one.png")
+    assert "AUC cannot be computed: all images are of 3\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_report_of_many_classes(capsys, report_classes):
+    """The picture has no counts, which would cover it, and in the end numbers for names."""
+    for count, first in (50, "class 0"), (400, "0"):
+        classes = [f"class {i}" for i in range(count)]
+        write_classes("test.csv", classes, perfect(classes))
+        report_classes("test.csv", f"{count}.png")
+        axes = report_classes.module.pyplot.gcf().axes[0]
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+        assert labels[0] == first and len(labels) <= 50 and not axes.texts
+        with Image.open(f"{count}.png") as picture:
+            assert min(picture.size) > 600 and max(picture.size) < 5000
+    said = capsys.readouterr().out
+    assert (
+        re.search("^ *399 class 399 ", said, re.M)
+        and "400.png has the numbers of the classes" in said
+    )
+
+
+@pytest.mark.slow
+def test_report_in_any_letters(capsys, monkeypatch, report_classes):
+    """A font that has them is taken; without one, the picture has numbers, and the table, too. A
+    sign of mathematics is a letter."""
+    classes = ["\u732b", "\u72d7", "$\\frac$"]
+    write_classes("test.csv", classes, perfect(classes))
+    own = report_classes.module.letters
+
+    def letters(path):
+        return set("\u732b\u72d7") if path == "cjk.ttf" else own(path)
+
+    monkeypatch.setattr(report_classes.module, "letters", letters)
+    manager = report_classes.module.font_manager.fontManager
+    squares = mock.Mock(fname="squares.ttf")
+    squares.name = "Last Resort"
+    monkeypatch.setattr(manager, "ttflist", [squares])
+    report_classes("test.csv", "numbers.png")
+    said = capsys.readouterr().out
+    assert re.search("^ +0 \u732b ", said, re.M) and "numbers.png has the numbers" in said
+    chinese = mock.Mock(fname="cjk.ttf")
+    chinese.name = "CJK"
+    monkeypatch.setattr(manager, "ttflist", [squares, chinese])
+    families = report_classes.module.fonts_for(classes)
+    assert families[-1] == "CJK" and len(families) == 2
+    assert report_classes.module.fonts_for(classes[2:]) == families[:1]
+
+
+@pytest.mark.slow
+def test_report_from_a_notebook(monkeypatch):
+    """Whose MPLBACKEND !python inherits. A picture that is there stays, and the table is said."""
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MPLBACKEND", "module://a_notebooks.backend")
+    write_classes("test.csv", "ab", perfect("ab"))
+    words = [sys.executable, ROOT / "complete/report_classes.py", "test.csv"]
+    assert "AUC 1.0" in helpers.command(*words)
+    before = Path("confusion.png").read_bytes()
+    job = helpers.Cold(words, "log")
+    assert helpers.finish([job])[0] == [1]
+    said = job.log.read_text()
+    assert "AUC 1.0" in said and "confusion.png exists: remove it, or put another name" in said
+    assert Path("confusion.png").read_bytes() == before
 
 
 def write_images(path, patients, random):
@@ -337,12 +459,12 @@ def write_images(path, patients, random):
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["path", "class", "true", "healthy", "ill"])
+        writer.writerow(["path", "class", "true", "ill", "healthy"])  # in the run's order
         for name in patients:
             first = round(random.uniform(0, 0.6) + 0.3 * (name % 3 == 0), 4)
             for i, p in enumerate([first, first, first / 2, 0.05]):
                 true = "ill" if name % 3 == 0 and i < 3 else "healthy"
-                writer.writerow([f"{path.stem}/{true}/p{name}/{i}.png", "", true, 1 - p, p])
+                writer.writerow([f"{path.stem}/{true}/p{name}/{i}.png", "", true, p, 1 - p])
         writer.writerow(["stray.png", "", "", 0.5, 0.5])
 
 
@@ -404,7 +526,7 @@ def test_report_of_patients(monkeypatch, capsys):
     runpy.run_path(str(ROOT / "complete/report.py"), run_name="__main__")
     said = capsys.readouterr().out
     assert "480 images, 120 of them ill" in said and "120 patients, 40 of them ill" in said
-    assert said.startswith("healthy: 120 patients, 360 images\nill: 40 patients, 120 images\n")
+    assert said.startswith("ill: 40 patients, 120 images\nhealthy: 120 patients, 360 images\n")
     assert "480 images (120 ill) of 120 patients (40 ill) were split" in said.replace("\n", " ")
     for unit, printed in zip(("images", "patients"), said.split(" of them ill\n")[1:]):
         true, found, aucs = [], [], []

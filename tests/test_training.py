@@ -12,7 +12,7 @@ import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
-import checkpoint as saving
+import files as saving
 import helpers
 import loaders
 import numpy as np

@@ -7,8 +7,8 @@ import re
 import shutil
 from pathlib import Path
 
-import checkpoint as saving
 import pytest
+import run as running
 import start as starting
 import torch
 import train as script
@@ -409,11 +409,11 @@ def test_a_score_that_is_not_a_number():
     was found; nor does a column that an older row lacks."""
 
     def best(*values):
-        return saving.best_of([{"score": value} for value in values], lambda row: -row["score"])
+        return running.best_of([{"score": value} for value in values], lambda row: -row["score"])
 
     nan = float("nan")
     assert best() == best(nan) == best(nan, nan) == 0
     assert best(nan, 0.1) == best(nan, 0.1, nan) == best(nan, 0.1, 0.1, 0.05) == 2
     assert best(0.3, nan, 0.4, nan) == 3
     rows = [{"loss": 1.0}, {"loss": 2.0, "score": 0.5}]
-    assert saving.best_of(rows, lambda row: -row["score"]) == 2
+    assert running.best_of(rows, lambda row: -row["score"]) == 2
