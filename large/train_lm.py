@@ -823,8 +823,11 @@ def lock_output(args):
     cannot be continued."""
     args.output.mkdir(parents=True, exist_ok=True)
     latest_path = args.output / "latest.json"
-    if not (args.output / "lock").exists() and not latest_path.exists():
-        for pattern in "step-*", "*.jsonl", "*.json", "*.pt":  # not a log that is there already
+    if not latest_path.exists():
+        others = ["tokens.json", "*.bin", "*.pt", "*.safetensors"]  # of no run that has just begun
+        if not (args.output / "lock").exists():
+            others += ["step-*", "*.jsonl", "*.json"]  # not a log that is there already
+        for pattern in others:
             for path in args.output.glob(pattern):
                 message = f"{args.output} has {path.name}, but no run of this script"
                 parser.error(f"{message}: change --output")
@@ -929,7 +932,9 @@ def sample(args, world_size, device):
     dcp.load({"model": weights}, checkpoint_id=args.output / latest["checkpoint"])
     set_model_state_dict(model, weights)
     tokenizer = build_tokenizer(json.loads((args.output / "tokenizer.json").read_text()))
-    ids = [tokenizer.end_of_text, *tokenizer.encode(args.sample)]
+    ids = tokenizer.encode(args.sample)
+    if ids[:1] != [tokenizer.end_of_text]:  # it may be in the text already
+        ids.insert(0, tokenizer.end_of_text)
     random = torch.Generator().manual_seed(args.seed)
     model.eval()
     for _ in range(args.sample_tokens):

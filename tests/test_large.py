@@ -9,6 +9,8 @@ import re
 import resource
 import shutil
 import signal
+import sys
+import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -41,6 +43,7 @@ from helpers import (
     start,
     together,
     wait_for,
+    wait_until,
     weights,
 )
 
@@ -68,9 +71,12 @@ class Checkpoints(Checkpoints):
 """
 
 
+BYTES = ["texts", "--output", "out", "--tokenizer", "bytes"]
+
+
 def prepare(*words, pool=ThreadPoolExecutor):
     """What prepare_texts.py has written: tokens.json, and the ids for training and validation."""
-    words = ["--workers", "1", *map(str, words)]
+    words = ["--workers", "1", *map(str, words or BYTES)]
     with mock.patch.object(prepare_texts, "ProcessPoolExecutor", pool):
         prepare_texts.main(prepare_texts.parser.parse_args(words))
     output = Path(words[words.index("--output") + 1])
@@ -192,6 +198,7 @@ def test_prepare_texts(capsys):
     of_text = np.array(about["token_bytes"])[train].sum()
     assert of_text == len("".join(documents(train)).encode())
     # Fewer documents than --hold-out: the end of the text, wherever it is.
+    words[words.index("out")] = "other"
     _, begin, end = prepare(*words, 6)
     assert len(end) == (len(train) + len(val)) // 6
     assert documents(np.concatenate([begin, end]))[1:] == [f"document {i}" for i in range(4)]
@@ -206,7 +213,7 @@ def test_one_long_line(monkeypatch, name):
     text = "  Zwölf Boxkämpfer don\u2019t x_y, 1234 it\u2019s नमस्ते。今天，天气 " * 40 + "x" * 500
     text = text.strip()
     Path(name).write_text(json.dumps({"text": text}) if name.endswith("l") else text)
-    texts = prepare_texts.Texts(Path(name), "text", Path())
+    texts = prepare_texts.Texts(Path(name), "text", Path(), prepare_texts.Bytes.special_tokens)
     pieces, begins = zip(*texts.pieces())
     assert "".join(pieces) == text and begins == (True, *[False] * (len(pieces) - 1))
     assert max(map(len, pieces)) <= 250
@@ -215,8 +222,9 @@ def test_one_long_line(monkeypatch, name):
     assert len(whole) > 5 and all(text[i - 1].isalnum() and text[i] in " ,。，" for i in whole)
     monkeypatch.setattr(prepare_texts, "LINE", 300)
     if name.endswith("l"):
-        with pytest.raises(SystemExit, match="one.jsonl, line 1: has 300 characters or more"):
-            list(texts.pieces())
+        Path(name).write_text(Path(name).read_text() + '\n{"text": "good"}\n')
+        assert list(texts.pieces()) == [("good", True)]
+        assert "one.jsonl, line 1: it has 300 bytes or more" in texts.left_out()[-1]
 
 
 def test_full_disk(capsys):  # whose file the limit would cut, too
@@ -225,7 +233,7 @@ def test_full_disk(capsys):  # whose file the limit would cut, too
     for name, limit, *counts in (
         ("train.bin", 9000, 20_000, 10),
         ("val.bin", 9000, 10, 20_000),
-        ("tokenizer.json", 10, 10, 10),
+        ("tokenizer.json", 10, 1, 1),
         ("tokens.json", 500, 10, 10),
     ):
         for i, count in enumerate(counts):  # the second one is held out
@@ -263,7 +271,7 @@ def test_which_texts_are_read(capsys):
     Path("texts/sub/again.txt").symlink_to("../../elsewhere/g.txt")
     Path("texts/sub/other").symlink_to("../../elsewhere")
     Path("texts/sub/up").symlink_to("..")
-    for _ in range(2):  # the second time there is an output, with .json files
+    for _ in range(2):  # the second time there are files in the output, of a run that was killed
         words = "texts --output texts/out --tokenizer bytes --hold-out 7".split()
         _, train, val = prepare(*words)
         assert len(val) == 6 and bytes(val[1:].astype(np.uint8)) == b"seven"
@@ -277,6 +285,7 @@ def test_which_texts_are_read(capsys):
             in text
         )
         assert "4 blank documents" in text and "2 files or folders read once" in text
+        Path("texts/out/tokens.json").unlink()
 
 
 REFUSED = {  # what a text in a.NAME has, and what is said; also next to a good text
@@ -285,31 +294,98 @@ REFUSED = {  # what a text in a.NAME has, and what is said; also next to a good 
     "utf16.txt.gz": (gzip.compress("hi".encode("utf-16")), "is UTF-16, or no text: convert it"),
     "cut.txt.gz": (gzip.compress(bytes(range(1, 250)) * 9)[:200], "is no whole .gz file"),
     "no.txt.gz": (b"hi", "is no whole .gz file"),
-    "cut.jsonl": (b'{"text": "good"}\n{"text": "cut', ", line 2: each line must be"),
-    "LINES.JSONL": (b'{"text": "good"}\n\n{"other": "x"}', ", line 3: each line must be"),
     "null.jsonl": (b'{"text": null}', ", line 1: text is no text"),
-    "cut.json": (b'{"text": "good"}\n{"text": "cut', ", line 2: each line must be"),
+    "fields.jsonl": (b'{"a": 1, "b": 2}\n' * 2 + b'{"text": "good"}', ", line 1: it has a, b"),
+    "many.jsonl": (b"[]\n" * 1000 + b'{"text": "good"}\n' * 2000, ", line 1: it is no object"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_texts_that_are_refused(name):
-    """In a line that names the file; and a folder of token ids does not look whole after it."""
+    """In a line that names the file; and a folder of token ids does not look whole after it. If
+    most of the lines are no texts, it is found out after the first thousand."""
     content, says = REFUSED[name]
-    words = ["texts", "--output", "out", "--tokenizer", "bytes"]
     Path("texts").mkdir()
     Path("texts/a.txt").write_text("good")
-    prepare(*words)
     Path(f"texts/b{name}").write_bytes(content)
-    with pytest.raises(SystemExit) as error:
-        prepare(*words)
-    assert str(error.value).startswith(f"texts/b{name}{says if says[0] == ',' else f' {says}'}")
-    assert not Path("out/tokens.json").exists()
+    message = refusal(prepare)
+    if "jsonl" in name:
+        count = 'lines are no {"text": "..."} (see --field). The first: '
+        bad, message = message.split(count)
+        assert bad == {"null": "1 of 1 ", "fiel": "2 of 3 "}.get(name[:4], "1000 of 1000 ")
+    assert message.startswith(f"texts/b{name}{says if says[0] == ',' else f' {says}'}")
+    assert files("out") == ["lock"]
+
+
+BAD_LINES = {  # what is said of one among good ones
+    b'{"text": null}': "text is no text",
+    b'{"other": "x", "more": 1}': "it has other, more",
+    b"{}": "it has nothing",
+    b'["text"]': "it is no object",
+    b"7": "it is no object",
+    b'{"text": "cut': "it is no JSON",
+    b"[" * 100_000: "it is no JSON",  # deeper than Python's stack
+    b'{"text": "\xff"}': "it is not UTF-8",
+}
+
+
+def test_bad_lines(capsys):
+    """Are left out and counted, and the first one is named; .json files' too, which begin well."""
+    Path("texts").mkdir()
+    good = b'{"text": "good"}\n'
+    for number, (line, says) in enumerate(BAD_LINES.items()):
+        Path("texts/a.json").write_bytes(good * 5 + line)
+        Path("texts/b.jsonl").write_bytes(good * 3 + line + b"\r\n\n" + b"\xef\xbb\xbf" + good)
+        _, train, val = prepare("texts", "--output", number, "--tokenizer", "bytes")
+        assert np.concatenate([train, val]).tolist() == [256, *b"good"] * 9
+        what = '2 lines left out, which are no {"text": "..."}. The first: texts/a.json, line 6: '
+        assert what + says + "\n" in capsys.readouterr().out
+
+
+SPECIAL = ["<|endoftext|>", "<s>", "<|fim-1|>"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_special_tokens(monkeypatch, size):
+    """<|endoftext|> is between documents, wherever a piece ends; others stand within one, whole."""
+    monkeypatch.setattr(prepare_texts, "WORD", 20)
+    texts = prepare_texts.Texts(Path(), "text", Path(), SPECIAL)
+    parts = [
+        "",
+        "one two",
+        " ",
+        "<s>three<s> ",
+        "  x<|fim-1|>y",
+        "<|endoftext|",
+        "z" * 70,
+        "- " * 9,
+    ]
+    text = "<|endoftext|>".join(parts)
+    documents = []
+    for piece, begins in texts.read_document(text[i : i + size] for i in range(0, len(text), size)):
+        documents += [[]] if begins else []
+        documents[-1].append(piece)
+    assert ["".join(pieces) for pieces in documents] == [part for part in parts if part.strip()]
+    assert documents[1][1:] == ["three", "<s>"] or documents[1] == ["<s>", "three", "<s>", " "]
+    assert texts.empty == 0
+    assert list(texts.read_document(["<|endof", "text|>\n"])) == [] and texts.empty == 1
+
+
+def test_end_of_text_in_texts(capsys):
+    """As in files for GPT-2; in a line of a .jsonl file, too; and in the text of --sample."""
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("<|endoftext|>".join(f"document {i}" for i in range(100)))
+    Path("texts/b.jsonl").write_text('{"text": "<|endoftext|>x<|endoftext|>y<|endoftext|>"}')
+    _, train, val = prepare()
+    assert "out: 102 documents" in capsys.readouterr().out
+    assert bytes(val[val < 256].astype(np.uint8)) == b"document 49document 99"
+    assert list(train[-4:]) == [256, *b"x", 256, *b"y"]
+    assert prepare_texts.Bytes().encode("a<|endoftext|>b<|endoftext|>") == [97, 256, 98, 256]
 
 
 def test_folders_of_texts_that_are_refused(capsys, monkeypatch):
     """Without text, or with too little; that cannot be read; into which another process writes."""
-    words = ["texts", "--output", "out", "--tokenizer", "bytes"]
+    words = list(BYTES)
 
     def refused(says, *others):
         message = refusal(prepare, *words, *others)
@@ -336,7 +412,7 @@ def test_folders_of_texts_that_are_refused(capsys, monkeypatch):
     Path("texts/b.txt").unlink()
     Path("list.json").write_text("[]")
     words[0] = "list.json"  # it is asked for: not left out
-    refused("list.json, line 1: each line must be")
+    refused("The first: list.json, line 1: it is no object")
     words[0] = "texts"
     Path("texts/secret").mkdir()
     plain = os.scandir
@@ -355,9 +431,40 @@ def test_folders_of_texts_that_are_refused(capsys, monkeypatch):
     prepare(*words)
 
 
+def test_folders_that_are_kept(monkeypatch, finished, capsys):
+    """A second command with the same --output changes nothing: with a mistake, other texts, or none
+    of the two; while another one has just ended; nor is what others have there overwritten."""
+    for folder, text in ("texts", "one"), ("more", "other"), ("none", ""):
+        Path(folder).mkdir()
+        Path(folder, "a.txt").write_text(text)
+    prepare()
+    before = content("out")
+    for texts in "texts", "more", "none":
+        refusal(prepare, texts, *BYTES[1:])
+        assert "out is complete: remove it, or choose another --output" in capsys.readouterr().err
+        assert content("out") == before
+    check, answers = prepare_texts.check_output, [lambda output: None]
+    monkeypatch.setattr(prepare_texts, "check_output", lambda x: (answers or [check]).pop()(x))
+    refusal(prepare, "more", *BYTES[1:])
+    assert content("out") == before and not answers
+    Path("theirs").mkdir()
+    for name in prepare_texts.OUTPUTS[:3]:
+        Path("theirs", name).write_text(name)
+        refusal(prepare, "texts", "--output", "theirs", "--tokenizer", "bytes")
+        assert f"theirs is not empty: it has {name}" in capsys.readouterr().err
+        assert content("theirs") == {Path("theirs", name): name.encode()}
+        Path("theirs", name).unlink()
+    shutil.copytree(finished / "one", "run")
+    Path("run/latest.json").unlink()
+    before = content("run")
+    refusal(prepare, "texts", "--output", "run", "--tokenizer", "bytes")
+    assert "run is not empty: it has log.jsonl" in capsys.readouterr().err
+    assert content("run") == before
+
+
 def test_killed_while_it_prepares(monkeypatch):
     """Before any of the renamings: there is no tokens.json, and the same command mends it."""
-    words = ["texts.txt", "--output", "out", "--tokenizer", "bytes"]
+    words = ["texts.txt", *BYTES[1:]]
     Path("texts.txt").write_text("some text")
     plain, done = os.replace, []
 
@@ -367,13 +474,40 @@ def test_killed_while_it_prepares(monkeypatch):
         done.append(plain(*paths))
 
     for number in range(4):
-        prepare(*words)
         done.clear()
         with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
             changed.setattr(os, "replace", replace)
             prepare(*words)
         assert len(done) == number and not Path("out/tokens.json").exists()
-    prepare(*words)
+        prepare(*words)
+        Path("out/tokens.json").unlink()
+
+
+SLOW = """
+class Bytes(Bytes):
+    def encode(self, text):
+        print("encodes", flush=True)
+        time.sleep(0.2)
+        return super().encode(text)
+"""
+
+
+@pytest.mark.parametrize("stage", ["tokenizer: bytes", "encodes"])
+def test_ctrl_c_while_it_prepares(stage):
+    """All processes get it, as from a terminal, and end at once, with one line: while they are
+    started, or in the middle of many pieces."""
+    Path("texts.txt").write_text("some words " * 2_000_000)
+    command = [sys.executable, altered("large/prepare_texts.py", more=SLOW), "texts.txt"]
+    interrupts = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    process = Cold([*command, *BYTES[1:], "--workers", "4"], "log", preexec_fn=interrupts)
+    wait_for(stage, process)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    wait_until(lambda: process.status() is not None)
+    assert time.monotonic() - began < 20 and process.status() == -signal.SIGINT
+    lines = set(Path("log").read_text().splitlines())
+    assert lines <= {"tokenizer: bytes", "encodes", "KeyboardInterrupt"}
+    assert "KeyboardInterrupt" in lines and files("out") in ([], ["lock"])
 
 
 def test_a_worker_that_is_killed(monkeypatch):
