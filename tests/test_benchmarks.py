@@ -19,7 +19,7 @@ import image_loading
 import peers
 import pytest
 import runs
-from helpers import command, some_fast
+from helpers import command
 from make_images import make_folder
 from same_text import ROOT
 
@@ -36,18 +36,19 @@ def nothing_failed(monkeypatch):
     monkeypatch.setattr(articles, "NO_TIME", runs.NO_TIME)
 
 
-def gpu_sh(part, fails=False, **environment):
-    """What a part of gpu.sh prints. It has to succeed, or to fail."""
+def gpu_sh(part, *words, fails=False, **environment):
+    """What a part of gpu.sh prints; with further words, what the command does. It has to succeed,
+    or to fail."""
     environment |= {"TINY": 1, "OUT": Path().resolve()}
     environment.setdefault("PYTHON", sys.executable)
-    words = [f"{name}={value}" for name, value in environment.items()]
-    line = "env", *words, "bash", ROOT / "benchmarks/gpu.sh", part
+    settings = [f"{name}={value}" for name, value in environment.items()]
+    line = "env", *settings, "bash", ROOT / "benchmarks/gpu.sh", part, *words
     if fails:
         with pytest.raises(subprocess.CalledProcessError):
             command(*line)
-    else:
-        command(*line)
-    return Path(f"{part}.md").read_text()
+        return Path(f"{part}.md").read_text()
+    text = command(*line)
+    return text if words else Path(f"{part}.md").read_text()
 
 
 def test_workers_fit_into_shared_memory(capsys):
@@ -78,12 +79,12 @@ def running(pid):
 
 def test_what_a_part_could_not_measure(monkeypatch, capsys):
     """A run that the end of the part's time ends counts with what it has printed, and nothing of it
-    is left. All runs that are missing, or had an error, are listed, and the part fails."""
+    is left. All runs that are missing, or had an error, are listed; only an error is a failure."""
     Path("slow.py").write_text(SLOW)
     Path("wrong.py").write_text("raise SystemExit('no such flag')")
     monkeypatch.setattr(runs, "PART_SECONDS", time.monotonic() - runs.STARTED + 1)
     assert gpu.rate(Path("slow.py").resolve(), 1) == pytest.approx(2 / (1 / 100 + 1 / 200))
-    with pytest.raises(SystemExit, match="1"):
+    with pytest.raises(SystemExit, match="3"):
         runs.end_part()
     assert "No time" in (said := capsys.readouterr().out) and "slow.py" in said
     assert math.isnan(gpu.rate(Path("slow.py").resolve(), 1))  # no second is left
@@ -107,6 +108,7 @@ if [[ $1 == -c ]]; then
     exit
 fi
 echo "| a row | of $PART_SECONDS s |"
+echo "${PRINTS:-}"
 setsid sleep 600 &
 echo "child $!"
 if [[ -n ${HANGS:-} ]]; then
@@ -116,18 +118,40 @@ exit "${STATUS:-0}"
 """
 
 
-@pytest.mark.parametrize("part", some_fast(["tests", "small"], "tests"))
-def test_a_part_ends(part):
-    """With all that it has started. What does not end by itself is ended 30 s after its time, and
-    has failed."""
+@pytest.fixture
+def stand_in():
     python = Path("python").resolve()
     python.write_text(STAND_IN)
     python.chmod(0o755)
+    return python
+
+
+def test_a_part_ends(stand_in):
+    """With all that it has started. What does not end by itself is ended 30 s after its time: that
+    is no failure, but of a test that has failed before."""
     for more in {}, {"HANGS": 1, "PART_SECONDS": -29}:
-        text = gpu_sh(part, fails=bool(more), PYTHON=python, **more)
-        assert text.count("| a row |") == 1 and ("Ended after 1 s" in text) == bool(more), text
-        assert not running(re.search(r"child (\d+)", text)[1])
-    gpu_sh(part, fails=True, PYTHON=python, STATUS=1)
+        text = gpu_sh("tests", "small", PYTHON=stand_in, **more)
+        names = "tests small" if more else "none"
+        assert f"Not finished, for want of time: {names}. Not begun: none.\nFailed: none." in text
+        for part in "tests", "small":
+            text = Path(f"{part}.md").read_text()
+            assert text.count("| a row |") == 1 and ("Ended after 1 s" in text) == bool(more), text
+            assert not running(re.search(r"child (\d+)", text)[1])
+    gpu_sh("small", fails=True, PYTHON=stand_in, STATUS=1)
+    assert "FAILED" in gpu_sh("tests", fails=True, PYTHON=stand_in, PRINTS="FAILED test_x", **more)
+
+
+def test_some_minutes(stand_in):
+    """All parts share them, and what is least known comes first; or those that are named do."""
+    text = gpu_sh("--minutes", "3", "small", "saving", PYTHON=stand_in)
+    assert "2 parts, at most 3 minutes\n" in text
+    first, second = (int(time) for time in re.findall(r"of (\d+) s", text))
+    assert 60 < second <= first <= 75, text  # half of what is left without the last half minute
+    text = gpu_sh("--minutes", "0", PYTHON=stand_in)
+    assert "Not begun: start tests large resnet50 small articles peers" in text
+    for words in ["--minutes"], ["--minutes", "x"], ["smal"]:
+        with pytest.raises(subprocess.CalledProcessError):
+            gpu_sh("--minutes", "0", *words, PYTHON=stand_in)
 
 
 # ---- articles.py ---------------------------------------------------------------------------------
