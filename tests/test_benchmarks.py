@@ -1,6 +1,7 @@
 """The tables of benchmarks/, and tests/test_gpu.py, with tiny sizes on a CPU."""
 
 import contextlib
+import json
 import math
 import re
 import shutil
@@ -158,6 +159,16 @@ def test_some_minutes(stand_in):
 def arguments(**given):
     defaults = {"quick": False, "rounds": None, "processes": 2, "hosts": None, "node_rank": None}
     return Namespace(**(defaults | given))
+
+
+def test_the_second_machines_command(monkeypatch):
+    """Has its own GPUs, where two machines are this one."""
+    monkeypatch.setattr(articles, "GPUS", 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    started = [articles.Machine(i, [], articles.visible(2 * i, 2)) for i in range(2)]
+    for job in articles.Machines("both", "127.0.0.1", 2, started).jobs([]):
+        assert job.command().startswith("`CUDA_VISIBLE_DEVICES=0,1 ")
+        assert job.command().endswith(", and with `CUDA_VISIBLE_DEVICES=2,3 --node-rank 1`")
 
 
 def row_of(script, name="row"):
@@ -392,6 +403,42 @@ def test_what_fits(monkeypatch):
     for (n, memory), size in sizes.items():
         monkeypatch.setattr(gpu_lm, "MEMORY", memory)
         assert gpu_lm.largest(n, "1.4b", "400m") == size
+
+
+@pytest.mark.parametrize("driver", ["535.104.05", "580.65", ""])
+@pytest.mark.parametrize("version", ["2.6.0+cu124", "2.14.1"])
+def test_notebook_installs(monkeypatch, driver, version):
+    """The build of torch that fits the driver, if the one that is there is old or finds no GPU; if
+    it still finds none, though there are some, the notebook ends."""
+    cells = json.loads((ROOT / "benchmarks/kaggle.ipynb").read_text())["cells"]
+    code = "".join(cells[3]["source"])
+    installed = []
+
+    def run_words(words, **options):
+        if words[0] != "nvidia-smi":
+            installed.append(" ".join(words[5:]))
+        return subprocess.CompletedProcess(words, 0, f"{driver}\n{driver}\n")
+
+    monkeypatch.setattr(subprocess, "run", run_words)
+    monkeypatch.setattr(subprocess, "check_output", lambda words: str(gpus))
+    monkeypatch.setattr(shutil, "which", lambda name: driver and name)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    monkeypatch.chdir(ROOT)
+    build = "torch>=2.9 torchvision"
+    if driver.startswith("535"):
+        build = "torch>=2.9,<2.15 torchvision --index-url https://download.pytorch.org/whl/cu126"
+    for gpus in 2, 0:
+        installed.clear()
+        if driver and not gpus:
+            with pytest.raises(SystemExit, match=f"lists 2 GPUs .driver {driver}., but torch"):
+                exec(code, {"REPOSITORY": ""})
+        else:
+            exec(code, {"REPOSITORY": ""})
+        is_unfit = driver and not gpus
+        if version.startswith("2.6"):
+            assert installed == [f"--upgrade {build}"]
+        else:
+            assert installed == ([f"--force-reinstall {build}"] if is_unfit else [])
 
 
 @pytest.mark.long
