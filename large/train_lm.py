@@ -693,9 +693,9 @@ def write(path, content):
 
 
 def remove_checkpoints(output, kept):
-    """All but one: older ones, and those of interrupted saves."""
+    """All but one: older ones, and those of interrupted saves; but not a copy by another name."""
     for path in output.glob("step-*"):
-        if path.name != kept:
+        if path.name != kept and path.name.removeprefix("step-").isdigit():
             shutil.rmtree(path, ignore_errors=True)
 
 

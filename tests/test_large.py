@@ -599,21 +599,24 @@ WAYS = {  # flags by the number of ranks
 }
 SENT = """
 def counted(function):
-    def replaced(output, input, *words, **options):
-        torch.distributed.sent += max(output.nbytes, input.nbytes)
-        return function(output, input, *words, **options)
+    def replaced(*words, **options):
+        tensors = [x for x in [*words, *options.values()] if isinstance(x, torch.Tensor)]
+        global sent
+        sent += max(tensor.nbytes for tensor in tensors)
+        return function(*words, **options)
     return replaced
 
-torch.distributed.sent = 0
-for name in "all_gather_into_tensor", "reduce_scatter_tensor":
-    setattr(torch.distributed, name, counted(getattr(torch.distributed, name)))
+for name in [name for name in vars(dist) if name.startswith(("all_gather_", "reduce_scatter_"))]:
+    if name.endswith(("_single", "_tensor")):
+        setattr(dist, name, counted(getattr(dist, name)))
 
 plain_step = train_step
 def train_step(args, model, *words):
-    before = torch.distributed.sent
+    global sent
+    sent = 0
     found = plain_step(args, model, *words)
     whole = 4 * sum(p.numel() for p in model.parameters())
-    print(f"sent {(torch.distributed.sent - before) / whole:.2f} times", flush=True)
+    print(f"sent {sent / whole:.2f} times", flush=True)
     return found
 """
 
@@ -883,6 +886,13 @@ def test_when_it_saves():
     assert late.steps_until_due(70.0) == 5
 
 
+def test_copies_of_checkpoints_are_kept():
+    for name in "step-00000001", "step-00000002", "step-00000001-mine", "step-old":
+        Path("out", name).mkdir(parents=True)
+    train_lm.remove_checkpoints(Path("out"), "step-00000002")
+    assert files("out") == ["step-00000001-mine", "step-00000002", "step-old"]
+
+
 # ---- What is refused -----------------------------------------------------------------------------
 FLAGS = {  # and the number of ranks
     "must be at least the number of processes, 3": ("--batch-size 2", 3),
@@ -953,6 +963,10 @@ def test_folders_that_are_refused(flags, tokens, one, capsys):
     Path("new/lock").touch()
     refused("new", "--warmup-steps", 8, says="--warmup-steps must be less than --steps, 8")
     refused("new", "--length", 10**6, says="fewer than two sequences")
+    for name in "tokens.json", "val.bin", "model.pt":  # with a lock, as prepare_texts.py has one
+        Path("new", name).touch()
+        refused("new", "--resume", says=f"new has {name}, but no run of this script")
+        Path("new", name).unlink()
     with prepare_texts.lock_folder(Path("new")):
         refused("new", says="another run is still in new; if its machine has died, delete new/lock")
 
@@ -1316,6 +1330,22 @@ def test_micro_batches(monkeypatch):
         train_lm.set_defaults(args, ranks)
         assert args.accumulate == accumulate
         train_lm.check_flags(args, ranks)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", ""])
+def test_settings_of_the_allocator(monkeypatch, name):
+    """A user's are kept, under whichever of its names."""
+    for other in "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF":
+        monkeypatch.delenv(other, raising=False)
+    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    if name:
+        expected = {name: "backend:native"}
+        monkeypatch.setenv(name, expected[name])
+    head, *_ = (ROOT / LM).read_text().split("import numpy")
+    exec(head, {})
+    found = {key: value for key, value in os.environ.items() if key.endswith("ALLOC_CONF")}
+    os.environ.pop("PYTORCH_ALLOC_CONF", None)  # of the last case, in the tests' own process
+    assert found == expected
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
