@@ -82,8 +82,11 @@ limited() {
     limit=$((seconds + grace > 0 ? seconds + grace : 1))
     shift
     env "$mark" PART_SECONDS="$seconds" timeout --foreground -k 10 "$limit" "$@" || status=$?
+    if [[ $status == 137 && $((SECONDS - started)) -ge $limit ]]; then
+        status=124 # not even SIGTERM has ended it
+    fi
     end_marked "$mark"
-    if ((SECONDS - started >= limit)); then
+    if [[ $status == 124 ]]; then
         printf '\nEnded after %s s.\n' "$limit"
         status=$not_finished
     fi
