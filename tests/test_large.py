@@ -1066,6 +1066,8 @@ def test_sample(one, capsys):
     here(LM, *words)
     alone = capsys.readouterr().out
     assert alone.startswith("Tö train") and len(alone) > 10
+    here(LM, *words, "--sample", "<|endoftext|>Tö train")  # which is there anyway
+    assert capsys.readouterr().out == alone
     here(LM, *words, "--sample", "")  # from the end-of-text alone
     assert 1 < len(capsys.readouterr().out) <= 6
     text = run(LM, *words, more=ANOTHER_CHOICE, processes=2)
