@@ -108,7 +108,10 @@ class Job:
 
     def command(self):
         text = " ".join(map(str, self.commands[0])).replace(f"{ROOT}{os.sep}", "")
-        return f"`{text}`" + (", and with `--node-rank 1`" if len(self.commands) > 1 else "")
+        if len(self.commands) == 1:
+            return f"`{text}`"
+        gpus = [word for word in self.commands[1] if str(word).startswith("CUDA_VISIBLE_DEVICES=")]
+        return f"`{text}`, and with `{' '.join([*gpus, '--node-rank 1'])}`"
 
 
 def start(job, until=None):

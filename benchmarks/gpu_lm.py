@@ -70,6 +70,7 @@ def bare_step(size):
     in bfloat16, whose weights are copies of the optimizer's in float32."""
     model = train_lm.LanguageModel(VOCABULARY, *train_lm.SIZES[size])
     model.to(DEVICE, torch.bfloat16 if GPUS else torch.float32)
+    model.head.chunk = train_lm.chunk_tokens(train_lm.parser.parse_args([]), VOCABULARY)
     for block in model.blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
     model.head.chunk_loss = torch.compile(model.head.chunk_loss, dynamic=False)

@@ -296,12 +296,13 @@ def train(path, n, flags, **options):
 
 
 def end_part():
-    """Say what was not measured. The status is 1 if there is anything."""
+    """Say what was not measured. The status is 1 if anything has failed, and 3 if only time has
+    run out, which gpu.sh calls not finished."""
     sys.stderr.flush()
     for what, names in ("Failed", FAILED), ("No time was left for, or to finish", NO_TIME):
         if names:
             print(f"\n{what}:\n\n- " + "\n- ".join(names), flush=True)
-    sys.exit(1 if FAILED or NO_TIME else 0)
+    sys.exit(1 if FAILED else 3 if NO_TIME else 0)
 
 
 def spread(values, digits):

@@ -10,11 +10,13 @@ encodes a text as prepare_texts.py does. Neither needs a network.
 
 import argparse
 import base64
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
-from prepare_texts import build_tokenizer
+from prepare_texts import END_OF_TEXT, build_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -29,10 +31,9 @@ NAMES = {  # of a block's weights, here and there; of several, the parts of one 
     "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
     "mlp_out": ["mlp.down_proj"],
 }
-END_OF_TEXT = "<|endoftext|>"
 parser = argparse.ArgumentParser(description="Turn a run into a folder that transformers loads.")
 parser.add_argument("run", type=Path, help="folder of a finished run")
-parser.add_argument("output", type=Path, help="folder for the model")
+parser.add_argument("output", type=Path, help="folder for the model: new, or empty")
 
 
 def convert(saved):
@@ -121,13 +122,19 @@ def for_oniguruma(pattern):
 
 if __name__ == "__main__":
     args = parser.parse_args()
-    if args.output.resolve() == args.run.resolve():
-        parser.error("give it a folder of its own")  # the run has a tokenizer.json, too
+    if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
+        parser.error(f"{args.output} is there already: remove it, or choose another folder")
     if not (args.run / "model.pt").exists():
         parser.error(f"{args.run} has no model.pt: only a run that has ended can be exported")
     sys.stdout.reconfigure(errors="backslashreplace")  # for names that the terminal cannot show
     saved = torch.load(args.run / "model.pt", mmap=True, weights_only=True)
-    convert(saved).save_pretrained(args.output)
-    convert_tokenizer(saved["tokenizer"], saved["length"]).save_pretrained(args.output)
+    output = args.output.resolve()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # Beside it until it is whole: half a model looks like a model.
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f"{output.name}.") as folder:
+        whole = Path(folder) / "model"
+        convert(saved).save_pretrained(whole)
+        convert_tokenizer(saved["tokenizer"], saved["length"]).save_pretrained(whole)
+        os.rename(whole, output)
     print(f"{args.output}: load it by AutoModelForCausalLM and AutoTokenizer.from_pretrained")
     print(f'begin each prompt with {END_OF_TEXT}, as in tokenizer("{END_OF_TEXT}To be")')

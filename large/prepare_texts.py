@@ -4,18 +4,19 @@ python large/prepare_texts.py my_texts --output my_tokens
 
 Reads a file, or all texts below a folder, in the order of their names. A .txt or .md file is one
 document; in a .jsonl or .json file each line is one, {"text": ...}. They are in UTF-8, and may be
-compressed (.txt.gz). Other files and blank documents are left out and counted, hidden files only
-left out. Links are followed, but nothing is read twice.
+compressed (.txt.gz). Other files, blank documents, and lines of .jsonl files that are no such text
+are left out and counted, hidden files only left out. Links are followed, but nothing is read twice.
 
 Texts of any length are read in pieces, cut at the end of a word, so their tokens are those of the
 whole text (but a word of more than 10,000 characters may be cut). A line of a .jsonl or .json file
 is read whole, and must have less than a billion characters.
 
-An end-of-text token is put before each document. Every 50th document (--hold-out) is for
-validation; if there are fewer than 50, the last 50th of all the text is.
+An end-of-text token is put before each document. <|endoftext|> within a text ends a document, as
+in the files that GPT-2 was trained on. Every 50th document (--hold-out) is for validation; if there
+are fewer than 50, the last 50th of all the text is.
 
 Writes train.bin and val.bin (token ids, 2 or 4 bytes each), tokenizer.json, and, once those are
-whole, tokens.json, which describes them.
+whole, tokens.json, which describes them. A folder that has anything else is refused.
 
 The tokens are GPT-2's if tiktoken is installed (`pip install tiktoken`; it downloads their list
 once), else bytes. A machine without network can take the list from another: --tokenizer FILE, a
@@ -33,6 +34,8 @@ import io
 import json
 import multiprocessing
 import os
+import re
+import signal
 import sys
 import threading
 import time
@@ -48,8 +51,11 @@ import numpy as np
 
 PIECE = 100_000  # characters of a document that are tokenized at a time, about
 WORD = 10_000  # characters of the longest word that is not cut
-LINE = 1_000_000_000  # characters of the longest line of a .jsonl file
+LINE = 1_000_000_000  # bytes of the longest line of a .jsonl file
 BATCH = 20_000_000  # characters that the processes share at a time
+BAD_LINES = 1000  # if most lines are no text, after so many the rest is not read
+END_OF_TEXT = "<|endoftext|>"
+OUTPUTS = ["train.bin", "val.bin", "tokenizer.json", "tokens.json"]
 
 parser = argparse.ArgumentParser(
     description="Turn texts into token ids.",
@@ -73,9 +79,14 @@ class Bytes:
     """UTF-8 bytes as tokens 0 to 255, and end-of-text, 256."""
 
     vocabulary, end_of_text = 257, 256
+    special_tokens = [END_OF_TEXT]
 
     def encode(self, text):
-        return list(text.encode("utf-8", "replace"))
+        first, *others = (part.encode("utf-8", "replace") for part in text.split(END_OF_TEXT))
+        ids = list(first)
+        for part in others:
+            ids += [self.end_of_text, *part]
+        return ids
 
     def decode(self, ids):
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
@@ -94,10 +105,11 @@ class BytePairs:
         tokens = {base64.b64decode(token): i for token, i in description["mergeable_ranks"].items()}
         self.encoding = tiktoken.Encoding(**description | {"mergeable_ranks": tokens})
         self.tokens, self.vocabulary = tokens, self.encoding.n_vocab
-        self.end_of_text = description["special_tokens"]["<|endoftext|>"]
+        self.end_of_text = description["special_tokens"][END_OF_TEXT]
+        self.special_tokens = list(description["special_tokens"])
 
     def encode(self, text):
-        return self.encoding.encode_ordinary(text)
+        return self.encoding.encode(text, allowed_special="all")
 
     def decode(self, ids):
         return self.encoding.decode([i for i in ids if i != self.end_of_text])
@@ -139,14 +151,17 @@ def build_tokenizer(description):
 
 class Texts:
     """Finds the texts in a file or a folder, reads them, and counts what is left out. `output` may
-    be a folder in it, which has no texts."""
+    be a folder in it, which has no texts. A text is not cut within one of the special tokens."""
 
-    def __init__(self, path, field, output):
+    def __init__(self, path, field, output, special_tokens):
         self.path, self.field, self.output = path, field, identity(output)
+        self.special_tokens = special_tokens
         self.known = {identity(path)}  # files and folders that were read
         self.suffixes = Counter()  # of the files left out
         self.other_json = []
         self.repeated = self.empty = self.not_utf8 = 0
+        self.lines = self.bad_lines = 0  # of .jsonl files, and of .json files that have such lines
+        self.first_bad_line = ""
         codecs.register_error("count", self.replace)
 
     def pieces(self):
@@ -173,34 +188,39 @@ class Texts:
                 yield from self.files_below(entry) if entry.is_dir() else [Path(entry)]
 
     def read_file(self, path):
-        read = self.read_lines if text_suffix(path.name).startswith(".json") else self.read_whole
-        self.not_utf8 = 0
         with open_text(path) as file:
-            yield from read(file, path)
+            if text_suffix(path.name).startswith(".json"):
+                yield from self.read_lines(file, path)
+            else:
+                yield from self.read_whole(file, path)
+
+    def read_whole(self, file, path):
+        self.not_utf8 = 0
+        # utf-8-sig: as utf-8, without the mark with which some editors begin a file.
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="count")
+        yield from self.read_document(iter(lambda: text.read(PIECE), ""))
         if self.not_utf8:
             note = "characters are not UTF-8, and were replaced"
             print(f"{path}: {self.not_utf8} {note}", flush=True)
 
-    def read_whole(self, file, path):
-        yield from self.read_document(iter(lambda: file.read(PIECE), ""))
-
     def read_document(self, blocks):
-        """Yields a document's pieces from its text in blocks. A blank one has none."""
-        begins = True
-        for text in cut_between_words(blocks):
-            if begins and not text.strip():
-                continue
-            yield text, begins
-            begins = False
-        self.empty += begins
+        """Yields a document's pieces from its text in blocks; several documents', if it has
+        <|endoftext|> between them. A blank one has none."""
+        begins, found, blank = True, False, ""
+        for text in cut_between_words(blocks, self.special_tokens):
+            if text == END_OF_TEXT:
+                begins, blank = True, ""
+            elif begins and not text.strip():
+                blank += text
+            elif text:
+                yield blank + text, begins
+                begins, found, blank = False, True, ""
+        self.empty += not found
 
     def read_lines(self, file, path):
         """A .json file that begins with something else, such as settings, is left out."""
         documents = 0
-        for number, line in enumerate(iter(lambda: file.readline(LINE), ""), 1):
-            if len(line) == LINE:
-                limit = f"has {LINE:,} characters or more: make it a .txt file"
-                raise SystemExit(f"{path}, line {number}: {limit}")
+        for number, line in enumerate(lines_of(file), 1):
             if not line.strip():
                 continue
             try:
@@ -211,9 +231,24 @@ class Texts:
                 if not must_be_text:
                     self.other_json.append(path)
                     return
-                raise SystemExit(f"{path}, line {number}: {error}") from error
+                self.count_bad_line(f"{path}, line {number}: {error}")
+                continue
             documents += 1
+            self.lines += 1
             yield from self.read_document(text[i : i + PIECE] for i in range(0, len(text), PIECE))
+
+    def count_bad_line(self, message):
+        self.first_bad_line = self.first_bad_line or message
+        self.lines += 1
+        self.bad_lines += 1
+        if self.bad_lines >= BAD_LINES:
+            self.check_bad_lines()
+
+    def check_bad_lines(self):
+        """One line may be cut off or empty; if most are, --field is wrong, or the file is."""
+        if 2 * self.bad_lines > self.lines:
+            what = f'lines are no {{"{self.field}": "..."}} (see --field). The first:'
+            raise SystemExit(f"{self.bad_lines} of {self.lines} {what} {self.first_bad_line}")
 
     def replace(self, error):
         """What stands for bytes that are not UTF-8: see codecs.register_error."""
@@ -232,6 +267,9 @@ class Texts:
             lines.append(f"{len(self.other_json)} {reason} {self.other_json[0]}")
         if self.empty:
             lines.append(f"{self.empty} blank documents left out")
+        if self.bad_lines:
+            what = f'lines left out, which are no {{"{self.field}": "..."}}. The first:'
+            lines.append(f"{self.bad_lines} {what} {self.first_bad_line}")
         if self.repeated:
             lines.append(f"{self.repeated} files or folders read once, to which links lead, too")
         return lines
@@ -250,46 +288,74 @@ def identity(path):
 
 
 def open_text(path):
+    """The file's bytes."""
     file = gzip.open(path) if path.name.lower().endswith(".gz") else open(path, "rb")
     head = file.peek(100)[:100]
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
         raise SystemExit(f"{path} is UTF-16, or no text: convert it to UTF-8, or move it elsewhere")
-    # utf-8-sig: as utf-8, without the mark with which some editors begin a file.
-    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="count")
+    return file
 
 
-def cut_between_words(blocks):
-    """Yields the text of the blocks in pieces that end where a word does."""
+def lines_of(file):
+    """Yields the lines; of one that is too long, the beginning."""
+    while line := file.readline(LINE):
+        yield line
+        while len(line) == LINE and not line.endswith(b"\n"):
+            line = file.readline(LINE)
+
+
+def read_line(line, field):
+    """The text of a document. Raises ValueError, which says what is wrong with the line."""
+    if len(line) >= LINE:
+        raise ValueError(f"it has {LINE:,} bytes or more: make it a .txt file")
+    try:
+        document = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError("it is not UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError("it is no JSON") from error
+    if not isinstance(document, dict):
+        raise ValueError("it is no object")
+    if field not in document:
+        raise ValueError(f"it has {', '.join(list(document)[:10]) or 'nothing'}")
+    if not isinstance(document[field], str):
+        raise ValueError(f"{field} is no text")
+    return document[field]
+
+
+def cut_between_words(blocks, special_tokens):
+    """Yields the text of the blocks in pieces that end where a word does; special tokens are pieces
+    of their own."""
+    longest_first = sorted(special_tokens, key=len, reverse=True)
+    special = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
     rest = ""
     for block in blocks:
-        text = rest + block
-        end = last_end_of_word(text)
+        *whole, text = special.split(rest + block)
+        yield from whole
+        # The next block may complete a special token.
+        end = last_end_of_word(text[: len(text) - length_begun(text, special_tokens)])
         yield text[:end]
         rest = text[end:]
     if rest:
         yield rest
 
 
+def length_begun(text, special_tokens):
+    """How many characters at the end of a text may be the beginning of a special token."""
+    lengths = (i for token in special_tokens for i in range(len(token)) if text.endswith(token[:i]))
+    return max(lengths, default=0)
+
+
 def last_end_of_word(text):
     """Where the last word that something else follows ends: between a letter or digit and what no
-    tokenizer joins to it. If there is none in the last WORD characters, the end of the text."""
+    tokenizer joins to it. If there is none in the last WORD characters, the end of the text; or, of
+    fewer characters, 0, as the word may go on."""
     for i in range(len(text) - 1, max(0, len(text) - WORD), -1):
         if text[i - 1].isalnum() and not text[i].isalnum():
             joined = text[i] in "'\u2019_" or unicodedata.category(text[i]).startswith("M")
             if not joined:
                 return i
-    return len(text)
-
-
-def read_line(line, field):
-    """The text of a document. Raises ValueError."""
-    try:
-        text = json.loads(line)[field]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f'each line must be {{"{field}": "..."}}: {error!r}') from error
-    if not isinstance(text, str):
-        raise ValueError(f"{field} is no text")
-    return text
+    return len(text) if len(text) > WORD else 0
 
 
 def make_batches(pieces):
@@ -308,6 +374,7 @@ def start_worker(description):
     global tokenizer
     tokenizer = build_tokenizer(description)
     if parent := multiprocessing.parent_process():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # see start_pool
         threading.Thread(target=end_with, args=[parent], daemon=True).start()
 
 
@@ -406,36 +473,63 @@ def main(args):
         parser.error("--workers must be from 1 to 1000")
     if not args.texts.exists():
         parser.error(f"there is no {args.texts}")
+    if args.output.exists() and args.output.samefile(args.texts):
+        parser.error("--output must not be the folder of the texts")
+    check_output(args.output)
     description = describe_tokenizer(args.tokenizer)
     print(f"tokenizer: {description['name']}", flush=True)  # bytes, if tiktoken is not installed
+    special_tokens = build_tokenizer(description).special_tokens
     args.output.mkdir(parents=True, exist_ok=True)
-    texts = Texts(args.texts, args.field, args.output)
-    if texts.output in texts.known:
-        parser.error("--output must not be the folder of the texts")
-    settings = {"initializer": start_worker, "initargs": [description]}
+    texts = Texts(args.texts, args.field, args.output, special_tokens)
+    pool = ProcessPoolExecutor(args.workers, initializer=start_worker, initargs=[description])
     try:
-        with ProcessPoolExecutor(args.workers, **settings) as pool:
-            # Starts the workers: forked later, they would have the lock, too.
-            pool.submit(os.getpid).result()
-            with lock_folder(args.output):
-                write_tokens(args, texts, description, pool)
+        start_workers(pool)
+        with lock_folder(args.output):
+            check_output(args.output)  # again: another one may have just ended
+            write_tokens(args, texts, description, pool)
     except BrokenProcessPool as error:
         remedy = "if the memory is full, use fewer --workers"
         raise SystemExit(f"a process that tokenizes has died; {remedy}") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def check_output(output):
+    """Only what this program has left unfinished is overwritten: neither token ids, to which a run
+    of train_lm.py belongs, nor anybody's files of the same names."""
+    if (output / "tokens.json").exists():
+        parser.error(f"{output} is complete: remove it, or choose another --output")
+    unfinished = set()
+    if (output / "lock").exists():
+        unfinished = {"lock", *OUTPUTS, *(f"{name}.tmp" for name in OUTPUTS)}
+    names = [path.name for path in output.iterdir()] if output.is_dir() else []
+    for name in sorted(names):
+        if name not in unfinished and name != "lost+found" and not name.startswith("."):
+            parser.error(f"{output} is not empty: it has {name}; choose another --output")
+
+
+def start_workers(pool):
+    """Before the folder is locked: forked later, they would have the lock, too. They do not get
+    Ctrl-C, which goes to all processes of a terminal: one that ends while it takes a piece from
+    the pool's queue would leave the others, and this process, waiting for ever."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a new process inherits that
+    try:
+        pool.submit(os.getpid).result()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def write_tokens(args, texts, description, pool):
-    """tokens.json last: with it, all is there. Nothing else is left after an error."""
-    (args.output / "tokens.json").unlink(missing_ok=True)
+    """tokens.json last: with it, all is there. Nothing is left after an error."""
     try:
-        write_json(args.output / "tokenizer.json", description)
         about = write_parts(args, texts, pool)
+        write_json(args.output / "tokenizer.json", description)
         tokenizer = build_tokenizer(description)
         about |= {"tokenizer": description["name"], "vocabulary": tokenizer.vocabulary}
         about |= {"token_bytes": tokenizer.token_bytes()}
         write_json(args.output / "tokens.json", about)
     finally:
-        for name in "tokenizer.json", "train.bin", "val.bin", "tokens.json":
+        for name in OUTPUTS:
             (args.output / f"{name}.tmp").unlink(missing_ok=True)
 
 
@@ -447,6 +541,7 @@ def write_parts(args, texts, pool):
         for ids, begins in pool.map(tokenize, batch, chunksize=8):
             documents, dtype = documents + begins, ids.dtype
             (val if documents % args.hold_out == 0 else train).write(ids)
+    texts.check_bad_lines()
     for line in texts.left_out():
         print(line, flush=True)
     if documents == 0:
@@ -467,4 +562,8 @@ def write_parts(args, texts, pool):
 
 
 if __name__ == "__main__":
-    main(parser.parse_args())
+    try:
+        main(parser.parse_args())
+    except KeyboardInterrupt:
+        sys.tracebacklimit = 0  # one line
+        raise

@@ -29,8 +29,10 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
-# GPU memory in segments that can grow is less fragmented. Read when torch starts.
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+# GPU memory in segments that can grow is less fragmented. Read when torch starts, by any of these
+# names; parts of torch prefer different ones.
+if not any(f"PYTORCH_{name}ALLOC_CONF" in os.environ for name in ("", "CUDA_", "HIP_")):
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 import numpy as np
 import torch
@@ -111,8 +113,8 @@ add_speed("--accumulate", type=int, help=accumulate_help)
 recompute_help = "keep only the blocks' inputs for the backward pass"
 add_speed("--recompute", action="store_true", help=recompute_help)
 add_speed("--shard", type=int, default=0, help="GPUs that share one copy of the model; 0: all")
-gathered_help = "blocks stay gathered until the backward pass"
-add_speed("--keep-gathered", action="store_true", help=gathered_help)
+gathered_help = "gather weights and reduce gradients once per step; None: if the GPU has the memory"
+add_speed("--keep-gathered", action=argparse.BooleanOptionalAction, help=gathered_help)
 add_speed("--timeout", type=int, default=600, help="seconds to wait for another process")
 
 add_run = parser.add_argument_group("the run").add_argument
@@ -152,9 +154,6 @@ MAY_CHANGE = {
 
 
 # ---- The model -----------------------------------------------------------------------------------
-CHUNK = 2048  # tokens whose scores are computed at a time: 0.4 GB with GPT-2's vocabulary
-
-
 def rotary(length, size, device):
     """Cosine and sine, each (length, size / 2), of the angles by which positions rotate queries and
     keys, so that the product of the two depends on their distance (RoFormer, 2021)."""
@@ -202,20 +201,22 @@ class Head(nn.Module):
 
     def __init__(self, width, vocabulary):
         super().__init__()
-        self.recomputes = False
+        self.recomputes, self.chunk = False, 2048  # tokens whose scores are computed at a time
         self.norm = nn.RMSNorm(width, eps=1e-6)
         self.scores = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x, targets=None):
         """Scores (N, vocabulary) after the last token; or with targets (N, length), of which -1 do
         not count, the sum of their losses in nats, computed chunk by chunk: the float32 scores of
-        all tokens, and their gradients, would be the largest tensors of the step. (torch 2.13 has
+        all tokens, and their gradients, would be the largest tensors of the step. Each chunk adds
+        to the gradient of `scores`, so on a GPU they are large. (torch 2.13 has
         F.linear_cross_entropy, but of bfloat16 it returns the sum in bfloat16: two digits.)"""
         x = self.norm(x)
         if targets is None:
             return self.scores(x[:, -1]).float()
         loss_sum = torch.zeros((), device=x.device)
-        for part, wanted in zip(x.flatten(0, 1).split(CHUNK), targets.flatten().split(CHUNK)):
+        parts = (tensor.split(self.chunk) for tensor in (x.flatten(0, 1), targets.flatten()))
+        for part, wanted in zip(*parts):
             if self.recomputes:
                 loss_sum += recompute(self.chunk_loss, part, wanted, use_reentrant=False)
             else:
@@ -364,6 +365,7 @@ def build_model(args, config, device, world_size):
     with torch.device("meta"):  # shapes without memory
         model = LanguageModel(**config)
     model.recomputes = model.head.recomputes = args.recompute
+    model.head.chunk = chunk_tokens(args, config["vocabulary"])
     if args.compile:  # forward, not the block: FSDP2 gathers weights in hooks around forward
         for block in model.blocks:
             block.forward = torch.compile(block.forward, dynamic=False)
@@ -373,9 +375,9 @@ def build_model(args, config, device, world_size):
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     mesh = make_mesh(args, device, world_size)
     # Each call makes a unit, whose weights are gathered together: for its forward pass, after which
-    # they are freed, and again for its backward pass.
+    # they are freed, and again for its backward pass; with --keep-gathered, see train_step.
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
-    shard(model.embedding)
+    shard(model.embedding, reshard_after_forward=not args.keep_gathered)
     # Not again: the gradient of a look-up does not depend on the weights.
     model.embedding.set_unshard_in_backward(False)
     for block in model.blocks:
@@ -432,8 +434,12 @@ def train_step(args, model, optimizer, windows, lr):
     # FSDP averages gradients over ranks, of which some may have a window less than others.
     rank_tokens = args.batch_size * args.length / dist.get_world_size()  # on average
     for number, micro_batch in enumerate(windows.tensor_split(args.accumulate), 1):
-        if args.shard > 0 and args.accumulate > 1:  # average over copies in the last one only
-            model.set_requires_all_reduce(number == args.accumulate)
+        is_last = number == args.accumulate
+        if args.keep_gathered:  # weights, and whole gradients in float32, until the last one
+            model.set_reshard_after_backward(is_last)
+            model.set_requires_gradient_sync(is_last)
+        elif args.shard > 0 and args.accumulate > 1:  # average over copies in the last one only
+            model.set_requires_all_reduce(is_last)
         inputs, targets = micro_batch[:, :-1], micro_batch[:, 1:]
         loss = model(inputs, targets) / rank_tokens
         loss.backward()
@@ -687,9 +693,9 @@ def write(path, content):
 
 
 def remove_checkpoints(output, kept):
-    """All but one: older ones, and those of interrupted saves."""
+    """All but one: older ones, and those of interrupted saves; but not a copy by another name."""
     for path in output.glob("step-*"):
-        if path.name != kept:
+        if path.name != kept and path.name.removeprefix("step-").isdigit():
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -763,30 +769,74 @@ def set_defaults(args, world_size):
             setattr(args, name, value)
     if args.compile is None:  # but not for samples: each length would be compiled
         args.compile = args.device == "cuda" and args.sample is None
-    if args.accumulate is None:
-        micro_batch = max(1, micro_batch_tokens(args, world_size) // args.length)
-        wanted = math.ceil(math.ceil(args.batch_size / world_size) / micro_batch)
-        args.accumulate = max(1, min(wanted, args.batch_size // world_size))
+    if args.accumulate is None or args.keep_gathered is None:
+        args.accumulate, args.keep_gathered = choose_by_memory(args, world_size)
 
 
-def micro_batch_tokens(args, world_size):
-    """How many tokens a micro-batch has at most: each one communicates all weights, so as many as
-    fit into the GPU beside the model."""
+def choose_by_memory(args, world_size):
+    """How many micro-batches a step has, and whether weights stay gathered: what is not set by
+    flags. Each micro-batch communicates 8 bytes for each weight. If weights stay gathered, a whole
+    step does 6, but there is less memory for activations: so they do if micro-batches still have
+    8,192 tokens, which keep a GPU busy."""
     if args.device == "cpu":
-        return 16_384
+        return args.accumulate or count_parts(args, world_size, 16_384), bool(args.keep_gathered)
     path, vocabulary = args.tokens / "tokens.json", 50_257  # GPT-2's
     if path.exists():
         vocabulary = json.loads(path.read_text())["vocabulary"]
     with torch.device("meta"):  # shapes without memory
         model = LanguageModel(**model_config(args, vocabulary))
+
+    def fewest(keep_gathered, least_tokens):
+        """The fewest micro-batches that fit, of 65,536 tokens at most, or None."""
+        first, last = (count_parts(args, world_size, n) for n in (65_536, least_tokens))
+        for accumulate in [args.accumulate] if args.accumulate else range(first, last + 1):
+            values = vars(args) | {"accumulate": accumulate, "keep_gathered": keep_gathered}
+            if fits(argparse.Namespace(**values), model, world_size):
+                return accumulate
+        return None
+
+    least = args.accumulate or count_parts(args, world_size, 4_096)  # if nothing seems to fit
+    if args.keep_gathered is not None:
+        return fewest(args.keep_gathered, 4_096) or least, args.keep_gathered
+    plain, gathered = fewest(False, 4_096) or least, fewest(True, 8_192)
+    is_alone = (args.shard or world_size) == 1  # it has nothing to gather
+    # 6 bytes instead of 8 are not worth smaller micro-batches.
+    if is_alone or gathered is None or plain == 1 < gathered:
+        return plain, False
+    return gathered, True
+
+
+def count_parts(args, world_size, tokens):
+    """In how many micro-batches of at most so many tokens a rank's share of a step is cut; each has
+    at least one sequence on every rank."""
+    wanted = math.ceil(math.ceil(args.batch_size / world_size) / max(1, tokens // args.length))
+    return max(1, min(wanted, args.batch_size // world_size))
+
+
+def fits(args, model, world_size):
+    needed = sum(memory_per_gpu(args, model, world_size).values())
+    needed += activation_memory(args, model, micro_batch_tokens(args, world_size))
+    return 1e9 * needed < 0.8 * gpu_memory(args)  # the rest: CUDA, NCCL, and what is not counted
+
+
+def gpu_memory(args):
+    """Bytes of this rank's GPU."""
     index = int(os.environ["LOCAL_RANK"]) if launched else 0
-    memory = torch.get_device_module(args.device).get_device_properties(index).total_memory
-    for tokens in 65_536, 16_384, 8_192:
-        needed = sum(memory_per_gpu(args, model, world_size).values())
-        needed += activation_memory(args, model, tokens)
-        if 1e9 * needed < 0.85 * memory:  # the rest is for CUDA, NCCL, and what is not counted
-            return tokens
-    return 4_096
+    return torch.get_device_module(args.device).get_device_properties(index).total_memory
+
+
+def micro_batch_tokens(args, world_size):
+    """Of the largest one."""
+    return math.ceil(math.ceil(args.batch_size / world_size) / args.accumulate) * args.length
+
+
+def chunk_tokens(args, vocabulary):
+    """How many tokens' scores Head computes at a time: as they are held several times, 10 bytes for
+    each, in a twentieth of the GPU's memory."""
+    if args.device == "cpu":
+        return 2048
+    tokens = gpu_memory(args) / 20 / (10 * vocabulary)
+    return 2 ** max(8, min(int(math.log2(tokens)), 14))
 
 
 def model_config(args, vocabulary):
@@ -823,8 +873,11 @@ def lock_output(args):
     cannot be continued."""
     args.output.mkdir(parents=True, exist_ok=True)
     latest_path = args.output / "latest.json"
-    if not (args.output / "lock").exists() and not latest_path.exists():
-        for pattern in "step-*", "*.jsonl", "*.json", "*.pt":  # not a log that is there already
+    if not latest_path.exists():
+        others = ["tokens.json", "*.bin", "*.pt", "*.safetensors"]  # of no run that has just begun
+        if not (args.output / "lock").exists():
+            others += ["step-*", "*.jsonl", "*.json"]  # not a log that is there already
+        for pattern in others:
             for path in args.output.glob(pattern):
                 message = f"{args.output} has {path.name}, but no run of this script"
                 parser.error(f"{message}: change --output")
@@ -929,7 +982,9 @@ def sample(args, world_size, device):
     dcp.load({"model": weights}, checkpoint_id=args.output / latest["checkpoint"])
     set_model_state_dict(model, weights)
     tokenizer = build_tokenizer(json.loads((args.output / "tokenizer.json").read_text()))
-    ids = [tokenizer.end_of_text, *tokenizer.encode(args.sample)]
+    ids = tokenizer.encode(args.sample)
+    if ids[:1] != [tokenizer.end_of_text]:  # it may be in the text already
+        ids.insert(0, tokenizer.end_of_text)
     random = torch.Generator().manual_seed(args.seed)
     model.eval()
     for _ in range(args.sample_tokens):
@@ -955,16 +1010,26 @@ def next_scores(model, ids, device):
 
 # ---- Memory and speed ----------------------------------------------------------------------------
 PEAK = {  # FLOP/s in bfloat16, without sparsity, by a GPU's whole name: a MIG slice has another
+    "AMD Instinct MI300X": 1307e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A40": 150e12,
+    "NVIDIA B200": 2250e12,
     "NVIDIA GeForce RTX 3090": 71e12,
     "NVIDIA GeForce RTX 4090": 165e12,
+    "NVIDIA GeForce RTX 5090": 209e12,
+    "NVIDIA GH200 480GB": 989e12,
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100 NVL": 835e12,
     "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA RTX 6000 Ada Generation": 364e12,
+    "NVIDIA RTX A6000": 155e12,
 }
 
 
@@ -976,13 +1041,15 @@ def memory_per_gpu(args, model, world_size):
     block = sum(p.numel() for p in model.blocks[0].parameters())
     total = sum(p.numel() for p in model.parameters())
     gathered = 4 * block + embedding  # this block, the next ones, and what was not yet freed
+    summed = 0  # gradients of micro-batches, in float32
     if args.keep_gathered:
-        gathered = total - embedding
+        gathered = total
+        summed = total if args.accumulate > 1 else 0
     sizes = {
         "weights": 4 * total / shards,  # float32
         "gradients": 4 * total / shards,
         "moments": 8 * total / shards,  # AdamW's two
-        "gathered": gathered_bytes * gathered,
+        "gathered": gathered_bytes * gathered + 4 * summed,
         "to reduce": (gathered_bytes + 4) * max(block, embedding),  # and a float32 copy of it
     }
     return {name: size / 1e9 for name, size in sizes.items()}
@@ -990,13 +1057,15 @@ def memory_per_gpu(args, model, world_size):
 
 def activation_memory(args, model, tokens):
     """GB that a micro-batch adds, about. Compiled and in bfloat16, it is 40 bytes for each feature
-    of each layer, and 4 for each score of the vocabulary; with --recompute, each layer's input, two
-    times 40 bytes for a layer that is computed again, and the scores of a chunk."""
+    of each layer, and 4 for each score of the vocabulary and 6 more of a chunk; with --recompute,
+    each layer's input, two times 40 bytes for a layer that is computed again, and the scores of a
+    chunk."""
     vocabulary = model.embedding.num_embeddings
+    chunk = min(tokens, chunk_tokens(args, vocabulary))
     if args.recompute:
-        size = tokens * (2 * args.layers + 80) * args.width + CHUNK * 10 * vocabulary
+        size = tokens * (2 * args.layers + 80) * args.width + chunk * 10 * vocabulary
     else:
-        size = tokens * (40 * args.layers * args.width + 4 * vocabulary)
+        size = tokens * (40 * args.layers * args.width + 4 * vocabulary) + chunk * 6 * vocabulary
     return size * (1 if uses_bfloat16(args) else 2) * (1 if args.compile else 2) / 1e9
 
 
@@ -1006,13 +1075,14 @@ def print_start(args, model, texts, world_size, device):
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     copy = f"a copy of the model on every {args.shard or world_size}"
     tokens, total = args.batch_size * args.length, sum(p.numel() for p in model.parameters())
-    micro_batch = math.ceil(args.batch_size / world_size / args.accumulate) * args.length
+    micro_batch = micro_batch_tokens(args, world_size)
     activations = activation_memory(args, model, micro_batch)
     epochs = tokens * args.steps / len(texts.train)
     print(f"torch {torch.__version__}, {world_size} ranks, {name}; {copy}")
     print(f"{len(texts.train):,} tokens for training, {len(texts.val):,} for validation")
     print(f"{total:,} parameters; highest learning rate {highest_rate(args):.2e}")
     step = f"{args.batch_size} sequences, {tokens:,} tokens, in {args.accumulate} micro-batches"
+    step += ", for which weights are gathered once" if args.keep_gathered else ""
     print(f"a step: {step}; {args.steps} steps: {epochs:.1f} epochs")
     print(f"GB on each: {sum(memory.values()):.2f} ({parts})")
     print(f"and about {activations:.2f} for the activations of {micro_batch:,} tokens", flush=True)

@@ -1,6 +1,7 @@
 """The tables of benchmarks/, and tests/test_gpu.py, with tiny sizes on a CPU."""
 
 import contextlib
+import json
 import math
 import re
 import shutil
@@ -19,7 +20,7 @@ import image_loading
 import peers
 import pytest
 import runs
-from helpers import command, some_fast
+from helpers import command
 from make_images import make_folder
 from same_text import ROOT
 
@@ -36,18 +37,19 @@ def nothing_failed(monkeypatch):
     monkeypatch.setattr(articles, "NO_TIME", runs.NO_TIME)
 
 
-def gpu_sh(part, fails=False, **environment):
-    """What a part of gpu.sh prints. It has to succeed, or to fail."""
+def gpu_sh(part, *words, fails=False, **environment):
+    """What a part of gpu.sh prints; with further words, what the command does. It has to succeed,
+    or to fail."""
     environment |= {"TINY": 1, "OUT": Path().resolve()}
     environment.setdefault("PYTHON", sys.executable)
-    words = [f"{name}={value}" for name, value in environment.items()]
-    line = "env", *words, "bash", ROOT / "benchmarks/gpu.sh", part
+    settings = [f"{name}={value}" for name, value in environment.items()]
+    line = "env", *settings, "bash", ROOT / "benchmarks/gpu.sh", part, *words
     if fails:
         with pytest.raises(subprocess.CalledProcessError):
             command(*line)
-    else:
-        command(*line)
-    return Path(f"{part}.md").read_text()
+        return Path(f"{part}.md").read_text()
+    text = command(*line)
+    return text if words else Path(f"{part}.md").read_text()
 
 
 def test_workers_fit_into_shared_memory(capsys):
@@ -78,12 +80,12 @@ def running(pid):
 
 def test_what_a_part_could_not_measure(monkeypatch, capsys):
     """A run that the end of the part's time ends counts with what it has printed, and nothing of it
-    is left. All runs that are missing, or had an error, are listed, and the part fails."""
+    is left. All runs that are missing, or had an error, are listed; only an error is a failure."""
     Path("slow.py").write_text(SLOW)
     Path("wrong.py").write_text("raise SystemExit('no such flag')")
     monkeypatch.setattr(runs, "PART_SECONDS", time.monotonic() - runs.STARTED + 1)
     assert gpu.rate(Path("slow.py").resolve(), 1) == pytest.approx(2 / (1 / 100 + 1 / 200))
-    with pytest.raises(SystemExit, match="1"):
+    with pytest.raises(SystemExit, match="3"):
         runs.end_part()
     assert "No time" in (said := capsys.readouterr().out) and "slow.py" in said
     assert math.isnan(gpu.rate(Path("slow.py").resolve(), 1))  # no second is left
@@ -107,6 +109,7 @@ if [[ $1 == -c ]]; then
     exit
 fi
 echo "| a row | of $PART_SECONDS s |"
+echo "${PRINTS:-}"
 setsid sleep 600 &
 echo "child $!"
 if [[ -n ${HANGS:-} ]]; then
@@ -116,24 +119,56 @@ exit "${STATUS:-0}"
 """
 
 
-@pytest.mark.parametrize("part", some_fast(["tests", "small"], "tests"))
-def test_a_part_ends(part):
-    """With all that it has started. What does not end by itself is ended 30 s after its time, and
-    has failed."""
+@pytest.fixture
+def stand_in():
     python = Path("python").resolve()
     python.write_text(STAND_IN)
     python.chmod(0o755)
+    return python
+
+
+def test_a_part_ends(stand_in):
+    """With all that it has started. What does not end by itself is ended 30 s after its time: that
+    is no failure, but of a test that has failed before."""
     for more in {}, {"HANGS": 1, "PART_SECONDS": -29}:
-        text = gpu_sh(part, fails=bool(more), PYTHON=python, **more)
-        assert text.count("| a row |") == 1 and ("Ended after 1 s" in text) == bool(more), text
-        assert not running(re.search(r"child (\d+)", text)[1])
-    gpu_sh(part, fails=True, PYTHON=python, STATUS=1)
+        text = gpu_sh("tests", "small", PYTHON=stand_in, **more)
+        names = "tests small" if more else "none"
+        assert f"Not finished, for want of time: {names}. Not begun: none.\nFailed: none." in text
+        for part in "tests", "small":
+            text = Path(f"{part}.md").read_text()
+            assert text.count("| a row |") == 1 and ("Ended after 1 s" in text) == bool(more), text
+            assert not running(re.search(r"child (\d+)", text)[1])
+    gpu_sh("small", fails=True, PYTHON=stand_in, STATUS=1)
+    assert "FAILED" in gpu_sh("tests", fails=True, PYTHON=stand_in, PRINTS="FAILED test_x", **more)
+
+
+def test_some_minutes(stand_in):
+    """All parts share them, and what is least known comes first; or those that are named do."""
+    text = gpu_sh("--minutes", "3", "small", "saving", PYTHON=stand_in)
+    assert "2 parts, at most 3 minutes\n" in text
+    first, second = (int(time) for time in re.findall(r"of (\d+) s", text))
+    assert 60 < second <= first <= 75, text  # half of what is left without the last half minute
+    text = gpu_sh("--minutes", "0", PYTHON=stand_in)
+    assert "Not begun: start tests large resnet50 small articles peers" in text
+    for words in ["--minutes"], ["--minutes", "x"], ["smal"]:
+        with pytest.raises(subprocess.CalledProcessError):
+            gpu_sh("--minutes", "0", *words, PYTHON=stand_in)
 
 
 # ---- articles.py ---------------------------------------------------------------------------------
 def arguments(**given):
     defaults = {"quick": False, "rounds": None, "processes": 2, "hosts": None, "node_rank": None}
     return Namespace(**(defaults | given))
+
+
+def test_the_second_machines_command(monkeypatch):
+    """Has its own GPUs, where two machines are this one."""
+    monkeypatch.setattr(articles, "GPUS", 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    started = [articles.Machine(i, [], articles.visible(2 * i, 2)) for i in range(2)]
+    for job in articles.Machines("both", "127.0.0.1", 2, started).jobs([]):
+        assert job.command().startswith("`CUDA_VISIBLE_DEVICES=0,1 ")
+        assert job.command().endswith(", and with `CUDA_VISIBLE_DEVICES=2,3 --node-rank 1`")
 
 
 def row_of(script, name="row"):
@@ -371,6 +406,42 @@ def test_what_fits(monkeypatch):
     for (n, memory), size in sizes.items():
         monkeypatch.setattr(gpu_lm, "MEMORY", memory)
         assert gpu_lm.largest(n, "1.4b", "400m") == size
+
+
+@pytest.mark.parametrize("driver", ["535.104.05", "580.65", ""])
+@pytest.mark.parametrize("version", ["2.6.0+cu124", "2.14.1"])
+def test_notebook_installs(monkeypatch, driver, version):
+    """The build of torch that fits the driver, if the one that is there is old or finds no GPU; if
+    it still finds none, though there are some, the notebook ends."""
+    cells = json.loads((ROOT / "benchmarks/kaggle.ipynb").read_text())["cells"]
+    code = "".join(cells[3]["source"])
+    installed = []
+
+    def run_words(words, **options):
+        if words[0] != "nvidia-smi":
+            installed.append(" ".join(words[5:]))
+        return subprocess.CompletedProcess(words, 0, f"{driver}\n{driver}\n")
+
+    monkeypatch.setattr(subprocess, "run", run_words)
+    monkeypatch.setattr(subprocess, "check_output", lambda words: str(gpus))
+    monkeypatch.setattr(shutil, "which", lambda name: driver and name)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    monkeypatch.chdir(ROOT)
+    build = "torch>=2.9 torchvision"
+    if driver.startswith("535"):
+        build = "torch>=2.9,<2.15 torchvision --index-url https://download.pytorch.org/whl/cu126"
+    for gpus in 2, 0:
+        installed.clear()
+        if driver and not gpus:
+            with pytest.raises(SystemExit, match=f"lists 2 GPUs .driver {driver}., but torch"):
+                exec(code, {"REPOSITORY": ""})
+        else:
+            exec(code, {"REPOSITORY": ""})
+        is_unfit = driver and not gpus
+        if version.startswith("2.6"):
+            assert installed == [f"--upgrade {build}"]
+        else:
+            assert installed == ([f"--force-reinstall {build}"] if is_unfit else [])
 
 
 @pytest.mark.long

@@ -9,6 +9,8 @@ import re
 import resource
 import shutil
 import signal
+import sys
+import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -41,6 +43,7 @@ from helpers import (
     start,
     together,
     wait_for,
+    wait_until,
     weights,
 )
 
@@ -68,9 +71,12 @@ class Checkpoints(Checkpoints):
 """
 
 
+BYTES = ["texts", "--output", "out", "--tokenizer", "bytes"]
+
+
 def prepare(*words, pool=ThreadPoolExecutor):
     """What prepare_texts.py has written: tokens.json, and the ids for training and validation."""
-    words = ["--workers", "1", *map(str, words)]
+    words = ["--workers", "1", *map(str, words or BYTES)]
     with mock.patch.object(prepare_texts, "ProcessPoolExecutor", pool):
         prepare_texts.main(prepare_texts.parser.parse_args(words))
     output = Path(words[words.index("--output") + 1])
@@ -192,6 +198,7 @@ def test_prepare_texts(capsys):
     of_text = np.array(about["token_bytes"])[train].sum()
     assert of_text == len("".join(documents(train)).encode())
     # Fewer documents than --hold-out: the end of the text, wherever it is.
+    words[words.index("out")] = "other"
     _, begin, end = prepare(*words, 6)
     assert len(end) == (len(train) + len(val)) // 6
     assert documents(np.concatenate([begin, end]))[1:] == [f"document {i}" for i in range(4)]
@@ -206,7 +213,7 @@ def test_one_long_line(monkeypatch, name):
     text = "  Zwölf Boxkämpfer don\u2019t x_y, 1234 it\u2019s नमस्ते。今天，天气 " * 40 + "x" * 500
     text = text.strip()
     Path(name).write_text(json.dumps({"text": text}) if name.endswith("l") else text)
-    texts = prepare_texts.Texts(Path(name), "text", Path())
+    texts = prepare_texts.Texts(Path(name), "text", Path(), prepare_texts.Bytes.special_tokens)
     pieces, begins = zip(*texts.pieces())
     assert "".join(pieces) == text and begins == (True, *[False] * (len(pieces) - 1))
     assert max(map(len, pieces)) <= 250
@@ -215,8 +222,9 @@ def test_one_long_line(monkeypatch, name):
     assert len(whole) > 5 and all(text[i - 1].isalnum() and text[i] in " ,。，" for i in whole)
     monkeypatch.setattr(prepare_texts, "LINE", 300)
     if name.endswith("l"):
-        with pytest.raises(SystemExit, match="one.jsonl, line 1: has 300 characters or more"):
-            list(texts.pieces())
+        Path(name).write_text(Path(name).read_text() + '\n{"text": "good"}\n')
+        assert list(texts.pieces()) == [("good", True)]
+        assert "one.jsonl, line 1: it has 300 bytes or more" in texts.left_out()[-1]
 
 
 def test_full_disk(capsys):  # whose file the limit would cut, too
@@ -225,7 +233,7 @@ def test_full_disk(capsys):  # whose file the limit would cut, too
     for name, limit, *counts in (
         ("train.bin", 9000, 20_000, 10),
         ("val.bin", 9000, 10, 20_000),
-        ("tokenizer.json", 10, 10, 10),
+        ("tokenizer.json", 10, 1, 1),
         ("tokens.json", 500, 10, 10),
     ):
         for i, count in enumerate(counts):  # the second one is held out
@@ -263,7 +271,7 @@ def test_which_texts_are_read(capsys):
     Path("texts/sub/again.txt").symlink_to("../../elsewhere/g.txt")
     Path("texts/sub/other").symlink_to("../../elsewhere")
     Path("texts/sub/up").symlink_to("..")
-    for _ in range(2):  # the second time there is an output, with .json files
+    for _ in range(2):  # the second time there are files in the output, of a run that was killed
         words = "texts --output texts/out --tokenizer bytes --hold-out 7".split()
         _, train, val = prepare(*words)
         assert len(val) == 6 and bytes(val[1:].astype(np.uint8)) == b"seven"
@@ -277,6 +285,7 @@ def test_which_texts_are_read(capsys):
             in text
         )
         assert "4 blank documents" in text and "2 files or folders read once" in text
+        Path("texts/out/tokens.json").unlink()
 
 
 REFUSED = {  # what a text in a.NAME has, and what is said; also next to a good text
@@ -285,31 +294,98 @@ REFUSED = {  # what a text in a.NAME has, and what is said; also next to a good 
     "utf16.txt.gz": (gzip.compress("hi".encode("utf-16")), "is UTF-16, or no text: convert it"),
     "cut.txt.gz": (gzip.compress(bytes(range(1, 250)) * 9)[:200], "is no whole .gz file"),
     "no.txt.gz": (b"hi", "is no whole .gz file"),
-    "cut.jsonl": (b'{"text": "good"}\n{"text": "cut', ", line 2: each line must be"),
-    "LINES.JSONL": (b'{"text": "good"}\n\n{"other": "x"}', ", line 3: each line must be"),
     "null.jsonl": (b'{"text": null}', ", line 1: text is no text"),
-    "cut.json": (b'{"text": "good"}\n{"text": "cut', ", line 2: each line must be"),
+    "fields.jsonl": (b'{"a": 1, "b": 2}\n' * 2 + b'{"text": "good"}', ", line 1: it has a, b"),
+    "many.jsonl": (b"[]\n" * 1000 + b'{"text": "good"}\n' * 2000, ", line 1: it is no object"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_texts_that_are_refused(name):
-    """In a line that names the file; and a folder of token ids does not look whole after it."""
+    """In a line that names the file; and a folder of token ids does not look whole after it. If
+    most of the lines are no texts, it is found out after the first thousand."""
     content, says = REFUSED[name]
-    words = ["texts", "--output", "out", "--tokenizer", "bytes"]
     Path("texts").mkdir()
     Path("texts/a.txt").write_text("good")
-    prepare(*words)
     Path(f"texts/b{name}").write_bytes(content)
-    with pytest.raises(SystemExit) as error:
-        prepare(*words)
-    assert str(error.value).startswith(f"texts/b{name}{says if says[0] == ',' else f' {says}'}")
-    assert not Path("out/tokens.json").exists()
+    message = refusal(prepare)
+    if "jsonl" in name:
+        count = 'lines are no {"text": "..."} (see --field). The first: '
+        bad, message = message.split(count)
+        assert bad == {"null": "1 of 1 ", "fiel": "2 of 3 "}.get(name[:4], "1000 of 1000 ")
+    assert message.startswith(f"texts/b{name}{says if says[0] == ',' else f' {says}'}")
+    assert files("out") == ["lock"]
+
+
+BAD_LINES = {  # what is said of one among good ones
+    b'{"text": null}': "text is no text",
+    b'{"other": "x", "more": 1}': "it has other, more",
+    b"{}": "it has nothing",
+    b'["text"]': "it is no object",
+    b"7": "it is no object",
+    b'{"text": "cut': "it is no JSON",
+    b"[" * 100_000: "it is no JSON",  # deeper than Python's stack
+    b'{"text": "\xff"}': "it is not UTF-8",
+}
+
+
+def test_bad_lines(capsys):
+    """Are left out and counted, and the first one is named; .json files' too, which begin well."""
+    Path("texts").mkdir()
+    good = b'{"text": "good"}\n'
+    for number, (line, says) in enumerate(BAD_LINES.items()):
+        Path("texts/a.json").write_bytes(good * 5 + line)
+        Path("texts/b.jsonl").write_bytes(good * 3 + line + b"\r\n\n" + b"\xef\xbb\xbf" + good)
+        _, train, val = prepare("texts", "--output", number, "--tokenizer", "bytes")
+        assert np.concatenate([train, val]).tolist() == [256, *b"good"] * 9
+        what = '2 lines left out, which are no {"text": "..."}. The first: texts/a.json, line 6: '
+        assert what + says + "\n" in capsys.readouterr().out
+
+
+SPECIAL = ["<|endoftext|>", "<s>", "<|fim-1|>"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_special_tokens(monkeypatch, size):
+    """<|endoftext|> is between documents, wherever a piece ends; others stand within one, whole."""
+    monkeypatch.setattr(prepare_texts, "WORD", 20)
+    texts = prepare_texts.Texts(Path(), "text", Path(), SPECIAL)
+    parts = [
+        "",
+        "one two",
+        " ",
+        "<s>three<s> ",
+        "  x<|fim-1|>y",
+        "<|endoftext|",
+        "z" * 70,
+        "- " * 9,
+    ]
+    text = "<|endoftext|>".join(parts)
+    documents = []
+    for piece, begins in texts.read_document(text[i : i + size] for i in range(0, len(text), size)):
+        documents += [[]] if begins else []
+        documents[-1].append(piece)
+    assert ["".join(pieces) for pieces in documents] == [part for part in parts if part.strip()]
+    assert documents[1][1:] == ["three", "<s>"] or documents[1] == ["<s>", "three", "<s>", " "]
+    assert texts.empty == 0
+    assert list(texts.read_document(["<|endof", "text|>\n"])) == [] and texts.empty == 1
+
+
+def test_end_of_text_in_texts(capsys):
+    """As in files for GPT-2; in a line of a .jsonl file, too; and in the text of --sample."""
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("<|endoftext|>".join(f"document {i}" for i in range(100)))
+    Path("texts/b.jsonl").write_text('{"text": "<|endoftext|>x<|endoftext|>y<|endoftext|>"}')
+    _, train, val = prepare()
+    assert "out: 102 documents" in capsys.readouterr().out
+    assert bytes(val[val < 256].astype(np.uint8)) == b"document 49document 99"
+    assert list(train[-4:]) == [256, *b"x", 256, *b"y"]
+    assert prepare_texts.Bytes().encode("a<|endoftext|>b<|endoftext|>") == [97, 256, 98, 256]
 
 
 def test_folders_of_texts_that_are_refused(capsys, monkeypatch):
     """Without text, or with too little; that cannot be read; into which another process writes."""
-    words = ["texts", "--output", "out", "--tokenizer", "bytes"]
+    words = list(BYTES)
 
     def refused(says, *others):
         message = refusal(prepare, *words, *others)
@@ -336,7 +412,7 @@ def test_folders_of_texts_that_are_refused(capsys, monkeypatch):
     Path("texts/b.txt").unlink()
     Path("list.json").write_text("[]")
     words[0] = "list.json"  # it is asked for: not left out
-    refused("list.json, line 1: each line must be")
+    refused("The first: list.json, line 1: it is no object")
     words[0] = "texts"
     Path("texts/secret").mkdir()
     plain = os.scandir
@@ -355,9 +431,40 @@ def test_folders_of_texts_that_are_refused(capsys, monkeypatch):
     prepare(*words)
 
 
+def test_folders_that_are_kept(monkeypatch, finished, capsys):
+    """A second command with the same --output changes nothing: with a mistake, other texts, or none
+    of the two; while another one has just ended; nor is what others have there overwritten."""
+    for folder, text in ("texts", "one"), ("more", "other"), ("none", ""):
+        Path(folder).mkdir()
+        Path(folder, "a.txt").write_text(text)
+    prepare()
+    before = content("out")
+    for texts in "texts", "more", "none":
+        refusal(prepare, texts, *BYTES[1:])
+        assert "out is complete: remove it, or choose another --output" in capsys.readouterr().err
+        assert content("out") == before
+    check, answers = prepare_texts.check_output, [lambda output: None]
+    monkeypatch.setattr(prepare_texts, "check_output", lambda x: (answers or [check]).pop()(x))
+    refusal(prepare, "more", *BYTES[1:])
+    assert content("out") == before and not answers
+    Path("theirs").mkdir()
+    for name in prepare_texts.OUTPUTS[:3]:
+        Path("theirs", name).write_text(name)
+        refusal(prepare, "texts", "--output", "theirs", "--tokenizer", "bytes")
+        assert f"theirs is not empty: it has {name}" in capsys.readouterr().err
+        assert content("theirs") == {Path("theirs", name): name.encode()}
+        Path("theirs", name).unlink()
+    shutil.copytree(finished / "one", "run")
+    Path("run/latest.json").unlink()
+    before = content("run")
+    refusal(prepare, "texts", "--output", "run", "--tokenizer", "bytes")
+    assert "run is not empty: it has log.jsonl" in capsys.readouterr().err
+    assert content("run") == before
+
+
 def test_killed_while_it_prepares(monkeypatch):
     """Before any of the renamings: there is no tokens.json, and the same command mends it."""
-    words = ["texts.txt", "--output", "out", "--tokenizer", "bytes"]
+    words = ["texts.txt", *BYTES[1:]]
     Path("texts.txt").write_text("some text")
     plain, done = os.replace, []
 
@@ -367,13 +474,40 @@ def test_killed_while_it_prepares(monkeypatch):
         done.append(plain(*paths))
 
     for number in range(4):
-        prepare(*words)
         done.clear()
         with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
             changed.setattr(os, "replace", replace)
             prepare(*words)
         assert len(done) == number and not Path("out/tokens.json").exists()
-    prepare(*words)
+        prepare(*words)
+        Path("out/tokens.json").unlink()
+
+
+SLOW = """
+class Bytes(Bytes):
+    def encode(self, text):
+        print("encodes", flush=True)
+        time.sleep(0.4)
+        return super().encode(text)
+"""
+
+
+@pytest.mark.parametrize("stage", ["tokenizer: bytes", "encodes"])
+def test_ctrl_c_while_it_prepares(stage):
+    """All processes get it, as from a terminal, and end at once, with one line: while they are
+    started, or in the middle of many pieces."""
+    Path("texts.txt").write_text("some words " * 2_000_000)
+    command = [sys.executable, altered("large/prepare_texts.py", more=SLOW), "texts.txt"]
+    interrupts = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    process = Cold([*command, *BYTES[1:], "--workers", "4"], "log", preexec_fn=interrupts)
+    wait_for(stage, process)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    wait_until(lambda: process.status() is not None)
+    assert time.monotonic() - began < 15 and process.status() == -signal.SIGINT
+    lines = set(Path("log").read_text().splitlines())
+    assert lines <= {"tokenizer: bytes", "encodes", "KeyboardInterrupt"}
+    assert "KeyboardInterrupt" in lines and files("out") in ([], ["lock"])
 
 
 def test_a_worker_that_is_killed(monkeypatch):
@@ -410,12 +544,18 @@ def test_tiktoken():
     assert tokenizer.decode(ids.tolist()) == text
     # In pieces, by each pattern: the same ids.
     text = "".join(path.read_text() for path in sorted(ROOT.glob("*.md")))
+    special = dict(zip(SPECIAL, range(400, 403)))
+    text = re.sub(r"(?<=[aeiou]) (?=[pqrs])", lambda match: SPECIAL[match.start() % 3], text)
     for name, pattern in PATTERNS.items():
         ranks = bpe_train(text[:2000], 400, pattern, visualise=None)
-        own = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        own = tiktoken.Encoding(
+            name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+        )
         blocks = (text[i : i + 500] for i in range(0, len(text), 500))
-        pieces = [*map(own.encode_ordinary, prepare_texts.cut_between_words(blocks))]
-        assert len(pieces) > 20 and sum(pieces, []) == own.encode_ordinary(text)
+        encode = partial(own.encode, allowed_special="all")
+        pieces = [*map(encode, prepare_texts.cut_between_words(blocks, SPECIAL))]
+        assert len(pieces) > 20 and sum(pieces, []) == encode(text)
+        assert all(sum(pieces, []).count(i) > 5 for i in special.values())
 
 
 def test_windows():
@@ -445,21 +585,58 @@ def test_windows():
 
 # ---- The same run --------------------------------------------------------------------------------
 WAYS = {  # flags by the number of ranks
-    2: [[], ["--accumulate", 3, "--recompute"], ["--shard", 1, "--accumulate", 2]],
-    4: [["--shard", 2, "--accumulate", 3, "--recompute"]],
+    2: [
+        [],
+        ["--accumulate", 3, "--recompute"],
+        ["--accumulate", 3, "--keep-gathered"],
+        ["--shard", 1, "--accumulate", 2],
+    ],
+    4: [
+        ["--shard", 2, "--accumulate", 3, "--recompute"],
+        ["--shard", 2, "--accumulate", 3, "--keep-gathered"],
+    ],
     5: [["--keep-gathered", "--accumulate", 2]],  # of 12 sequences, some have two, some three
 }
+SENT = """
+def counted(function):
+    def replaced(*words, **options):
+        tensors = [x for x in [*words, *options.values()] if isinstance(x, torch.Tensor)]
+        global sent
+        sent += max(tensor.nbytes for tensor in tensors)
+        return function(*words, **options)
+    return replaced
+
+for name in [name for name in vars(dist) if name.startswith(("all_gather_", "reduce_scatter_"))]:
+    if name.endswith(("_single", "_tensor")):
+        setattr(dist, name, counted(getattr(dist, name)))
+
+plain_step = train_step
+def train_step(args, model, *words):
+    global sent
+    sent = 0
+    found = plain_step(args, model, *words)
+    whole = 4 * sum(p.numel() for p in model.parameters())
+    print(f"sent {sent / whole:.2f} times", flush=True)
+    return found
+"""
 
 
 @pytest.mark.parametrize("processes", some_fast(WAYS, 4))
 def test_same_losses(flags, finished, processes):
     """On any number of ranks, however sharded and accumulated; without updates the weights are the
-    same bit for bit, so those that it starts with are."""
+    same bit for bit, so those that it starts with are. With --keep-gathered a step gathers once and
+    reduces once, however many micro-batches it has: in float32, twice the weights are sent."""
     runs = {f"{processes}-{i}": way for i, way in enumerate(WAYS[processes])}
     each = [[*flags, output, *way] for output, way in [*runs.items(), ("still", STILL)]]
-    together(*each, path=LM, processes=processes)
-    for output in runs:
+    texts = together(*each, path=altered(LM, more=SENT), processes=processes)
+    for (output, way), text in zip(runs.items(), texts):
         close(output, finished / "one")
+        sent = {float(times) for times in re.findall(r"sent (\S+) times", text)}
+        parts = way[way.index("--accumulate") + 1] if "--accumulate" in way else 1
+        if "--keep-gathered" in way:
+            assert max(sent) < 2.1, text
+        elif "--shard" not in way or 1 not in way:
+            assert min(sent) > 2.3 * parts, text
     assert same_weights("still", finished / "still")
     losses = [row[0] for row in rows(finished / "one", "loss") if row]
     assert losses[-1] < losses[0] - 0.3
@@ -709,6 +886,13 @@ def test_when_it_saves():
     assert late.steps_until_due(70.0) == 5
 
 
+def test_copies_of_checkpoints_are_kept():
+    for name in "step-00000001", "step-00000002", "step-00000001-mine", "step-old":
+        Path("out", name).mkdir(parents=True)
+    train_lm.remove_checkpoints(Path("out"), "step-00000002")
+    assert files("out") == ["step-00000001-mine", "step-00000002", "step-old"]
+
+
 # ---- What is refused -----------------------------------------------------------------------------
 FLAGS = {  # and the number of ranks
     "must be at least the number of processes, 3": ("--batch-size 2", 3),
@@ -779,6 +963,10 @@ def test_folders_that_are_refused(flags, tokens, one, capsys):
     Path("new/lock").touch()
     refused("new", "--warmup-steps", 8, says="--warmup-steps must be less than --steps, 8")
     refused("new", "--length", 10**6, says="fewer than two sequences")
+    for name in "tokens.json", "val.bin", "model.pt":  # with a lock, as prepare_texts.py has one
+        Path("new", name).touch()
+        refused("new", "--resume", says=f"new has {name}, but no run of this script")
+        Path("new", name).unlink()
     with prepare_texts.lock_folder(Path("new")):
         refused("new", says="another run is still in new; if its machine has died, delete new/lock")
 
@@ -878,6 +1066,8 @@ def test_sample(one, capsys):
     here(LM, *words)
     alone = capsys.readouterr().out
     assert alone.startswith("Tö train") and len(alone) > 10
+    here(LM, *words, "--sample", "<|endoftext|>Tö train")  # which is there anyway
+    assert capsys.readouterr().out == alone
     here(LM, *words, "--sample", "")  # from the end-of-text alone
     assert 1 < len(capsys.readouterr().out) <= 6
     text = run(LM, *words, more=ANOTHER_CHOICE, processes=2)
@@ -894,11 +1084,16 @@ def test_hugging_face(flags, capsys, monkeypatch):
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     here(LM, *flags, "out", "--layers", 3, "--heads", 4, "--lr", 0.03)
-    with pytest.raises(SystemExit):
-        here("large/export_hf.py", "out", "out")
-    with pytest.raises(SystemExit):
-        here("large/export_hf.py", ".", "theirs")
+    before = content("out")
+    for words in ["out", "out"], ["out", "out/model.pt"]:
+        assert refusal(here, "large/export_hf.py", *words) == "2"
+        assert f"{words[1]} is there already: remove it" in capsys.readouterr().err
+    assert refusal(here, "large/export_hf.py", ".", "theirs") == "2"
     assert ". has no model.pt: only a run that has ended" in capsys.readouterr().err
+    with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
+        changed.setattr(os, "rename", mock.Mock(side_effect=KeyboardInterrupt))
+        here("large/export_hf.py", "out", "theirs")
+    assert content("out") == before and files(".") == ["out"]
     here("large/export_hf.py", "out", "theirs")
     assert 'begin each prompt with <|endoftext|>, as in tokenizer("' in capsys.readouterr().out
     _, model = load_model("out")
@@ -911,6 +1106,9 @@ def test_hugging_face(flags, capsys, monkeypatch):
     tokenizer = transformers.AutoTokenizer.from_pretrained("theirs")
     text = "\n\n  grün <b>\t日本"
     assert tokenizer("<|endoftext|>" + text).input_ids == [256, *text.encode()]
+    text += "<|endoftext|>a"
+    assert tokenizer(text).input_ids == prepare_texts.Bytes().encode(text)
+    text = text.removesuffix("<|endoftext|>a")
     assert tokenizer.decode([*text.encode(), 256], skip_special_tokens=True) == text
 
 
@@ -949,7 +1147,9 @@ def test_exported_tokenizer(name):
     for text in odd, code, odd.strip(), *(odd[i:] + odd[:i] for i in range(0, len(odd), 3)):
         assert theirs(text).input_ids == ours.encode(text)
         assert theirs.decode(ours.encode(text)) == text
-    assert theirs("<|endoftext|>a<|other|>").input_ids == [402, *ours.encode("a"), 401]
+    text = "<|endoftext|>a<|other|> \n<|endoftext|>b<|endof"
+    ids = [402, *ours.encode("a"), 401, *ours.encode(" \n"), 402, *ours.encode("b<|endof")]
+    assert theirs(text).input_ids == ours.encode(text) == ids
 
 
 # ---- Memory, machines and GPUs -------------------------------------------------------------------
@@ -1065,8 +1265,9 @@ def test_saving(flags):
 
 
 def test_micro_batches(monkeypatch):
-    """As many tokens as fit into the GPU beside the model; and as many micro-batches as they make
-    of a step of half a million."""
+    """As few as fit into the GPU beside the model, of a step of half a million tokens; weights stay
+    gathered where that leaves room; the head computes the more scores at a time, the more memory
+    there is."""
 
     class Device:
         @staticmethod
@@ -1082,29 +1283,44 @@ def test_micro_batches(monkeypatch):
         args = train_lm.parser.parse_args(["--device", "cpu", "--size", *words])
         args.device, args.compile = "cuda", "--no-compile" not in words
         train_lm.set_defaults(args, ranks)
-        return train_lm.micro_batch_tokens(args, ranks), args.accumulate
+        tokens = train_lm.micro_batch_tokens(args, ranks)
+        return tokens, args.accumulate, args.keep_gathered
 
-    for case, tokens, accumulate in (
-        ((80, 8, "160m"), 65_536, 1),
-        ((24, 8, "160m"), 16_384, 4),
-        ((80, 8, "400m"), 16_384, 4),
-        ((80, 8, "3b"), 16_384, 4),
-        ((80, 8, "3b", "--recompute"), 65_536, 1),
-        ((24, 8, "3b", "--recompute"), 16_384, 4),
-        # 26.5, 59.5 and 115 GB with 16,384
-        ((24, 1, "400m"), 8_192, 64),
-        ((48, 1, "1.4b"), 8_192, 64),
-        ((80, 1, "3b"), 4_096, 128),
-        ((24, 1, "3b"), 4_096, 128),  # does not fit, whatever the micro-batch
-        ((80, 1, "3b", "--recompute"), 16_384, 32),
+    for case, tokens, accumulate, keep_gathered in (
+        ((80, 8, "160m"), 65_536, 1, True),
+        ((24, 8, "160m"), 22_528, 3, True),
+        ((80, 8, "160m", "--batch-size", "2048"), 65_536, 4, True),
+        ((80, 8, "3b"), 10_240, 7, True),
+        ((80, 8, "3b", "--no-keep-gathered"), 13_312, 5, False),
+        ((80, 8, "3b", "--accumulate", "8"), 8_192, 8, True),
+        ((80, 8, "3b", "--accumulate", "6"), 11_264, 6, False),
+        ((80, 8, "7b", "--recompute"), 65_536, 1, False),  # if gathered: two micro-batches
+        ((24, 8, "3b", "--recompute"), 22_528, 3, False),  # gathered, it does not fit
+        ((24, 8, "3b", "--recompute", "--keep-gathered"), 4_096, 16, True),
+        # one GPU gathers nothing
+        ((24, 1, "400m"), 10_240, 52, False),
+        ((80, 1, "3b"), 4_096, 128, False),
+        ((24, 1, "3b"), 4_096, 128, False),  # does not fit, whatever the micro-batch
+        ((80, 1, "3b", "--recompute"), 32_768, 16, False),
+        ((48, 2, "1.4b", "--shard", "1"), 7_168, 37, False),
         # twice the activations
-        ((80, 8, "160m", "--float32"), 16_384, 4),
-        ((80, 8, "160m", "--no-compile"), 16_384, 4),
-        ((48, 2, "1.4b", "--shard", "1"), 8_192, 32),  # as on one GPU
+        ((80, 8, "160m", "--float32"), 32_768, 2, True),
+        ((80, 8, "160m", "--no-compile"), 32_768, 2, True),
     ):
-        assert choose(*case) == (tokens, accumulate), case
-    assert choose(80, 8, "tiny", "--float32", vocabulary=257) == (65_536, 1)
-    assert choose(80, 8, "tiny", vocabulary=2**20) == (16_384, 4)
+        assert choose(*case) == (tokens, accumulate, keep_gathered), case
+    assert choose(80, 8, "tiny", "--float32", vocabulary=257) == (65_536, 1, True)
+    assert choose(80, 8, "tiny", vocabulary=2**20) == (13_312, 5, True)
+    args = train_lm.parser.parse_args([])
+    args.device = "cuda"
+    for gigabytes, vocabulary, tokens in (
+        (24, 50_304, 2048),
+        (80, 50_304, 8192),
+        (180, 50_304, 16_384),
+        (80, 200_064, 2048),
+        (24, 200_064, 512),
+    ):
+        Device.total_memory = gigabytes * 2**30
+        assert train_lm.chunk_tokens(args, vocabulary) == tokens, (gigabytes, vocabulary)
     for ranks, accumulate, length in (
         (7, 5, 1024),
         (3, 11, 1024),
@@ -1116,6 +1332,22 @@ def test_micro_batches(monkeypatch):
         train_lm.set_defaults(args, ranks)
         assert args.accumulate == accumulate
         train_lm.check_flags(args, ranks)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", ""])
+def test_settings_of_the_allocator(monkeypatch, name):
+    """A user's are kept, under whichever of its names."""
+    for other in "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF":
+        monkeypatch.delenv(other, raising=False)
+    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    if name:
+        expected = {name: "backend:native"}
+        monkeypatch.setenv(name, expected[name])
+    head, *_ = (ROOT / LM).read_text().split("import numpy")
+    exec(head, {})
+    found = {key: value for key, value in os.environ.items() if key.endswith("ALLOC_CONF")}
+    os.environ.pop("PYTORCH_ALLOC_CONF", None)  # of the last case, in the tests' own process
+    assert found == expected
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
