@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 
-from .kept.janitor import Janitor
+from .kept.made import Janitor
 from .script import find_script
 
 EXITS = "exit status: 1 if something is WRONG, 2 if nothing could be compared, else 0"
@@ -36,22 +36,20 @@ parser.add_argument("script", nargs="?", help="your script, followed by its flag
 parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-def check(args, folder):
-    """The Result, and {run: seconds}. What is not known before: whether a loader's batch size is
-    one per process, and whether rank r has the r-th block of a batch; then it is run again."""
-    from .compare.batches import loaders_per_process
+def check(args, runs):
+    """The Result. What is not known before: whether a loader's batch size is one per process, and
+    whether rank r has the r-th block of a batch; then it is run again."""
+    from .compare.samples import loaders_per_process
     from .notes import Finding, Said
-    from .runs import BothRuns
 
-    runs = BothRuns(args, folder)
     one, ranks = runs.run_both()
     if scaled := loaders_per_process(one, ranks):
-        runs.scaled = list(scaled)
+        runs.options["scaled"] = list(scaled)
         one, ranks = runs.run_both()
     result = judge_runs(args, runs, one, ranks)
     orders = {note.text for _, note in ranks[0][Said] if note.kind == "order"}
     if result.status and orders == {"blocks"}:
-        runs.layout = "blocks"
+        runs.options["layout"] = "blocks"
         one, ranks = runs.run_both()
         result = judge_runs(args, runs, one, ranks)
     for line in scaled.values():
@@ -60,7 +58,7 @@ def check(args, folder):
         result.findings.insert(0, Finding("look", "samples", 0, text, line))
     if runs.too_few_gpus:
         result.findings.insert(0, Finding("note", "", 0, runs.too_few_gpus))
-    return result, runs.seconds
+    return result
 
 
 def judge_runs(args, runs, one, ranks):
@@ -100,15 +98,16 @@ def main(words=None):
 def report(args, folder):
     """Print it, and return the exit status."""
     from .compare.report import as_json, as_text
-    from .runs import NothingCompared
+    from .runs import BothRuns, NothingCompared
 
     result, reason, began = None, "", time.monotonic()
+    runs = BothRuns(args, folder)
     try:
-        result, seconds = check(args, folder)
+        result = check(args, runs)
     except NothingCompared as error:
-        reason, seconds = str(error), error.seconds
+        reason = str(error)
     if args.json:
-        print(as_json(args, result, reason, seconds))
+        print(as_json(args, result, reason, runs.seconds()))
     else:
         print(as_text(result) if result else f"ddp_check: nothing can be compared: {reason}")
     print(f"ddp_check: {time.monotonic() - began:.0f} s in all", file=sys.stderr)

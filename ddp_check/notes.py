@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from .script import own_file, source
 
+NOISE = 1e-5  # in the layers' outputs: above a float32's, so that it flips more ReLUs
+STREAM = "a batch of an IterableDataset"
+
 
 @dataclass
 class Seen:

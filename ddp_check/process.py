@@ -13,11 +13,11 @@ import zlib
 import torch
 from torch import nn
 
-from .notes import End, Said
+from .notes import NOISE, End, Said, Seen
+from .sketch import is_plain, leaves_of, summary
 
 LEAVE = os._exit
 STOPPED = 76  # exit status
-NOISE = 1e-5  # in the layers' outputs: above a float32's, so that it flips more ReLUs
 
 
 def wrap(owner, name):
@@ -46,19 +46,6 @@ def stop_both_runs(folder, name, facts):
         json.dump(facts, file)
     os.replace(new, f"{folder}/{name}")
     LEAVE(STOPPED)
-
-
-def is_plain(tensor):
-    return type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
-
-
-def leaves_of(tree):
-    """All that is in lists, tuples and dictionaries."""
-    if isinstance(tree, (list, tuple)):
-        return [leaf for part in tree for leaf in leaves_of(part)]
-    if isinstance(tree, dict):
-        return [leaf for part in tree.values() for leaf in leaves_of(part)]
-    return [tree]
 
 
 class PerThread(threading.local):
@@ -117,6 +104,20 @@ class Process:
             with self.lock:
                 pickle.dump((self.steps, note), self.notes)
                 self.notes.flush()
+
+    def note_value(self, kind, line, name, tree, made_from=(), **about):
+        """Note what a line has computed, and return its index."""
+        leaves = [leaf for leaf in leaves_of(tree) if torch.is_tensor(leaf)][:8]
+        values = dict.fromkeys(range(len(leaves)))
+        with self.quiet(), contextlib.suppress(RuntimeError):  # inside of vmap, there are none
+            values = {part: summary(leaf) for part, leaf in enumerate(leaves)}
+        number = self.nth("value", self.steps, kind, line, name)
+        index, about = self.nth("values"), about | {"model": self.model}
+        self.note(Seen(kind, line, name, number, values, index, list(made_from), about))
+        for leaf in leaves:
+            if is_plain(leaf) and not isinstance(leaf, nn.Parameter):
+                leaf.compare_index = index
+        return index
 
     def say(self, text, kind="note"):
         if not self.nth("said", text):

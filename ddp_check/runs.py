@@ -1,10 +1,12 @@
-"""Starts the script on one process, then on N, and waits for their ends."""
+"""Starts the script on one process, then on N, and waits for its end, a failure, or a hang."""
 
 import contextlib
 import json
 import os
 import random
+import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -13,17 +15,17 @@ from pathlib import Path
 
 import torch
 
-from . import script
-from .kept.janitor import stop_groups
-from .kept.made import remove_made
+from .kept.made import remove_made, stop_groups
 from .notes import Notes, Step
-from .waiting import Waiting
+from .script import FOLDER
+
+SILENT = 5  # seconds without a sign of life from a process, which has one each second: it is busy
+LONGEST = 10  # times --wait
+LINES = 40  # of what a process has printed
 
 
 class NothingCompared(Exception):
     """Its text says why."""
-
-    seconds = {}
 
 
 def launch(words, env, log):
@@ -70,105 +72,174 @@ def visible_gpus(nproc, needed):
     return dict.fromkeys(names, ",".join(gpus[:nproc]))
 
 
+class Run:
+    """One run of the script, on so many processes."""
+
+    def __init__(self, args, folder, name, nproc):
+        self.args, self.folder, self.name, self.nproc = args, folder, name, nproc
+        self.spawns = False  # whether the script starts its processes itself
+        self.processes, self.seconds = [], 0.0
+        self.side = "on one process" if nproc == 1 else f"on {nproc} processes"
+        self.side += " again" * (name == "again")
+
+    def say(self, text):
+        print(f"ddp_check: {self.side}: {text}", file=sys.stderr, flush=True)
+
+    def files(self, suffix):
+        return [f"{self.folder}/{self.name}.{rank}.{suffix}" for rank in range(self.nproc)]
+
+    def notes(self):
+        return [Notes(self.folder, self.name, rank) for rank in range(self.nproc)]
+
+    def start(self, **options):
+        """Start its processes, which wait for a file NAME.go."""
+        Path(f"{self.folder}/{self.name}.go").unlink(missing_ok=True)
+        self.options, port = options, free_port()
+        options = vars(self.args) | {"folder": self.folder, "run": self.name} | options
+        options |= {"spawns": self.spawns, "flags": self.flags()}
+        env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "DDP_CHECK": json.dumps(options)}
+        env["WANDB_MODE"] = "disabled"  # it would send both runs
+        env |= visible_gpus(self.nproc, self.args.nproc)
+        env.setdefault("OMP_NUM_THREADS", "1")
+        for rank in range(1 if self.spawns else self.nproc):
+            path = f"{self.folder}/{self.name}.{rank}"
+            rank_env = env if self.spawns else env | environment(rank, self.nproc, port)
+            process = launch([sys.executable, FOLDER], rank_env, f"{path}.log")
+            process.file = Path(f"{path}.pid")  # for the janitor
+            process.file.write_text(str(process.pid))
+            self.processes.append(process)
+
+    def flags(self):
+        flags = self.args.flags + (shlex.split(self.args.one) if self.name != "all" else [])
+        for key, value in {"{run}": self.name, "{n}": self.nproc}.items():
+            flags = [flag.replace(key, str(value)) for flag in flags]
+        return flags
+
+    def stop(self):
+        """End its processes, and what they have started."""
+        stop_groups([process.pid for process in self.processes])
+        for process in self.processes:
+            process.wait()
+            process.file.unlink(missing_ok=True)  # the number may soon be another process's
+        self.processes = []
+
+    def run(self):
+        """The notes that its processes take, to their end or to --steps. What they have created is
+        removed."""
+        self.began = self.noted = self.moved = time.monotonic()
+        self.sizes, self.frames, self.shown = None, None, 0
+        open(f"{self.folder}/{self.name}.go", "w").close()
+        try:
+            failed = self.wait()
+        finally:
+            self.stop()
+            for text in remove_made(self.folder):
+                print(f"ddp_check: {text}", file=sys.stderr)
+        if os.path.exists(f"{self.folder}/refused"):
+            raise NothingCompared(refusal(self.folder, self.args.flags))
+        if os.path.exists(f"{self.folder}/spawns"):
+            os.remove(f"{self.folder}/spawns")
+            self.spawns = True
+            self.start(**self.options)
+            return self.run()
+        if failed:
+            self.show_failure(failed)
+        self.seconds = round(time.monotonic() - self.began, 1)
+        self.say(f"{self.seconds:.0f} s")
+        return self.notes()
+
+    def wait(self):
+        """Until all have ended, or one has failed and the others wait for it, or all hang. Returns
+        {rank: exit status} of those that have failed."""
+        ends = [f"{self.folder}/refused", f"{self.folder}/spawns"]
+        while any(process.poll() is None for process in self.processes):
+            time.sleep(0.2)
+            self.look()
+            now, wait = time.monotonic(), self.args.wait
+            are_done = all(map(os.path.exists, self.files("done")))  # they have made --steps
+            if any(map(os.path.exists, ends)) or are_done:
+                return {}
+            if now - self.noted > 3 and any(process.poll() for process in self.processes):
+                break
+            if now - self.moved > wait or now - self.noted > LONGEST * wait:
+                self.say(f"nothing new for {wait:.0f} s; if it is only slow, --wait {5 * wait:.0f}")
+                return {}
+        statuses = {rank: process.poll() for rank, process in enumerate(self.processes)}
+        return {rank: status for rank, status in statuses.items() if status}
+
+    def look(self):
+        """Have they noted something, or moved to another line, or are they busy in C, which keeps
+        Python from saying where they are?"""
+        now = time.monotonic()
+        found = [each for each in map(text_and_age, self.files("where")) if each]
+        sizes = [os.path.getsize(file) for file in self.files("notes") if os.path.exists(file)]
+        if sizes != self.sizes:
+            self.sizes, self.noted = sizes, now
+        texts = [text for text, _ in found]
+        is_busy = any(age > SILENT for _, age in found)
+        if texts != self.frames or is_busy or self.noted == now:
+            self.frames, self.moved = texts, now
+        seconds = int(now - self.began)
+        if texts and seconds >= self.shown + 10:
+            self.shown = seconds
+            first, line, *_ = texts[0].split(" < ")
+            self.say(f"{seconds} s: step {first.split()[0]} of {self.args.steps}, at {line}")
+
+    def show_failure(self, failed):
+        """The end of what the first rank that failed has printed: one that lost no connection to
+        another."""
+        ends = {rank: notes.end() for rank, notes in enumerate(self.notes())}
+        rank = ([rank for rank in failed if "Connection" not in ends[rank]] or list(failed))[0]
+        text, _ = text_and_age(f"{self.folder}/{self.name}.{rank}.log")
+        text = re.sub(rf'  File "{re.escape(FOLDER)}.*\n(    .*\n)*', "", text)  # our own frames
+        lines = [line.rpartition("\r")[2] for line in text.splitlines()][-LINES:]
+        how = f"exit status {failed[rank]}"
+        if failed[rank] < 0:
+            how = f"killed by {signal.Signals(-failed[rank]).name}"
+            how += ": is there too little memory?" * (failed[rank] == -signal.SIGKILL)
+        self.say("\n".join([f"rank {rank} failed ({how}); it printed:", *lines]))
+
+
+def text_and_age(path):
+    """Of a file, and its seconds; None if it is gone, as the process has just ended."""
+    with contextlib.suppress(FileNotFoundError), open(path, errors="replace") as file:
+        return file.read(), time.time() - os.fstat(file.fileno()).st_mtime
+
+
 class BothRuns:
     def __init__(self, args, folder):
-        self.args, self.folder = args, folder
-        self.layout, self.scaled = "turns", []  # see command.check
-        self.spawns = set()  # the runs in which the script starts its processes itself
-        self.counts = {"one": 1, "all": args.nproc, "again": 1}  # of processes
-        self.running = {}  # the processes of each run
-        self.seconds = {}
+        self.folder, self.options = folder, {"layout": "turns", "scaled": []}  # see command.check
+        self.one = Run(args, folder, "one", 1)
+        self.all = Run(args, folder, "all", args.nproc)
+        self.again = Run(args, folder, "again", 1)
         gpus, self.too_few_gpus = torch.cuda.device_count(), ""
         if 0 < gpus < args.nproc:
             self.too_few_gpus = f"{gpus} GPU for {args.nproc} processes: all run on CPUs"
+
+    def seconds(self):
+        return {run.side: run.seconds for run in (self.one, self.all, self.again) if run.seconds}
 
     def run_both(self):
         """The notes of one process and of the ranks. All processes start now, as that takes
         longest; those of the second run wait for the first."""
         remove_notes(self.folder)
         try:
-            self.start("one")
-            self.start("all")
-            self.run("one")
-            one = self.notes("one")[0]
+            self.one.start(**self.options)
+            self.all.start(**self.options)
+            one = self.one.run()[0]
             if not os.path.exists(f"{self.folder}/one.draws"):
-                self.give_up(f"the run on one process was cut off: {one.end()}")
+                raise NothingCompared(f"the run on one process was cut off: {one.end()}")
             if not one[Step]:
-                self.give_up(f"no optimizer.step() on one process; then {one.end()}")
-            self.run("all")
+                raise NothingCompared(f"no optimizer.step() on one process; then {one.end()}")
+            return one, self.all.run()
         finally:
-            self.stop("one")
-            self.stop("all")
-        return one, self.notes("all")
-
-    def give_up(self, text):
-        error = NothingCompared(text)
-        error.seconds = self.seconds
-        raise error
-
-    def notes(self, name):
-        return [Notes(self.folder, name, rank) for rank in range(self.counts[name])]
+            self.one.stop()
+            self.all.stop()
 
     def run_again(self):
         """The notes of a second run on one process."""
-        self.start("again")
-        self.run("again")
-        return self.notes("again")[0]
-
-    def start(self, name):
-        """Start the processes of a run, which wait for a file NAME.go."""
-        nproc, port, spawns = self.counts[name], free_port(), name in self.spawns
-        processes = self.running[name] = []
-        Path(f"{self.folder}/{name}.go").unlink(missing_ok=True)
-        options = vars(self.args) | {"folder": self.folder, "run": name, "spawns": spawns}
-        options |= {"layout": self.layout, "scaled": self.scaled, "flags": self.flags(name)}
-        env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "DDP_CHECK": json.dumps(options)}
-        env["WANDB_MODE"] = "disabled"  # it would send both runs
-        env |= visible_gpus(nproc, self.args.nproc)
-        env.setdefault("OMP_NUM_THREADS", "1")
-        for rank in range(1 if spawns else nproc):
-            path = f"{self.folder}/{name}.{rank}"
-            rank_env = env if spawns else env | environment(rank, nproc, port)
-            process = launch([sys.executable, script.FOLDER], rank_env, f"{path}.log")
-            process.file = Path(f"{path}.pid")  # for the janitor
-            process.file.write_text(str(process.pid))
-            processes.append(process)
-
-    def stop(self, name):
-        """End the processes of a run, and what they have started."""
-        processes = self.running.pop(name, [])
-        stop_groups([process.pid for process in processes])
-        for process in processes:
-            process.wait()
-            process.file.unlink(missing_ok=True)  # the number may soon be another process's
-
-    def flags(self, name):
-        flags = self.args.flags + (shlex.split(self.args.one) if name != "all" else [])
-        for key, value in {"{run}": name, "{n}": self.counts[name]}.items():
-            flags = [flag.replace(key, str(value)) for flag in flags]
-        return flags
-
-    def run(self, name):
-        """Run the script once, to its end or to --steps, and remove what it has created."""
-        waiting = Waiting(self.args, self.folder, name, self.counts[name])
-        open(f"{self.folder}/{name}.go", "w").close()
-        try:
-            failed = waiting.wait(self.running[name])
-        finally:
-            self.stop(name)
-            for text in remove_made(self.folder):
-                print(f"ddp_check: {text}", file=sys.stderr)
-        if os.path.exists(f"{self.folder}/refused"):
-            self.give_up(refusal(self.folder, self.args.flags))
-        if os.path.exists(f"{self.folder}/spawns"):
-            os.remove(f"{self.folder}/spawns")
-            self.spawns.add(name)
-            self.start(name)
-            return self.run(name)
-        if failed:
-            waiting.show_failure(failed)
-        self.seconds[waiting.side] = seconds = round(time.monotonic() - waiting.began, 1)
-        waiting.say(f"{seconds:.0f} s")
+        self.again.start(**self.options)
+        return self.again.run()[0]
 
 
 def remove_notes(folder):

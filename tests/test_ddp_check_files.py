@@ -18,8 +18,7 @@ from helpers import wait_until
 
 from ddp_check import script
 from ddp_check.kept import files
-from ddp_check.kept.janitor import Janitor
-from ddp_check.kept.made import Made, identity, remove_made
+from ddp_check.kept.made import Janitor, Made, identity, remove_made
 from ddp_check.process import STOPPED
 
 START = """\
@@ -116,6 +115,12 @@ os.remove("model.pt", dir_fd=os.open("out", os.O_RDONLY))
 torch.save(1, "out/model.pt")
 torch.save(obj=1, f=Path("out/model.pt"))
 torch.jit.save(torch.jit.script(torch.nn.ReLU()), "out/model.pt")
+torch.jit.script(torch.nn.ReLU()).save("out/model.pt")
+torch.serialization.save(1, "out/model.pt")
+torch.UntypedStorage.from_file("data.bin", True, 4).fill_(1)
+os.open("model.pt", os.O_WRONLY | os.O_TRUNC, dir_fd=os.open("out", os.O_RDONLY))
+import torchvision; torchvision.io.write_png(torch.zeros(3, 2, 2).byte(), "out/model.pt")
+from torch.profiler import profile; profile().export_chrome_trace("out/model.pt")
 np.save("out/array.npy", 1); os.rename("out/array.npy", "data.bin")
 np.arange(3).tofile("data.bin")
 np.memmap("data.bin", mode="w+", shape=3)
@@ -164,6 +169,7 @@ os.open("new", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600); assert os.stat("new
 try: open("out/model.pt", "x")\nexcept FileExistsError: pass
 try: os.rmdir("out")\nexcept OSError: pass
 try: open("no/such/folder", "w")\nexcept FileNotFoundError: pass
+os.close(os.open("new", os.O_CREAT | os.O_WRONLY, dir_fd=os.open("out", os.O_RDONLY)))
 """.strip().splitlines()
 
 
@@ -211,6 +217,25 @@ def test_another_programs_files(users):
     assert sorted(os.listdir("new")) == ["a", "mine"]
     status, refused, _ = watched("open('new/a', 'w')")  # it is not the script's any more
     assert status == STOPPED and "new/a" in refused
+
+
+def test_files_that_could_not_be_created(users):
+    """Another program may create them later."""
+    code = "try: open('out/later/log', 'w')\nexcept FileNotFoundError: pass\n"
+    code += (
+        "subprocess.run('mkdir out/later; echo 1 > out/later/log', shell=True); open('x', 'w')\n"
+    )
+    assert watched(code + "os.rename('x', 'y')")[0] == 0
+    left = remove_made(str(Path("notes").resolve()))
+    assert Path("out/later/log").exists() and len(left) == 1
+    assert watched("open('out/later/log', 'w')")[0] == STOPPED
+
+
+@pytest.mark.parametrize("cache", ["", "."])
+def test_caches_around_the_script(users, cache, monkeypatch):
+    """An empty variable is the current folder; neither that nor one around it is a cache."""
+    monkeypatch.setenv("TORCH_HOME", cache and os.path.dirname(os.getcwd()))
+    assert watched("open('out/model.pt', 'w')")[0] == STOPPED
 
 
 def test_downloads_stay(users):

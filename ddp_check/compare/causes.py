@@ -2,16 +2,9 @@
 
 import math
 
-from ..given.samples import STREAM
-from ..notes import Finding
-from ..script import source
-from ..syntax import branch_of, lines_inside
-from .batches import compare_lengths, compare_samples
-from .differences import Differences, compare_settings
-from .kinds import KINDS, PAGE, TENSORS, VALUES, noise_of
-from .lineage import Values
-from .numbers import Variables
-from .printed import compare_printed
+from ..notes import STREAM, Finding
+from ..script import branch_of, lines_inside, source
+from .kinds import KINDS, PAGE
 
 ADVICE = {
     "coupled": "of the same inputs and weights: a sample's result depends on which others are in "
@@ -146,58 +139,3 @@ def find_causes(values, differences, variables, steps, samples, lost):
             if any(finding.advice in ("unpaired", "stream") for finding in causes):
                 lost = number
     return looks, math.inf, lost
-
-
-def find_all(one, ranks, tolerance, again=None):
-    """All findings, in the order of the script."""
-    samples, uneven, trains = compare_samples(one, ranks)
-    ended, planned = compare_lengths(one, ranks, trains)
-    lengths, last = ended + planned, math.inf
-    if ended and ended[0].verdict == "look":  # from then on, steps have other batches
-        ended[0].text += "; later steps are not compared"
-        last = ended[0].step
-        samples = [finding for finding in samples if finding.step < last]
-    due = bool(lengths) and lengths[0].verdict == "look"  # so is a schedule by len(loader)
-    for notes in [one, *ranks]:
-        notes.leave_out((*VALUES, *TENSORS), lambda step: step >= last or step in uneven)
-    noise = noise_of(one, again)
-    values = Values(one, ranks, tolerance, noise)
-    differences = Differences(one, ranks, tolerance, noise)
-    variables = Variables(one, ranks)
-    kinds = "gradient", "parameters", "weight", "update"
-    first = {finding.step for finding in differences.of(*kinds)}
-    if differences.hidden:  # the gradients tell less, but the losses may tell it
-        first |= {step for step in values.of_step if values.find(step, "loss")}
-    notes = [Finding("note", "samples", step, uneven[step]) for step in uneven if step < last]
-    found, lost = notes[:1], math.inf  # lost: from this step on, nothing can be compared
-    for finding in samples[:1]:
-        if finding.advice == "unpaired":
-            lost = finding.step
-        else:
-            finding.verdict = "WRONG" if first else "look"
-        for value in [v for v in values.find(0, "value") if v.name == "Subset"][:1]:
-            finding.more.append(f"{source(value.line)}  {values.describe(value)}")
-            finding.more += variables.behind([value.line], 0)
-        found.append(finding)
-    found += lengths[:1]
-    causes, wrong, lost = find_causes(values, differences, variables, sorted(first), samples, lost)
-    found, looks = found + causes, [cause for cause in causes if cause.step < wrong]
-    settings = list(compare_settings(one, ranks, variables))[:1]
-    for kind in ("parameters", "gradient", "weight", "update", "buffer"):
-        of_kind = differences.of(kind)
-        clear = [f for f in of_kind if wrong <= f.step < lost]
-        if (clear or of_kind)[:1] and (clear or of_kind)[0].step < lost:
-            finding = (clear or of_kind)[0]
-            finding.text += f" (in {len({f.step for f in of_kind})} steps)"
-            if finding.step < wrong and looks:
-                finding.verdict = "look"
-            if kind != "update" or not settings:  # which explain it
-                found.append(finding)
-    if settings:
-        found = [finding for finding in found if finding.what != "numbers"]
-    for finding in settings:
-        finding.verdict = "look" if due or finding.step >= lost else finding.verdict
-    found += settings + differences.hidden
-    printed = compare_printed(one, ranks, values, variables, again)
-    found += [finding for finding in printed if finding.step < lost][:2]
-    return found, differences.largest

@@ -4,10 +4,8 @@ import os
 
 import numpy as np
 
-from ..notes import Finding, Step
-from ..process import NOISE
-from ..script import source
-from ..syntax import lines_that_set
+from ..notes import NOISE, Finding, Step
+from ..script import lines_that_set, source
 from .fits import meaning, same, sides, size
 from .kinds import HIDES, KINDS, PAGE, TENSORS, misfits, offs, paired
 

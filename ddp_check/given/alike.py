@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..process import is_plain, wrap
+from ..process import wrap
+from ..sketch import is_plain
 from .draws import MODEL, note_draw, state_of
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..notes import Seen
-from ..process import is_plain, wrap
+from ..process import wrap
 from ..script import place
+from ..sketch import is_plain
 
 MODEL, DATASET, LOOP = "the model", "the dataset", "the loop"  # which draws for its share
 ORDER = "the order"  # of all, as in a split: before the first step

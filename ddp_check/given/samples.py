@@ -16,13 +16,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ..notes import Batch, Pass, PassEnd
-from ..process import leaves_of, wrap
+from ..notes import STREAM, Batch, Pass, PassEnd
+from ..process import wrap
 from ..script import own_file, place
-from ..seen.trace import note_value
+from ..sketch import leaves_of
 from .datasets import batches_of
-
-STREAM = "a batch of an IterableDataset"
 
 
 def length(sized):
@@ -105,7 +103,7 @@ def patch(run):
             if torch.is_grad_enabled() and in_main:
                 run.loader_rows = rows
                 find_order(run, (*key, number), indices)
-                note_value(run, "value", place()[0], name, batch, made_by=made_by(loader.dataset))
+                run.note_value("value", place()[0], name, batch, made_by=made_by(loader.dataset))
             number += 1
             yield batch
         if number != run.options["short"]:  # else it may be cut off

@@ -8,6 +8,7 @@ Python tells an audit hook what it opens, renames and removes, in every thread a
 are forked; writers.py has what it does not tell. Not seen are files that programs write which the
 script starts, and those that C++ writes, but for the libraries in writers.py."""
 
+import contextlib
 import os
 import stat
 import sys
@@ -16,7 +17,7 @@ import threading
 from ..notes import File
 from ..process import stop_both_runs
 from ..script import UNKNOWN, place, source
-from .made import Made, identity
+from .made import Made, full, identity
 
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tmp", ".safetensors")  # they are no downloads
 DOWNLOAD = 50_000  # bytes: a smaller file is not worth to be kept
@@ -24,22 +25,6 @@ CACHES = "~/.cache", "~/.config", "~/.triton", "~/.nv"
 CACHE_VARIABLES = "TORCH_HOME", "HF_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR"
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 READ_DATABASE = "to read it only: sqlite3.connect('file:NAME?mode=ro', uri=True)"
-
-
-def folder_path(number):
-    """The path of a folder that is open."""
-    if sys.platform == "darwin":
-        import fcntl
-
-        return os.fsdecode(fcntl.fcntl(number, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
-    return os.readlink(f"/proc/self/fd/{number}")
-
-
-def full(path, folder=-1):
-    """Of a name in an open folder, or relative to the current one; a link is not followed."""
-    start = folder_path(folder) if isinstance(folder, int) and folder >= 0 else os.getcwd()
-    path = os.path.join(start, os.fsdecode(path))
-    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 
 
 class PerThread(threading.local):
@@ -53,9 +38,12 @@ class Guard:
         self.process, self.made, self.lines = process, Made(process.folder), {}
         self.thread = PerThread()
         caches = [os.path.expanduser(path) for path in CACHES]
-        caches += [os.environ[name] for name in CACHE_VARIABLES if name in os.environ]
+        caches += [os.environ[name] for name in CACHE_VARIABLES if os.environ.get(name)]
         folders = [*caches, "/dev", "/proc", "/sys", process.folder]
-        self.ignored = tuple(os.path.join(os.path.realpath(path), "") for path in folders)
+        folders = [os.path.join(os.path.realpath(path), "") for path in folders]
+        self.ignored = tuple(
+            path for path in folders if not f"{os.getcwd()}{os.sep}".startswith(path)
+        )
         self.events = {
             "open": self.before_open,
             "os.rename": self.before_rename,
@@ -73,12 +61,16 @@ class Guard:
         }
 
     def hook(self, event, args):
-        if event not in self.events or self.thread.busy:
-            return
+        if event in self.events and not self.thread.busy:
+            with self.unheard():
+                self.made.settle()
+                self.events[event](*args)
+
+    @contextlib.contextmanager
+    def unheard(self):
         self.thread.busy = True
         try:
-            self.made.settle()
-            self.events[event](*args)
+            yield
         finally:
             self.thread.busy = False
 

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 
 from ..process import wrap
+from .made import full
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 TEXT_OPTIONS = "encoding", "errors", "newline"  # of open, after its buffering
@@ -19,8 +20,15 @@ TEXT_OPTIONS = "encoding", "errors", "newline"  # of open, after its buffering
 # path, and of one with the mode, if there is one.
 WRITERS = {
     ("torch", "save"): (1, "f"),
+    ("torch.serialization", "save"): (1, "f"),
     ("torch.jit", "save"): (1, "f"),
+    ("torch.jit", "RecursiveScriptModule.save"): (1, "f"),
+    ("torch.profiler", "profile.export_chrome_trace"): (1, "path"),
     ("torch", "from_file"): (0, "filename", 1, "shared"),
+    ("torch", "UntypedStorage.from_file"): (0, "filename", 1, "shared"),
+    ("torchvision.io.image", "write_png"): (1, "filename"),
+    ("torchvision.io.image", "write_jpeg"): (1, "filename"),
+    ("torchvision.io.image", "write_file"): (0, "filename"),
     ("safetensors.torch", "serialize_file"): (1, "filename"),
     ("safetensors.numpy", "serialize_file"): (1, "filename"),
     ("h5py", "File.__init__"): (1, "name", 2, "mode"),
@@ -114,11 +122,23 @@ def patch(guard):
             return io.TextIOWrapper(binary, **options, write_through=True)
         try:
             return original(file, mode, buffering, *args, **kwargs)
+        except OSError:
+            guard.made.failed(os.path.realpath(os.fsdecode(file)))
+            raise
         finally:
             guard.made.settle()
 
     for owner in (builtins, io):
         wrap(owner, "open")(open_and_settle)
+
+    @wrap(os, "open")
+    def open_in_folder(original, path, flags, mode=0o777, *, dir_fd=None):
+        """Of an open folder, the hook is not told."""
+        if dir_fd is None:
+            return original(path, flags, mode)
+        guard.hook("open", (full(path, dir_fd), None, flags))
+        with guard.unheard():
+            return original(path, flags, mode, dir_fd=dir_fd)
 
     @wrap(np.memmap, "__new__")
     def memmap(original, cls, filename, dtype=np.uint8, mode="r+", *args, **kwargs):

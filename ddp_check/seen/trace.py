@@ -12,10 +12,9 @@ from torch.utils.data import Subset
 
 from ..given.alike import keep_precise
 from ..notes import Collective, Seen
-from ..process import is_plain, leaves_of, wrap
+from ..process import wrap
 from ..script import FOLDER, UNKNOWN, own_file, own_lines, place
-from .sketch import sketch, summary
-from .trained import on_cpu
+from ..sketch import is_plain, leaves_of, sketch
 
 LAYERS = "linear conv1d conv2d conv3d conv_transpose2d matmul __matmul__ mm bmm addmm baddbmm "
 LAYERS += "einsum batch_norm layer_norm group_norm scaled_dot_product_attention lstm gru"
@@ -32,27 +31,12 @@ def note_evaluation(run, module, line):
     number = run.nth("evaluation", run.steps, line)
     if number == 0 and run.nth("evaluations", line) < 20:
         buffers = [each for each in module.named_buffers() if each[1].is_floating_point()]
-        sketches = {f"{type(module).__name__}.{name}": sketch(on_cpu(b)) for name, b in buffers}
+        sketches = {f"{type(module).__name__}.{name}": sketch(b) for name, b in buffers}
         run.note(Seen("evaluation", line, type(module).__name__, 0, sketches))
 
 
-def note_value(run, kind, line, name, tree, made_from=(), **about):
-    """Note it, and return its index."""
-    leaves = [leaf for leaf in leaves_of(tree) if torch.is_tensor(leaf)][:8]
-    values = dict.fromkeys(range(len(leaves)))
-    with run.quiet(), contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
-        values = {part: summary(leaf) for part, leaf in enumerate(leaves)}
-    number = run.nth("value", run.steps, kind, line, name)
-    index, about = run.nth("values"), about | {"model": run.model}
-    run.note(Seen(kind, line, name, number, values, index, list(made_from), about))
-    for leaf in leaves:
-        if is_plain(leaf) and not isinstance(leaf, nn.Parameter):
-            leaf.compare_index = index
-    return index
-
-
-def sum_of_weights(module):
-    with torch.no_grad():
+def sum_of_weights(run, module):
+    with run.quiet(), torch.no_grad():
         return float(sum(p.double().sum() for p in module.parameters()))
 
 
@@ -125,7 +109,7 @@ class Trace(TorchFunctionMode):
         if frame.f_code.co_name != "<module>":
             called_at = next((at for at in own_lines(frame) if at != line), "")
         more = {"by_gradient": by_gradient, "called_at": called_at}
-        note_value(self.run, "value", line, name, out, made_from, **more)
+        self.run.note_value("value", line, name, out, made_from, **more)
 
 
 def patch(run):
@@ -153,21 +137,21 @@ def patch(run):
             run.model_rows = len(tensors[0])
         made_from = indices_in((args, kwargs))
         is_trained = any(id(p) in run.trained for p in inner.parameters())
-        about = {} if is_trained else {"weights": sum_of_weights(inner)}
-        index = note_value(run, "inputs", line, name, (args, kwargs), made_from, **about)
+        about = {} if is_trained else {"weights": sum_of_weights(run, inner)}
+        index = run.note_value("inputs", line, name, (args, kwargs), made_from, **about)
         run.model = index
         try:
             outputs = original(module, *args, **kwargs)
         finally:
             run.model = None
-        note_value(run, "outputs", line, name, outputs, [*indices_in(outputs), index])
+        run.note_value("outputs", line, name, outputs, [*indices_in(outputs), index])
         return outputs
 
     @wrap(Subset, "__init__")
     def choose(original, self, dataset, indices):
         original(self, dataset, indices)
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not a list of numbers
-            note_value(run, "value", place()[0], "Subset", torch.tensor(list(indices)))
+            run.note_value("value", place()[0], "Subset", torch.tensor(list(indices)))
 
     @wrap(DistributedDataParallel, "__init__")
     def broadcast(original, self, module, *args, **kwargs):
@@ -177,7 +161,7 @@ def patch(run):
 
     @wrap(DistributedDataParallel, "no_sync")
     def no_sync(original, self):
-        note_value(run, "no_sync", place()[0], "no_sync", ())
+        run.note_value("no_sync", place()[0], "no_sync", ())
         return original(self)
 
     @wrap(torch.autograd, "backward")
@@ -185,7 +169,7 @@ def patch(run):
         leaves = [t for t in leaves_of(tensors) if torch.is_tensor(t)]
         with run.quiet(), torch.no_grad():
             value = sum(t.double().sum() for t in leaves)
-        note_value(run, "loss", place()[0], "backward", value, indices_in(leaves))
+        run.note_value("loss", place()[0], "backward", value, indices_in(leaves))
         return original(tensors, *args, **kwargs)
 
     def watch_collective(name):

@@ -7,9 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..process import is_plain
-
-MANY_COLUMNS = 4096
+MANY_COLUMNS, FEW_COLUMNS = 4096, 512  # of the first dimension, and of others
 SIGNS = np.cos(np.arange(MANY_COLUMNS) * 1.618 + 0.5)
 SUMS = 256
 
@@ -30,19 +28,43 @@ class Sketch(NamedTuple):
         return None if self.shape else float(self.rows[0][1][0])
 
 
+def is_plain(tensor):
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
+
+
+def leaves_of(tree):
+    """All that is in lists, tuples and dictionaries."""
+    if isinstance(tree, (list, tuple)):
+        return [leaf for part in tree for leaf in leaves_of(part)]
+    if isinstance(tree, dict):
+        return [leaf for part in tree.values() for leaf in leaves_of(part)]
+    return [tree]
+
+
 @functools.cache
 def random_signs():
     """The same in each process."""
     return torch.from_numpy(np.random.RandomState(0).choice([-1.0, 1.0], 1 << 16)).float()
 
 
-def folded(tensor):
+def whole(tensor):
+    """All of a tensor, also of one that is sharded or sparse."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def folded(flat):
     """Its entries with random signs, added up to SUMS numbers, in float64."""
-    flat, sums, signs = tensor.reshape(-1).float(), np.zeros(SUMS), random_signs()
-    for number, part in enumerate(flat.split(len(signs))):
-        part = part * signs[: len(part)]
-        part = nn.functional.pad(part, (0, -len(part) % SUMS)).view(-1, SUMS)
-        sums += np.roll(part.sum(0, dtype=torch.float64).cpu().numpy(), number)
+    sums, signs, number = np.zeros(SUMS), random_signs().to(flat.device), 0
+    for part in flat.split(16 * len(signs)):
+        part = nn.functional.pad(part, (0, -len(part) % len(signs))).view(-1, len(signs)) * signs
+        for block in part.view(len(part), -1, SUMS).sum(1, dtype=torch.float64).cpu().numpy():
+            sums += np.roll(block, number)
+            number += 1
     return sums
 
 
@@ -50,12 +72,22 @@ def sketch(tensor, any_order=False):
     """Of a parameter, a gradient or a buffer. Entries that are not finite are counted."""
     if tensor is None:
         return None
-    tensor = tensor.detach().cpu()
-    finite = torch.nan_to_num(tensor.float(), nan=0.0, posinf=0.0, neginf=0.0)
-    norm, bad = float(finite.double().norm()), int((~torch.isfinite(tensor)).sum())
-    sums = np.append(folded(finite), bad * max(norm, 1.0))
-    in_order = folded(finite.reshape(-1).sort().values) if any_order else None
+    tensor = whole(tensor)
+    flat = tensor.reshape(-1)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    finite, bad = torch.isfinite(flat), 0
+    if not finite.all():
+        flat, bad = torch.where(finite, flat, 0), int((~finite).sum())
+    norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+    sums = np.append(folded(flat), bad * max(norm, 1.0))
+    in_order = folded(flat.sort().values) if any_order else None
     return Sketch(tuple(tensor.shape), norm, sums, (), in_order)
+
+
+def moved(before, after):
+    """The sketch of a difference, as sketches are linear; its norm is about that of its sums."""
+    sums = after.sums - before.sums
+    return Sketch(after.shape, float(np.linalg.norm(sums)), sums)
 
 
 def summary(tensor):
@@ -73,7 +105,8 @@ def summary(tensor):
             dims.append(None)
             continue
         rows = tensor.movedim(d, 0).reshape(tensor.shape[d], -1)
-        rows = rows[:, :: rows.shape[1] // MANY_COLUMNS + 1].cpu().double().numpy()
+        columns = FEW_COLUMNS if d and rows.shape[1] > MANY_COLUMNS else MANY_COLUMNS
+        rows = rows[:, :: rows.shape[1] // columns + 1].cpu().double().numpy()
         finite = np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
         sums = (finite if shape else rows).sum(1)
         dims.append((finite @ SIGNS[: rows.shape[1]], sums, np.linalg.norm(finite, axis=1)))

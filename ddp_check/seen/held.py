@@ -1,0 +1,200 @@
+"""What the script holds: what an optimizer trains and what none does, plain numbers, generators."""
+
+import gc
+import inspect
+import multiprocessing
+import random
+import re
+import types
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset
+
+from ..given.draws import checksum, sum_of
+from ..script import own_file
+from ..sketch import sketch, whole
+
+
+def outer_modules():
+    """All modules that are not part of another one; not DDP, but what it wraps."""
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    modules = [module for module in modules if not isinstance(module, DistributedDataParallel)]
+    inner = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in inner]
+
+
+def on_cpu(tensor):
+    """A copy of all of a tensor."""
+    return None if tensor is None else whole(tensor).cpu().clone()
+
+
+def set_to(tensor, value):
+    """If one process has a value of this shape, and it is not sparse."""
+    if value is None or value.shape != tensor.shape or tensor.layout != torch.strided:
+        return
+    with torch.no_grad():
+        if hasattr(tensor, "full_tensor"):
+            from torch.distributed.tensor import distribute_tensor
+
+            value = value.to(tensor.device)
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements)
+        tensor.copy_(value)
+
+
+class Trained:
+    """An optimizer's parameters, by name, and the buffers of their modules."""
+
+    def __init__(self, run, optimizer):
+        self.number, self.step = run.nth("optimizer"), -1
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        order = {id(p): i for i, p in enumerate(parameters)}
+        modules = [m for m in outer_modules() if any(id(p) in order for p in m.parameters())]
+        modules.sort(key=lambda m: min(order.get(id(p), len(order)) for p in m.parameters()))
+        variables = modules_of(inspect.currentframe())
+        self.owners, self.names = {}, {}
+        for module in modules:
+            of = variables.get(id(module), type(module).__name__)
+            while of in self.owners:
+                of += "'"
+            self.owners[of] = module
+            for name, p in module.named_parameters():
+                self.names.setdefault(id(p), f"{of}.{name}")
+
+    def parameters(self, optimizer):
+        found = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                name = self.names.get(id(p), f"parameter {len(found)} (of no module)")
+                found[name] = p
+        return found
+
+    def buffers(self):
+        return {
+            f"{of}.{name}": buffer
+            for of, owner in self.owners.items()
+            for name, buffer in owner.named_buffers()
+            if buffer.is_floating_point()
+        }
+
+    def modes(self):
+        """{module: whether it is in training mode}"""
+        return {
+            f"{of}.{name}".rstrip("."): module.training
+            for of, owner in self.owners.items()
+            for name, module in owner.named_modules()
+        }
+
+
+def settings_of(optimizer):
+    """{(group, name): number}"""
+    return {
+        (number, key): float(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(value, (int, float)) or torch.is_tensor(value) and value.numel() == 1
+    }
+
+
+def others(trained, averages):
+    """Of what no optimizer trains, such as a teacher, an average, a bank: ({name: sketch}, {name:
+    the generator's state that has set it, as long as nothing else has})."""
+    found, drawn = {}, {}
+    for module in outer_modules():
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            is_known = id(tensor) in trained or re.search(averages, name)
+            if is_known or not tensor.is_floating_point() or tensor.is_meta:
+                continue
+            full = f"{type(module).__name__}.{name}"
+            found.setdefault(full, []).append(sketch(tensor, any_order=True))
+            state, total = getattr(tensor, "check_drawn", (None, None))
+            if total is not None and total == sum_of(tensor):
+                drawn[full] = state
+    for name, sketches in list(found.items()):  # several modules of one class have no order
+        del found[name]
+        for number, each in enumerate(sorted(sketches, key=lambda s: (s.shape, s.norm))):
+            found[name + "'" * number] = each
+    return found, drawn
+
+
+# ---- its variables
+
+
+def generators(run):
+    """{name: checksum of its state} of numpy's and Python's generators that the script has made;
+    and of processes, such as a sampler or an environment, that have their own."""
+    kinds, found = (np.random.Generator, np.random.RandomState, random.Random), {}
+    functions = random.random, np.random.random_sample  # of the global generators
+    known = [inspect.unwrap(function).__self__ for function in functions]
+    for thing in [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]:
+        if isinstance(thing, random.SystemRandom) or any(thing is each for each in known):
+            continue
+        names = [f"a {type(thing).__name__}"]
+        for owner in gc.get_referrers(thing):
+            inside = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+            of = "" if isinstance(owner, dict) else f"{type(owner).__name__}."
+            names += [of + str(key) for key, value in inside.items() if value is thing]
+        if "_RandomNameSequence._rng" in names:  # tempfile's and multiprocessing's
+            continue
+        state = getattr(getattr(thing, "bit_generator", None), "state", None)
+        state = state or (thing.get_state() if hasattr(thing, "get_state") else thing.getstate())
+        line = run.made.get(id(thing))  # of default_rng
+        name = f"{names[-1]}, made at {line}" if line else names[-1]
+        found[name] = found.get(name, 0) + checksum(state)
+    found |= {f"process {child.name}": child.pid for child in multiprocessing.active_children()}
+    return found
+
+
+def scopes_of(frame):
+    """The variables of the script's functions that are running, and of their modules."""
+    scopes = []
+    while frame is not None:
+        if own_file(frame.f_code.co_filename):
+            scopes += [frame.f_locals, frame.f_globals]
+        frame = frame.f_back
+    return scopes
+
+
+def modules_of(frame):
+    """{id: name} of the modules that the script's variables hold, or a wrapper of them."""
+    scopes = [list(scope.items()) for scope in scopes_of(frame)]
+    held = [(name, m) for scope in scopes for name, m in scope if isinstance(m, nn.Module)]
+    held += [(name, m.module) for name, m in held if isinstance(m, DistributedDataParallel)]
+    return {id(module): name for name, module in reversed(held) if name != "self"}
+
+
+def tensors_of(frame):
+    """{class and name: tensor} of what the script's objects keep, but for weights and buffers."""
+    found = {}
+    for thing in {id(t): t for scope in scopes_of(frame) for t in list(scope.values())}.values():
+        if isinstance(thing, (torch.Tensor, types.ModuleType, type)):
+            continue
+        for name, value in list(getattr(thing, "__dict__", {}).items()):
+            is_tensor = type(value) is torch.Tensor and value.layout == torch.strided
+            if is_tensor and value.is_floating_point() and 0 < value.numel() < 10_000_000:
+                found.setdefault(f"{type(thing).__name__}.{name}", value)
+    return found
+
+
+def variables_of(frame):
+    """The script's plain numbers, {name: number}, also those in objects and dictionaries; of
+    several of one name, the innermost. And the seeds of generators."""
+    scopes, found = scopes_of(frame), {}
+    for variables in list(scopes):
+        for thing in list(variables.values()):
+            if isinstance(thing, DataLoader):
+                thing = thing.dataset
+            while isinstance(thing, Subset):
+                thing = thing.dataset
+            if not isinstance(thing, (torch.Tensor, types.ModuleType)):
+                inside = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
+                scopes.append(inside if len(inside) < 200 else {})
+    for variables in scopes:
+        for name, thing in list(variables.items()):
+            if isinstance(thing, torch.Generator):
+                thing = thing.initial_seed()
+            if isinstance(thing, (int, float, np.floating, np.integer)) and not abs(thing) > 1e300:
+                found.setdefault(name, float(thing))
+    return found
