@@ -6,6 +6,7 @@ runs       starts the processes of a run, waits for them, and ends them
 child      in each: the script, watched, from its first line to its last
 process    what the process knows, and the notes that it takes
 script     the script's files and lines, and the names in them
+cpu        scripts for GPUs, on CPUs
 notes      what is noted, as dataclasses; written in each process, read when all have ended
 sketch     what is noted of a tensor
 given/     what the script gets: random numbers, samples, batch norm
@@ -13,6 +14,6 @@ seen/      what it does: values of lines, steps, numbers
 kept/      what is its user's, and stays as it is: files
 compare/   where the ranks' notes are not those of one process, rules, causes, the report
 
-In the script's processes: child, process, given/, seen/, kept/files; elsewhere, the others. A room
-imports those above it in this list, and seen/ also given/; nothing else.
+In the script's processes: child, process, cpu, given/, seen/, kept/files; elsewhere, the others. A
+room imports those above it in this list, and seen/ also given/; nothing else.
 """

@@ -15,6 +15,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
+from . import cpu
 from .given import alike, draws, draws_python, samples
 from .kept import files
 from .notes import Printed
@@ -66,6 +67,7 @@ def say_where(process, ended):
 def watching(process):
     """The script has the random numbers of one process, and what it does is noted."""
     find_script(options())
+    cpu.install(options(), process.say)
     files.patch(process)
     for watch in WATCHES:
         watch.patch(process)
@@ -116,6 +118,8 @@ def check_number(args, nproc):
     if nproc != wanted:
         text = f"starts {nproc} processes, not {wanted}"
         remedy = "give the script their number in a flag, as {n}"
+        if not nproc:
+            remedy = "it sees no GPU: --cpu tells it that there is one for each process"
         facts = {"line": source(place()[0]), "text": text, "remedy": remedy}
         stop_both_runs(args.folder, "refused", facts)
 
@@ -172,6 +176,7 @@ def child():
         time.sleep(0.05)
         if os.getppid() != parent:  # the command was killed
             LEAVE(1)
+    cpu.install(args)
     sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
     control_spawn(args)
     control_processes()

@@ -16,8 +16,8 @@ parser = argparse.ArgumentParser(
     usage="python ddp_check [flags] my_script.py [its flags]",
     description="Runs a training script with DDP, unchanged, on one process and on two, with the "
     "same samples and random numbers, and says where they part. In the script's flags, {run} is "
-    "the name of the run, and {n} its number of processes. No file that was there before is "
-    "changed, and none is left.",
+    "the name of the run, {n} its number of processes, and {rank} that of the process. No file "
+    "that was there before is changed, and none is left.",
     epilog=EXITS,
     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
 )
@@ -29,6 +29,7 @@ parser.add_argument("--tolerance", type=float, default=3e-4, help="of gradients"
 parser.add_argument("--noise", action="store_true", help="measure rounding by one more run")
 parser.add_argument("--seed", type=int, default=0, help="of all random numbers, in both runs")
 parser.add_argument("--wait", type=float, default=120, help="seconds without advance: it hangs")
+parser.add_argument("--cpu", action="store_true", help="on CPUs, as if there were GPUs")
 parser.add_argument("--json", action="store_true", help="print the report as JSON")
 parser.add_argument("--list", action="store_true", help="print the rules, and exit")
 parser.add_argument("-m", action="store_true", help="the script is a module, as in python -m")
@@ -39,35 +40,42 @@ parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 def check(args, runs):
     """The Result. What is not known before: whether a loader's batch size is one per process, and
     whether rank r has the r-th block of a batch; then it is run again."""
-    from .compare.samples import loaders_per_process
+    from .compare.samples import lines_by_turns, loaders_per_process, remedy_by_one
     from .notes import Finding, Said
 
     one, ranks = runs.run_both()
     if scaled := loaders_per_process(one, ranks):
+        remedy = remedy_by_one(ranks[0], args.nproc)
         runs.options["scaled"] = list(scaled)
         one, ranks = runs.run_both()
-    result = judge_runs(args, runs, one, ranks)
+        for loader in loaders_per_process(one, ranks):
+            scaled.pop(loader, None)  # with a batch_sampler of the script's own
+    if turns := lines_by_turns(one, ranks):
+        runs.options["turns"] = turns
+        one, ranks = runs.run_both()
+    result = judge_runs(args, runs, one, ranks, scaled)
     orders = {note.text for _, note in ranks[0][Said] if note.kind == "order"}
     if result.status and orders == {"blocks"}:
         runs.options["layout"] = "blocks"
         one, ranks = runs.run_both()
-        result = judge_runs(args, runs, one, ranks)
+        result = judge_runs(args, runs, one, ranks, scaled)
     for line in scaled.values():
         text = f"a batch size per process, so {args.nproc} times the batch: intended, and "
-        text += "the rate, too? One process was given as many samples here"
-        result.findings.insert(0, Finding("look", "samples", 0, text, line))
+        text += "the rate, too? One process was given as many samples here; if the script computes "
+        text += "with its size, "
+        result.findings.insert(0, Finding("look", "samples", 0, text + remedy, line))
     if runs.too_few_gpus:
         result.findings.insert(0, Finding("note", "", 0, runs.too_few_gpus))
     return result
 
 
-def judge_runs(args, runs, one, ranks):
+def judge_runs(args, runs, one, ranks, scaled):
     """With one more run on one process, where rounding may explain a finding."""
     from .compare.judge import judge
 
-    result = judge(one, ranks, args.tolerance)
+    result = judge(one, ranks, args.tolerance, scaled=scaled)
     if args.noise or result.may_be_noise:
-        return judge(one, ranks, args.tolerance, runs.run_again())
+        return judge(one, ranks, args.tolerance, runs.run_again(), scaled)
     return result
 
 

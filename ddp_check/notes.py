@@ -43,6 +43,7 @@ class Pass:
     loader: str  # the n-th of a line
     sampler: str
     has_share: bool  # a sampler that gives each rank a part
+    size: int | None  # of the dataset, below all Subsets
     draws: bool  # a sampler that draws with replacement
 
 
@@ -75,6 +76,14 @@ class Collective:
     name: str
     line: str
     drawn: str  # the line that has drawn its random numbers
+    has_grad: bool  # it is not differentiated, though its tensor would be
+
+
+@dataclass
+class Drawn:
+    """How often each line has drawn random numbers in training."""
+
+    times: dict  # {(line, function): {step: number}}
 
 
 @dataclass

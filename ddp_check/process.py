@@ -13,7 +13,7 @@ import zlib
 import torch
 from torch import nn
 
-from .notes import NOISE, End, Said, Seen
+from .notes import NOISE, Drawn, End, Said, Seen
 from .sketch import is_plain, leaves_of, summary
 
 LEAVE = os._exit
@@ -56,6 +56,7 @@ class PerThread(threading.local):
     torch_state = None  # of torch's generator, before it draws
     batch = None  # the number of samples that are made into a batch
     worker = None  # of a loader, which is imitated
+    samples = None  # {index: sum} of those that a collate_fn of the script's own gets
 
 
 class Process:
@@ -78,7 +79,7 @@ class Process:
         self.model = None  # the outermost model that computes now
         self.draws, self.given, self.batches = {}, {}, {}  # of the run on one process
         self.last_order = ""  # the line that has drawn an order of all before the first step
-        self.drawn = {}  # {where it is: a weak reference to a tensor that was drawn in place}
+        self.drawn = {}  # {where a tensor is that was drawn in place: (generator's state, its sum)}
         self.trained = set()  # ids of what an optimizer has
         self.made = {}  # {id: the lines that made it} of optimizers, a line of a generator
         self.settle = lambda: None  # of files
@@ -91,9 +92,8 @@ class Process:
 
     def forget_drawn(self, tensor):
         """It is not what was drawn any more; also if it is the .data of that."""
-        drawn = self.drawn.get(tensor.data_ptr(), lambda: None)()
-        if drawn is not None:
-            vars(drawn).pop("check_drawn", None)
+        if is_plain(tensor):
+            self.drawn.pop(tensor.data_ptr(), None)
 
     def is_fork(self):
         """In a process that the script has forked."""
@@ -143,6 +143,11 @@ class Process:
 
     def end(self, state):
         self.settle()
+        drawn = {}
+        for (what, *key), number in self.counts.items():
+            if what == "draw" and isinstance(key[1], str) and key[3]:  # a line, in training
+                drawn.setdefault((key[1], key[2]), {})[key[0]] = number + 1
+        self.note(Drawn(drawn))
         self.note(End(state))
         if self.saves:
             with open(f"{self.folder}/one.draws", "wb") as file:

@@ -44,7 +44,7 @@ def free_port():
 
 
 def environment(rank, nproc, port):
-    """What torchrun would set."""
+    """What torchrun would set; and Slurm and MPI, of each process."""
     values = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -56,15 +56,21 @@ def environment(rank, nproc, port):
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": "check",
         "PYTHONHASHSEED": rank + 1,  # sets of names have another order on each rank,
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": rank,
+        "SLURM_NTASKS": nproc,
+        "OMPI_COMM_WORLD_RANK": rank,
+        "OMPI_COMM_WORLD_LOCAL_RANK": rank,
+        "OMPI_COMM_WORLD_SIZE": nproc,
     }
     return {name: str(value) for name, value in values.items()}
 
 
-def visible_gpus(nproc, needed):
+def visible_gpus(nproc, needed, count=None):
     """The environment in which a run sees so many GPUs, of those that this process sees; none if
     they are fewer than the larger run needs. AMD's have a variable of their own."""
     names = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
-    count = torch.cuda.device_count()
+    count = torch.cuda.device_count() if count is None else count
     if count < needed:
         return dict(zip(names, ("", "-1")))  # "" is all to HIP
     visible = [os.environ[name] for name in reversed(names) if os.environ.get(name)]
@@ -96,22 +102,23 @@ class Run:
         Path(f"{self.folder}/{self.name}.go").unlink(missing_ok=True)
         self.options, port = options, free_port()
         options = vars(self.args) | {"folder": self.folder, "run": self.name} | options
-        options |= {"spawns": self.spawns, "flags": self.flags()}
-        env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "DDP_CHECK": json.dumps(options)}
+        env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         env["WANDB_MODE"] = "disabled"  # it would send both runs
-        env |= visible_gpus(self.nproc, self.args.nproc)
+        env |= visible_gpus(self.nproc, self.args.nproc, 0 if self.args.cpu else None)
         env.setdefault("OMP_NUM_THREADS", "1")
         for rank in range(1 if self.spawns else self.nproc):
             path = f"{self.folder}/{self.name}.{rank}"
             rank_env = env if self.spawns else env | environment(rank, self.nproc, port)
+            own = {"spawns": self.spawns, "flags": self.flags(rank)}
+            rank_env = rank_env | {"DDP_CHECK": json.dumps(options | own)}
             process = launch([sys.executable, FOLDER], rank_env, f"{path}.log")
             process.file = Path(f"{path}.pid")  # for the janitor
             process.file.write_text(str(process.pid))
             self.processes.append(process)
 
-    def flags(self):
+    def flags(self, rank):
         flags = self.args.flags + (shlex.split(self.args.one) if self.name != "all" else [])
-        for key, value in {"{run}": self.name, "{n}": self.nproc}.items():
+        for key, value in {"{run}": self.name, "{n}": self.nproc, "{rank}": rank}.items():
             flags = [flag.replace(key, str(value)) for flag in flags]
         return flags
 
@@ -208,7 +215,10 @@ def text_and_age(path):
 
 class BothRuns:
     def __init__(self, args, folder):
-        self.folder, self.options = folder, {"layout": "turns", "scaled": []}  # see command.check
+        self.folder, self.options = (
+            folder,
+            {"layout": "turns", "scaled": [], "turns": []},
+        )  # see command.check
         self.one = Run(args, folder, "one", 1)
         self.all = Run(args, folder, "all", args.nproc)
         self.again = Run(args, folder, "again", 1)

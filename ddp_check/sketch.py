@@ -21,6 +21,7 @@ class Sketch(NamedTuple):
     sums: np.ndarray
     rows: tuple = ()  # of the first three dimensions: of each entry a mark, its sum, its norm
     in_order: np.ndarray | None = None  # sums of the sorted tensor
+    eps: float = 0.0  # of half precision
 
     @property
     def number(self):
@@ -68,6 +69,11 @@ def folded(flat):
     return sums
 
 
+def half_eps(tensor):
+    """The rounding of half precision; 0 of what has more."""
+    return torch.finfo(tensor.dtype).eps if tensor.dtype in (torch.half, torch.bfloat16) else 0.0
+
+
 def sketch(tensor, any_order=False):
     """Of a parameter, a gradient or a buffer. Entries that are not finite are counted."""
     if tensor is None:
@@ -81,13 +87,13 @@ def sketch(tensor, any_order=False):
     norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
     sums = np.append(folded(flat), bad * max(norm, 1.0))
     in_order = folded(flat.sort().values) if any_order else None
-    return Sketch(tuple(tensor.shape), norm, sums, (), in_order)
+    return Sketch(tuple(tensor.shape), norm, sums, (), in_order, half_eps(tensor))
 
 
 def moved(before, after):
     """The sketch of a difference, as sketches are linear; its norm is about that of its sums."""
     sums = after.sums - before.sums
-    return Sketch(after.shape, float(np.linalg.norm(sums)), sums)
+    return Sketch(after.shape, float(np.linalg.norm(sums)), sums, eps=after.eps)
 
 
 def summary(tensor):
@@ -96,7 +102,7 @@ def summary(tensor):
         return None
     if tensor.layout != torch.strided or not is_plain(tensor) or not tensor.numel():
         return None
-    shape, tensor = tuple(tensor.shape), torch.atleast_1d(tensor.detach())
+    shape, tensor, eps = tuple(tensor.shape), torch.atleast_1d(tensor.detach()), half_eps(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     dims = []
@@ -110,4 +116,4 @@ def summary(tensor):
         finite = np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
         sums = (finite if shape else rows).sum(1)
         dims.append((finite @ SIGNS[: rows.shape[1]], sums, np.linalg.norm(finite, axis=1)))
-    return Sketch(shape, float(np.linalg.norm(dims[0][2])), dims[0][0], tuple(dims))
+    return Sketch(shape, float(np.linalg.norm(dims[0][2])), dims[0][0], tuple(dims), None, eps)

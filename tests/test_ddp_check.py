@@ -99,10 +99,10 @@ RULES = {
 }
 
 
-def check(folder, script, *flags):
+def check(folder, script, *flags, before=()):
     """{rule: the most severe finding}"""
     Path(folder, "train.py").write_text(script)
-    words = ["--json", Path(folder, "train.py"), *flags]
+    words = ["--json", *before, Path(folder, "train.py"), *flags]
     _, text = finish(start(COMMAND, *words, processes=0, TMPDIR=str(folder)))
     findings = json.loads(text[text.index("{\n") : text.rindex("}") + 1])["findings"]
     return {finding["rule"]: finding for finding in reversed(findings)}
@@ -144,6 +144,7 @@ def test_every_rule_has_a_row():
 PRIVATE = {
     "torch.utils._python_dispatch.TorchDispatchMode": "given/draws.py: operators of any call",
     "torch.ops.aten.rand.default._schema": "given/draws.py: the names of an operator's arguments",
+    "torch.default_generator._cdata": "given/draws.py: whether it is torch's own generator",
     "tempfile._RandomNameSequence": "seen/held.py: whose generator is not the script's",
     "sys._current_frames": "child.py: where the script is, from another thread",
 }

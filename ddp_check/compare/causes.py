@@ -1,6 +1,7 @@
 """Where a difference comes from: the first line that has another value, and who set it."""
 
 import math
+import re
 
 from ..notes import STREAM, Finding
 from ..script import branch_of, lines_inside, source
@@ -9,6 +10,8 @@ from .kinds import KINDS, PAGE
 ADVICE = {
     "coupled": "of the same inputs and weights: a sample's result depends on which others are in "
     "its batch, or the model remembers earlier ones. Intended?",
+    "collate": "of the same samples: collate_fn makes of each what depends on which others are in "
+    "its batch, as MixUp does. Intended?",
     "stream": "the ranks' streams have other samples in this step than one process's, as shards of "
     "files have. What follows from that cannot be compared",
     "ratio": "a ratio of sums over the rank's own share, as in a Dice loss of the batch. Intended?",
@@ -21,7 +24,7 @@ ADVICE = {
     "unpaired": "it comes from outside of torch, as of an environment, by random numbers of each "
     "rank's own: nothing after it can be compared",
 }
-LOOKS = "coupled", "stream", "ratio", "unpaired"  # which may be intended
+LOOKS = "coupled", "collate", "stream", "ratio", "unpaired"  # which may be intended
 
 
 class Cause:
@@ -40,6 +43,8 @@ class Cause:
         usual = "ratio" if value.about.get("by_gradient") and not numbers else "share"
         if what == "inputs" and not numbers and values.is_fresh(value) and generators:
             usual = "unpaired"
+        if values.has_same_samples(value):
+            usual = "collate"
         advice = advice or ("stream" if value.name == STREAM else usual)
         numbers = numbers or values.behind(value) + variables.behind(lines, step)
         called = value.about.get("called_at")
@@ -112,6 +117,8 @@ class Cause:
         if not alone:
             return None
         line, on = alone
+        if re.search("rank|world|master|main|distributed", source(branch_of(line) or "")):
+            return None  # it says who is to run it
         text, more = f"computed on {on} alone: {ADVICE['branch']}", []
         if branch := branch_of(line):
             more = [source(branch), *self.variables.behind([branch], self.step)]

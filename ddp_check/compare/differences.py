@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 
-from ..notes import NOISE, Finding, Step
+from ..notes import NOISE, Collective, Finding, Step
 from ..script import lines_that_set, source
 from .fits import meaning, same, sides, size
 from .kinds import HIDES, KINDS, PAGE, TENSORS, misfits, offs, paired
@@ -29,6 +29,8 @@ class Differences:
 
     def __init__(self, one, ranks, tolerance, noise):
         self.ranks, self.findings, self.largest, self.gradients = len(ranks), [], {}, {}
+        calls = [(step, call) for step, call in ranks[0][Collective] if call.has_grad]
+        self.calls = {call.line: call.name for step, call in calls if step == calls[0][0]}
         self.factors = set()  # steps in which all gradients are the same number of times as large
         self.hidden = []  # of noise
         for kind in TENSORS:
@@ -66,21 +68,32 @@ class Differences:
             name, off, limit = found[0]
             text = f"{len(found)} of {len(seen.values)} differ{on}; worst {name}, by "
             text += f"{off:.2g} of its size (limit {limit:.1g})"
-            text += self.explain(step, seen.values, values) if kind == "gradient" else ""
-            self.findings.append(found_in(kind, step, text, seen.line))
+            more = []
+            if kind == "gradient":
+                meant, is_less = self.explain(step, seen.values, values)
+                text += meant
+                if is_less:
+                    calls = self.calls.items()
+                    more = [
+                        f"this {name} is not differentiated: {source(at)}" for at, name in calls
+                    ]
+            self.findings.append(found_in(kind, step, text, seen.line, more))
 
     def explain(self, step, one, other):
-        """Whether all are the same number of times as large."""
+        """Whether all, or most, are the same number of times as large; and whether it is less."""
         least = 1e-2 * sum(size(each) ** 2 for each in one.values()) ** 0.5
         large = [(v, other.get(k)) for k, v in one.items() if size(v) > least and other.get(k)]
-        dots = [(float(a.sums @ b.sums), float(a.sums @ a.sums)) for a, b in large]
-        square = sum(b for _, b in dots)
-        ratio = sum(a for a, _ in dots) / square if square else 1.0
-        if all(same_ray(a, b, ratio) for a, b in large):
-            if abs(ratio - 1) > 0.3:
-                self.factors.add(step)
-            return meaning(ratio, self.ranks)
-        return ""
+        ratios = [float(a.sums @ b.sums) / max(float(a.sums @ a.sums), 1e-30) for a, b in large]
+        ratio = float(np.median(ratios)) if ratios else 1.0
+        alike = sum(same_ray(a, b, ratio) for a, b in large)
+        if alike < max(0.8 * len(large), 1):
+            return "", False
+        if alike == len(large) and abs(ratio - 1) > 0.3:
+            self.factors.add(step)
+        text = meaning(ratio, self.ranks)
+        if alike < len(large):
+            text = text.replace("one process's", f"one process's in {alike} of {len(large)}", 1)
+        return text, abs(ratio * self.ranks - 1) < 0.05
 
     def of(self, *kinds):
         return sorted([f for f in self.findings if f.what in kinds], key=lambda f: f.step)
@@ -126,7 +139,8 @@ def compare_settings(one, ranks, variables):
             numbers = [of_rank[group, name] for of_rank in values]
             number = seen.values[group, name]
             text, set_at = f"{name} is {sides(number, *numbers)}", lines_that_set(seen.line, name)
-            if step == 0 and number and abs(numbers[0] / number / len(ranks) - 1) < 0.01:
+            is_scaled = number and abs(numbers[0] / number / len(ranks) - 1) < 0.01
+            if step == 0 and is_scaled:
                 text += f"; {len(ranks)} times: is the batch of all ranks that much larger, too? "
                 text += "If so, give one process this rate by --one"
             key = int(seen.name.split()[1]), seen.number
@@ -137,4 +151,6 @@ def compare_settings(one, ranks, variables):
                 more.append(f"last scheduler.step(): {source(last)}")
                 lines[last] = None
             more += variables.behind(list(lines), step)
-            yield found_in("setting", step, text, seen.line, more)
+            found = found_in("setting", step, text, seen.line, more)
+            found.advice = "world" if is_scaled else ""
+            yield found

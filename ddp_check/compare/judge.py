@@ -12,7 +12,7 @@ from .kinds import TENSORS, VALUES, noise_of
 from .lineage import Values
 from .numbers import Variables, compare_printed
 from .rules import RULES
-from .samples import compare_lengths, compare_samples
+from .samples import compare_lengths, compare_samples, passes_per_process
 
 VERDICTS = "note", "WRONG", "look", "ok", "not told", "not seen"  # in the order of the report
 MEASURED = *TENSORS, *VALUES, "printed"  # the kinds of findings that rest on numbers
@@ -42,14 +42,15 @@ class Result:
         return 0 if self.lost else 2
 
 
-def judge(one, ranks, tolerance, again=None):
-    """The Result of comparing one process's notes with each rank's."""
+def judge(one, ranks, tolerance, again=None, scaled=()):
+    """The Result of comparing one process's notes with each rank's. `scaled`: loaders that have
+    given it the batches of all ranks."""
     said = [note.text for _, note in [*one[Said], *ranks[0][Said]] if note.kind == "note"]
     found = [Finding("note", "", 0, text) for text in dict.fromkeys(said)]
     counts, ends = [len(n[Step]) for n in (one, *ranks)], [n.end() for n in (one, *ranks)]
     steps, largest = min(counts), {}
     if steps:
-        differences, largest = find_all(one, ranks, tolerance, again)
+        differences, largest = find_all(one, ranks, tolerance, again, scaled)
         found += differences
     if len(set(counts)) > 1 or len(set(ends)) > 1 or ends[0] not in ("its end", "--steps"):
         found.append(about_ends(one, ranks, counts, ends, found))
@@ -66,10 +67,12 @@ def judge(one, ranks, tolerance, again=None):
             found += results or [Finding("ok", rule.name, 0, rule.right)]
     found.sort(key=lambda finding: VERDICTS.index(finding.verdict))
     lost = min([f.step for f in found if f.advice in ("unpaired", "stream")], default=math.inf)
+    if not lost:  # nor what the script keeps
+        found = [f for f in found if f.what != "attributes" or f.verdict != "look"]
     return Result(found, steps, len(ranks), largest, lost)
 
 
-def find_all(one, ranks, tolerance, again=None):
+def find_all(one, ranks, tolerance, again=None, scaled=()):
     """All findings, in the order of the script."""
     samples, uneven, trains = compare_samples(one, ranks)
     ended, planned = compare_lengths(one, ranks, trains)
@@ -89,6 +92,8 @@ def find_all(one, ranks, tolerance, again=None):
     first = {finding.step for finding in differences.of(*kinds)}
     if differences.hidden:  # the gradients tell less, but the losses may tell it
         first |= {step for step in values.of_step if values.find(step, "loss")}
+    if not samples and (first or not scaled):
+        samples = passes_per_process(one, ranks, trains, scaled)
     notes = [Finding("note", "samples", step, uneven[step]) for step in uneven if step < last]
     found, lost = notes[:1], math.inf  # lost: from this step on, nothing can be compared
     for finding in samples[:1]:
@@ -100,7 +105,7 @@ def find_all(one, ranks, tolerance, again=None):
             finding.more.append(f"{source(value.line)}  {values.describe(value)}")
             finding.more += variables.behind([value.line], 0)
         found.append(finding)
-    found += lengths[:1]
+    found += [finding for finding in lengths[:1] if finding.step < lost]
     causes, wrong, lost = find_causes(values, differences, variables, sorted(first), samples, lost)
     found, looks = found + causes, [cause for cause in causes if cause.step < wrong]
     settings = list(compare_settings(one, ranks, variables))[:1]
@@ -112,12 +117,20 @@ def find_all(one, ranks, tolerance, again=None):
             finding.text += f" (in {len({f.step for f in of_kind})} steps)"
             if finding.step < wrong and looks:
                 finding.verdict = "look"
-            if kind != "update" or not settings:  # which explain it
+            known = [f for f in found if f.verdict == finding.verdict and f.step <= finding.step]
+            if kind == "gradient" and known:
+                known[0].more += [
+                    f"so step {finding.step + 1}: gradient: {finding.text}",
+                    *finding.more,
+                ]
+            elif kind != "update" or not settings:  # which explain it
                 found.append(finding)
     if settings:
         found = [finding for finding in found if finding.what != "numbers"]
     for finding in settings:
-        finding.verdict = "look" if due or finding.step >= lost else finding.verdict
+        is_scaled = bool(scaled) and finding.advice == "world"  # by the script, for its own batch
+        if due or is_scaled or finding.step >= lost:
+            finding.verdict = "look"
     found += settings + differences.hidden
     printed = compare_printed(one, ranks, values, variables, again)
     found += [finding for finding in printed if finding.step < lost][:2]
@@ -126,7 +139,8 @@ def find_all(one, ranks, tolerance, again=None):
 
 def about_ends(one, ranks, counts, ends, found):
     """They have made other numbers of steps, or ended otherwise; or all by the same error."""
-    steps, due = min(counts), any(f.what == "epoch" and f.verdict == "look" for f in found)
+    due = any(f.what == "epoch" and f.verdict == "look" or f.advice == "unpaired" for f in found)
+    steps = min(counts)
     is_same = len(set(counts)) == 1 and ends[0] in ends[1:]  # the script's, not of data parallelism
     text, *more = [f"{count} steps, then {end}" for count, end in zip(counts, ends)]
     more = [f"rank {rank}: {line}" for rank, line in enumerate(more)]

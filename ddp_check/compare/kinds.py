@@ -57,8 +57,9 @@ class Misfit(NamedTuple):
     limit: float
 
 
-def limit_of(kind, tolerance, noise=0.0):
-    return max(LEAST, KINDS[kind].times * tolerance, TIMES_NOISE * noise)
+def limit_of(kind, tolerance, noise=0.0, value=None):
+    eps = getattr(value, "eps", 0.0)
+    return max(LEAST, KINDS[kind].times * tolerance, TIMES_NOISE * noise, 2 * eps)
 
 
 def by_key(notes, kind):
@@ -116,7 +117,7 @@ def misfits(kind, one, ranks, tolerance, noise=None):
     """What is further off than its limit, the worst first."""
     found = []
     for part, off in offs(kind, one, ranks).items():
-        limit = limit_of(kind, tolerance, (noise or {}).get(part, 0.0))
+        limit = limit_of(kind, tolerance, (noise or {}).get(part, 0.0), one[part])
         if off > limit:
             found.append(Misfit(part, off, limit))
     return sorted(found, key=lambda each: -each.off / each.limit)

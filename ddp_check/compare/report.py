@@ -77,6 +77,8 @@ def summary(result):
         text += f": {len(wrong)} WRONG, from step {min(wrong) + 1} on"
     elif result.lost < math.inf:
         text += f": nothing can be compared from step {result.lost + 1} on"
+        remedies = [f.remedy for f in result.of("look") if f.advice == "unpaired" and f.remedy]
+        text += f"; {remedies[0]}" if remedies else ""
     else:
         text += ": nothing WRONG"
     text += f", {looks} to look at" * bool(looks)

@@ -4,6 +4,7 @@ To add a rule: a subclass of Rule here, and a row in tests/test_rules.py. `find`
 one process and of each rank; it returns findings, [] if `right` is so, None if nothing was seen."""
 
 import re
+from dataclasses import replace
 
 from ..notes import Collective, File, Finding, Step
 from .kinds import PAGE, misfits, paired
@@ -78,10 +79,22 @@ class Parameters(Rule):
                     text = f"in another order, such as {note.names[where]} on rank 0, "
                     text += f"{names[where]} on rank {rank}"
                     return self.wrong(0, note.made.get("made", [note.line])[0], text)
-        for step, seen in ranks[0].seen("gradient"):
-            if not any(sketch and sketch.sums.any() for sketch in seen.values.values()):
-                text = "no gradient in what the optimizer trains: a copy?"
-                return self.wrong(step, seen.line, text)
+        has_any = [
+            [
+                any(s and s.sums.any() for s in seen.values.values())
+                for _, seen in n.seen("gradient")
+            ]
+            for n in (one, ranks[0])
+        ]
+        for (step, seen), on_rank, on_one in zip(ranks[0].seen("gradient"), *reversed(has_any)):
+            if not on_rank:
+                if on_one:
+                    return self.wrong(step, seen.line, "no gradient in what the optimizer trains")
+                text = (
+                    "no gradient, or exactly 0, on one process, too: a constant loss, or a copy of "
+                )
+                found = self.wrong(step, seen.line, text + "what is trained?")
+                return [replace(found[0], remedy="")]
         return []
 
 
@@ -92,10 +105,13 @@ class OtherWeights(Rule):
     remedy = "build and update them alike on all ranks, from what all ranks have", "#model"
 
     def find(self, one, ranks):
-        for _, _, found in among("born", ranks):
+        for _, note, found in among("born", ranks):
             if found:
-                text = f"{found[0].part} has each rank's own random weights, and no optimizer "
-                return self.look(0, "", f"{text}trains it; unless all ranks get rank 0's")
+                text = (
+                    f"{found[0].part} has each rank's own random numbers, drawn after DDP has sent "
+                )
+                text += "rank 0's, or of what DDP does not send; unless the script sends them"
+                return self.look(0, note.about[found[0].part], text)
         seen = False
         for step, note, others in paired("other", one, ranks):
             for rank, other in others.items():

@@ -10,21 +10,22 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset
 
+from ..sketch import leaves_of
 from .draws import DATASET, SCRIPT_STATES, checksum, note_draw, seed_all, state_of
 
 
 @contextlib.contextmanager
 def dataset_numbers(run):
     """Random numbers of a dataset, which do not change the script's others."""
-    saved = torch.get_rng_state(), random.getstate(), np.random.get_state()
     run.thread.in_dataset = True
+    saved = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        run.thread.in_dataset = False
         torch.set_rng_state(saved[0])
         random.setstate(saved[1])
         np.random.set_state(saved[2])
+        run.thread.in_dataset = False
 
 
 def given_states():
@@ -98,6 +99,15 @@ def batches_of(run, loader):
         yield [base_index(loader.dataset, i) for i in indices] if is_list else None, batch
 
 
+def total_of(sample):
+    """Of its numbers: whether it is the same in both runs."""
+    total = 0.0
+    for leaf in leaves_of(sample):
+        with contextlib.suppress(TypeError, ValueError):
+            total += float(np.asarray(leaf, dtype=float).sum())
+    return total
+
+
 def collated(run, loader, indices, number, states):
     """Each sample is drawn with a seed of its own; what makes the batch, with one of the batch."""
     samples = []
@@ -109,6 +119,9 @@ def collated(run, loader, indices, number, states):
         for generator in drawn if torch.is_grad_enabled() else []:
             note_draw(run, DATASET, generator, states[generator])
     seed_all(run.hash("batch", number))
+    if not getattr(loader.collate_fn, "__module__", "").startswith("torch."):
+        bases = [base_index(loader.dataset, index) for index in indices]
+        run.thread.samples = dict(zip(bases, map(total_of, samples)))
     run.thread.batch = len(samples)
     try:
         return loader.collate_fn(samples)

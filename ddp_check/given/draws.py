@@ -4,7 +4,6 @@ import inspect
 import math
 import pickle
 import random
-import weakref
 import zlib
 
 import numpy as np
@@ -24,17 +23,27 @@ ORDER = "the order"  # of all, as in a split: before the first step
 def pair(run, name, shape):
     """Which draw of one process this is: a key for its seed, and its shape. It has the same lines,
     from the innermost to the outermost, so that what one rank alone draws does not count; or else
-    the same innermost line, or else any. Of these, it is the n-th in the step."""
-    lines = place()
+    the same innermost line, or else any. Of these, it is the n-th in the step. Where one process
+    draws as many times as often, as for micro-batches, the ranks take turns."""
+    lines, trains = place(), torch.is_grad_enabled()
     ways = [
-        (run.steps, where, name, run.nth("draw", run.steps, where, name))
+        (run.steps, where, name, trains, run.nth("draw", run.steps, where, name, trains))
         for where in (lines, lines[0], "any")
     ]
     key = ways[1]
+    turn = run.nth("turn", lines[0], name) if trains else 0
     if run.is_single:
         for way in ways:
             run.draws.setdefault(way, (key, shape))
+        if trains:
+            run.draws["turn", lines[0], name, turn] = key, shape
         return key, shape
+    turn = "turn", lines[0], name, turn * run.world + run.rank
+    if trains and [lines[0], name] in run.options["turns"] and turn in run.draws:
+        generator = {"a": "torch", "n": "numpy", "r": "random"}[name[0]]
+        state = run.thread.torch_state if generator == "torch" else state_of(generator)
+        note_draw(run, LOOP, generator, state)
+        return run.draws[turn]
     found = [run.draws[way] for way in ways if way in run.draws]
     found = found[:-1] or found
     for key_of_one, shape_of_one in found:
@@ -117,8 +126,10 @@ class Draws(TorchDispatchMode):
         out = op(*args, **kwargs)  # the rank's own numbers, of which only the shape is used
         if torch.Tag.nondeterministic_seeded not in op.tags or not is_plain(out):
             return out
-        if kwargs.get("generator") not in (None, torch.default_generator):
-            return out.copy_(of_own_generator(run, name, out))
+        generator = kwargs.get("generator")  # here, also the default one is another object
+        if generator is not None and generator._cdata != torch.default_generator._cdata:
+            is_order = name == "aten::randperm"  # of other samples on each rank
+            return out if is_order else out.copy_(of_own_generator(run, name, out))
         if name == "aten::randperm":
             return out.copy_(permutation(run, name, len(out)))
         shape = tuple(out.shape)
@@ -171,22 +182,22 @@ def patch(run):
                 out = original(*args, **kwargs)
             if is_plain(out):
                 out.check_line = place()[0]
-            if owner is torch.Tensor and name.endswith("_"):
-                out.check_drawn = run.thread.torch_state, sum_of(out)
-                run.drawn[out.data_ptr()] = weakref.ref(out)
+            if owner is torch.Tensor and name.endswith("_") and is_plain(out):
+                run.drawn[out.data_ptr()] = run.thread.torch_state, sum_of(out), place()[0]
             return out
 
     @wrap(nn.Parameter, "__deepcopy__")
     def copy(original, self, *args):
         out = original(self, *args)
-        if hasattr(self, "check_drawn"):
-            out.check_drawn = self.check_drawn
+        if drawn := what_drew(run, self):
+            run.drawn[out.data_ptr()] = drawn
         return out
 
     functions = "rand randn rand_like randn_like randint randint_like randperm normal bernoulli"
     functions += " multinomial poisson binomial"
     methods = "bernoulli multinomial bernoulli_ normal_ uniform_ random_ exponential_ log_normal_"
     methods += " cauchy_ geometric_"
+    watch(torch.utils.data.dataset, "randperm")  # of random_split
     watch(torch.distributions.Gamma, "rsample")
     watch(torch.distributions.Dirichlet, "rsample")
     for owner, names in ((torch, functions), (torch.Tensor, methods)):
@@ -197,6 +208,13 @@ def patch(run):
 def sum_of(tensor):
     """By which it is seen whether it still is what was drawn."""
     return float(tensor.detach().double().sum())
+
+
+def what_drew(run, tensor):
+    """The generator's state that has drawn it in place, its sum, and the line, as long as nothing
+    else has set it."""
+    drawn = run.drawn.get(tensor.data_ptr()) if is_plain(tensor) else None
+    return drawn if drawn and drawn[1] == sum_of(tensor) else None
 
 
 def seed_all(seed, torch_too=True):

@@ -13,24 +13,26 @@ from ..process import wrap
 from ..script import place
 from .draws import LOOP, ORDER, SCRIPT_STATES, note_draw, pair, state_of
 
-ORDERS = "shuffle", "permutation", "sample", "choice"
+ORDERS = "shuffle", "permutation", "sample"
 LIBRARIES = {
     "random": (random, "getstate", "setstate"),
     "numpy": (np.random, "get_state", "set_state"),
 }
+STATES = {"random": (random.getstate, random.setstate)}
+STATES["numpy"] = np.random.get_state, np.random.set_state
 
 
 @contextlib.contextmanager
 def script_state(generator):
     """Inside of it, the generator goes on where the script's own numbers were, not the given."""
-    owner, get, set_to = LIBRARIES[generator]
-    given = getattr(owner, get)()
-    getattr(owner, set_to)(SCRIPT_STATES.get(generator, given))
+    get, set_to = STATES[generator]
+    given = get()
+    set_to(SCRIPT_STATES.get(generator, given))
     try:
         yield
     finally:
-        SCRIPT_STATES[generator] = getattr(owner, get)()
-        getattr(owner, set_to)(given)
+        SCRIPT_STATES[generator] = get()
+        set_to(given)
 
 
 def patch(run):
@@ -45,6 +47,16 @@ def patch(run):
             with script_state(generator):
                 original(*args, **kwargs)
             return original(run.hash(owner.__name__, run.steps))
+
+    def watch_state(generator, owner, name):
+        """The script gets and sets its own."""
+
+        @wrap(owner, name)
+        def state(original, *args, **kwargs):
+            if run.thread.in_dataset or run.is_fork():
+                return original(*args, **kwargs)
+            with script_state(generator):
+                return original(*args, **kwargs)
 
     def watch(generator, owner, name, size_at=math.inf):
         """A function that takes a `size` after so many other arguments."""
@@ -67,7 +79,8 @@ def patch(run):
                     original(*args, **kwargs)
             inspect.unwrap(owner.seed)(run.hash(key))
             if shape == shape_of_one:
-                if name in ORDERS and not run.steps:
+                is_split = name == "choice" and (kwargs.get("replace"), *args[2:3])[-1] is False
+                if (name in ORDERS or is_split) and not run.steps:
                     run.last_order = place()[0]
                     note_draw(run, ORDER, generator, state)
                 return original(*args, **kwargs)
@@ -81,11 +94,13 @@ def patch(run):
                 at = torch.arange(values.size).reshape(shape_of_one)
                 return values.ravel()[run.share_of(at, shape).numpy()]
 
-    for generator, (owner, get, _) in LIBRARIES.items():
+    for generator, (owner, *names) in LIBRARIES.items():
         owner.seed(run.hash("unseeded", run.rank))
-        SCRIPT_STATES[generator] = getattr(owner, get)()
+        SCRIPT_STATES[generator] = STATES[generator][0]()
         owner.seed(run.hash("given"))
         watch_seed(generator, owner)
+        for name in names:
+            watch_state(generator, owner, name)
 
     @wrap(np.random, "default_rng")
     def make(original, *args, **kwargs):
@@ -95,8 +110,8 @@ def patch(run):
 
     def restore():
         """A process that the script forks draws its own numbers, as in any run."""
-        for generator, (owner, _, set_to) in LIBRARIES.items():
-            getattr(owner, set_to)(SCRIPT_STATES[generator])
+        for generator, (_, set_to) in STATES.items():
+            set_to(SCRIPT_STATES[generator])
 
     os.register_at_fork(after_in_child=restore)
     names = "random choice choices uniform randint randrange gauss sample shuffle betavariate"

@@ -89,7 +89,10 @@ def patch(run):
         sampler = loader.sampler if usual else loader.batch_sampler
         name, draws = type(sampler).__name__, "Weighted" in type(sampler).__name__
         draws = draws or getattr(sampler, "replacement", False) or bool(own_class(sampler))
-        return Pass(key, loader.check_name, name, has_share(sampler), draws)
+        dataset = loader.dataset
+        while isinstance(dataset, Subset):
+            dataset = dataset.dataset
+        return Pass(key, loader.check_name, name, has_share(sampler), length(dataset), draws)
 
     def batches(loader, key):
         is_map = not isinstance(loader.dataset, IterableDataset)
@@ -103,7 +106,8 @@ def patch(run):
             if torch.is_grad_enabled() and in_main:
                 run.loader_rows = rows
                 find_order(run, (*key, number), indices)
-                run.note_value("value", place()[0], name, batch, made_by=made_by(loader.dataset))
+                about = {"made_by": made_by(loader.dataset), "samples": run.thread.samples}
+                run.note_value("value", place()[0], name, batch, **about)
             number += 1
             yield batch
         if number != run.options["short"]:  # else it may be cut off

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
-from ..given.draws import checksum, sum_of
+from ..given.draws import checksum, what_drew
 from ..script import own_file
 from ..sketch import sketch, whole
 
@@ -98,10 +98,19 @@ def settings_of(optimizer):
     }
 
 
+def born(run):
+    """{name: what has drawn it} of all weights and buffers that still are what was drawn."""
+    return {
+        f"{type(module).__name__}.{name}": drawn
+        for module in outer_modules()
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+        if tensor.is_floating_point() and (drawn := what_drew(run, tensor))
+    }
+
+
 def others(trained, averages):
-    """Of what no optimizer trains, such as a teacher, an average, a bank: ({name: sketch}, {name:
-    the generator's state that has set it, as long as nothing else has})."""
-    found, drawn = {}, {}
+    """{name: sketch} of what no optimizer trains, such as a teacher, an average, a bank."""
+    found = {}
     for module in outer_modules():
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             is_known = id(tensor) in trained or re.search(averages, name)
@@ -109,14 +118,11 @@ def others(trained, averages):
                 continue
             full = f"{type(module).__name__}.{name}"
             found.setdefault(full, []).append(sketch(tensor, any_order=True))
-            state, total = getattr(tensor, "check_drawn", (None, None))
-            if total is not None and total == sum_of(tensor):
-                drawn[full] = state
     for name, sketches in list(found.items()):  # several modules of one class have no order
         del found[name]
         for number, each in enumerate(sorted(sketches, key=lambda s: (s.shape, s.norm))):
             found[name + "'" * number] = each
-    return found, drawn
+    return found
 
 
 # ---- its variables

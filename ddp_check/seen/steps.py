@@ -21,6 +21,7 @@ from ..script import place
 from ..sketch import moved, sketch
 from .held import (
     Trained,
+    born,
     generators,
     on_cpu,
     others,
@@ -62,6 +63,11 @@ class Steps:
                 self.optimizers[optimizer] = Trained(run, optimizer)
             trained, (line, *callers) = self.optimizers[optimizer], place()
             trained.step += 1
+            if run.steps in (0, 3, 12):
+                drawn, kind = born(run), f"optimizer {trained.number}"
+                states = {name: state for name, (state, _, _) in drawn.items()}
+                lines = {name: at for name, (_, _, at) in drawn.items()}
+                run.note(Seen("born", line, kind, trained.step, states, about=lines))
             parameters = trained.parameters(optimizer)
             run.trained.update(map(id, parameters.values()))
             has_closure = len(args) > 1 or kwargs.get("closure") is not None
@@ -127,9 +133,7 @@ class Steps:
 
     def note_others(self):
         known = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
-        sketches, drawn = others(known, BATCH_NORM)
-        self.run.note(Seen("other", "", "at a step", 0, sketches))
-        self.run.note(Seen("born", "", "at a step", 0, drawn))
+        self.run.note(Seen("other", "", "at a step", 0, others(known, BATCH_NORM)))
 
     def path(self, what):
         trained = self.optimizers[self.inside[0]]

@@ -81,7 +81,8 @@ class Trace(TorchFunctionMode):
         generator = torch.Generator(out.device).manual_seed(seed)
         with self.run.quiet():
             noise = inspect.unwrap(torch.randn)(out.shape, generator=generator, device=out.device)
-            return out * (1 + self.run.noise * noise.to(out.dtype))
+            part = max(self.run.noise, torch.finfo(out.dtype).eps / 2)  # else it is rounded away
+            return (out * (1 + part * noise)).to(out.dtype)
 
     def see(self, name, out, args, kwargs):
         made_from = indices_in((args, kwargs))
@@ -119,7 +120,8 @@ def patch(run):
     def call(original, module, *args, **kwargs):
         is_training = module.training and torch.is_grad_enabled()
         if run.model is not None or run.thread.in_dataset or not is_training:
-            if run.model is not None or module.training or run.thread.evaluates:
+            is_ddp = isinstance(module, DistributedDataParallel)  # broadcasts buffers first
+            if run.model is not None or module.training or run.thread.evaluates or is_ddp:
                 return original(module, *args, **kwargs)
             run.thread.evaluates = True
             try:
@@ -172,6 +174,12 @@ def patch(run):
         run.note_value("loss", place()[0], "backward", value, indices_in(leaves))
         return original(tensors, *args, **kwargs)
 
+    @wrap(nn.Module, "load_state_dict")
+    def load(original, self, *args, **kwargs):
+        for tensor in [*self.parameters(), *self.buffers()]:
+            run.forget_drawn(tensor)
+        return original(self, *args, **kwargs)
+
     def watch_collective(name):
         @wrap(torch.distributed, name)
         def collective(original, *args, **kwargs):
@@ -180,8 +188,11 @@ def patch(run):
                 drawn = getattr((*args, None)[0], "check_line", "")
                 if "object_list" in name:  # a list of what is no tensor
                     drawn = run.last_order
-                run.note(Collective(name, line, drawn))
-            if name == "broadcast" and args and torch.is_tensor(args[0]):
+                tensors = leaves_of((args[:2], list(kwargs.values())))
+                has_grad = any(getattr(tensor, "requires_grad", False) for tensor in tensors)
+                has_grad = has_grad and torch.is_grad_enabled()
+                run.note(Collective(name, line, drawn, has_grad))
+            if args and torch.is_tensor(args[0]):
                 run.forget_drawn(args[0])
             return original(*args, **kwargs)
 
