@@ -216,6 +216,39 @@ def test_noise(tmp_path, noise, kind):
     assert kind == "wrong" or not [f for f in findings if f["verdict"] == "look"]
 
 
+SAMPLER = """\
+import torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
+dataset = TensorDataset(x, x.sum(1, keepdim=True))
+sampler = DistributedSampler(dataset, seed=42) if world > 1 else None
+loader = DataLoader(dataset, 16 // world, sampler=sampler, shuffle=sampler is None)
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(5, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(1, 4):
+    if sampler:
+        sampler.set_epoch(epoch)
+    for inputs, targets in loader:
+        loss = (model(inputs) - targets).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_sampler_on_ranks_alone(tmp_path):
+    """With a seed of its own, from epoch 1 on: the samples are compared all the same."""
+    findings = check(tmp_path, SAMPLER)
+    assert not [f for f in findings.values() if f["verdict"] in ("WRONG", "look")], findings
+    assert findings["order"]["verdict"] == "ok"
+
+
 @pytest.mark.parametrize("words", by_mark(slow=[["known"], ["right"]], long=[[]]))
 def test_faults(work, words):
     """All right loops of benchmarks/loops/ are silent, and of the faults nearly all are named."""

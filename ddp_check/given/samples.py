@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Subset,
@@ -45,6 +46,21 @@ def patch(run):
             return original(self)
         g = torch.Generator().manual_seed(number)
         return iter(inspect.unwrap(torch.randperm)(size, generator=g).tolist())
+
+    epochs = {}  # {seed of a DistributedSampler: the epochs that it was given}
+
+    @wrap(DistributedSampler, "__iter__")
+    def share(original, self):
+        """Its n-th epoch has the order of a RandomSampler's n-th pass, whatever the script's seed
+        is, and its first epoch."""
+        own, of_seed = (self.seed, self.epoch), epochs.setdefault(self.seed, [])
+        if self.epoch not in of_seed:
+            of_seed.append(self.epoch)
+        self.seed, self.epoch = 1000 * list(epochs).index(own[0]), of_seed.index(own[1])
+        try:
+            return iter(list(original(self)))
+        finally:
+            self.seed, self.epoch = own
 
     @wrap(WeightedRandomSampler, "__iter__")
     def choose(original, self):
