@@ -690,7 +690,7 @@ def run_check(script):
     args = command.parser.parse_args(["--wait", "40", str(script)])
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return as_text(command.check(args, runs.BothRuns(args, folder)))
+            return as_text(command.check(args, runs.Runs(args, folder)))
         except runs.NothingCompared as error:
             return str(error)
 

@@ -38,44 +38,34 @@ parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def check(args, runs):
-    """The Result. What is not known before: whether a loader's batch size is one per process, and
-    whether rank r has the r-th block of a batch; then it is run again."""
-    from .compare.samples import lines_by_turns, loaders_per_process, remedy_by_one
-    from .notes import Finding, Said
+    """The Result of two runs; of a third, where noise is to be told; and if something is to be
+    explained, of one more pair, in which the values of lines are noted."""
+    from .compare.judge import judge
+    from .compare.samples import remedy_by_one
+    from .compare.starts import loaders_by_process, other_options
+    from .notes import Finding
+    from .runs import NothingCompared
 
-    one, ranks = runs.run_both()
-    if scaled := loaders_per_process(one, ranks):
-        remedy = remedy_by_one(ranks[0], args.nproc)
-        runs.options["scaled"] = list(scaled)
-        one, ranks = runs.run_both()
-        for loader in loaders_per_process(one, ranks):
-            scaled.pop(loader, None)  # with a batch_sampler of the script's own
-    if turns := lines_by_turns(one, ranks):
-        runs.options["turns"] = turns
-        one, ranks = runs.run_both()
-    result = judge_runs(args, runs, one, ranks, scaled)
-    orders = {note.text for _, note in ranks[0][Said] if note.kind == "order"}
-    if result.status and orders == {"blocks"}:
-        runs.options["layout"] = "blocks"
-        one, ranks = runs.run_both()
-        result = judge_runs(args, runs, one, ranks, scaled)
+    one, ranks = runs.pair(other_options)
+    scaled = loaders_by_process(runs.options, one, ranks)
+    known = {"tolerance": args.tolerance, "scaled": scaled}
+    result = judge(one, ranks, **known)
+    if args.noise or result.may_be_noise:
+        known["again"] = runs.once_more(result.lines)
+        result = judge(one, ranks, **known)
+    if result.lines:
+        try:
+            result = judge(one, ranks, **known, lines=runs.lines(result.lines))
+        except NothingCompared as error:
+            text = f"the values of lines could not be noted: {error}"
+            result.findings.insert(0, Finding("note", "", 0, text))
     for line in scaled.values():
         text = f"a batch size per process, so {args.nproc} times the batch: intended, and "
-        text += "the rate, too? One process was given as many samples here; if the script computes "
-        text += "with its size, "
-        result.findings.insert(0, Finding("look", "samples", 0, text + remedy, line))
+        text += "the rate, too? Here, the ranks together were given one process's samples; if the "
+        text += f"script computes with its size, {remedy_by_one(ranks[0], args.nproc)}"
+        result.findings.insert(0, Finding("look", "samples", 0, text, line))
     if runs.too_few_gpus:
         result.findings.insert(0, Finding("note", "", 0, runs.too_few_gpus))
-    return result
-
-
-def judge_runs(args, runs, one, ranks, scaled):
-    """With one more run on one process, where rounding may explain a finding."""
-    from .compare.judge import judge
-
-    result = judge(one, ranks, args.tolerance, scaled=scaled)
-    if args.noise or result.may_be_noise:
-        return judge(one, ranks, args.tolerance, runs.run_again(), scaled)
     return result
 
 
@@ -106,10 +96,10 @@ def main(words=None):
 def report(args, folder):
     """Print it, and return the exit status."""
     from .compare.report import as_json, as_text
-    from .runs import BothRuns, NothingCompared
+    from .runs import NothingCompared, Runs
 
     result, reason, began = None, "", time.monotonic()
-    runs = BothRuns(args, folder)
+    runs = Runs(args, folder)
     try:
         result = check(args, runs)
     except NothingCompared as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from .script import own_file, source
 
+TRIED = 3  # steps after which the ranks are looked at: is this start of any use?
 NOISE = 1e-5  # in the layers' outputs: above a float32's, so that it flips more ReLUs
 STREAM = "a batch of an IterableDataset"
 
@@ -45,6 +46,7 @@ class Pass:
     has_share: bool  # a sampler that gives each rank a part
     size: int | None  # of the dataset, below all Subsets
     draws: bool  # a sampler that draws with replacement
+    batch_size: int | None  # None if the script's own batch_sampler forms the batches
 
 
 @dataclass
@@ -84,6 +86,15 @@ class Drawn:
     """How often each line has drawn random numbers in training."""
 
     times: dict  # {(line, function): {step: number}}
+    by_layout: bool  # whether it depends on Options.layout
+
+
+@dataclass
+class Cut:
+    """A batch size per process, of which each rank was given its part."""
+
+    loader: str
+    batch_size: int
 
 
 @dataclass
@@ -119,13 +130,19 @@ class Notes:
     """Of one process: {Step: [(steps before it, Step), ...], ...}, by the kind of note."""
 
     def __init__(self, folder, run, rank):
-        self.of, self.path = {}, f"{folder}/{run}.{rank}"
+        self.of, path = {}, f"{folder}/{run}.{rank}"
+        self.stopped = "", ""  # if it did not advance: how long, and the flag
         with contextlib.suppress(EOFError, pickle.UnpicklingError, FileNotFoundError):
-            with open(f"{self.path}.notes", "rb") as file:
+            with open(f"{path}.notes", "rb") as file:
                 for number in itertools.count():
                     step, note = pickle.load(file)
                     note.at = number  # in the order of this process
                     self.of.setdefault(type(note), []).append((step, note))
+        self.crash = self.where = ""
+        with contextlib.suppress(FileNotFoundError), open(f"{path}.log", errors="replace") as log:
+            self.crash = log.read().partition("Fatal Python error")[2]
+        with contextlib.suppress(FileNotFoundError), open(f"{path}.where") as file:
+            self.where = file.read()
 
     def __getitem__(self, kind):
         return self.of.get(kind, [])
@@ -144,17 +161,18 @@ class Notes:
             ]
 
     def end(self):
+        """How it has ended, in words."""
         if self[End]:
             return self[End][-1][1].state
-        with contextlib.suppress(FileNotFoundError), open(f"{self.path}.log") as log:
-            crash = log.read().partition("Fatal Python error")[2]
-            for name, line in re.findall(r'File "(.*)", line (\d+)', crash):
-                if own_file(name):
-                    return f"a crash at {source(f'{own_file(name)}:{line}')}"
-        with contextlib.suppress(FileNotFoundError), open(f"{self.path}.where") as file:
-            _, line, *callers = file.read().split(" < ")
-            return " < ".join([f"no end, at {source(line)}", *callers])
-        return "no end"
+        for name, line in re.findall(r'File "(.*)", line (\d+)', self.crash):
+            if own_file(name):
+                return f"a crash at {source(f'{own_file(name)}:{line}')}"
+        seconds, flag = self.stopped
+        text = f"stopped: {seconds}" if seconds else "cut off"
+        if self.where:
+            _, line, *callers = self.where.split(" < ")
+            text += " at " + " < ".join([source(line), *callers])
+        return f"{text}; {flag}" if flag else text
 
 
 @dataclass
@@ -169,4 +187,5 @@ class Finding:
     more: list = field(default_factory=list)  # further lines: other places, numbers
     advice: str = ""  # a key of causes.ADVICE
     remedy: str = ""
+    off: float = 0.0  # of numbers, how far they are, as a part of their size
     section: str = ""  # of a page, with its anchor

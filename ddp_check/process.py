@@ -78,6 +78,8 @@ class Process:
         self.joined = set()  # sizes of several views of a batch that the script has joined by cat
         self.model = None  # the outermost model that computes now
         self.draws, self.given, self.batches = {}, {}, {}  # of the run on one process
+        self.batch_sizes = {}  # of its training loaders
+        self.by_layout = False  # whether something depends on which rank has which samples
         self.last_order = ""  # the line that has drawn an order of all before the first step
         self.drawn = {}  # {where a tensor is that was drawn in place: (generator's state, its sum)}
         self.trained = set()  # ids of what an optimizer has
@@ -88,12 +90,17 @@ class Process:
             with open(f"{self.folder}/one.draws", "rb") as file:
                 self.options["steps"], *known = pickle.load(file)
             if not self.is_single:
-                self.draws, self.given, self.batches = known
+                self.draws, self.given, self.batches, self.batch_sizes = known
 
     def forget_drawn(self, tensor):
         """It is not what was drawn any more; also if it is the .data of that."""
         if is_plain(tensor):
             self.drawn.pop(tensor.data_ptr(), None)
+
+    @property
+    def traces(self):
+        """Whether the values of lines are noted now."""
+        return self.steps < self.options["lines"]
 
     def is_fork(self):
         """In a process that the script has forked."""
@@ -141,18 +148,21 @@ class Process:
         finally:
             self.thread.quiet = before
 
-    def end(self, state):
-        self.settle()
+    def note_drawn(self):
         drawn = {}
         for (what, *key), number in self.counts.items():
             if what == "draw" and isinstance(key[1], str) and key[3]:  # a line, in training
                 drawn.setdefault((key[1], key[2]), {})[key[0]] = number + 1
-        self.note(Drawn(drawn))
+        self.note(Drawn(drawn, self.by_layout))
+
+    def end(self, state):
+        self.settle()
+        self.note_drawn()
         self.note(End(state))
         if self.saves:
             with open(f"{self.folder}/one.draws", "wb") as file:
-                known = self.options["steps"], self.draws, self.given, self.batches
-                pickle.dump(known, file)
+                known = self.draws, self.given, self.batches, self.batch_sizes
+                pickle.dump((self.options["steps"], *known), file)
         sys.stdout.flush()
         if state != "--steps":
             return
@@ -175,8 +185,10 @@ class Process:
         rows = torch.arange(rank, batch * self.world, self.world)
         if order is not None and len(order) == batch:
             rows = torch.tensor(order)
-        elif self.options["layout"] == "blocks":
-            rows = torch.arange(rank * batch, (rank + 1) * batch)
+        else:
+            self.by_layout = True
+            if self.options["layout"] == "blocks":
+                rows = torch.arange(rank * batch, (rank + 1) * batch)
         times = size // max(batch, 1)
         # Several views of the batch, one after the other.
         if size == model_rows or size * ranks in self.joined:

@@ -4,24 +4,20 @@ import contextlib
 import json
 import os
 import random
-import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from .kept.made import remove_made, stop_groups
-from .notes import Notes, Step
+from .notes import TRIED, Notes, Step
+from .progress import Progress, refusal, why_it_failed
 from .script import FOLDER
-
-SILENT = 5  # seconds without a sign of life from a process, which has one each second: it is busy
-LONGEST = 10  # times --wait
-LINES = 40  # of what a process has printed
 
 
 class NothingCompared(Exception):
@@ -78,13 +74,25 @@ def visible_gpus(nproc, needed, count=None):
     return dict.fromkeys(names, ",".join(gpus[:nproc]))
 
 
+@dataclass
+class Options:
+    """Of a start, for all of its processes, besides the command's flags."""
+
+    steps: int
+    layout: str = "turns"  # or "blocks": rank r has the r-th block of a batch
+    turns: list = field(default_factory=list)  # [line, function] of draws that the ranks take so
+    scaled: list = field(default_factory=list)  # loaders that give one process all ranks' batches
+    cuts: bool = True  # a batch size per process is cut into the ranks' parts
+    lines: int = 0  # steps in which the values of lines are noted
+
+
 class Run:
     """One run of the script, on so many processes."""
 
     def __init__(self, args, folder, name, nproc):
         self.args, self.folder, self.name, self.nproc = args, folder, name, nproc
         self.spawns = False  # whether the script starts its processes itself
-        self.processes, self.seconds = [], 0.0
+        self.processes, self.seconds = [], 0.0  # of all its starts
         self.side = "on one process" if nproc == 1 else f"on {nproc} processes"
         self.side += " again" * (name == "again")
 
@@ -97,11 +105,11 @@ class Run:
     def notes(self):
         return [Notes(self.folder, self.name, rank) for rank in range(self.nproc)]
 
-    def start(self, **options):
+    def start(self, options):
         """Start its processes, which wait for a file NAME.go."""
         Path(f"{self.folder}/{self.name}.go").unlink(missing_ok=True)
         self.options, port = options, free_port()
-        options = vars(self.args) | {"folder": self.folder, "run": self.name} | options
+        facts = vars(self.args) | {"folder": self.folder, "run": self.name} | asdict(options)
         env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         env["WANDB_MODE"] = "disabled"  # it would send both runs
         env |= visible_gpus(self.nproc, self.args.nproc, 0 if self.args.cpu else None)
@@ -110,7 +118,7 @@ class Run:
             path = f"{self.folder}/{self.name}.{rank}"
             rank_env = env if self.spawns else env | environment(rank, self.nproc, port)
             own = {"spawns": self.spawns, "flags": self.flags(rank)}
-            rank_env = rank_env | {"DDP_CHECK": json.dumps(options | own)}
+            rank_env = rank_env | {"DDP_CHECK": json.dumps(facts | own)}
             process = launch([sys.executable, FOLDER], rank_env, f"{path}.log")
             process.file = Path(f"{path}.pid")  # for the janitor
             process.file.write_text(str(process.pid))
@@ -130,14 +138,14 @@ class Run:
             process.file.unlink(missing_ok=True)  # the number may soon be another process's
         self.processes = []
 
-    def run(self):
-        """The notes that its processes take, to their end or to --steps. What they have created is
-        removed."""
-        self.began = self.noted = self.moved = time.monotonic()
-        self.sizes, self.frames, self.shown = None, None, 0
+    def run(self, count, other_options=lambda notes: None):
+        """The notes that its processes take, to their end or to --steps; and with which options to
+        start again, if other_options says so of these, or of the first steps'. What they have
+        created is removed. `count`: which run it is, of how many."""
+        progress = Progress(self, count)
         open(f"{self.folder}/{self.name}.go", "w").close()
         try:
-            failed = self.wait()
+            failed, others = self.wait(progress, other_options)
         finally:
             self.stop()
             for text in remove_made(self.folder):
@@ -147,131 +155,112 @@ class Run:
         if os.path.exists(f"{self.folder}/spawns"):
             os.remove(f"{self.folder}/spawns")
             self.spawns = True
-            self.start(**self.options)
-            return self.run()
+            self.start(self.options)
+            return self.run(count, other_options)
+        notes = self.notes()
         if failed:
-            self.show_failure(failed)
-        self.seconds = round(time.monotonic() - self.began, 1)
-        self.say(f"{self.seconds:.0f} s")
-        return self.notes()
+            self.say(why_it_failed(self, failed, notes))
+        self.seconds += progress.seconds()
+        self.say(f"{progress.seconds():.0f} s")
+        for of_rank in notes:
+            of_rank.stopped = progress.stopped
+        return notes, others or other_options(notes)
 
-    def wait(self):
-        """Until all have ended, or one has failed and the others wait for it, or all hang. Returns
-        {rank: exit status} of those that have failed."""
-        ends = [f"{self.folder}/refused", f"{self.folder}/spawns"]
+    def wait(self, progress, other_options):
+        """Until all have ended, or one has failed and the others wait for it, or all hang, or are
+        to start again. Returns {rank: exit status} of those that have failed; and the options of
+        the next start."""
+        ends, is_tried = [f"{self.folder}/refused", f"{self.folder}/spawns"], False
         while any(process.poll() is None for process in self.processes):
             time.sleep(0.2)
-            self.look()
-            now, wait = time.monotonic(), self.args.wait
+            progress.look()
             are_done = all(map(os.path.exists, self.files("done")))  # they have made --steps
-            if any(map(os.path.exists, ends)) or are_done:
-                return {}
-            if now - self.noted > 3 and any(process.poll() for process in self.processes):
+            if any(map(os.path.exists, ends)) or are_done or progress.hangs():
+                return {}, None
+            if progress.is_silent() and any(process.poll() for process in self.processes):
                 break
-            if now - self.moved > wait or now - self.noted > LONGEST * wait:
-                self.say(f"nothing new for {wait:.0f} s; if it is only slow, --wait {5 * wait:.0f}")
-                return {}
+            if not is_tried and progress.steps() >= TRIED:
+                is_tried = True
+                if others := other_options(self.notes()):
+                    return {}, others
         statuses = {rank: process.poll() for rank, process in enumerate(self.processes)}
-        return {rank: status for rank, status in statuses.items() if status}
-
-    def look(self):
-        """Have they noted something, or moved to another line, or are they busy in C, which keeps
-        Python from saying where they are?"""
-        now = time.monotonic()
-        found = [each for each in map(text_and_age, self.files("where")) if each]
-        sizes = [os.path.getsize(file) for file in self.files("notes") if os.path.exists(file)]
-        if sizes != self.sizes:
-            self.sizes, self.noted = sizes, now
-        texts = [text for text, _ in found]
-        is_busy = any(age > SILENT for _, age in found)
-        if texts != self.frames or is_busy or self.noted == now:
-            self.frames, self.moved = texts, now
-        seconds = int(now - self.began)
-        if texts and seconds >= self.shown + 10:
-            self.shown = seconds
-            first, line, *_ = texts[0].split(" < ")
-            self.say(f"{seconds} s: step {first.split()[0]} of {self.args.steps}, at {line}")
-
-    def show_failure(self, failed):
-        """The end of what the first rank that failed has printed: one that lost no connection to
-        another."""
-        ends = {rank: notes.end() for rank, notes in enumerate(self.notes())}
-        rank = ([rank for rank in failed if "Connection" not in ends[rank]] or list(failed))[0]
-        text, _ = text_and_age(f"{self.folder}/{self.name}.{rank}.log")
-        text = re.sub(rf'  File "{re.escape(FOLDER)}.*\n(    .*\n)*', "", text)  # our own frames
-        lines = [line.rpartition("\r")[2] for line in text.splitlines()][-LINES:]
-        how = f"exit status {failed[rank]}"
-        if failed[rank] < 0:
-            how = f"killed by {signal.Signals(-failed[rank]).name}"
-            how += ": is there too little memory?" * (failed[rank] == -signal.SIGKILL)
-        self.say("\n".join([f"rank {rank} failed ({how}); it printed:", *lines]))
+        return {rank: status for rank, status in statuses.items() if status}, None
 
 
-def text_and_age(path):
-    """Of a file, and its seconds; None if it is gone, as the process has just ended."""
-    with contextlib.suppress(FileNotFoundError), open(path, errors="replace") as file:
-        return file.read(), time.time() - os.fstat(file.fileno()).st_mtime
+class Runs:
+    """Those that it takes to check a script: on one process and on N; and as needed, again."""
 
-
-class BothRuns:
     def __init__(self, args, folder):
-        self.folder, self.options = (
-            folder,
-            {"layout": "turns", "scaled": [], "turns": []},
-        )  # see command.check
+        self.folder, self.options = folder, Options(args.steps)
         self.one = Run(args, folder, "one", 1)
         self.all = Run(args, folder, "all", args.nproc)
         self.again = Run(args, folder, "again", 1)
+        self.made = 0  # runs
         gpus, self.too_few_gpus = torch.cuda.device_count(), ""
         if 0 < gpus < args.nproc:
             self.too_few_gpus = f"{gpus} GPU for {args.nproc} processes: all run on CPUs"
 
     def seconds(self):
-        return {run.side: run.seconds for run in (self.one, self.all, self.again) if run.seconds}
+        runs = self.one, self.all, self.again
+        return {run.side: round(run.seconds, 1) for run in runs if run.seconds}
 
-    def run_both(self):
+    def count(self, further):
+        """Which run the next one is, of how many."""
+        self.made += 1
+        return f"run {self.made} of {self.made + further}"
+
+    def pair(self, other_options=lambda options, one, ranks: None):
         """The notes of one process and of the ranks. All processes start now, as that takes
-        longest; those of the second run wait for the first."""
-        remove_notes(self.folder)
+        longest; those of the second run wait for the first. Where other_options says of the ranks'
+        first steps, or of all, with which options to start again, and why, that is done."""
+        one = None
         try:
-            self.one.start(**self.options)
-            self.all.start(**self.options)
-            one = self.one.run()[0]
-            if not os.path.exists(f"{self.folder}/one.draws"):
-                raise NothingCompared(f"the run on one process was cut off: {one.end()}")
-            if not one[Step]:
-                raise NothingCompared(f"no optimizer.step() on one process; then {one.end()}")
-            return one, self.all.run()
+            while True:
+                remove_notes(self.folder, "all." if one else "")
+                if one is None:
+                    self.one.start(self.options)
+                self.all.start(self.options)
+                one = one or self.run_one()
+                ranks, others = self.all.run(
+                    self.count(0), lambda ranks: other_options(self.options, one, ranks)
+                )
+                if others is None:
+                    return one, ranks
+                options, why = others
+                self.all.say(f"starts again: {why}")
+                if replace(options, turns=self.options.turns) != self.options:
+                    one = None  # it matters there, too
+                self.options = options
         finally:
             self.one.stop()
             self.all.stop()
 
-    def run_again(self):
-        """The notes of a second run on one process."""
-        self.again.start(**self.options)
-        return self.again.run()[0]
+    def run_one(self):
+        (one,), _ = self.one.run(self.count(1))
+        end = one.end()
+        if not os.path.exists(f"{self.folder}/one.draws"):
+            raise NothingCompared(f"on one process: {end}")
+        if not one[Step]:
+            end += ": it has no input: pass the flag that answers" * ("EOFError" in end)
+            raise NothingCompared(f"no optimizer.step() on one process; then {end}")
+        return one
+
+    def once_more(self, lines):
+        """The notes of another run on one process, with noise; of so many steps with the values of
+        lines, for which there will be a pair."""
+        self.again.start(replace(self.options, lines=lines))
+        (again,), _ = self.again.run(self.count(2 * bool(lines)))
+        return again
+
+    def lines(self, steps):
+        """The notes of a further pair, of so many steps, with the values of lines."""
+        self.all.say(f"starts again, to name lines: {steps} step{'s' * (steps > 1)}")
+        self.options = replace(self.options, lines=steps, steps=steps)
+        return self.pair()
 
 
-def remove_notes(folder):
+def remove_notes(folder, of=""):
+    """Of all runs, or of those whose names begin so."""
     for name in os.listdir(folder):
-        if name != "made":  # of downloads
+        if name != "made" and name.startswith(of):  # made: also of downloads
             os.remove(f"{folder}/{name}")
-
-
-def refusal(folder, flags):
-    """In words: what the script was about to do, and the remedy."""
-    with open(f"{folder}/refused") as file:
-        refused = json.load(file)
-    remedy = refused.get("remedy") or new_output(refused["path"], flags)
-    if steps := refused.get("steps"):
-        remedy += f"; or end before: --steps {steps}"
-    return f"{refused['line']}\n  {refused['text']}\n  {remedy}"
-
-
-def new_output(path, flags):
-    for flag in flags:
-        name, _, value = flag.rpartition("=")
-        if value and (path + os.sep).startswith(os.path.realpath(value) + os.sep):
-            new = f"{name}={value}-{{run}}" if name else f"{value}-{{run}}"
-            return f"give it a new output: {new} for {flag}"
-    return "give it a new output, as by --output {run}, or start it in another folder"

@@ -78,6 +78,7 @@ class Differences:
                         f"this {name} is not differentiated: {source(at)}" for at, name in calls
                     ]
             self.findings.append(found_in(kind, step, text, seen.line, more))
+            self.findings[-1].off = off
 
     def explain(self, step, one, other):
         """Whether all, or most, are the same number of times as large; and whether it is less."""

@@ -8,13 +8,14 @@ from ..notes import Finding, Said, Step
 from ..script import branch_of, loops_around, source
 from .causes import find_causes
 from .differences import Differences, compare_settings
-from .kinds import TENSORS, VALUES, noise_of
+from .kinds import HIDES, TENSORS, TIMES_NOISE, VALUES, noise_of
 from .lineage import Values
 from .numbers import Variables, compare_printed
 from .rules import RULES
 from .samples import compare_lengths, compare_samples, passes_per_process
 
 VERDICTS = "note", "WRONG", "look", "ok", "not told", "not seen"  # in the order of the report
+FEW = 3  # steps that differ, whose lines are looked at: the first may be as it is meant to be
 MEASURED = *TENSORS, *VALUES, "printed"  # the kinds of findings that rest on numbers
 
 
@@ -25,14 +26,17 @@ class Result:
     ranks: int
     largest: dict  # {kind: the largest difference}
     lost: float  # from this step on nothing can be compared, or inf
+    lines: int  # steps of which the values of lines would explain a finding
 
     def of(self, *verdicts):
         return [finding for finding in self.findings if finding.verdict in verdicts]
 
     @property
     def may_be_noise(self):
-        """Whether another run on one process may explain a finding: by rounding, or as a clock."""
-        return any(finding.what in MEASURED for finding in self.of("WRONG", "look"))
+        """Whether another run on one process may explain a finding: by rounding, or as a clock. Not
+        what is so large that noise of that size would hide all else."""
+        found = [f for f in self.of("WRONG", "look") if f.what in MEASURED]
+        return bool(found) and max(finding.off for finding in found) < TIMES_NOISE * HIDES
 
     @property
     def status(self):
@@ -42,16 +46,17 @@ class Result:
         return 0 if self.lost else 2
 
 
-def judge(one, ranks, tolerance, again=None, scaled=()):
-    """The Result of comparing one process's notes with each rank's. `scaled`: loaders that have
-    given it the batches of all ranks."""
+def judge(one, ranks, tolerance, again=None, scaled=(), lines=None):
+    """The Result of comparing one process's notes with each rank's. `again`: of one process once
+    more; `scaled`: loaders with a batch size per process; `lines`: the notes of a further pair of
+    runs, (of one process, of the ranks), which have the values of lines."""
     said = [note.text for _, note in [*one[Said], *ranks[0][Said]] if note.kind == "note"]
     found = [Finding("note", "", 0, text) for text in dict.fromkeys(said)]
     counts, ends = [len(n[Step]) for n in (one, *ranks)], [n.end() for n in (one, *ranks)]
-    steps, largest = min(counts), {}
+    steps, largest, to_trace = min(counts), {}, 0
     if steps:
-        differences, largest = find_all(one, ranks, tolerance, again, scaled)
-        found += differences
+        of_steps, largest, to_trace = find_all(one, ranks, tolerance, again, scaled, lines)
+        found += of_steps
     if len(set(counts)) > 1 or len(set(ends)) > 1 or ends[0] not in ("its end", "--steps"):
         found.append(about_ends(one, ranks, counts, ends, found))
     for rule in RULES:
@@ -69,11 +74,13 @@ def judge(one, ranks, tolerance, again=None, scaled=()):
     lost = min([f.step for f in found if f.advice in ("unpaired", "stream")], default=math.inf)
     if not lost:  # nor what the script keeps
         found = [f for f in found if f.what != "attributes" or f.verdict != "look"]
-    return Result(found, steps, len(ranks), largest, lost)
+    return Result(found, steps, len(ranks), largest, lost, to_trace)
 
 
-def find_all(one, ranks, tolerance, again=None, scaled=()):
-    """All findings, in the order of the script."""
+def find_all(one, ranks, tolerance, again, scaled, lines):
+    """All findings, in the order of the script; {kind: the largest difference}; the number of steps
+    of which the values of lines would explain one."""
+    lines = lines or (one, ranks)
     samples, uneven, trains = compare_samples(one, ranks)
     ended, planned = compare_lengths(one, ranks, trains)
     lengths, last = ended + planned, math.inf
@@ -82,10 +89,10 @@ def find_all(one, ranks, tolerance, again=None, scaled=()):
         last = ended[0].step
         samples = [finding for finding in samples if finding.step < last]
     due = bool(lengths) and lengths[0].verdict == "look"  # so is a schedule by len(loader)
-    for notes in [one, *ranks]:
+    for notes in [one, *ranks, lines[0], *lines[1]]:
         notes.leave_out((*VALUES, *TENSORS), lambda step: step >= last or step in uneven)
-    noise = noise_of(one, again)
-    values = Values(one, ranks, tolerance, noise)
+    noise = noise_of(TENSORS, one, again) | noise_of(VALUES, lines[0], again)
+    values = Values(*lines, tolerance, noise)
     differences = Differences(one, ranks, tolerance, noise)
     variables = Variables(one, ranks)
     kinds = "gradient", "parameters", "weight", "update"
@@ -94,6 +101,7 @@ def find_all(one, ranks, tolerance, again=None, scaled=()):
         first |= {step for step in values.of_step if values.find(step, "loss")}
     if not samples and (first or not scaled):
         samples = passes_per_process(one, ranks, trains, scaled)
+    settings = list(compare_settings(one, ranks, variables))
     notes = [Finding("note", "samples", step, uneven[step]) for step in uneven if step < last]
     found, lost = notes[:1], math.inf  # lost: from this step on, nothing can be compared
     for finding in samples[:1]:
@@ -106,9 +114,10 @@ def find_all(one, ranks, tolerance, again=None, scaled=()):
             finding.more += variables.behind([value.line], 0)
         found.append(finding)
     found += [finding for finding in lengths[:1] if finding.step < lost]
+    until = min([lost, *[finding.step for finding in samples[:1]]])  # then, all else follows
+    to_explain = steps_to_explain(differences, settings, until)
     causes, wrong, lost = find_causes(values, differences, variables, sorted(first), samples, lost)
     found, looks = found + causes, [cause for cause in causes if cause.step < wrong]
-    settings = list(compare_settings(one, ranks, variables))[:1]
     for kind in ("parameters", "gradient", "weight", "update", "buffer"):
         of_kind = differences.of(kind)
         clear = [f for f in of_kind if wrong <= f.step < lost]
@@ -123,18 +132,28 @@ def find_all(one, ranks, tolerance, again=None, scaled=()):
                     f"so step {finding.step + 1}: gradient: {finding.text}",
                     *finding.more,
                 ]
+                known[0].off = finding.off
             elif kind != "update" or not settings:  # which explain it
                 found.append(finding)
     if settings:
         found = [finding for finding in found if finding.what != "numbers"]
-    for finding in settings:
+    for finding in settings[:1]:
         is_scaled = bool(scaled) and finding.advice == "world"  # by the script, for its own batch
         if due or is_scaled or finding.step >= lost:
             finding.verdict = "look"
-    found += settings + differences.hidden
-    printed = compare_printed(one, ranks, values, variables, again)
-    found += [finding for finding in printed if finding.step < lost][:2]
-    return found, differences.largest
+    found += settings[:1] + differences.hidden
+    printed = compare_printed(one, ranks, values, variables, again or lines[0])
+    printed = [finding for finding in printed if finding.step < lost][:2]
+    last = max([*to_explain[:FEW], *[finding.step for finding in printed]], default=-1)
+    return found + printed, differences.largest, int(last) + 1
+
+
+def steps_to_explain(differences, settings, until):
+    """Those that differ, but for updates where settings do."""
+    explained = {finding.step for finding in settings}
+    found = differences.of("gradient", "parameters", "weight", "buffer")
+    found += [f for f in differences.of("update") if f.step not in explained]
+    return sorted({finding.step for finding in found if finding.step < until})
 
 
 def about_ends(one, ranks, counts, ends, found):

@@ -83,11 +83,11 @@ def paired(kind, one, ranks):
         yield step, seen, others
 
 
-def noise_of(notes, again):
+def noise_of(kinds, notes, again):
     """{(kind, line, name): {part: the largest part by which another run on one process has other
     values of the same shape}}"""
     noise = {}
-    for kind in (*TENSORS, *VALUES) if again else ():
+    for kind in kinds if again else ():
         for _, seen, others in paired(kind, notes, [again]):
             parts = noise.setdefault((kind, seen.line, seen.name), {})
             for other in others.values():

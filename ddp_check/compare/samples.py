@@ -4,7 +4,7 @@ import itertools
 import math
 from dataclasses import replace
 
-from ..notes import Batch, Collective, Drawn, Finding, Pass, PassEnd, Step
+from ..notes import Batch, Collective, Cut, Drawn, Finding, Pass, PassEnd, Step
 from ..script import source, tests_with
 from .fits import sides
 from .kinds import PAGE, misfits
@@ -32,7 +32,8 @@ def loaders_per_process(one, ranks):
     trains, loaders = training_passes(one), {}
     first = [{b.key: b.rows for _, b in reversed(notes[Batch])} for notes in (one, *ranks)]
     for _, note in one[Pass]:
-        if note.key in trains and len({rows.get(note.key) for rows in first}) == 1:
+        is_known = note.batch_size is not None
+        if note.key in trains and is_known and len({rows.get(note.key) for rows in first}) == 1:
             if first[0][note.key]:
                 loaders[note.loader] = note.key[0]
     return loaders
@@ -42,7 +43,8 @@ def lines_by_turns(one, ranks):
     """[line, function] of those that draw as many times as often on one process, in each step but
     the first and last."""
     mine, *theirs = [notes[Drawn][-1][1].times if notes[Drawn] else {} for notes in (one, *ranks)]
-    found, steps = [], range(1, min(len(notes[Step]) for notes in (one, *ranks)))
+    ends = [notes[Drawn][-1][0] if notes[Drawn] else 0 for notes in (one, *ranks)]
+    found, steps = [], range(1, min(*ends, *[len(notes[Step]) for notes in (one, *ranks)]))
     for key, of_one in mine.items() if len(ranks) > 1 else ():
         all_sides = of_one, *[of_rank.get(key, {}) for of_rank in theirs]
         numbers = [[of.get(step, 0) for step in steps] for of in all_sides]
@@ -87,7 +89,9 @@ def passes_per_process(one, ranks, trains, scaled):
 
 def remedy_by_one(rank, world, rows=0):
     """The flag, if a number of the script says which. `rows`: of a batch that is no loader's."""
-    if trains := training_passes(rank):
+    if cut := [note.batch_size for _, note in rank[Cut]]:
+        rows = cut[0]
+    elif trains := training_passes(rank):
         rows = next(batch.rows for _, batch in rank[Batch] if batch.key in trains)
     variables = rank[Step][0][1].variables if rank[Step] else {}
     names = [name for name, n in variables.items() if "batch" in name.lower() and n == rows]

@@ -119,7 +119,8 @@ def collated(run, loader, indices, number, states):
         for generator in drawn if torch.is_grad_enabled() else []:
             note_draw(run, DATASET, generator, states[generator])
     seed_all(run.hash("batch", number))
-    if not getattr(loader.collate_fn, "__module__", "").startswith("torch."):
+    is_own = not getattr(loader.collate_fn, "__module__", "").startswith("torch.")
+    if is_own and run.traces:
         bases = [base_index(loader.dataset, index) for index in indices]
         run.thread.samples = dict(zip(bases, map(total_of, samples)))
     run.thread.batch = len(samples)

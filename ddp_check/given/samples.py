@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ..notes import STREAM, Batch, Pass, PassEnd
+from ..notes import STREAM, Batch, Cut, Pass, PassEnd
 from ..process import wrap
 from ..script import own_file, place
 from ..sketch import leaves_of
@@ -95,10 +95,22 @@ def patch(run):
     def make(original, self, dataset, batch_size=1, *args, **kwargs):
         line = place()[0]
         name = f"loader {run.nth('loader', line)} of {line}"
-        if run.is_single and name in run.options["scaled"] and not kwargs.get("batch_sampler"):
-            batch_size *= run.world  # the script's flag is a batch size per process
+        if not kwargs.get("batch_sampler"):
+            batch_size = of_all_ranks(name, batch_size)
         original(self, dataset, batch_size, *args, **kwargs)
-        self.check_name = name
+        self.check_name, self.check_size = name, batch_size
+
+    def of_all_ranks(name, batch_size):
+        """Where the script's is a batch size per process, the ranks together have that of one
+        process: each gets its part, or one process all, as the options say."""
+        if run.is_single:
+            return batch_size * (run.world if name in run.options["scaled"] else 1)
+        if not run.options["cuts"] or batch_size != run.batch_sizes.get(name):
+            return batch_size
+        if run.world == 1 or not batch_size or batch_size % run.world:
+            return batch_size
+        run.note(Cut(name, batch_size))
+        return batch_size // run.world
 
     def pass_of(run, loader, key):
         usual = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
@@ -108,22 +120,26 @@ def patch(run):
         dataset = loader.dataset
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
-        return Pass(key, loader.check_name, name, has_share(sampler), length(dataset), draws)
+        size, rows = length(dataset), loader.batch_size
+        return Pass(key, loader.check_name, name, has_share(sampler), size, draws, rows)
 
     def batches(loader, key):
         is_map = not isinstance(loader.dataset, IterableDataset)
         name = "a batch of the DataLoader" if is_map else STREAM
-        total, number = length(loader) if is_map else None, 0
+        total, number, first = length(loader) if is_map else None, 0, run.steps
         for indices, batch in itertools.islice(batches_of(run, loader), run.options["short"]):
             tensors = [t for t in leaves_of(batch) if torch.is_tensor(t) and t.dim()]
             rows = len(indices) if indices else len(tensors[0]) if tensors else None
             run.note(Batch(key, number, indices, rows, total))
+            if run.is_single and run.steps > first:  # it is for training
+                run.batch_sizes[loader.check_name] = loader.check_size
             in_main = threading.current_thread() is threading.main_thread()
             if torch.is_grad_enabled() and in_main:
                 run.loader_rows = rows
                 find_order(run, (*key, number), indices)
-                about = {"made_by": made_by(loader.dataset), "samples": run.thread.samples}
-                run.note_value("value", place()[0], name, batch, **about)
+                if run.traces:
+                    about = {"made_by": made_by(loader.dataset), "samples": run.thread.samples}
+                    run.note_value("value", place()[0], name, batch, **about)
             number += 1
             yield batch
         if number != run.options["short"]:  # else it may be cut off

@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from ..given.draws import seed_all
-from ..notes import Seen, Step
+from ..notes import TRIED, Seen, Step
 from ..process import wrap
 from ..script import place
 from ..sketch import moved, sketch
@@ -120,6 +120,8 @@ class Steps:
                 attributes = tensors_of(inspect.currentframe())
                 kept = {name: sketch(t, any_order=True) for name, t in attributes.items()}
                 run.note(Seen("attribute", "", "at a step", 0, kept))
+        if run.steps == TRIED:
+            run.note_drawn()
         seed_all(run.hash("step", run.steps), torch_too=False)
         if run.steps >= run.options["steps"]:
             run.end("--steps")

@@ -37,7 +37,7 @@ def note_evaluation(run, module, line):
 
 def sum_of_weights(run, module):
     with run.quiet(), torch.no_grad():
-        return float(sum(p.double().sum() for p in module.parameters()))
+        return float(sum(p.sum(dtype=torch.float64) for p in module.parameters()))
 
 
 def indices_in(tree):
@@ -92,6 +92,8 @@ class Trace(TorchFunctionMode):
             if is_plain(out) and hasattr(args[0], "check_line"):
                 out.check_line = args[0].check_line
             return
+        if not self.run.traces:
+            return
         frame = inspect.currentframe().f_back.f_back
         while frame is not None and frame.f_code.co_filename.startswith((TORCH, FOLDER)):
             if frame.f_code.co_filename.startswith(NOT_THE_SCRIPTS):
@@ -139,14 +141,15 @@ def patch(run):
             run.model_rows = len(tensors[0])
         made_from = indices_in((args, kwargs))
         is_trained = any(id(p) in run.trained for p in inner.parameters())
-        about = {} if is_trained else {"weights": sum_of_weights(run, inner)}
+        about = {"weights": sum_of_weights(run, inner)} if run.traces and not is_trained else {}
         index = run.note_value("inputs", line, name, (args, kwargs), made_from, **about)
         run.model = index
         try:
             outputs = original(module, *args, **kwargs)
         finally:
             run.model = None
-        run.note_value("outputs", line, name, outputs, [*indices_in(outputs), index])
+        of_lines = outputs if run.traces else ()
+        run.note_value("outputs", line, name, of_lines, [*indices_in(outputs), index])
         return outputs
 
     @wrap(Subset, "__init__")
