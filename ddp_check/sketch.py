@@ -1,6 +1,7 @@
 """What is noted of a tensor: whether another process has the same, or a part of it."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,6 @@ import torch
 from torch import nn
 
 MANY_COLUMNS, FEW_COLUMNS = 4096, 512  # of the first dimension, and of others
-SIGNS = np.cos(np.arange(MANY_COLUMNS) * 1.618 + 0.5)
 SUMS = 256
 
 
@@ -48,6 +48,11 @@ def random_signs():
     return torch.from_numpy(np.random.RandomState(0).choice([-1.0, 1.0], 1 << 16)).float()
 
 
+@functools.cache
+def column_signs():
+    return torch.cos(torch.arange(MANY_COLUMNS, dtype=torch.float64) * 1.618 + 0.5)
+
+
 def whole(tensor):
     """All of a tensor, also of one that is sharded or sparse."""
     if tensor is None:
@@ -59,14 +64,27 @@ def whole(tensor):
 
 
 def folded(flat):
-    """Its entries with random signs, added up to SUMS numbers, in float64."""
-    sums, signs, number = np.zeros(SUMS), random_signs().to(flat.device), 0
+    """Where the tensor is, in float64: the square of its norm, how many entries are not finite, and
+    its entries with random signs, added up to SUMS numbers."""
+    signs, blocks, facts = random_signs().to(flat.device), 0, []
     for part in flat.split(16 * len(signs)):
-        part = nn.functional.pad(part, (0, -len(part) % len(signs))).view(-1, len(signs)) * signs
-        for block in part.view(len(part), -1, SUMS).sum(1, dtype=torch.float64).cpu().numpy():
-            sums += np.roll(block, number)
-            number += 1
-    return sums
+        part = part if part.dtype == torch.float64 else part.float()
+        norm, bad = torch.linalg.vector_norm(part, dtype=torch.float64), 0
+        if part.is_cuda or not norm.isfinite():  # on a GPU, to ask would be to wait
+            finite = torch.isfinite(part)
+            part, bad = torch.where(finite, part, 0), len(part) - finite.sum()
+            norm = torch.linalg.vector_norm(part, dtype=torch.float64)
+        size = len(signs) if len(part) > len(signs) else SUMS * math.ceil(len(part) / SUMS)
+        part = nn.functional.pad(part, (0, -len(part) % size)).view(-1, size) * signs[:size]
+        sums = part.view(len(part), -1, SUMS).sum(1, dtype=torch.float64)
+        if len(flat) > len(signs):  # each block of them is shifted by one more
+            shift = blocks + torch.arange(len(sums), device=flat.device)[:, None]
+            sums = sums.gather(1, (torch.arange(SUMS, device=flat.device) - shift) % SUMS)
+        blocks += len(sums)
+        facts.append(torch.cat([norm.square()[None], norm.new_tensor([bad]), sums.sum(0)]))
+    if len(facts) == 1:
+        return facts[0]
+    return torch.stack(facts).sum(0) if facts else torch.zeros(SUMS + 2, dtype=torch.float64)
 
 
 def half_eps(tensor):
@@ -74,20 +92,40 @@ def half_eps(tensor):
     return torch.finfo(tensor.dtype).eps if tensor.dtype in (torch.half, torch.bfloat16) else 0.0
 
 
-def sketch(tensor, any_order=False):
-    """Of a parameter, a gradient or a buffer. Entries that are not finite are counted."""
-    if tensor is None:
-        return None
-    tensor = whole(tensor)
-    flat = tensor.reshape(-1)
-    flat = flat if flat.dtype == torch.float64 else flat.float()
-    finite, bad = torch.isfinite(flat), 0
-    if not finite.all():
-        flat, bad = torch.where(finite, flat, 0), int((~finite).sum())
-    norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
-    sums = np.append(folded(flat), bad * max(norm, 1.0))
-    in_order = folded(flat.sort().values) if any_order else None
-    return Sketch(tuple(tensor.shape), norm, sums, (), in_order, half_eps(tensor))
+def copied(tensors):
+    """As arrays, by one copy from each device."""
+    found, devices = {}, {tensor.device for tensor in tensors.values()}
+    for device in devices:
+        names = [name for name, tensor in tensors.items() if tensor.device == device]
+        flat = torch.cat([tensors[name].reshape(-1) for name in names]).cpu().numpy()
+        ends = np.cumsum([tensors[name].numel() for name in names])
+        found |= dict(zip(names, np.split(flat, ends[:-1])))
+    return found
+
+
+def sketches(tensors, any_order=False):
+    """{name: Sketch} of parameters, gradients or buffers. Entries that are not finite are
+    counted."""
+    tensors = {name: whole(tensor) for name, tensor in tensors.items()}
+    sums = {}
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            flat = tensor.reshape(-1)
+            sums[name] = folded(flat)
+            if any_order:
+                sorted_flat = torch.nan_to_num(flat, 0.0, 0.0, 0.0).sort().values
+                sums[name] = torch.cat([sums[name], folded(sorted_flat)[2:]])
+    found, sums = dict.fromkeys(tensors), copied(sums)
+    for name, (square, bad, *_) in sums.items():
+        norm, tensor, of_name = float(np.sqrt(square)), tensors[name], sums[name][2:]
+        of_all = np.append(of_name[:SUMS], bad * max(norm, 1.0))
+        in_order = of_name[SUMS:] if any_order else None
+        found[name] = Sketch(tuple(tensor.shape), norm, of_all, (), in_order, half_eps(tensor))
+    return found
+
+
+def sketch(tensor):
+    return sketches({"": tensor})[""]
 
 
 def moved(before, after):
@@ -105,15 +143,19 @@ def summary(tensor):
     shape, tensor, eps = tuple(tensor.shape), torch.atleast_1d(tensor.detach()), half_eps(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    dims = []
+    signs, parts = column_signs().to(tensor.device), {}
     for d in range(min(3, tensor.dim())):
         if tensor.shape[d] > MANY_COLUMNS and d:
-            dims.append(None)
             continue
         rows = tensor.movedim(d, 0).reshape(tensor.shape[d], -1)
         columns = FEW_COLUMNS if d and rows.shape[1] > MANY_COLUMNS else MANY_COLUMNS
-        rows = rows[:, :: rows.shape[1] // columns + 1].cpu().double().numpy()
-        finite = np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)
+        rows = rows[:, :: rows.shape[1] // columns + 1].double()
+        finite = torch.nan_to_num(rows, 0.0, 0.0, 0.0)
         sums = (finite if shape else rows).sum(1)
-        dims.append((finite @ SIGNS[: rows.shape[1]], sums, np.linalg.norm(finite, axis=1)))
-    return Sketch(shape, float(np.linalg.norm(dims[0][2])), dims[0][0], tuple(dims), None, eps)
+        marks, norms = finite @ signs[: rows.shape[1]], torch.linalg.vector_norm(finite, dim=1)
+        parts[d] = torch.stack([marks, sums, norms])
+    parts = copied(parts)
+    dims = [parts[d].reshape(3, -1) if d in parts else None for d in range(min(3, tensor.dim()))]
+    marks, _, norms = dims[0]
+    dims = [dim if dim is None else tuple(dim) for dim in dims]
+    return Sketch(shape, float(np.linalg.norm(norms)), marks, tuple(dims), None, eps)

@@ -79,9 +79,13 @@ class Made:
 
     def moved(self, old, new):
         """What was at `old`, and all in it, is in a moment at `new`."""
-        for path, (number, kind) in list(self.update().items()):
-            if path == old or path.startswith(old + os.sep):
-                self.add(new + path.removeprefix(old), kind, number)
+        paths = self.update()
+        inside = []
+        if os.path.isdir(old):
+            inside = [path for path in paths if path.startswith(old + os.sep)]
+        for path in [old] * (old in paths) + inside:
+            number, kind = paths[path]
+            self.add(new + path.removeprefix(old), kind, number)
 
     def owns(self, path):
         """Whether the script has created what is there now."""

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Subset
 
 from ..given.draws import checksum, what_drew
 from ..script import own_file
-from ..sketch import sketch, whole
+from ..sketch import sketches, whole
 
 
 def outer_modules():
@@ -114,15 +114,16 @@ def others(trained, averages):
     for module in outer_modules():
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             is_known = id(tensor) in trained or re.search(averages, name)
-            if is_known or not tensor.is_floating_point() or tensor.is_meta:
-                continue
-            full = f"{type(module).__name__}.{name}"
-            found.setdefault(full, []).append(sketch(tensor, any_order=True))
-    for name, sketches in list(found.items()):  # several modules of one class have no order
-        del found[name]
-        for number, each in enumerate(sorted(sketches, key=lambda s: (s.shape, s.norm))):
-            found[name + "'" * number] = each
-    return found
+            if not is_known and tensor.is_floating_point() and not tensor.is_meta:
+                found[f"{type(module).__name__}.{name}", len(found)] = tensor
+    of_name = {}
+    for (name, _), each in sketches(found, any_order=True).items():
+        of_name.setdefault(name, []).append(each)
+    return {  # several modules of one class have no order
+        name + "'" * number: each
+        for name, several in of_name.items()
+        for number, each in enumerate(sorted(several, key=lambda s: (s.shape, s.norm)))
+    }
 
 
 # ---- its variables

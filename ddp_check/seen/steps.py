@@ -18,7 +18,7 @@ from ..given.draws import seed_all
 from ..notes import TRIED, Seen, Step
 from ..process import wrap
 from ..script import place
-from ..sketch import moved, sketch
+from ..sketch import moved, sketches
 from .held import (
     Trained,
     born,
@@ -79,11 +79,12 @@ class Steps:
             run.note(Step(key, line, callers, made, list(parameters), variables, made_generators))
             self.note("setting", settings_of(optimizer))
             self.note("mode", trained.modes())
-            self.note("gradient", {name: sketch(p.grad) for name, p in parameters.items()})
-            self.weights = {name: sketch(p) for name, p in parameters.items()}
+            gradients = {name: p.grad for name, p in parameters.items()}
+            self.note("gradient", sketches(gradients))
+            self.weights = sketches(parameters)
             self.note("weight", self.weights)
             if run.saves:
-                self.save("gradients", {name: p.grad for name, p in parameters.items()})
+                self.save("gradients", gradients)
             elif os.path.exists(self.path("after")) and not has_closure:
                 self.give_gradients(parameters)  # the same gradients make the same step
 
@@ -118,7 +119,7 @@ class Steps:
             with run.quiet():
                 self.note_others()
                 attributes = tensors_of(inspect.currentframe())
-                kept = {name: sketch(t, any_order=True) for name, t in attributes.items()}
+                kept = sketches(attributes, any_order=True)
                 run.note(Seen("attribute", "", "at a step", 0, kept))
         if run.steps == TRIED:
             run.note_drawn()
@@ -128,10 +129,11 @@ class Steps:
 
     def note_after(self, parameters, buffers):
         if not self.has_closure:
-            both = [(name, self.weights[name], sketch(p)) for name, p in parameters.items()]
-            self.note("update", {k: moved(a, b) for k, a, b in both if a.shape == b.shape})
+            both = {name: (self.weights[name], b) for name, b in sketches(parameters).items()}
+            moves = {name: moved(a, b) for name, (a, b) in both.items() if a.shape == b.shape}
+            self.note("update", moves)
         kept = {name: b for name, b in buffers.items() if not re.search(BATCH_NORM, name)}
-        self.note("buffer", {name: sketch(b, any_order=True) for name, b in kept.items()})
+        self.note("buffer", sketches(kept, any_order=True))
 
     def note_others(self):
         known = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}

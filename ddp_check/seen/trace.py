@@ -12,9 +12,9 @@ from torch.utils.data import Subset
 
 from ..given.alike import keep_precise
 from ..notes import Collective, Seen
-from ..process import wrap
-from ..script import FOLDER, UNKNOWN, own_file, own_lines, place
-from ..sketch import is_plain, leaves_of, sketch
+from ..process import stop_both_runs, wrap
+from ..script import FOLDER, UNKNOWN, own_file, own_lines, place, source
+from ..sketch import is_plain, leaves_of, sketches
 
 LAYERS = "linear conv1d conv2d conv3d conv_transpose2d matmul __matmul__ mm bmm addmm baddbmm "
 LAYERS += "einsum batch_norm layer_norm group_norm scaled_dot_product_attention lstm gru"
@@ -31,8 +31,8 @@ def note_evaluation(run, module, line):
     number = run.nth("evaluation", run.steps, line)
     if number == 0 and run.nth("evaluations", line) < 20:
         buffers = [each for each in module.named_buffers() if each[1].is_floating_point()]
-        sketches = {f"{type(module).__name__}.{name}": sketch(b) for name, b in buffers}
-        run.note(Seen("evaluation", line, type(module).__name__, 0, sketches))
+        buffers = {f"{type(module).__name__}.{name}": buffer for name, buffer in buffers}
+        run.note(Seen("evaluation", line, type(module).__name__, 0, sketches(buffers)))
 
 
 def sum_of_weights(run, module):
@@ -115,8 +115,19 @@ class Trace(TorchFunctionMode):
         self.run.note_value("value", line, name, out, made_from, **more)
 
 
+def refuse_graphs(run):
+    """A CUDA graph runs again without Python, so that nothing of it could be noted; and copies to
+    the CPU would make its recording fail."""
+
+    @wrap(torch.cuda.CUDAGraph, "__new__")
+    def make(original, cls, *args, **kwargs):
+        facts = {"line": source(place()[0]), "text": "not compared: CUDA graphs"}
+        stop_both_runs(run.folder, "refused", facts | {"remedy": "run it without them"})
+
+
 def patch(run):
     """What goes into and comes out of each outermost module in training; and the losses."""
+    refuse_graphs(run)
 
     @wrap(nn.Module, "__call__")
     def call(original, module, *args, **kwargs):
