@@ -1,4 +1,4 @@
-"""The command: its flags, both runs, the report."""
+"""The command: its flags, the runs, the report."""
 
 import argparse
 import os
@@ -30,6 +30,7 @@ parser.add_argument("--noise", action="store_true", help="measure rounding by on
 parser.add_argument("--seed", type=int, default=0, help="of all random numbers, in both runs")
 parser.add_argument("--wait", type=float, default=120, help="seconds without advance: it hangs")
 parser.add_argument("--cpu", action="store_true", help="on CPUs, as if there were GPUs")
+parser.add_argument("--all", action="store_true", help="print all that was seen, and was not")
 parser.add_argument("--json", action="store_true", help="print the report as JSON")
 parser.add_argument("--list", action="store_true", help="print the rules, and exit")
 parser.add_argument("-m", action="store_true", help="the script is a module, as in python -m")
@@ -41,10 +42,11 @@ def check(args, runs):
     """The Result of two runs; of a third, where noise is to be told; and if something is to be
     explained, of one more pair, in which the values of lines are noted."""
     from .compare.judge import judge
+    from .compare.kinds import PAGE
     from .compare.samples import remedy_by_one
     from .compare.starts import loaders_by_process, other_options
     from .notes import Finding
-    from .runs import NothingCompared
+    from .pairs import NothingCompared
 
     one, ranks = runs.pair(other_options)
     scaled = loaders_by_process(runs.options, one, ranks)
@@ -61,9 +63,9 @@ def check(args, runs):
             result.findings.insert(0, Finding("note", "", 0, text))
     for line in scaled.values():
         text = f"a batch size per process, so {args.nproc} times the batch: intended, and "
-        text += "the rate, too? Here, the ranks together were given one process's samples; if the "
-        text += f"script computes with its size, {remedy_by_one(ranks[0], args.nproc)}"
-        result.findings.insert(0, Finding("look", "samples", 0, text, line))
+        text += "the rate, too? Here, the ranks together were given one process's samples"
+        about = {"remedy": remedy_by_one(ranks[0], args.nproc), "section": f"{PAGE}#batch-size"}
+        result.findings.insert(0, Finding("look", "samples", 0, text, line, **about))
     if runs.too_few_gpus:
         result.findings.insert(0, Finding("note", "", 0, runs.too_few_gpus))
     return result
@@ -96,7 +98,7 @@ def main(words=None):
 def report(args, folder):
     """Print it, and return the exit status."""
     from .compare.report import as_json, as_text
-    from .runs import NothingCompared, Runs
+    from .pairs import NothingCompared, Runs
 
     result, reason, began = None, "", time.monotonic()
     runs = Runs(args, folder)
@@ -107,6 +109,7 @@ def report(args, folder):
     if args.json:
         print(as_json(args, result, reason, runs.seconds()))
     else:
-        print(as_text(result) if result else f"ddp_check: nothing can be compared: {reason}")
+        nothing = f"ddp_check: nothing can be compared: {reason}"
+        print(as_text(result, args.all) if result else nothing)
     print(f"ddp_check: {time.monotonic() - began:.0f} s in all", file=sys.stderr)
     return result.status if result else 2
