@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 
+from . import __version__, launchers
 from .kept.made import Janitor
 from .script import find_script
 
@@ -32,6 +33,7 @@ parser.add_argument("--wait", type=float, default=120, help="seconds without adv
 parser.add_argument("--cpu", action="store_true", help="on CPUs, as if there were GPUs")
 parser.add_argument("--json", action="store_true", help="print the report as JSON")
 parser.add_argument("--list", action="store_true", help="print the rules, and exit")
+parser.add_argument("--version", action="version", version=f"ddp_check {__version__}")
 parser.add_argument("-m", action="store_true", help="the script is a module, as in python -m")
 parser.add_argument("script", nargs="?", help="your script, followed by its flags")
 parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -90,8 +92,15 @@ def main(words=None):
         parser.error("which script?")
     if not hasattr(os, "fork"):
         parser.error("it needs Linux or macOS; on Windows, WSL")
-    if find_script(args) is None:
+    try:
+        launchers.without_launcher(args)
+    except launchers.NotSure as error:
+        parser.error(str(error))
+    path = find_script(args)
+    if path is None:
         parser.error(f"there is no {'module' if args.m else 'file'} {args.script}")
+    if proposal := launchers.proposal(args, path):
+        print(f"ddp_check: {proposal}", file=sys.stderr)
     folder = os.path.realpath(tempfile.mkdtemp(prefix="ddp_check-"))  # as the script's paths are
     janitor = Janitor(folder)
     try:

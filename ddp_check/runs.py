@@ -22,6 +22,13 @@ from .script import FOLDER
 SILENT = 5  # seconds without a sign of life from a process, which has one each second: it is busy
 LONGEST = 10  # times --wait
 LINES = 40  # of what a process has printed
+RANKS = """RANK LOCAL_RANK ROLE_RANK SLURM_PROCID SLURM_LOCALID OMPI_COMM_WORLD_RANK
+OMPI_COMM_WORLD_LOCAL_RANK PMI_RANK PMIX_RANK MPI_LOCALRANKID MV2_COMM_WORLD_RANK
+MV2_COMM_WORLD_LOCAL_RANK""".split()
+SIZES = """WORLD_SIZE LOCAL_WORLD_SIZE ROLE_WORLD_SIZE SLURM_NTASKS SLURM_NPROCS
+SLURM_NTASKS_PER_NODE SLURM_STEP_NUM_TASKS OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_SIZE
+PMI_SIZE MPI_LOCALNRANKS MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_SIZE""".split()
+NODE_LISTS = "SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST"
 
 
 class NothingCompared(Exception):
@@ -44,25 +51,24 @@ def free_port():
 
 
 def environment(rank, nproc, port):
-    """What torchrun would set; and Slurm and MPI, of each process."""
+    """What torchrun would set for each process, and Slurm and MPI. SLURM_JOB_ID stays as it is, as
+    scripts take it for a sign that they are in a job."""
     values = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
         "GROUP_RANK": 0,
-        "WORLD_SIZE": nproc,
-        "LOCAL_WORLD_SIZE": nproc,
         "GROUP_WORLD_SIZE": 1,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": "check",
-        "PYTHONHASHSEED": rank + 1,  # sets of names have another order on each rank,
-        "SLURM_PROCID": rank,
-        "SLURM_LOCALID": rank,
-        "SLURM_NTASKS": nproc,
-        "OMPI_COMM_WORLD_RANK": rank,
-        "OMPI_COMM_WORLD_LOCAL_RANK": rank,
-        "OMPI_COMM_WORLD_SIZE": nproc,
+        "PYTHONHASHSEED": rank + 1,  # sets of names have another order on each rank
+        "SLURM_NNODES": 1,
+        "SLURM_JOB_NUM_NODES": 1,
+        "SLURM_NODEID": 0,
+        "SLURM_TASKS_PER_NODE": nproc,
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "OMPI_COMM_WORLD_NODE_RANK": rank,
     }
+    values |= dict.fromkeys(NODE_LISTS, os.environ.get("SLURMD_NODENAME", "localhost"))
+    values |= dict.fromkeys(RANKS, rank) | dict.fromkeys(SIZES, nproc)
     return {name: str(value) for name, value in values.items()}
 
 
@@ -223,7 +229,7 @@ class BothRuns:
         self.all = Run(args, folder, "all", args.nproc)
         self.again = Run(args, folder, "again", 1)
         gpus, self.too_few_gpus = torch.cuda.device_count(), ""
-        if 0 < gpus < args.nproc:
+        if 0 < gpus < args.nproc and not args.cpu:
             self.too_few_gpus = f"{gpus} GPU for {args.nproc} processes: all run on CPUs"
 
     def seconds(self):
