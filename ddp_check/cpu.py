@@ -48,8 +48,6 @@ class OnCpu(TorchFunctionMode):
         if name in ("cuda", "pin_memory"):
             self.say(WHAT)
             return args[0]
-        if name == "record_stream":
-            return None
         if name == "__get__" and function == IS_CUDA and is_asked_by_script():
             return True
         if name == "type" and len(args) > 1 and isinstance(args[1], str):
@@ -108,6 +106,7 @@ def needs_gpu(error):
 
 
 def patch_torch():
+    torch.Tensor.record_stream = lambda tensor, stream: None
     torch.Generator = Generator("Generator", (), {})
     kernels = wrap(torch.nn.attention, "sdpa_kernel")
     kernels(lambda original, *args, **kwargs: Nothing())  # the CPU has others

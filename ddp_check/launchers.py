@@ -10,6 +10,7 @@ PYTHON = re.compile(r"python[\d.]*$")
 MPI = "srun", "mpirun", "mpiexec", "mpiexec.hydra"
 OTHERS = "deepspeed", "horovodrun", "accelerate", "bash", "sh", "uv", "conda"
 LOCAL_RANK = re.compile(r"""["'](--local[_-]rank)["']""")
+RANK = re.compile(r"""["'](--(?:global[_-]|local[_-])?rank)["'][^)]*required\s*=\s*True""")
 TORCHRUN, LAUNCH = "torch.distributed.run", "torch.distributed.launch"
 ACCELERATE = "accelerate.commands.launch"
 
@@ -103,24 +104,27 @@ def what_to_type(name, words):
     return f"ddp_check starts the processes itself, without {name}: python ddp_check {rest}{flag}"
 
 
+def text_of(path):
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+    return ""
+
+
 def local_rank_flag(path):
     """What torch.distributed.launch passes to a script, as it is written there; None if nothing."""
-    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-        if found := LOCAL_RANK.search(file.read()):
-            return found[1]
-    return None
+    found = LOCAL_RANK.search(text_of(path))
+    return found[1] if found else None
 
 
 def proposal(args, path):
-    """For a script that gets its local rank as a flag alone, which is not given."""
-    flag = local_rank_flag(path)
-    is_given = any(
-        word.partition("=")[0].replace("_", "-") == "--local-rank" for word in args.flags
-    )
-    if flag is None or is_given:
+    """For a script that needs a rank as a flag, which is not given; "" for others."""
+    text = text_of(path)
+    needed = [found[1] for found in RANK.finditer(text)]
+    if "LOCAL_RANK" not in text:  # of the environment
+        needed += [found[1] for found in LOCAL_RANK.finditer(text)]
+    given = [word.partition("=")[0].replace("_", "-") for word in args.flags]
+    missing = [flag for flag in dict.fromkeys(needed) if flag.replace("_", "-") not in given]
+    if not missing:
         return ""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        if "LOCAL_RANK" in file.read():  # of the environment
-            return ""
-    words = shlex.join([args.script, *args.flags])
-    return f"if its launcher passes {flag}, write: python ddp_check {words} {flag} {{rank}}"
+    words = [args.script, *args.flags, *[word for flag in missing for word in (flag, "{rank}")]]
+    return f"does a launcher pass {missing[0]}? Then: python ddp_check {' '.join(words)}"

@@ -217,7 +217,8 @@ def test_launchers(work):
         ('add_argument("--local-rank")', "", "train.py --local-rank {rank}"),
         ('add_argument("--local_rank")', "--local_rank {rank}", ""),
         ('add_argument("--local_rank"); environ["LOCAL_RANK"]', "", ""),
-        ('add_argument("--lr")', "", ""),
+        ('add_argument("--rank", type=int, required=True)', "", "train.py --rank {rank}"),
+        ('add_argument("--rank", default=-1); add_argument("--lr", required=True)', "", ""),
     ],
 )
 def test_local_rank_is_proposed(work, text, flags, says):
