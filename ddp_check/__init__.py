@@ -9,6 +9,7 @@ sketch     what is noted of a tensor
 In those of a run:
 
 process    what the process knows, and the notes that it takes
+gpus       what it is told of GPUs that are not there
 cpu        scripts for GPUs, on CPUs
 given/     what the script gets: random numbers, samples, batch norm
 seen/      what it does: values of lines, steps, numbers
@@ -21,9 +22,12 @@ progress   what is said of a run while it lasts; why it has ended
 runs       starts the processes of a run, waits for them, and ends them
 pairs      which runs it takes, and with which options
 compare/   where the ranks' notes are not those of one process, rules, causes, the report
+launchers  torchrun and others in front of the script
 command    the flags; the runs, the report
 
 __main__   starts command, or in each process of a run, child
 
 A room imports those above it in this list alone.
 """
+
+__version__ = "4.0"  # pyproject.toml takes it from here

@@ -86,6 +86,11 @@ def watching(process):
         raise
     except BaseException as error:
         at = own_lines([*traceback.walk_tb(error.__traceback__)][-1][0])[0]
+        if cpu.needs_gpu(error):
+            text = f"needs a GPU: {str(error).splitlines()[0][:200]}"
+            remedy = "that is not imitated on CPUs: run it where there are GPUs, or without this"
+            facts = {"line": source(at), "text": text, "remedy": remedy}
+            stop_both_runs(process.folder, "refused", facts)
         process.end(f"{type(error).__name__} at {source(at)}: {str(error)[:300]}")
         raise
     else:
@@ -119,7 +124,7 @@ def check_number(args, nproc):
         text = f"starts {nproc} processes, not {wanted}"
         remedy = "give the script their number in a flag, as {n}"
         if not nproc:
-            remedy = "it sees no GPU: --cpu tells it that there is one for each process"
+            remedy = "does it count GPUs? Then --cpu, as without GPUs a library counts none"
         facts = {"line": source(place()[0]), "text": text, "remedy": remedy}
         stop_both_runs(args.folder, "refused", facts)
 
@@ -151,6 +156,7 @@ def run_process(run):
     args = options()
     if files.GUARD is None:  # a new Python
         find_script(args)
+        cpu.install(args)
         files.patch(Process(f"worker{os.getpid()}"))
         control_processes()
     with contextlib.ExitStack() as stack:

@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 
+from . import __version__, launchers
 from .kept.made import Janitor
 from .script import find_script
 
@@ -29,10 +30,11 @@ parser.add_argument("--tolerance", type=float, default=3e-4, help="of gradients"
 parser.add_argument("--noise", action="store_true", help="measure rounding by one more run")
 parser.add_argument("--seed", type=int, default=0, help="of all random numbers, in both runs")
 parser.add_argument("--wait", type=float, default=120, help="seconds without advance: it hangs")
-parser.add_argument("--cpu", action="store_true", help="on CPUs, as if there were GPUs")
+parser.add_argument("--cpu", action="store_true", help="on CPUs, and libraries see GPUs, too")
 parser.add_argument("--all", action="store_true", help="print all that was seen, and was not")
 parser.add_argument("--json", action="store_true", help="print the report as JSON")
 parser.add_argument("--list", action="store_true", help="print the rules, and exit")
+parser.add_argument("--version", action="version", version=f"ddp_check {__version__}")
 parser.add_argument("-m", action="store_true", help="the script is a module, as in python -m")
 parser.add_argument("script", nargs="?", help="your script, followed by its flags")
 parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -82,8 +84,19 @@ def main(words=None):
         parser.error("which script?")
     if not hasattr(os, "fork"):
         parser.error("it needs Linux or macOS; on Windows, WSL")
-    if find_script(args) is None:
+    typed = [args.script, *args.flags]
+    try:
+        launchers.without_launcher(args)
+    except launchers.NotSure as error:
+        parser.error(str(error))
+    if [args.script, *args.flags] != typed:
+        words = ["-m"] * args.m + [args.script, *args.flags]
+        print(f"ddp_check: without the launcher: {' '.join(words)}", file=sys.stderr)
+    path = find_script(args)
+    if path is None:
         parser.error(f"there is no {'module' if args.m else 'file'} {args.script}")
+    if proposal := launchers.proposal(args, path):
+        print(f"ddp_check: {proposal}", file=sys.stderr)
     folder = os.path.realpath(tempfile.mkdtemp(prefix="ddp_check-"))  # as the script's paths are
     janitor = Janitor(folder)
     try:

@@ -17,7 +17,7 @@ class Runs:
         self.again = Run(args, folder, "again", 1)
         self.made = 0  # runs
         gpus, self.too_few_gpus = torch.cuda.device_count(), ""
-        if 0 < gpus < args.nproc:
+        if 0 < gpus < args.nproc and not args.cpu:
             self.too_few_gpus = f"{gpus} GPU for {args.nproc} processes: all run on CPUs"
 
     def seconds(self):

@@ -19,6 +19,14 @@ from .notes import TRIED, Notes
 from .progress import Progress, refusal, why_it_failed
 from .script import FOLDER
 
+RANKS = """RANK LOCAL_RANK ROLE_RANK SLURM_PROCID SLURM_LOCALID OMPI_COMM_WORLD_RANK
+OMPI_COMM_WORLD_LOCAL_RANK PMI_RANK PMIX_RANK MPI_LOCALRANKID MV2_COMM_WORLD_RANK
+MV2_COMM_WORLD_LOCAL_RANK""".split()
+SIZES = """WORLD_SIZE LOCAL_WORLD_SIZE ROLE_WORLD_SIZE SLURM_NTASKS SLURM_NPROCS
+SLURM_NTASKS_PER_NODE SLURM_STEP_NUM_TASKS OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_SIZE
+PMI_SIZE MPI_LOCALNRANKS MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_SIZE""".split()
+NODE_LISTS = "SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST"
+
 
 class NothingCompared(Exception):
     """Its text says why."""
@@ -40,25 +48,24 @@ def free_port():
 
 
 def environment(rank, nproc, port):
-    """What torchrun would set; and Slurm and MPI, of each process."""
+    """What torchrun would set for each process, and Slurm and MPI. SLURM_JOB_ID stays as it is, as
+    scripts take it for a sign that they are in a job."""
     values = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
         "GROUP_RANK": 0,
-        "WORLD_SIZE": nproc,
-        "LOCAL_WORLD_SIZE": nproc,
         "GROUP_WORLD_SIZE": 1,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": "check",
-        "PYTHONHASHSEED": rank + 1,  # sets of names have another order on each rank,
-        "SLURM_PROCID": rank,
-        "SLURM_LOCALID": rank,
-        "SLURM_NTASKS": nproc,
-        "OMPI_COMM_WORLD_RANK": rank,
-        "OMPI_COMM_WORLD_LOCAL_RANK": rank,
-        "OMPI_COMM_WORLD_SIZE": nproc,
+        "PYTHONHASHSEED": rank + 1,  # sets of names have another order on each rank
+        "SLURM_NNODES": 1,
+        "SLURM_JOB_NUM_NODES": 1,
+        "SLURM_NODEID": 0,
+        "SLURM_TASKS_PER_NODE": nproc,
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "OMPI_COMM_WORLD_NODE_RANK": rank,
     }
+    values |= dict.fromkeys(NODE_LISTS, os.environ.get("SLURMD_NODENAME", "localhost"))
+    values |= dict.fromkeys(RANKS, rank) | dict.fromkeys(SIZES, nproc)
     return {name: str(value) for name, value in values.items()}
 
 

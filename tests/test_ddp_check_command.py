@@ -15,6 +15,7 @@ import pytest
 from helpers import Cold, by_mark, content, finish, free_port, marked, some_fast, start, wait_until
 from same_text import ROOT
 
+import ddp_check
 from ddp_check import command, runs
 
 GPUS = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
@@ -326,6 +327,10 @@ def install(clone):
     subprocess.run([*pip, f"./{clone}"], check=True)
     shutil.rmtree(clone)
     assert [path.parent.name for path in site.glob("*/__init__.py")] == ["ddp_check"]
+    rooms = {path.relative_to(ROOT) for path in (ROOT / "ddp_check").rglob("*.py")}
+    assert {path.relative_to(site) for path in site.glob("ddp_check/**/*.py")} == rooms
+    (name,) = [path.name for path in site.glob("*.dist-info")]
+    assert name.endswith(f"-{ddp_check.__version__}.dist-info")
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ stopped: see refuse. What it creates is noted (see made), and removed after each
 stay.
 
 Python tells an audit hook what it opens, renames and removes, in every thread and in processes that
-are forked; writers.py has what it does not tell. Not seen are files that programs write which the
-script starts, and those that C++ writes, but for the libraries in writers.py."""
+are forked; writers.py and databases.py have what it does not tell. Not seen are files that programs
+write which the script starts, and those that C++ writes, but for the libraries in these two."""
 
 import contextlib
 import os
@@ -23,8 +23,8 @@ CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tmp", ".safetensors")  # they are no do
 DOWNLOAD = 50_000  # bytes: a smaller file is not worth to be kept
 CACHES = "~/.cache", "~/.config", "~/.triton", "~/.nv"
 CACHE_VARIABLES = "TORCH_HOME", "HF_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR"
+PROGRAMS = "subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.spawn", "pty.spawn"
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-READ_DATABASE = "to read it only: sqlite3.connect('file:NAME?mode=ro', uri=True)"
 
 
 class PerThread(threading.local):
@@ -49,16 +49,19 @@ class Guard:
             "os.rename": self.before_rename,
             "os.remove": lambda path, folder: self.check("remove", full(path, folder)),
             "os.rmdir": self.before_rmdir,
-            "os.truncate": self.before_truncate,
+            "os.truncate": lambda path, size: self.check("truncate", os.path.realpath(full(path))),
+            "os.chmod": self.before_chmod,
+            "os.chown": lambda path, user, group, folder: self.before_attributes(path, folder),
+            "os.utime": lambda path, times, ns, folder: self.before_attributes(path, folder),
+            "os.chflags": lambda path, flags: self.before_attributes(path),
+            "os.setxattr": lambda path, *attribute: self.before_attributes(path),
+            "os.removexattr": lambda path, *attribute: self.before_attributes(path),
             "os.mkdir": lambda path, mode, folder: self.note(full(path, folder), ""),
             "os.symlink": lambda old, path, folder: self.note(full(path, folder)),
             "os.link": self.before_link,
             "socket.bind": self.before_bind,
-            "sqlite3.connect": self.before_database,
-            "subprocess.Popen": self.say_program,
-            "os.system": self.say_program,
-            "os.posix_spawn": self.say_program,
         }
+        self.events |= dict.fromkeys(PROGRAMS, self.say_program)
 
     def hook(self, event, args):
         if event in self.events and not self.thread.busy:
@@ -148,9 +151,16 @@ class Guard:
         if os.path.isdir(path) and not os.listdir(path):  # or it fails
             self.check("remove", path)
 
-    def before_truncate(self, path, size):
-        if not isinstance(path, int):  # or it is open: see before_open
-            self.check("truncate", os.path.realpath(os.fsdecode(path)))
+    def before_chmod(self, path, mode, folder):
+        path = os.path.realpath(full(path, folder))
+        if os.path.lexists(path) and stat.S_IMODE(os.stat(path).st_mode) != mode:
+            self.check("change the mode of", path)
+
+    def before_attributes(self, path, folder=-1):
+        """Owner, times and the like; a folder's times change by each file in it."""
+        path = os.path.realpath(full(path, folder))
+        if os.path.isfile(path):
+            self.check("change the attributes of", path)
 
     def before_link(self, old, new, old_folder, new_folder):
         """What is written to the new name changes the old file."""
@@ -160,16 +170,6 @@ class Guard:
     def before_bind(self, socket, address):
         if isinstance(address, (str, bytes)) and os.fsdecode(address)[:1] != "\0":
             self.note(full(address))  # of AF_UNIX: the system makes a file
-
-    def before_database(self, database):
-        """SQLite opens its files in C."""
-        name, _, options = os.fsdecode(database).removeprefix("file:").partition("?")
-        if name in ("", ":memory:") or "mode=ro" in options or "mode=memory" in options:
-            return
-        path = os.path.realpath(name)
-        self.check("open", path, READ_DATABASE)
-        for suffix in "", "-journal", "-wal", "-shm":
-            self.note(path + suffix)
 
     def say_program(self, *_):
         line = place()[0]
@@ -186,7 +186,8 @@ def patch(process):
     if GUARD is None:
         GUARD = Guard(process)
         sys.addaudithook(GUARD.hook)
-        from . import writers
+        from . import databases, writers
 
         writers.patch(GUARD)
+        databases.patch(GUARD)
     GUARD.process, process.settle = process, GUARD.made.settle

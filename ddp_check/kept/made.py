@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 
-def folder_path(number):
-    """The path of a folder that is open."""
+def open_path(number):
+    """The path of a file or folder that is open."""
     if sys.platform == "darwin":
         import fcntl
 
@@ -20,8 +20,11 @@ def folder_path(number):
 
 
 def full(path, folder=-1):
-    """Of a name in an open folder, or relative to the current one; a link is not followed."""
-    start = folder_path(folder) if isinstance(folder, int) and folder >= 0 else os.getcwd()
+    """Of a name in an open folder, or relative to the current one; a link is not followed. Of an
+    open file, its path."""
+    if isinstance(path, int):
+        return open_path(path)
+    start = open_path(folder) if isinstance(folder, int) and folder >= 0 else os.getcwd()
     path = os.path.join(start, os.fsdecode(path))
     return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 
