@@ -214,9 +214,10 @@ class Net(nn.Module):
 
 
 def make_step(run, gradient):
-    """The model after a step with this gradient, which also changes a buffer."""
-    torch.manual_seed(0)
+    """The model after a step with this gradient, which also changes a buffer; and the gradient in
+    the step."""
     model = Net()
+    nn.init.constant_(model.layer.weight, gradient)
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
     optimizer.made = run.made[id(optimizer)] = {"made": []}
     steps = seen_steps.Steps(run)
@@ -224,17 +225,18 @@ def make_step(run, gradient):
         p.grad = torch.full_like(p, gradient)
     model.bank += gradient
     steps.begin(optimizer, (optimizer,), {})
-    for p in model.parameters():
-        p.data -= p.grad
+    inside = model.layer.weight.grad.clone()
     steps.end(optimizer, (optimizer,), {})
-    return model
+    return model, inside
 
 
 def test_steps(make_process):
-    """After a step, a rank has one process's weights and buffers, but its own gradients."""
-    wanted = make_step(make_process("one"), 1.0)
+    """In a step, a rank has one process's gradients; after it, one process's weights and buffers,
+    but its own gradients."""
+    wanted, _ = make_step(make_process("one"), 1.0)
     rank = make_process()
-    model = make_step(rank, 3.0)
+    model, inside = make_step(rank, 3.0)
+    assert inside.eq(1).all()
     assert torch.equal(model.layer.weight, wanted.layer.weight)
     assert torch.equal(model.bank, wanted.bank)
     assert model.layer.weight.grad.eq(3).all()
@@ -403,7 +405,7 @@ class FakeRuns:
         return self.notes
 
     def once_more(self, lines):
-        self.made.append("noise")
+        self.made.append("noise" + ", lines" * bool(lines))
         return self.noisy
 
     def lines(self, steps):
@@ -427,9 +429,12 @@ def test_runs():
     made, result = check(right, [wrong, wrong])
     assert made == ["pair", "lines of 2"] and result.status == 1
     made, result = check(right, [small, small])
-    assert made == ["pair", "noise", "lines of 2"] and result.status == 1
+    assert made == ["pair", "noise, lines", "lines of 2"] and result.status == 1
     made, result = check(right, [small, small], again=notes(*step_notes([1, 1.0005])))
-    assert made == ["pair", "noise"] and result.status == 0
+    assert made == ["pair", "noise, lines"] and result.status == 0
+    clocks = [notes(*step_notes(), (4, Printed("train.py:20", f"1.{n}0 s"))) for n in (23, 45, 67)]
+    made, result = check(clocks[0], [clocks[1], clocks[1]], again=clocks[2])
+    assert made == ["pair", "noise"] and not result.of("look")
     made, result = check(right, [wrong, wrong], fails=True)
     assert result.status == 1 and "could not be noted: gone" in result.findings[0].text
 

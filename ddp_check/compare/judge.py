@@ -32,11 +32,16 @@ class Result:
         return [finding for finding in self.findings if finding.verdict in verdicts]
 
     @property
+    def measured(self):
+        """The findings that rest on numbers."""
+        return [finding for finding in self.of("WRONG", "look") if finding.what in MEASURED]
+
+    @property
     def may_be_noise(self):
         """Whether another run on one process may explain a finding: by rounding, or as a clock. Not
         what is so large that noise of that size would hide all else."""
-        found = [f for f in self.of("WRONG", "look") if f.what in MEASURED]
-        return bool(found) and max(finding.off for finding in found) < TIMES_NOISE * HIDES
+        found = [finding.off for finding in self.measured]
+        return bool(found) and max(found) < TIMES_NOISE * HIDES
 
     @property
     def status(self):
