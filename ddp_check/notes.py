@@ -163,7 +163,9 @@ class Notes:
     def end(self):
         """How it has ended, in words."""
         if self[End]:
-            return self[End][-1][1].state
+            state = self[End][-1][1].state
+            is_asked = state.startswith("EOFError")  # by input()
+            return state + "; it has no input: pass the flag that answers" * is_asked
         for name, line in re.findall(r'File "(.*)", line (\d+)', self.crash):
             if own_file(name):
                 return f"a crash at {source(f'{own_file(name)}:{line}')}"

@@ -66,6 +66,8 @@ def whole(tensor):
 def folded(flat):
     """Where the tensor is, in float64: the square of its norm, how many entries are not finite, and
     its entries with random signs, added up to SUMS numbers."""
+    if not len(flat):
+        return flat.new_zeros(SUMS + 2, dtype=torch.float64)
     signs, blocks, facts = random_signs().to(flat.device), 0, []
     for part in flat.split(16 * len(signs)):
         part = part if part.dtype == torch.float64 else part.float()
@@ -82,9 +84,7 @@ def folded(flat):
             sums = sums.gather(1, (torch.arange(SUMS, device=flat.device) - shift) % SUMS)
         blocks += len(sums)
         facts.append(torch.cat([norm.square()[None], norm.new_tensor([bad]), sums.sum(0)]))
-    if len(facts) == 1:
-        return facts[0]
-    return torch.stack(facts).sum(0) if facts else torch.zeros(SUMS + 2, dtype=torch.float64)
+    return torch.stack(facts).sum(0) if len(facts) > 1 else facts[0]
 
 
 def half_eps(tensor):

@@ -32,11 +32,16 @@ class Result:
         return [finding for finding in self.findings if finding.verdict in verdicts]
 
     @property
+    def measured(self):
+        """The findings that rest on numbers."""
+        return [finding for finding in self.of("WRONG", "look") if finding.what in MEASURED]
+
+    @property
     def may_be_noise(self):
         """Whether another run on one process may explain a finding: by rounding, or as a clock. Not
         what is so large that noise of that size would hide all else."""
-        found = [f for f in self.of("WRONG", "look") if f.what in MEASURED]
-        return bool(found) and max(finding.off for finding in found) < TIMES_NOISE * HIDES
+        found = [finding.off for finding in self.measured]
+        return bool(found) and max(found) < TIMES_NOISE * HIDES
 
     @property
     def status(self):
@@ -144,16 +149,18 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
     found += settings[:1] + differences.hidden
     printed = compare_printed(one, ranks, values, variables, again or lines[0])
     printed = [finding for finding in printed if finding.step < lost][:2]
-    last = max([*to_explain[:FEW], *[finding.step for finding in printed]], default=-1)
+    last = max([*to_explain, *[finding.step for finding in printed]], default=-1)
     return found + printed, differences.largest, int(last) + 1
 
 
 def steps_to_explain(differences, settings, until):
-    """Those that differ, but for updates where settings do."""
+    """The first that differ, but for updates where settings do."""
     explained = {finding.step for finding in settings}
-    found = differences.of("gradient", "parameters", "weight", "buffer")
+    found = differences.of("gradient", "parameters", "weight")
     found += [f for f in differences.of("update") if f.step not in explained]
-    return sorted({finding.step for finding in found if finding.step < until})
+    steps = sorted({finding.step for finding in found})[:FEW]
+    steps += [finding.step for finding in differences.of("buffer")[:1]]
+    return [step for step in steps if step < until]
 
 
 def about_ends(one, ranks, counts, ends, found):
