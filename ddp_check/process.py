@@ -54,9 +54,9 @@ class PerThread(threading.local):
     sync = False  # inside of SyncBatchNorm
     evaluates = False  # inside of a module in evaluation mode
     torch_state = None  # of torch's generator, before it draws
+    stepping = False  # inside of an optimizer's step
     batch = None  # the number of samples that are made into a batch
     worker = None  # of a loader, which is imitated
-    samples = None  # {index: sum} of those that a collate_fn of the script's own gets
 
 
 class Process:
@@ -79,8 +79,8 @@ class Process:
         self.model = None  # the outermost model that computes now
         self.draws, self.given, self.batches = {}, {}, {}  # of the run on one process
         self.last_order = ""  # the line that has drawn an order of all before the first step
-        self.drawn = {}  # {where a tensor is that was drawn in place: (generator's state, its sum)}
-        self.trained = set()  # ids of what an optimizer has
+        self.written = {}  # {where a tensor is: the line that has set it last}
+        self.trained = {}  # {id: name} of what an optimizer has
         self.made = {}  # {id: the lines that made it} of optimizers, a line of a generator
         self.settle = lambda: None  # of files
         self.notes = open(f"{self.folder}/{self.name}.{self.rank}.notes", "wb")
@@ -90,10 +90,9 @@ class Process:
             if not self.is_single:
                 self.draws, self.given, self.batches = known
 
-    def forget_drawn(self, tensor):
-        """It is not what was drawn any more; also if it is the .data of that."""
-        if is_plain(tensor):
-            self.drawn.pop(tensor.data_ptr(), None)
+    def names_in(self, module):
+        """Of the parameters of a module that an optimizer has."""
+        return [self.trained[id(p)] for p in module.parameters() if id(p) in self.trained]
 
     def is_fork(self):
         """In a process that the script has forked."""

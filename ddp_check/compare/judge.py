@@ -5,16 +5,18 @@ import traceback
 from dataclasses import dataclass
 
 from ..notes import Finding, Said, Step
-from ..script import branch_of, loops_around, source
+from ..script import source
 from .causes import find_causes
 from .differences import Differences, compare_settings
+from .ends import about_ends, left_out_steps
 from .kinds import TENSORS, VALUES, noise_of
 from .lineage import Values
 from .numbers import Variables, compare_printed
-from .rules import RULES
+from .sample_rules import RULES  # all of them
 from .samples import compare_lengths, compare_samples, passes_per_process
 
 VERDICTS = "note", "WRONG", "look", "ok", "not told", "not seen"  # in the order of the report
+USUAL_ENDS = "its end", "--steps"
 MEASURED = *TENSORS, *VALUES, "printed"  # the kinds of findings that rest on numbers
 
 
@@ -52,7 +54,8 @@ def judge(one, ranks, tolerance, again=None, scaled=()):
     if steps:
         differences, largest = find_all(one, ranks, tolerance, again, scaled)
         found += differences
-    if len(set(counts)) > 1 or len(set(ends)) > 1 or ends[0] not in ("its end", "--steps"):
+    is_other = len(set(counts)) > 1 or len(set(ends)) > 1
+    if (is_other and not any(f.what == "steps" for f in found)) or ends[0] not in USUAL_ENDS:
         found.append(about_ends(one, ranks, counts, ends, found))
     for rule in RULES:
         try:
@@ -82,8 +85,12 @@ def find_all(one, ranks, tolerance, again=None, scaled=()):
         last = ended[0].step
         samples = [finding for finding in samples if finding.step < last]
     due = bool(lengths) and lengths[0].verdict == "look"  # so is a schedule by len(loader)
-    for notes in [one, *ranks]:
-        notes.leave_out((*VALUES, *TENSORS), lambda step: step >= last or step in uneven)
+    if (left_out := left_out_steps(ranks)) and left_out.step < last:
+        last, samples = left_out.step, [f for f in samples if f.step < left_out.step]
+    one, *ranks = [
+        notes.without((*VALUES, *TENSORS), lambda step: step >= last or step in uneven)
+        for notes in (one, *ranks)
+    ]
     noise = noise_of(one, again)
     values = Values(one, ranks, tolerance, noise)
     differences = Differences(one, ranks, tolerance, noise)
@@ -96,6 +103,7 @@ def find_all(one, ranks, tolerance, again=None, scaled=()):
         samples = passes_per_process(one, ranks, trains, scaled)
     notes = [Finding("note", "samples", step, uneven[step]) for step in uneven if step < last]
     found, lost = notes[:1], math.inf  # lost: from this step on, nothing can be compared
+    found += [left_out] if left_out else []
     for finding in samples[:1]:
         if finding.advice == "unpaired":
             lost = finding.step
@@ -135,19 +143,3 @@ def find_all(one, ranks, tolerance, again=None, scaled=()):
     printed = compare_printed(one, ranks, values, variables, again)
     found += [finding for finding in printed if finding.step < lost][:2]
     return found, differences.largest
-
-
-def about_ends(one, ranks, counts, ends, found):
-    """They have made other numbers of steps, or ended otherwise; or all by the same error."""
-    due = any(f.what == "epoch" and f.verdict == "look" or f.advice == "unpaired" for f in found)
-    steps = min(counts)
-    is_same = len(set(counts)) == 1 and ends[0] in ends[1:]  # the script's, not of data parallelism
-    text, *more = [f"{count} steps, then {end}" for count, end in zip(counts, ends)]
-    more = [f"rank {rank}: {line}" for rank, line in enumerate(more)]
-    extra = [notes[Step][steps][1] for notes in (one, *ranks) if len(notes[Step]) > steps]
-    if extra and steps and (branch := branch_of(extra[0].line)):
-        more.append(source(branch))
-    for line in [extra[0].line, *extra[0].callers] if extra and steps else []:
-        more += [f"in the loop of {source(loop)}" for loop in loops_around(line)]
-    verdict = "look" if due or is_same else "WRONG"
-    return Finding(verdict, "end", steps, f"one process: {text}", more=more)

@@ -43,7 +43,7 @@ KINDS = {
     "attribute": Kind("same mean sum sorted", 3, 0),
     "evaluation": Kind("alike", 3, 0),
     "split": Kind("alike", 0, 0),
-    "born": Kind("alike", 0, 0),
+    "own": Kind("alike", 0, 0),
     "draw": Kind("unlike", 0, 0),
 }
 LEAST = 1e-6  # of a limit: rounding

@@ -11,7 +11,7 @@ import torch
 
 from ..process import wrap
 from ..script import place
-from .draws import LOOP, ORDER, SCRIPT_STATES, note_draw, pair, state_of
+from .draws import LOOP, ORDER, SCRIPT_STATES, marked, note_draw, pair, state_of
 
 ORDERS = "shuffle", "permutation", "sample"
 LIBRARIES = {
@@ -72,10 +72,11 @@ def patch(run):
             args = list(args)
             size = args[size_at] if len(args) > size_at else kwargs.get("size")
             shape = () if size is None else tuple(map(int, np.ravel(size)))
-            key, shape_of_one = pair(run, f"{owner.__name__}.{name}", shape)
-            with script_state(generator):
-                state = state_of(generator)
-                if "shuffle" not in name:  # it changes its argument
+            state = state_of(generator)
+            of_one = pair(run, f"{owner.__name__}.{name}", shape, state)
+            key, shape_of_one, _ = of_one
+            if "shuffle" not in name:  # it changes its argument
+                with script_state(generator):
                     original(*args, **kwargs)
             inspect.unwrap(owner.seed)(run.hash(key))
             if shape == shape_of_one:
@@ -83,7 +84,8 @@ def patch(run):
                 if (name in ORDERS or is_split) and not run.steps:
                     run.last_order = place()[0]
                     note_draw(run, ORDER, generator, state)
-                return original(*args, **kwargs)
+                values = original(*args, **kwargs)
+                return marked(run, name, generator, values, of_one, state)
             note_draw(run, LOOP, generator, state)
             if len(args) > size_at:
                 args[size_at] = shape_of_one
