@@ -79,6 +79,7 @@ class Process:
         self.model = None  # the outermost model that computes now
         self.draws, self.given, self.batches = {}, {}, {}  # of the run on one process
         self.last_order = ""  # the line that has drawn an order of all before the first step
+        self.seeded = {}  # {generator: the script's line that has seeded it last}
         self.written = {}  # {where a tensor is: the line that has set it last}
         self.trained = {}  # {id: name} of what an optimizer has
         self.made = {}  # {id: the lines that made it} of optimizers, a line of a generator

@@ -1,10 +1,13 @@
 """Processes that make other numbers of steps, or end otherwise."""
 
+import ast
 import re
 
-from ..notes import Finding, Step
-from ..script import branch_of, loops_around, source
+from ..notes import Batch, Finding, PassEnd, Step
+from ..script import branch_of, lines_inside, loops_around, source, statement_at
+from .fits import sides
 from .kinds import PAGE
+from .samples import training_passes
 
 LOST = r"Connection closed|Connection reset|Broken pipe|Timed out|connectionClosed|recvBytes"
 
@@ -28,6 +31,36 @@ def left_out_steps(ranks):
             about = {"remedy": "decide by numbers of all ranks", "section": f"{PAGE}#decisions"}
             return Finding(verdict, "steps", step, text, branch, more=[source(line)], **about)
     return None
+
+
+def left_pass(one, ranks):
+    """The first pass over a training loader that was left after other numbers of batches: by a
+    `break`, whose `if` is named. None if there is none."""
+    taken = []  # of each process: {pass: (number of batches, the step of the last)}
+    ended = {note.key for notes in (one, *ranks) for _, note in notes[PassEnd]}
+    for notes in (one, *ranks):
+        trains, of = training_passes(notes), {}
+        for step, batch in notes[Batch]:
+            if batch.key in trains:
+                of[batch.key] = batch.number + 1, step
+        taken.append(of)
+    passes = [key for key in taken[0] if key not in ended and all(key in of for of in taken)]
+    for key in passes:
+        is_last = any(key == [*of][-1] for of in taken)
+        numbers, steps = zip(*[of[key] for of in taken])
+        if len(set(numbers)) > 1 and not is_last:
+            text = f"a pass is left after {sides(*numbers)} batches; later steps are not compared"
+            breaks = [branch_of(at) for at in lines_inside(key[0]) if is_break(at)]
+            line = next(filter(None, breaks), key[0])
+            more = [f"in the loop of {source(key[0])}"]
+            about = {"remedy": "decide by numbers of all ranks", "section": f"{PAGE}#decisions"}
+            verdict = "WRONG" if len(set(numbers[1:])) > 1 else "look"
+            return Finding(verdict, "steps", min(steps) + 1, text, line, more, **about)
+    return None
+
+
+def is_break(line):
+    return isinstance(statement_at(line), ast.Break)
 
 
 def about_ends(one, ranks, counts, ends, found):

@@ -8,7 +8,7 @@ from ..notes import Finding, Said, Step
 from ..script import source
 from .causes import find_causes
 from .differences import Differences, compare_settings
-from .ends import about_ends, left_out_steps
+from .ends import about_ends, left_out_steps, left_pass
 from .kinds import TENSORS, VALUES, noise_of
 from .lineage import Values
 from .numbers import Variables, compare_printed
@@ -85,8 +85,12 @@ def find_all(one, ranks, tolerance, again=None, scaled=()):
         last = ended[0].step
         samples = [finding for finding in samples if finding.step < last]
     due = bool(lengths) and lengths[0].verdict == "look"  # so is a schedule by len(loader)
-    if (left_out := left_out_steps(ranks)) and left_out.step < last:
-        last, samples = left_out.step, [f for f in samples if f.step < left_out.step]
+    left_out = [finding for finding in (left_out_steps(ranks), left_pass(one, ranks)) if finding][
+        :1
+    ]
+    for finding in left_out:
+        last = min(last, finding.step)
+        samples = [sample for sample in samples if sample.step < last]
     one, *ranks = [
         notes.without((*VALUES, *TENSORS), lambda step: step >= last or step in uneven)
         for notes in (one, *ranks)
@@ -103,7 +107,7 @@ def find_all(one, ranks, tolerance, again=None, scaled=()):
         samples = passes_per_process(one, ranks, trains, scaled)
     notes = [Finding("note", "samples", step, uneven[step]) for step in uneven if step < last]
     found, lost = notes[:1], math.inf  # lost: from this step on, nothing can be compared
-    found += [left_out] if left_out else []
+    found += left_out
     for finding in samples[:1]:
         if finding.advice == "unpaired":
             lost = finding.step

@@ -49,6 +49,7 @@ KINDS = {
 LEAST = 1e-6  # of a limit: rounding
 HIDES = 1e-2  # noise beyond which nothing is told
 TIMES_NOISE = 5
+TIMES_EPS = 1.5  # of half precision
 
 
 class Misfit(NamedTuple):
@@ -59,7 +60,7 @@ class Misfit(NamedTuple):
 
 def limit_of(kind, tolerance, noise=0.0, value=None):
     eps = getattr(value, "eps", 0.0)
-    return max(LEAST, KINDS[kind].times * tolerance, TIMES_NOISE * noise, 2 * eps)
+    return max(LEAST, KINDS[kind].times * tolerance, TIMES_NOISE * noise, TIMES_EPS * eps)
 
 
 def by_key(notes, kind):

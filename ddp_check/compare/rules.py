@@ -7,9 +7,11 @@ import re
 from dataclasses import replace
 
 from ..notes import Collective, File, Finding, Step
+from ..script import source
 from .kinds import PAGE, misfits, offs, paired
 
 RULES = []  # in the order of the report
+NUMBER = re.compile(r"\d+")
 SHARED = r"\.lock$|torchinductor|triton|huggingface"
 
 
@@ -59,7 +61,10 @@ class RandomNumbers(Rule):
         for step, seen, found in draws:
             if found:
                 text = f"{found[0].part} draws the same numbers on all ranks ({seen.name})"
-                return self.wrong(step, seen.line, text)
+                results = self.wrong(step, seen.line, text)
+                if line := seen.about["seeded"]:
+                    results[0].more.append(f"last seeded at {source(line)}")
+                return results
         return [] if draws else None
 
 
@@ -231,4 +236,23 @@ class Files(Rule):
                 text = f"ranks {sorted(writers)} write {path}"
                 found += self.wrong(step, note.line, text, verdict)
         found.sort(key=lambda one: one.verdict)  # WRONG first
+        found = found or self.beside(written)
         return found[:1] if found or written else None
+
+    def beside(self, written):
+        """A file of each rank, with names that differ in numbers which are not the rank, such as a
+        time or a process's number: event files in one folder, checkpoints named by a loss."""
+        alike = {}  # {name without numbers: {rank: (its numbers, its path, step, note)}}
+        for path, writers in written.items():
+            rank = min(writers)
+            if len(writers) == 1 and not re.search(SHARED, path):
+                of_rank = alike.setdefault(NUMBER.sub("#", path), {})
+                of_rank[rank] = NUMBER.findall(path), path, *writers[rank]
+        for of_rank in alike.values():
+            places = zip(*[numbers for numbers, *_ in of_rank.values()])
+            says_rank = list(of_rank) in [list(map(int, numbers)) for numbers in places]
+            if len(of_rank) > 1 and not says_rank:
+                _, path, step, note = of_rank[min(of_rank)]
+                text = f"each of ranks {sorted(of_rank)} writes a file of its own, such as {path}"
+                return self.look(step, note.line, text)
+        return []

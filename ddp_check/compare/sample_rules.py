@@ -2,8 +2,9 @@
 
 import itertools
 import math
+from dataclasses import replace
 
-from ..notes import Batch, Collective, Pass, PassEnd, Said, Step
+from ..notes import Batch, Collective, Drawn, Pass, PassEnd, Said, Step
 from ..script import source, tests_with
 from .fits import relative, sides
 from .kinds import misfits
@@ -139,8 +140,9 @@ class Counts(Rule):
                 return self.look(len(keys) - 1, tests[0], numbers)
             tests = tests_with(line, name, unless="world")
             if tests and not is_scaled and all(abs(b - len(ranks) * a) < 1e-6 for a, b in both):
-                text = f"{numbers}: it grows as many times as fast, and may never be at a multiple"
-                return self.look(len(keys) - 1, tests[0], text)
+                text = f"{numbers}: it grows {len(ranks)} times as fast, and may pass by a multiple"
+                found = self.look(len(keys) - 1, tests[0], text)
+                return [replace(found[0], remedy="count steps, or the samples of all ranks")]
         return [] if seen else None
 
 
@@ -177,9 +179,14 @@ class Splits(Rule):
     def find(self, one, ranks):
         orders = among("split", ranks)
         for step, seen, found in orders:
-            if found:
+            if found and not self.is_of_loop(ranks[0], seen.line):
                 return self.look(step, seen.line, "each rank has an order of its own")
         return [] if orders else None
+
+    def is_of_loop(self, notes, line):
+        """Whether it draws several times in each step, as for neighbours in a graph."""
+        times = [n for _, drawn in notes[Drawn] for (at, _), n in drawn.times.items() if at == line]
+        return sum(sum(of_step.values()) for of_step in times) > 2 * max(1, len(notes[Step]))
 
 
 class TestSamples(Rule):

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from ..sketch import leaves_of
 from .draws import DATASET, SCRIPT_STATES, checksum, note_draw, seed_all, state_of
+from .generators import OwnGenerators
 
 
 @contextlib.contextmanager
@@ -115,19 +116,24 @@ def total_of(sample):
     return total
 
 
-def collated(run, loader, indices, number, states):
+def collated(run, loader, indices, batch, states):
     """Each sample is drawn with a seed of its own; what makes the batch, with one of the batch. The
     samples' totals are of a pass's first batch, and of what the script puts together itself."""
-    samples, totals = [], {}
-    for index in indices:
-        seed_all(run.hash("sample", base_index(loader.dataset, index)))
-        before = given_states() if not samples else None
-        samples.append(loader.dataset[index])
-        drawn = [k for k, v in given_states().items() if before and before[k] != v]
-        for generator in drawn if torch.is_grad_enabled() else []:
-            note_draw(run, DATASET, generator, states[generator])
-    seed_all(run.hash("batch", number))
-    if number == 0 or is_own(loader.collate_fn):
+    samples, totals, own = [], {}, OwnGenerators(loader.dataset)
+    try:
+        for index in indices:
+            number = run.hash("sample", base_index(loader.dataset, index))
+            seed_all(number)
+            before, given = given_states() if not samples else None, own.seed(number)
+            samples.append(loader.dataset[index])
+            if before and torch.is_grad_enabled():
+                drawn = [(k, states[k]) for k, v in given_states().items() if before[k] != v]
+                for generator, state in drawn + own.drawn(given):
+                    note_draw(run, DATASET, generator, state)
+    finally:
+        own.restore()
+    seed_all(run.hash("batch", batch))
+    if batch == 0 or is_own(loader.collate_fn):
         bases = [base_index(loader.dataset, index) for index in indices]
         totals = dict(zip(bases, map(total_of, samples)))
     run.thread.batch = len(samples)

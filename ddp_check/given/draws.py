@@ -104,7 +104,8 @@ def note_draw(run, what, generator, state):
     if not run.is_single:
         line = place()[0]
         number = run.nth("draw of", run.steps, what, line, generator)
-        run.note(Seen("split" if what == ORDER else "draw", line, generator, number, {what: state}))
+        kind, about = "split" if what == ORDER else "draw", {"seeded": run.seeded.get(generator)}
+        run.note(Seen(kind, line, generator, number, {what: state}, about=about))
 
 
 def of_own_generator(run, name, values):
@@ -131,7 +132,7 @@ def permutation(run, name, n):
 
     if total != n:
         return shuffled(run.rank, n)
-    if not run.steps:
+    if not run.steps and run.model is None:
         note_draw(run, ORDER, "torch", run.thread.torch_state)
         run.last_order = place()[0]
     if n % run.world or run.world > share:
@@ -205,6 +206,12 @@ def patch(run):
     """Random functions of torch get the numbers of one process. Its own generator goes on beside
     them: unseeded, it has another state on each rank."""
     torch.manual_seed(run.hash("unseeded", run.rank))
+
+    @wrap(torch, "manual_seed")
+    def manual_seed(original, seed):
+        if not (run.thread.in_dataset or run.thread.quiet):
+            run.seeded["torch"] = place()[0]
+        return original(seed)
 
     def watch(owner, name):
         @wrap(owner, name)

@@ -44,6 +44,7 @@ def patch(run):
         def seed(original, *args, **kwargs):
             if run.thread.in_dataset or run.is_fork():
                 return original(*args, **kwargs)
+            run.seeded[generator] = place()[0]
             with script_state(generator):
                 original(*args, **kwargs)
             return original(run.hash(owner.__name__, run.steps))
@@ -81,7 +82,8 @@ def patch(run):
             inspect.unwrap(owner.seed)(run.hash(key))
             if shape == shape_of_one:
                 is_split = name == "choice" and (kwargs.get("replace"), *args[2:3])[-1] is False
-                if (name in ORDERS or is_split) and not run.steps:
+                is_order = name in ORDERS or is_split
+                if is_order and not run.steps and run.model is None:
                     run.last_order = place()[0]
                     note_draw(run, ORDER, generator, state)
                 values = original(*args, **kwargs)
