@@ -39,17 +39,17 @@ def left_pass(one, ranks):
     taken = []  # of each process: {pass: (number of batches, the step of the last)}
     ended = {note.key for notes in (one, *ranks) for _, note in notes[PassEnd]}
     for notes in (one, *ranks):
-        trains, of = training_passes(notes), {}
-        for step, batch in notes[Batch]:
-            if batch.key in trains:
-                of[batch.key] = batch.number + 1, step
-        taken.append(of)
+        batches = [(step, batch) for step, batch in notes[Batch] if batch.trains]
+        taken.append({batch.key: (batch.number + 1, step) for step, batch in batches})
+    ended |= taken[0].keys() - training_passes(one)
     passes = [key for key in taken[0] if key not in ended and all(key in of for of in taken)]
     for key in passes:
-        is_last = any(key == [*of][-1] for of in taken)
         numbers, steps = zip(*[of[key] for of in taken])
-        if len(set(numbers)) > 1 and not is_last:
-            text = f"a pass is left after {sides(*numbers)} batches; later steps are not compared"
+        later = (*key[:2], key[2] + 1)  # where there is none, this pass may go on
+        left = [n for n, of in zip(numbers, taken) if later in of]
+        if left and max(numbers) > min(left):
+            text = f"a pass is left after so many batches: {sides(*numbers)}; later steps are not "
+            text += "compared"
             breaks = [branch_of(at) for at in lines_inside(key[0]) if is_break(at)]
             line = next(filter(None, breaks), key[0])
             more = [f"in the loop of {source(key[0])}"]
