@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from .notes import NOISE, Drawn, End, Said, Seen
-from .sketch import is_plain, leaves_of, summary
+from .sketch import by_sample, is_plain, leaves_of, summary
 
 LEAVE = os._exit
 STOPPED = 76  # exit status
+MANY_PARTS = 8  # tensors of a value that are noted
 
 
 def wrap(owner, name):
@@ -107,10 +108,11 @@ class Process:
 
     def note_value(self, kind, line, name, tree, made_from=(), **about):
         """Note what a line has computed, and return its index."""
-        leaves = [leaf for leaf in leaves_of(tree) if torch.is_tensor(leaf)][:8]
-        values = dict.fromkeys(range(len(leaves)))
+        leaves, values = [leaf for leaf in leaves_of(tree) if torch.is_tensor(leaf)], {}
         with self.quiet(), contextlib.suppress(RuntimeError):  # inside of vmap, there are none
-            values = {part: summary(leaf) for part, leaf in enumerate(leaves)}
+            parts = leaves_of(by_sample(tree, self.loader_rows))
+            parts = [part for part in parts if torch.is_tensor(part)][:MANY_PARTS]
+            values = {number: summary(part) for number, part in enumerate(parts)}
         number = self.nth("value", self.steps, kind, line, name)
         index, about = self.nth("values"), about | {"model": self.model}
         self.note(Seen(kind, line, name, number, values, index, list(made_from), about))

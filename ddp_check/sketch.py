@@ -42,6 +42,25 @@ def leaves_of(tree):
     return [tree]
 
 
+def by_sample(tree, rows):
+    """A list with a tree of tensors for each of a batch's samples becomes one tensor: of each the
+    sum, and the norm."""
+    if isinstance(tree, dict):
+        return {key: by_sample(part, rows) for key, part in tree.items()}
+    if not isinstance(tree, (list, tuple)):
+        return tree
+    leaves = [[leaf for leaf in leaves_of(part) if torch.is_tensor(leaf)] for part in tree]
+    is_batch = all(len(of) == 1 and of[0].dim() and len(of[0]) == rows for of in leaves)
+    if len(tree) != rows or is_batch or not all(map(all_plain, leaves)):
+        return [by_sample(part, rows) for part in tree]
+    flat = [torch.cat([leaf.detach().reshape(-1).double().cpu() for leaf in of]) for of in leaves]
+    return torch.stack([torch.stack([each.sum(), each.norm()]) for each in flat])
+
+
+def all_plain(tensors):
+    return bool(tensors) and all(is_plain(t) and t.layout == torch.strided for t in tensors)
+
+
 @functools.cache
 def random_signs():
     """The same in each process."""

@@ -21,10 +21,13 @@ ADVICE = {
     "branch": "a decision by numbers of the rank's own share?",
     "weights": "no optimizer trains it, and its weights are not those of one process. If numbers "
     "of this rank's samples have set them, all_reduce these first",
+    "apart": "it is made from random numbers of which a rank draws other than its share of one "
+    "process's: nothing after it can be compared",
     "unpaired": "it comes from outside of torch, as of an environment, by random numbers of each "
     "rank's own: nothing after it can be compared",
 }
-LOOKS = "coupled", "collate", "stream", "ratio", "unpaired"  # which may be intended
+LOST = "stream", "apart", "unpaired"  # after which nothing can be compared
+LOOKS = "coupled", "collate", "ratio", *LOST  # which may be intended
 
 
 class Cause:
@@ -42,8 +45,11 @@ class Cause:
         lines = lines_inside(made_by) if made_by else [value.line]
         numbers, generators = variables.behind(lines, step, further=0), variables.generators
         usual = "ratio" if value.about.get("by_gradient") and not numbers else "share"
-        if what == "inputs" and not numbers and values.is_fresh(value) and generators:
-            usual = "unpaired"
+        if not numbers and values.is_fresh(value):
+            if what == "inputs" and generators:
+                usual = "unpaired"
+            elif step in variables.apart:
+                usual = "apart"
         if values.has_same_samples(value):
             usual = "collate"
         advice = advice or ("stream" if value.name == STREAM else usual)
@@ -162,6 +168,6 @@ def find_causes(values, differences, variables, steps, samples, lost):
             if not may_be and not (looks and verdict == "unclear"):
                 return looks + causes, number, lost
             looks = looks or causes
-            if any(finding.advice in ("unpaired", "stream") for finding in causes):
+            if any(finding.advice in LOST for finding in causes):
                 lost = number
     return looks, math.inf, lost

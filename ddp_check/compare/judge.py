@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..notes import Finding, Said, Step
 from ..script import source
-from .causes import find_causes
+from .causes import LOST, find_causes
 from .differences import Differences, compare_settings
 from .ends import about_ends, left_out_steps, left_pass
 from .kinds import TENSORS, VALUES, noise_of
@@ -69,7 +69,7 @@ def judge(one, ranks, tolerance, again=None, scaled=()):
         elif results or not any(f.what == rule.name for f in found):
             found += results or [Finding("ok", rule.name, 0, rule.right)]
     found.sort(key=lambda finding: VERDICTS.index(finding.verdict))
-    lost = min([f.step for f in found if f.advice in ("unpaired", "stream")], default=math.inf)
+    lost = min([f.step for f in found if f.advice in LOST], default=math.inf)
     if not lost:  # nor what the script keeps
         found = [f for f in found if f.what != "attributes" or f.verdict != "look"]
     return Result(found, steps, len(ranks), largest, lost)

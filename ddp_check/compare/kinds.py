@@ -43,6 +43,7 @@ KINDS = {
     "attribute": Kind("same mean sum sorted", 3, 0),
     "evaluation": Kind("alike", 3, 0),
     "split": Kind("alike", 0, 0),
+    "apart": Kind("alike", 0, 0),
     "own": Kind("alike", 0, 0),
     "draw": Kind("unlike", 0, 0),
 }

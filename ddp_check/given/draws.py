@@ -39,7 +39,8 @@ def pair(run, name, shape, state):
     """Which draw of one process this is. It has the same lines, from the innermost to the
     outermost, so that what one rank alone draws does not count; or else the same innermost line,
     or else any. Of these, it is the n-th in the step. Where one process draws as many times as
-    often, as for micro-batches, the ranks take turns."""
+    often, as for micro-batches, the ranks take turns. Where there is none, what it makes cannot be
+    compared."""
     lines, trains = place(), torch.is_grad_enabled()
     ways = [
         (run.steps, where, name, trains, run.nth("draw", run.steps, where, name, trains))
@@ -64,6 +65,8 @@ def pair(run, name, shape, state):
     for of_one in found:
         if of_one.shape == shape or run.shared_dimension(of_one.shape, shape) is not None:
             return of_one
+    number = run.nth("apart", run.steps, lines[0], name)
+    run.note(Seen("apart", lines[0], name, number, {"shape": shape}))
     return Draw(found[0].key, shape, found[0].state) if found else draw
 
 

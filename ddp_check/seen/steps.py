@@ -76,7 +76,8 @@ class Steps:
             run.note(Step(key, line, callers, made, list(parameters), variables, made_generators))
             self.note("setting", settings_of(optimizer))
             self.note("mode", trained.modes())
-            self.note("gradient", {name: sketch(p.grad) for name, p in parameters.items()})
+            if not has_closure:  # else they are not there yet
+                self.note("gradient", {name: sketch(p.grad) for name, p in parameters.items()})
             self.weights = {name: sketch(p) for name, p in parameters.items()}
             self.note("weight", self.weights, parameters)
             if run.saves:
