@@ -26,6 +26,7 @@ ADVICE = {
     "unpaired": "it comes from outside of torch, as of an environment, by random numbers of each "
     "rank's own: nothing after it can be compared",
 }
+CHOOSES = "__getitem__", "index_select", "take", "gather"
 LOST = "stream", "apart", "unpaired"  # after which nothing can be compared
 LOOKS = "coupled", "collate", "ratio", *LOST  # which may be intended
 
@@ -45,11 +46,11 @@ class Cause:
         lines = lines_inside(made_by) if made_by else [value.line]
         numbers, generators = variables.behind(lines, step, further=0), variables.generators
         usual = "ratio" if value.about.get("by_gradient") and not numbers else "share"
-        if not numbers and values.is_fresh(value):
-            if what == "inputs" and generators:
-                usual = "unpaired"
-            elif step in variables.apart:
-                usual = "apart"
+        if what == "inputs" and not numbers and values.is_fresh(value) and generators:
+            usual = "unpaired"
+        is_made = values.is_fresh(value) or value.name in CHOOSES
+        if not numbers and is_made and any(at <= step for at in variables.apart):
+            usual = "apart"
         if values.has_same_samples(value):
             usual = "collate"
         advice = advice or ("stream" if value.name == STREAM else usual)

@@ -184,9 +184,9 @@ class Splits(Rule):
         return [] if orders else None
 
     def is_of_loop(self, notes, line):
-        """Whether it draws several times in each step, as for neighbours in a graph."""
+        """Whether it draws in most steps, as for neighbours in a graph or a replay buffer."""
         times = [n for _, drawn in notes[Drawn] for (at, _), n in drawn.times.items() if at == line]
-        return sum(sum(of_step.values()) for of_step in times) > 2 * max(1, len(notes[Step]))
+        return any(len(of_step) > max(1, len(notes[Step]) / 2) for of_step in times)
 
 
 class TestSamples(Rule):

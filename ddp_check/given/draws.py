@@ -65,9 +65,15 @@ def pair(run, name, shape, state):
     for of_one in found:
         if of_one.shape == shape or run.shared_dimension(of_one.shape, shape) is not None:
             return of_one
-    number = run.nth("apart", run.steps, lines[0], name)
-    run.note(Seen("apart", lines[0], name, number, {"shape": shape}))
+    note_apart(run, name, shape)
     return Draw(found[0].key, shape, found[0].state) if found else draw
+
+
+def note_apart(run, name, shape):
+    """This rank draws what may be other than its share of one process's."""
+    line = place()[0]
+    number = run.nth("apart", run.steps, line, name)
+    run.note(Seen("apart", line, name, number, {"shape": shape}))
 
 
 def marked(run, name, generator, values, of_one, state):
@@ -125,18 +131,19 @@ def of_own_generator(run, name, values):
     return run.share_of(run.given[key], shape)
 
 
-def permutation(run, name, n):
+def permutation(run, name, n, generator, state):
     """If it may be one of the batch: within each share, as N processes do."""
-    key, (total,), _ = pair(run, name, (n,), run.thread.torch_state)
+    key, (total,), _ = pair(run, name, (n,), state)
     share = n // run.world
 
     def shuffled(rank, n):
         return torch.randperm(n, generator=torch.Generator().manual_seed(run.hash(key, rank)))
 
     if total != n:
+        note_apart(run, name, (n,))
         return shuffled(run.rank, n)
     if not run.steps and run.model is None:
-        note_draw(run, ORDER, "torch", run.thread.torch_state)
+        note_draw(run, ORDER, generator, state)
         run.last_order = place()[0]
     if n % run.world or run.world > share:
         return shuffled(0, n)
@@ -166,7 +173,7 @@ class Draws(TorchDispatchMode):
             is_order = name == "aten::randperm"  # of other samples on each rank
             return out if is_order else out.copy_(of_own_generator(run, name, out))
         if name == "aten::randperm":
-            return out.copy_(permutation(run, name, len(out)))
+            return out.copy_(permutation(run, name, len(out), "torch", state))
         shape = tuple(out.shape)
         of_one = pair(run, name, shape, state)
         key, shape_of_one, _ = of_one
