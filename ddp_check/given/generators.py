@@ -63,6 +63,7 @@ def generators_of(dataset):
             todo += list(thing.values())[:20]
         else:
             todo += list(getattr(thing, "__dict__", {}).values())
+            todo += [each for each in vars(type(thing)).values() if isinstance(each, KINDS)]
             code = getattr(type(thing), "__getitem__", None) or getattr(thing, "__call__", None)
             names = getattr(getattr(code, "__code__", None), "co_names", ())
             of_module = getattr(code, "__globals__", {})
