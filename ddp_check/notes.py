@@ -1,6 +1,7 @@
 """What is recorded in each process, and read when both runs have ended."""
 
 import contextlib
+import copy
 import itertools
 import pickle
 import re
@@ -56,6 +57,8 @@ class Batch:
     indices: list | None  # of its samples
     rows: int | None
     batches: int | None  # that the pass is to have
+    trains: bool  # gradients are computed
+    totals: dict  # {index: the total of a sample's numbers}, of some batches
 
 
 @dataclass
@@ -105,7 +108,8 @@ class Printed:
 
 @dataclass
 class Said:
-    """Something for the user to know ("note"), or the "order" of a batch's samples over ranks."""
+    """Something for the user to know ("note"), the "order" of a batch's samples over ranks, or a
+    loader that gives one process the batches of all ranks ("scaled")."""
 
     kind: str
     text: str
@@ -151,14 +155,17 @@ class Notes:
         """[(steps before it, Seen), ...] of these kinds."""
         return [each for each in self[Seen] if each[1].kind in kinds]
 
-    def leave_out(self, kinds, is_out):
-        """Forget what has been seen of these kinds, and printed, in such steps."""
+    def without(self, kinds, is_out):
+        """These notes but for what has been seen of these kinds, and printed, in such steps."""
+        rest = copy.copy(self)
+        rest.of = dict(self.of)
         for kind in (Seen, Printed):
-            self.of[kind] = [
+            rest.of[kind] = [
                 (step, note)
                 for step, note in self[kind]
                 if not is_out(step) or getattr(note, "kind", None) not in (*kinds, None)
             ]
+        return rest
 
     def end(self):
         """How it has ended, in words."""

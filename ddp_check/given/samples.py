@@ -21,7 +21,7 @@ from ..notes import STREAM, Batch, Cut, Pass, PassEnd
 from ..process import wrap
 from ..script import own_file, place
 from ..sketch import leaves_of
-from .datasets import batches_of
+from .datasets import batches_of, is_own
 
 
 def length(sized):
@@ -127,22 +127,25 @@ def patch(run):
         is_map = not isinstance(loader.dataset, IterableDataset)
         name = "a batch of the DataLoader" if is_map else STREAM
         total, number, first = length(loader) if is_map else None, 0, run.steps
-        for indices, batch in itertools.islice(batches_of(run, loader), run.options["short"]):
+        short = run.options["short"]
+        for indices, totals, batch in itertools.islice(batches_of(run, loader), short):
             tensors = [t for t in leaves_of(batch) if torch.is_tensor(t) and t.dim()]
             rows = len(indices) if indices else len(tensors[0]) if tensors else None
-            run.note(Batch(key, number, indices, rows, total))
+            trains = torch.is_grad_enabled()
+            run.note(Batch(key, number, indices, rows, total, trains, totals))
             if run.is_single and run.steps > first:  # it is for training
                 run.batch_sizes[loader.check_name] = loader.check_size
             in_main = threading.current_thread() is threading.main_thread()
-            if torch.is_grad_enabled() and in_main:
+            if trains and in_main:
                 run.loader_rows = rows
                 find_order(run, (*key, number), indices)
                 if run.traces:
-                    about = {"made_by": made_by(loader.dataset), "samples": run.thread.samples}
+                    samples = totals if is_own(loader.collate_fn) else None
+                    about = {"made_by": made_by(loader.dataset), "samples": samples}
                     run.note_value("value", place()[0], name, batch, **about)
             number += 1
             yield batch
-        if number != run.options["short"]:  # else it may be cut off
+        if number != short:  # else it may be cut off
             run.note(PassEnd(key, number))
 
 

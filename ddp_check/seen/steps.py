@@ -21,7 +21,6 @@ from ..script import place
 from ..sketch import moved, sketches
 from .held import (
     Trained,
-    born,
     generators,
     on_cpu,
     others,
@@ -30,6 +29,7 @@ from .held import (
     tensors_of,
     variables_of,
 )
+from .written import line_of
 
 BATCH_NORM = r"running_mean$|running_var$|num_batches_tracked$"  # averages: each rank's own
 
@@ -63,13 +63,10 @@ class Steps:
                 self.optimizers[optimizer] = Trained(run, optimizer)
             trained, (line, *callers) = self.optimizers[optimizer], place()
             trained.step += 1
-            if run.steps in (0, 3, 12):
-                drawn, kind = born(run), f"optimizer {trained.number}"
-                states = {name: state for name, (state, _, _) in drawn.items()}
-                lines = {name: at for name, (_, _, at) in drawn.items()}
-                run.note(Seen("born", line, kind, trained.step, states, about=lines))
             parameters = trained.parameters(optimizer)
-            run.trained.update(map(id, parameters.values()))
+            run.trained |= {id(p): name for name, p in parameters.items()}
+            if not run.steps:
+                self.note_others()
             has_closure = len(args) > 1 or kwargs.get("closure") is not None
             self.line, self.has_closure = line, has_closure  # it computes gradients of its own
             made = run.made.get(id(optimizer), {})
@@ -80,13 +77,15 @@ class Steps:
             self.note("setting", settings_of(optimizer))
             self.note("mode", trained.modes())
             gradients = {name: p.grad for name, p in parameters.items()}
-            self.note("gradient", sketches(gradients))
+            if not has_closure:  # else they are not there yet
+                self.note("gradient", sketches(gradients))
             self.weights = sketches(parameters)
-            self.note("weight", self.weights)
+            self.note("weight", self.weights, parameters)
             if run.saves:
                 self.save("gradients", gradients)
             elif os.path.exists(self.path("after")) and not has_closure:
                 self.give_gradients(parameters)  # the same gradients make the same step
+        run.thread.stepping = True
 
     def give_gradients(self, parameters):
         """Those of one process, for this step; its own, which may be added to, come back after."""
@@ -96,14 +95,19 @@ class Steps:
                 self.own[name] = on_cpu(p.grad)
                 set_to(p.grad, given.get(name))
 
-    def note(self, kind, values):
+    def note(self, kind, values, tensors=None):
+        """Of `tensors`, with the lines that have set them last."""
         trained = self.optimizers[self.inside[0]]
-        self.run.note(Seen(kind, self.line, f"optimizer {trained.number}", trained.step, values))
+        name, about = f"optimizer {trained.number}", {}
+        if tensors:
+            about = {name: line_of(self.run, tensor) for name, tensor in tensors.items()}
+        self.run.note(Seen(kind, self.line, name, trained.step, values, about=about))
 
     def end(self, optimizer, args, kwargs):
         if self.inside is None or self.inside[0] is not optimizer:
             return
         run = self.run
+        run.thread.stepping = False
         with run.quiet():
             trained = self.optimizers[optimizer]
             parameters, buffers = trained.parameters(optimizer), trained.buffers()
@@ -133,11 +137,12 @@ class Steps:
             moves = {name: moved(a, b) for name, (a, b) in both.items() if a.shape == b.shape}
             self.note("update", moves)
         kept = {name: b for name, b in buffers.items() if not re.search(BATCH_NORM, name)}
-        self.note("buffer", sketches(kept, any_order=True))
+        self.note("buffer", sketches(kept, any_order=True), kept)
 
     def note_others(self):
         known = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
-        self.run.note(Seen("other", "", "at a step", 0, others(known, BATCH_NORM)))
+        values, lines = others(self.run, known, BATCH_NORM)
+        self.run.note(Seen("other", "", "at a step", 0, values, about=lines))
 
     def path(self, what):
         trained = self.optimizers[self.inside[0]]
