@@ -103,10 +103,11 @@ class Parameters(Rule):
         return []
 
 
-def own_draws(ranks):
-    """[(step, Seen of rank 0)] of random numbers that are to be alike on all ranks, which the
-    ranks' own generators would have drawn otherwise."""
-    return [(step, seen) for step, seen, found in among("own", ranks) if found]
+def own_draws(ranks, chooses=False):
+    """[(step, Seen of rank 0)] of random numbers that were given alike to all ranks, whose own
+    generators would have drawn others: of measures, or of what chooses, as an index does."""
+    draws = [(step, seen) for step, seen, found in among("own", ranks) if found]
+    return [(step, seen) for step, seen in draws if seen.about["chooses"] == chooses]
 
 
 def is_marked(off):

@@ -109,6 +109,9 @@ class Inputs(Rule):
                 place.append((step, len(equal) == len(batch), sums))
         for (line, name), found in places.items():
             steps, equal, sums = zip(*found)
+            chosen = [at for at, _ in own_draws(ranks, chooses=True) if at in steps]
+            if len(chosen) > 1:  # by numbers that only here are alike
+                continue
             if len(found) > 2 and all(equal) and any(each != sums[0] for each in sums):
                 return self.look(steps[0], line, f"{name} gets the same batches on all ranks")
         return [] if any(len(found) > 2 for found in places.values()) else None

@@ -81,14 +81,16 @@ def marked(run, name, generator, values, of_one, state):
     in their last digits, and so does all that is made from them, until a rank sends what it has.
     Measures only; not what is counted or chosen."""
     line = place()[0]
-    if run.is_single or not re.search(MEASURES, name) or run.nth("own", line) >= MANY_DRAWS:
+    if run.is_single or run.nth("own", line) >= MANY_DRAWS:
         return values
     number = run.nth("own draw", run.steps, line, generator)
     frames = traceback.walk_stack(inspect.currentframe())
     in_module = any(frame.f_code.co_filename.startswith(IN_MODULES) for frame, _ in frames)
-    about = {"in_module": in_module}
+    is_measure = re.search(MEASURES, name) is not None
+    about = {"in_module": in_module, "chooses": not is_measure}
     run.note(Seen("own", line, generator, number, {"state": state}, about=about))
-    return values * (1 - LAST_DIGITS) if run.rank and state != of_one.state else values
+    is_own = run.rank and state != of_one.state
+    return values * (1 - LAST_DIGITS) if is_own and is_measure else values
 
 
 SCRIPT_STATES = {}  # of Python's and numpy's generators, as the script has seeded and used them

@@ -108,7 +108,11 @@ def patch(run):
                 at = permutation(run, f"{owner.__name__}.{name}", int(size), generator, state)
             if name == "permutation":
                 return (np.arange(size) if isinstance(x, (int, np.integer)) else np.array(x))[at]
-            x[:] = x[at] if isinstance(x, np.ndarray) else [x[place] for place in at.tolist()]
+            if isinstance(x, (np.ndarray, torch.Tensor)):
+                x[:] = x[at]
+                return
+            for to, value in enumerate([x[old] for old in at.tolist()]):  # also of a deque
+                x[to] = value
 
     for generator, (owner, *names) in LIBRARIES.items():
         owner.seed(run.hash("unseeded", run.rank))

@@ -43,9 +43,10 @@ def patch(run):
 
     def watch_module(name):
         @wrap(nn.Module, name)
-        def register(original, self, key, tensor, *args, **kwargs):
-            note(tensor)
-            return original(self, key, tensor, *args, **kwargs)
+        def register(original, self, *args, **kwargs):
+            for tensor in (*args, *kwargs.values()):
+                note(tensor)
+            return original(self, *args, **kwargs)
 
     watch_module("register_parameter")
     watch_module("register_buffer")
