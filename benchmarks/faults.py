@@ -31,7 +31,7 @@ from torch.optim import swa_utils  # noqa: F401
 LOOPS = Path(__file__).resolve().parent / "loops"
 sys.path.insert(0, str(LOOPS.parents[1]))
 
-from ddp_check import command, runs, syntax  # noqa: E402
+from ddp_check import command, pairs, runs  # noqa: E402
 from ddp_check import script as check_script  # noqa: E402
 from ddp_check.compare.report import as_text  # noqa: E402
 
@@ -685,12 +685,12 @@ def run_check(script):
     """The report, as `python ddp_check script.py` prints it."""
     runs.launch, check_script.START = Forked, os.getcwd()
     linecache.clearcache()
-    syntax.statements.cache_clear()
+    check_script.statements.cache_clear()
     check_script.own_file.cache_clear()
     args = command.parser.parse_args(["--wait", "40", str(script)])
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return as_text(command.check(args, folder)[0])
+            return as_text(command.check(args, pairs.Runs(args, folder)))
         except runs.NothingCompared as error:
             return str(error)
 

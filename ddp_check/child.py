@@ -15,14 +15,15 @@ import traceback
 import torch
 import torch.distributed as dist
 
+from . import cpu
 from .given import alike, draws, draws_python, samples
 from .kept import files
 from .notes import Printed
 from .process import LEAVE, Process, stop_both_runs, wrap
 from .script import find_script, own_lines, place, run_script, source
-from .seen import steps, trace
+from .seen import steps, trace, written
 
-WATCHES = draws, draws_python, alike, samples, trace, steps
+WATCHES = draws, draws_python, alike, samples, trace, written, steps
 
 
 def options():
@@ -66,6 +67,7 @@ def say_where(process, ended):
 def watching(process):
     """The script has the random numbers of one process, and what it does is noted."""
     find_script(options())
+    cpu.install(options(), process.say)
     files.patch(process)
     for watch in WATCHES:
         watch.patch(process)
@@ -84,6 +86,11 @@ def watching(process):
         raise
     except BaseException as error:
         at = own_lines([*traceback.walk_tb(error.__traceback__)][-1][0])[0]
+        if cpu.needs_gpu(error):
+            text = f"needs a GPU: {str(error).splitlines()[0][:200]}"
+            remedy = "that is not imitated on CPUs: run it where there are GPUs, or without this"
+            facts = {"line": source(at), "text": text, "remedy": remedy}
+            stop_both_runs(process.folder, "refused", facts)
         process.end(f"{type(error).__name__} at {source(at)}: {str(error)[:300]}")
         raise
     else:
@@ -116,6 +123,8 @@ def check_number(args, nproc):
     if nproc != wanted:
         text = f"starts {nproc} processes, not {wanted}"
         remedy = "give the script their number in a flag, as {n}"
+        if not nproc:
+            remedy = "does it count GPUs? Then --cpu, as without GPUs a library counts none"
         facts = {"line": source(place()[0]), "text": text, "remedy": remedy}
         stop_both_runs(args.folder, "refused", facts)
 
@@ -147,6 +156,7 @@ def run_process(run):
     args = options()
     if files.GUARD is None:  # a new Python
         find_script(args)
+        cpu.install(args)
         files.patch(Process(f"worker{os.getpid()}"))
         control_processes()
     with contextlib.ExitStack() as stack:
@@ -172,6 +182,7 @@ def child():
         time.sleep(0.05)
         if os.getppid() != parent:  # the command was killed
             LEAVE(1)
+    cpu.install(args)
     sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
     control_spawn(args)
     control_processes()

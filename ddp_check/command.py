@@ -1,4 +1,4 @@
-"""The command: its flags, both runs, the report."""
+"""The command: its flags, the runs, the report."""
 
 import argparse
 import os
@@ -6,7 +6,8 @@ import sys
 import tempfile
 import time
 
-from .kept.janitor import Janitor
+from . import __version__, launchers
+from .kept.made import Janitor
 from .script import find_script
 
 EXITS = "exit status: 1 if something is WRONG, 2 if nothing could be compared, else 0"
@@ -16,8 +17,8 @@ parser = argparse.ArgumentParser(
     usage="python ddp_check [flags] my_script.py [its flags]",
     description="Runs a training script with DDP, unchanged, on one process and on two, with the "
     "same samples and random numbers, and says where they part. In the script's flags, {run} is "
-    "the name of the run, and {n} its number of processes. No file that was there before is "
-    "changed, and none is left.",
+    "the name of the run, {n} its number of processes, and {rank} that of the process. No file "
+    "that was there before is changed, and none is left.",
     epilog=EXITS,
     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
 )
@@ -29,47 +30,47 @@ parser.add_argument("--tolerance", type=float, default=3e-4, help="of gradients"
 parser.add_argument("--noise", action="store_true", help="measure rounding by one more run")
 parser.add_argument("--seed", type=int, default=0, help="of all random numbers, in both runs")
 parser.add_argument("--wait", type=float, default=120, help="seconds without advance: it hangs")
+parser.add_argument("--cpu", action="store_true", help="on CPUs, and libraries see GPUs, too")
+parser.add_argument("--all", action="store_true", help="print all that was seen, and was not")
 parser.add_argument("--json", action="store_true", help="print the report as JSON")
 parser.add_argument("--list", action="store_true", help="print the rules, and exit")
+parser.add_argument("--version", action="version", version=f"ddp_check {__version__}")
 parser.add_argument("-m", action="store_true", help="the script is a module, as in python -m")
 parser.add_argument("script", nargs="?", help="your script, followed by its flags")
 parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-def check(args, folder):
-    """The Result, and {run: seconds}. What is not known before: whether a loader's batch size is
-    one per process, and whether rank r has the r-th block of a batch; then it is run again."""
-    from .compare.batches import loaders_per_process
-    from .notes import Finding, Said
-    from .runs import BothRuns
+def check(args, runs):
+    """The Result of two runs; of a third, where noise is to be told; and if something is to be
+    explained, of one more pair, in which the values of lines are noted."""
+    from .compare.judge import judge
+    from .compare.kinds import PAGE
+    from .compare.samples import remedy_by_one
+    from .compare.starts import loaders_by_process, other_options
+    from .notes import Finding
+    from .pairs import NothingCompared
 
-    runs = BothRuns(args, folder)
-    one, ranks = runs.run_both()
-    if scaled := loaders_per_process(one, ranks):
-        runs.scaled = list(scaled)
-        one, ranks = runs.run_both()
-    result = judge_runs(args, runs, one, ranks)
-    orders = {note.text for _, note in ranks[0][Said] if note.kind == "order"}
-    if result.status and orders == {"blocks"}:
-        runs.layout = "blocks"
-        one, ranks = runs.run_both()
-        result = judge_runs(args, runs, one, ranks)
+    one, ranks = runs.pair(other_options)
+    scaled = loaders_by_process(runs.options, one, ranks)
+    known = {"tolerance": args.tolerance, "scaled": scaled}
+    result = judge(one, ranks, **known)
+    if args.noise or result.may_be_noise:
+        is_clock = all(finding.what == "printed" for finding in result.measured)  # as it may be
+        known["again"] = runs.once_more(0 if is_clock else result.lines)
+        result = judge(one, ranks, **known)
+    if result.lines:
+        try:
+            result = judge(one, ranks, **known, lines=runs.lines(result.lines))
+        except NothingCompared as error:
+            text = f"the values of lines could not be noted: {error}"
+            result.findings.insert(0, Finding("note", "", 0, text))
     for line in scaled.values():
         text = f"a batch size per process, so {args.nproc} times the batch: intended, and "
-        text += "the rate, too? One process was given as many samples here"
-        result.findings.insert(0, Finding("look", "samples", 0, text, line))
+        text += "the rate, too? Here, the ranks together were given one process's samples"
+        about = {"remedy": remedy_by_one(ranks[0], args.nproc), "section": f"{PAGE}#batch-size"}
+        result.findings.insert(0, Finding("look", "samples", 0, text, line, **about))
     if runs.too_few_gpus:
         result.findings.insert(0, Finding("note", "", 0, runs.too_few_gpus))
-    return result, runs.seconds
-
-
-def judge_runs(args, runs, one, ranks):
-    """With one more run on one process, where rounding may explain a finding."""
-    from .compare.judge import judge
-
-    result = judge(one, ranks, args.tolerance)
-    if args.noise or result.may_be_noise:
-        return judge(one, ranks, args.tolerance, runs.run_again())
     return result
 
 
@@ -84,8 +85,19 @@ def main(words=None):
         parser.error("which script?")
     if not hasattr(os, "fork"):
         parser.error("it needs Linux or macOS; on Windows, WSL")
-    if find_script(args) is None:
+    typed = [args.script, *args.flags]
+    try:
+        launchers.without_launcher(args)
+    except launchers.NotSure as error:
+        parser.error(str(error))
+    if [args.script, *args.flags] != typed:
+        words = ["-m"] * args.m + [args.script, *args.flags]
+        print(f"ddp_check: without the launcher: {' '.join(words)}", file=sys.stderr)
+    path = find_script(args)
+    if path is None:
         parser.error(f"there is no {'module' if args.m else 'file'} {args.script}")
+    if proposal := launchers.proposal(args, path):
+        print(f"ddp_check: {proposal}", file=sys.stderr)
     folder = os.path.realpath(tempfile.mkdtemp(prefix="ddp_check-"))  # as the script's paths are
     janitor = Janitor(folder)
     try:
@@ -100,16 +112,18 @@ def main(words=None):
 def report(args, folder):
     """Print it, and return the exit status."""
     from .compare.report import as_json, as_text
-    from .runs import NothingCompared
+    from .pairs import NothingCompared, Runs
 
     result, reason, began = None, "", time.monotonic()
+    runs = Runs(args, folder)
     try:
-        result, seconds = check(args, folder)
+        result = check(args, runs)
     except NothingCompared as error:
-        reason, seconds = str(error), error.seconds
+        reason = str(error)
     if args.json:
-        print(as_json(args, result, reason, seconds))
+        print(as_json(args, result, reason, runs.seconds()))
     else:
-        print(as_text(result) if result else f"ddp_check: nothing can be compared: {reason}")
+        nothing = f"ddp_check: nothing can be compared: {reason}"
+        print(as_text(result, args.all) if result else nothing)
     print(f"ddp_check: {time.monotonic() - began:.0f} s in all", file=sys.stderr)
     return result.status if result else 2

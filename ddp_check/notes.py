@@ -1,12 +1,17 @@
 """What is recorded in each process, and read when both runs have ended."""
 
 import contextlib
+import copy
 import itertools
 import pickle
 import re
 from dataclasses import dataclass, field
 
 from .script import own_file, source
+
+TRIED = 3  # steps after which the ranks are looked at: is this start of any use?
+NOISE = 1e-5  # in the layers' outputs: above a float32's, so that it flips more ReLUs
+STREAM = "a batch of an IterableDataset"
 
 
 @dataclass
@@ -40,7 +45,9 @@ class Pass:
     loader: str  # the n-th of a line
     sampler: str
     has_share: bool  # a sampler that gives each rank a part
+    size: int | None  # of the dataset, below all Subsets
     draws: bool  # a sampler that draws with replacement
+    batch_size: int | None  # None if the script's own batch_sampler forms the batches
 
 
 @dataclass
@@ -50,6 +57,8 @@ class Batch:
     indices: list | None  # of its samples
     rows: int | None
     batches: int | None  # that the pass is to have
+    trains: bool  # gradients are computed
+    totals: dict  # {index: the total of a sample's numbers}, of some batches
 
 
 @dataclass
@@ -72,6 +81,23 @@ class Collective:
     name: str
     line: str
     drawn: str  # the line that has drawn its random numbers
+    has_grad: bool  # it is not differentiated, though its tensor would be
+
+
+@dataclass
+class Drawn:
+    """How often each line has drawn random numbers in training."""
+
+    times: dict  # {(line, function): {step: number}}
+    by_layout: bool  # whether it depends on Options.layout
+
+
+@dataclass
+class Cut:
+    """A batch size per process, of which each rank was given its part."""
+
+    loader: str
+    batch_size: int
 
 
 @dataclass
@@ -82,7 +108,8 @@ class Printed:
 
 @dataclass
 class Said:
-    """Something for the user to know ("note"), or the "order" of a batch's samples over ranks."""
+    """Something for the user to know ("note"), the "order" of a batch's samples over ranks, or a
+    loader that gives one process the batches of all ranks ("scaled")."""
 
     kind: str
     text: str
@@ -107,13 +134,19 @@ class Notes:
     """Of one process: {Step: [(steps before it, Step), ...], ...}, by the kind of note."""
 
     def __init__(self, folder, run, rank):
-        self.of, self.path = {}, f"{folder}/{run}.{rank}"
+        self.of, path = {}, f"{folder}/{run}.{rank}"
+        self.stopped = "", ""  # if it did not advance: how long, and the flag
         with contextlib.suppress(EOFError, pickle.UnpicklingError, FileNotFoundError):
-            with open(f"{self.path}.notes", "rb") as file:
+            with open(f"{path}.notes", "rb") as file:
                 for number in itertools.count():
                     step, note = pickle.load(file)
                     note.at = number  # in the order of this process
                     self.of.setdefault(type(note), []).append((step, note))
+        self.crash = self.where = ""
+        with contextlib.suppress(FileNotFoundError), open(f"{path}.log", errors="replace") as log:
+            self.crash = log.read().partition("Fatal Python error")[2]
+        with contextlib.suppress(FileNotFoundError), open(f"{path}.where") as file:
+            self.where = file.read()
 
     def __getitem__(self, kind):
         return self.of.get(kind, [])
@@ -122,27 +155,33 @@ class Notes:
         """[(steps before it, Seen), ...] of these kinds."""
         return [each for each in self[Seen] if each[1].kind in kinds]
 
-    def leave_out(self, kinds, is_out):
-        """Forget what has been seen of these kinds, and printed, in such steps."""
+    def without(self, kinds, is_out):
+        """These notes but for what has been seen of these kinds, and printed, in such steps."""
+        rest = copy.copy(self)
+        rest.of = dict(self.of)
         for kind in (Seen, Printed):
-            self.of[kind] = [
+            rest.of[kind] = [
                 (step, note)
                 for step, note in self[kind]
                 if not is_out(step) or getattr(note, "kind", None) not in (*kinds, None)
             ]
+        return rest
 
     def end(self):
+        """How it has ended, in words."""
         if self[End]:
-            return self[End][-1][1].state
-        with contextlib.suppress(FileNotFoundError), open(f"{self.path}.log") as log:
-            crash = log.read().partition("Fatal Python error")[2]
-            for name, line in re.findall(r'File "(.*)", line (\d+)', crash):
-                if own_file(name):
-                    return f"a crash at {source(f'{own_file(name)}:{line}')}"
-        with contextlib.suppress(FileNotFoundError), open(f"{self.path}.where") as file:
-            _, line, *callers = file.read().split(" < ")
-            return " < ".join([f"no end, at {source(line)}", *callers])
-        return "no end"
+            state = self[End][-1][1].state
+            is_asked = state.startswith("EOFError")  # by input()
+            return state + "; it has no input: pass the flag that answers" * is_asked
+        for name, line in re.findall(r'File "(.*)", line (\d+)', self.crash):
+            if own_file(name):
+                return f"a crash at {source(f'{own_file(name)}:{line}')}"
+        seconds, flag = self.stopped
+        text = f"stopped: {seconds}" if seconds else "cut off"
+        if self.where:
+            _, line, *callers = self.where.split(" < ")
+            text += " at " + " < ".join([source(line), *callers])
+        return f"{text}; {flag}" if flag else text
 
 
 @dataclass
@@ -157,4 +196,5 @@ class Finding:
     more: list = field(default_factory=list)  # further lines: other places, numbers
     advice: str = ""  # a key of causes.ADVICE
     remedy: str = ""
+    off: float = 0.0  # of numbers, how far they are, as a part of their size
     section: str = ""  # of a page, with its anchor

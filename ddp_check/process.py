@@ -13,11 +13,12 @@ import zlib
 import torch
 from torch import nn
 
-from .notes import End, Said
+from .notes import NOISE, Drawn, End, Said, Seen
+from .sketch import by_sample, is_plain, leaves_of, summary
 
 LEAVE = os._exit
 STOPPED = 76  # exit status
-NOISE = 1e-5  # in the layers' outputs: above a float32's, so that it flips more ReLUs
+MANY_PARTS = 8  # tensors of a value that are noted
 
 
 def wrap(owner, name):
@@ -48,25 +49,13 @@ def stop_both_runs(folder, name, facts):
     LEAVE(STOPPED)
 
 
-def is_plain(tensor):
-    return type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
-
-
-def leaves_of(tree):
-    """All that is in lists, tuples and dictionaries."""
-    if isinstance(tree, (list, tuple)):
-        return [leaf for part in tree for leaf in leaves_of(part)]
-    if isinstance(tree, dict):
-        return [leaf for part in tree.values() for leaf in leaves_of(part)]
-    return [tree]
-
-
 class PerThread(threading.local):
     in_dataset = False  # where each sample has a seed of its own
     quiet = False  # what happens is not the script's
     sync = False  # inside of SyncBatchNorm
     evaluates = False  # inside of a module in evaluation mode
     torch_state = None  # of torch's generator, before it draws
+    stepping = False  # inside of an optimizer's step
     batch = None  # the number of samples that are made into a batch
     worker = None  # of a loader, which is imitated
 
@@ -90,9 +79,12 @@ class Process:
         self.joined = set()  # sizes of several views of a batch that the script has joined by cat
         self.model = None  # the outermost model that computes now
         self.draws, self.given, self.batches = {}, {}, {}  # of the run on one process
+        self.batch_sizes = {}  # of its training loaders
+        self.by_layout = False  # whether something depends on which rank has which samples
         self.last_order = ""  # the line that has drawn an order of all before the first step
-        self.drawn = {}  # {where it is: a weak reference to a tensor that was drawn in place}
-        self.trained = set()  # ids of what an optimizer has
+        self.seeded = {}  # {generator: the script's line that has seeded it last}
+        self.written = {}  # {where a tensor is: the line that has set it last}
+        self.trained = {}  # {id: name} of what an optimizer has
         self.made = {}  # {id: the lines that made it} of optimizers, a line of a generator
         self.settle = lambda: None  # of files
         self.notes = open(f"{self.folder}/{self.name}.{self.rank}.notes", "wb")
@@ -100,13 +92,16 @@ class Process:
             with open(f"{self.folder}/one.draws", "rb") as file:
                 self.options["steps"], *known = pickle.load(file)
             if not self.is_single:
-                self.draws, self.given, self.batches = known
+                self.draws, self.given, self.batches, self.batch_sizes = known
 
-    def forget_drawn(self, tensor):
-        """It is not what was drawn any more; also if it is the .data of that."""
-        drawn = self.drawn.get(tensor.data_ptr(), lambda: None)()
-        if drawn is not None:
-            vars(drawn).pop("check_drawn", None)
+    def names_in(self, module):
+        """Of the parameters of a module that an optimizer has."""
+        return [self.trained[id(p)] for p in module.parameters() if id(p) in self.trained]
+
+    @property
+    def traces(self):
+        """Whether the values of lines are noted now."""
+        return self.steps < self.options["lines"]
 
     def is_fork(self):
         """In a process that the script has forked."""
@@ -117,6 +112,21 @@ class Process:
             with self.lock:
                 pickle.dump((self.steps, note), self.notes)
                 self.notes.flush()
+
+    def note_value(self, kind, line, name, tree, made_from=(), **about):
+        """Note what a line has computed, and return its index."""
+        leaves, values = [leaf for leaf in leaves_of(tree) if torch.is_tensor(leaf)], {}
+        with self.quiet(), contextlib.suppress(RuntimeError):  # inside of vmap, there are none
+            parts = leaves_of(by_sample(tree, self.loader_rows))
+            parts = [part for part in parts if torch.is_tensor(part)][:MANY_PARTS]
+            values = {number: summary(part) for number, part in enumerate(parts)}
+        number = self.nth("value", self.steps, kind, line, name)
+        index, about = self.nth("values"), about | {"model": self.model}
+        self.note(Seen(kind, line, name, number, values, index, list(made_from), about))
+        for leaf in leaves:
+            if is_plain(leaf) and not isinstance(leaf, nn.Parameter):
+                leaf.compare_index = index
+        return index
 
     def say(self, text, kind="note"):
         if not self.nth("said", text):
@@ -140,13 +150,21 @@ class Process:
         finally:
             self.thread.quiet = before
 
+    def note_drawn(self):
+        drawn = {}
+        for (what, *key), number in self.counts.items():
+            if what == "draw" and isinstance(key[1], str) and key[3]:  # a line, in training
+                drawn.setdefault((key[1], key[2]), {})[key[0]] = number + 1
+        self.note(Drawn(drawn, self.by_layout))
+
     def end(self, state):
         self.settle()
+        self.note_drawn()
         self.note(End(state))
         if self.saves:
             with open(f"{self.folder}/one.draws", "wb") as file:
-                known = self.options["steps"], self.draws, self.given, self.batches
-                pickle.dump(known, file)
+                known = self.draws, self.given, self.batches, self.batch_sizes
+                pickle.dump((self.options["steps"], *known), file)
         sys.stdout.flush()
         if state != "--steps":
             return
@@ -169,8 +187,10 @@ class Process:
         rows = torch.arange(rank, batch * self.world, self.world)
         if order is not None and len(order) == batch:
             rows = torch.tensor(order)
-        elif self.options["layout"] == "blocks":
-            rows = torch.arange(rank * batch, (rank + 1) * batch)
+        else:
+            self.by_layout = True
+            if self.options["layout"] == "blocks":
+                rows = torch.arange(rank * batch, (rank + 1) * batch)
         times = size // max(batch, 1)
         # Several views of the batch, one after the other.
         if size == model_rows or size * ranks in self.joined:

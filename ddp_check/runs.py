@@ -1,4 +1,4 @@
-"""Starts the script on one process, then on N, and waits for their ends."""
+"""Starts the script, on one process or on N, and waits for its end, a failure, or a hang."""
 
 import contextlib
 import json
@@ -9,21 +9,27 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
-from . import script
-from .kept.janitor import stop_groups
-from .kept.made import remove_made
-from .notes import Notes, Step
-from .waiting import Waiting
+from .kept.made import remove_made, stop_groups
+from .notes import TRIED, Notes
+from .progress import Progress, refusal, why_it_failed
+from .script import FOLDER
+
+RANKS = """RANK LOCAL_RANK ROLE_RANK SLURM_PROCID SLURM_LOCALID OMPI_COMM_WORLD_RANK
+OMPI_COMM_WORLD_LOCAL_RANK PMI_RANK PMIX_RANK MPI_LOCALRANKID MV2_COMM_WORLD_RANK
+MV2_COMM_WORLD_LOCAL_RANK""".split()
+SIZES = """WORLD_SIZE LOCAL_WORLD_SIZE ROLE_WORLD_SIZE SLURM_NTASKS SLURM_NPROCS
+SLURM_NTASKS_PER_NODE SLURM_STEP_NUM_TASKS OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_SIZE
+PMI_SIZE MPI_LOCALNRANKS MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_SIZE""".split()
+NODE_LISTS = "SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST"
 
 
 class NothingCompared(Exception):
     """Its text says why."""
-
-    seconds = {}
 
 
 def launch(words, env, log):
@@ -42,27 +48,32 @@ def free_port():
 
 
 def environment(rank, nproc, port):
-    """What torchrun would set."""
+    """What torchrun would set for each process, and Slurm and MPI. SLURM_JOB_ID stays as it is, as
+    scripts take it for a sign that they are in a job."""
     values = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
         "GROUP_RANK": 0,
-        "WORLD_SIZE": nproc,
-        "LOCAL_WORLD_SIZE": nproc,
         "GROUP_WORLD_SIZE": 1,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": "check",
-        "PYTHONHASHSEED": rank + 1,  # sets of names have another order on each rank,
+        "PYTHONHASHSEED": rank + 1,  # sets of names have another order on each rank
+        "SLURM_NNODES": 1,
+        "SLURM_JOB_NUM_NODES": 1,
+        "SLURM_NODEID": 0,
+        "SLURM_TASKS_PER_NODE": nproc,
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "OMPI_COMM_WORLD_NODE_RANK": rank,
     }
+    values |= dict.fromkeys(NODE_LISTS, os.environ.get("SLURMD_NODENAME", "localhost"))
+    values |= dict.fromkeys(RANKS, rank) | dict.fromkeys(SIZES, nproc)
     return {name: str(value) for name, value in values.items()}
 
 
-def visible_gpus(nproc, needed):
+def visible_gpus(nproc, needed, count=None):
     """The environment in which a run sees so many GPUs, of those that this process sees; none if
     they are fewer than the larger run needs. AMD's have a variable of their own."""
     names = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
-    count = torch.cuda.device_count()
+    count = torch.cuda.device_count() if count is None else count
     if count < needed:
         return dict(zip(names, ("", "-1")))  # "" is all to HIP
     visible = [os.environ[name] for name in reversed(names) if os.environ.get(name)]
@@ -70,127 +81,114 @@ def visible_gpus(nproc, needed):
     return dict.fromkeys(names, ",".join(gpus[:nproc]))
 
 
-class BothRuns:
-    def __init__(self, args, folder):
-        self.args, self.folder = args, folder
-        self.layout, self.scaled = "turns", []  # see command.check
-        self.spawns = set()  # the runs in which the script starts its processes itself
-        self.counts = {"one": 1, "all": args.nproc, "again": 1}  # of processes
-        self.running = {}  # the processes of each run
-        self.seconds = {}
-        gpus, self.too_few_gpus = torch.cuda.device_count(), ""
-        if 0 < gpus < args.nproc:
-            self.too_few_gpus = f"{gpus} GPU for {args.nproc} processes: all run on CPUs"
+@dataclass
+class Options:
+    """Of a start, for all of its processes, besides the command's flags."""
 
-    def run_both(self):
-        """The notes of one process and of the ranks. All processes start now, as that takes
-        longest; those of the second run wait for the first."""
-        remove_notes(self.folder)
-        try:
-            self.start("one")
-            self.start("all")
-            self.run("one")
-            one = self.notes("one")[0]
-            if not os.path.exists(f"{self.folder}/one.draws"):
-                self.give_up(f"the run on one process was cut off: {one.end()}")
-            if not one[Step]:
-                self.give_up(f"no optimizer.step() on one process; then {one.end()}")
-            self.run("all")
-        finally:
-            self.stop("one")
-            self.stop("all")
-        return one, self.notes("all")
+    steps: int
+    layout: str = "turns"  # or "blocks": rank r has the r-th block of a batch
+    turns: list = field(default_factory=list)  # [line, function] of draws that the ranks take so
+    scaled: list = field(default_factory=list)  # loaders that give one process all ranks' batches
+    cuts: bool = True  # a batch size per process is cut into the ranks' parts
+    lines: int = 0  # steps in which the values of lines are noted
 
-    def give_up(self, text):
-        error = NothingCompared(text)
-        error.seconds = self.seconds
-        raise error
 
-    def notes(self, name):
-        return [Notes(self.folder, name, rank) for rank in range(self.counts[name])]
+class Run:
+    """One run of the script, on so many processes."""
 
-    def run_again(self):
-        """The notes of a second run on one process."""
-        self.start("again")
-        self.run("again")
-        return self.notes("again")[0]
+    def __init__(self, args, folder, name, nproc):
+        self.args, self.folder, self.name, self.nproc = args, folder, name, nproc
+        self.spawns = False  # whether the script starts its processes itself
+        self.processes, self.seconds = [], 0.0  # of all its starts
+        self.side = "on one process" if nproc == 1 else f"on {nproc} processes"
+        self.side += " again" * (name == "again")
 
-    def start(self, name):
-        """Start the processes of a run, which wait for a file NAME.go."""
-        nproc, port, spawns = self.counts[name], free_port(), name in self.spawns
-        processes = self.running[name] = []
-        Path(f"{self.folder}/{name}.go").unlink(missing_ok=True)
-        options = vars(self.args) | {"folder": self.folder, "run": name, "spawns": spawns}
-        options |= {"layout": self.layout, "scaled": self.scaled, "flags": self.flags(name)}
-        env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "DDP_CHECK": json.dumps(options)}
+    def say(self, text):
+        print(f"ddp_check: {self.side}: {text}", file=sys.stderr, flush=True)
+
+    def files(self, suffix):
+        return [f"{self.folder}/{self.name}.{rank}.{suffix}" for rank in range(self.nproc)]
+
+    def notes(self):
+        return [Notes(self.folder, self.name, rank) for rank in range(self.nproc)]
+
+    def start(self, options):
+        """Start its processes, which wait for a file NAME.go."""
+        Path(f"{self.folder}/{self.name}.go").unlink(missing_ok=True)
+        self.options, port = options, free_port()
+        facts = vars(self.args) | {"folder": self.folder, "run": self.name} | asdict(options)
+        env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         env["WANDB_MODE"] = "disabled"  # it would send both runs
-        env |= visible_gpus(nproc, self.args.nproc)
+        env |= visible_gpus(self.nproc, self.args.nproc, 0 if self.args.cpu else None)
         env.setdefault("OMP_NUM_THREADS", "1")
-        for rank in range(1 if spawns else nproc):
-            path = f"{self.folder}/{name}.{rank}"
-            rank_env = env if spawns else env | environment(rank, nproc, port)
-            process = launch([sys.executable, script.FOLDER], rank_env, f"{path}.log")
+        for rank in range(1 if self.spawns else self.nproc):
+            path = f"{self.folder}/{self.name}.{rank}"
+            rank_env = env if self.spawns else env | environment(rank, self.nproc, port)
+            own = {"spawns": self.spawns, "flags": self.flags(rank)}
+            rank_env = rank_env | {"DDP_CHECK": json.dumps(facts | own)}
+            process = launch([sys.executable, FOLDER], rank_env, f"{path}.log")
             process.file = Path(f"{path}.pid")  # for the janitor
             process.file.write_text(str(process.pid))
-            processes.append(process)
+            self.processes.append(process)
 
-    def stop(self, name):
-        """End the processes of a run, and what they have started."""
-        processes = self.running.pop(name, [])
-        stop_groups([process.pid for process in processes])
-        for process in processes:
-            process.wait()
-            process.file.unlink(missing_ok=True)  # the number may soon be another process's
-
-    def flags(self, name):
-        flags = self.args.flags + (shlex.split(self.args.one) if name != "all" else [])
-        for key, value in {"{run}": name, "{n}": self.counts[name]}.items():
+    def flags(self, rank):
+        flags = self.args.flags + (shlex.split(self.args.one) if self.name != "all" else [])
+        for key, value in {"{run}": self.name, "{n}": self.nproc, "{rank}": rank}.items():
             flags = [flag.replace(key, str(value)) for flag in flags]
         return flags
 
-    def run(self, name):
-        """Run the script once, to its end or to --steps, and remove what it has created."""
-        waiting = Waiting(self.args, self.folder, name, self.counts[name])
-        open(f"{self.folder}/{name}.go", "w").close()
+    def stop(self):
+        """End its processes, and what they have started."""
+        stop_groups([process.pid for process in self.processes])
+        for process in self.processes:
+            process.wait()
+            process.file.unlink(missing_ok=True)  # the number may soon be another process's
+        self.processes = []
+
+    def run(self, count, other_options=lambda notes: None):
+        """The notes that its processes take, to their end or to --steps; and with which options to
+        start again, if other_options says so of these, or of the first steps'. What they have
+        created is removed. `count`: which run it is, of how many."""
+        progress = Progress(self, count)
+        open(f"{self.folder}/{self.name}.go", "w").close()
         try:
-            failed = waiting.wait(self.running[name])
+            failed, others = self.wait(progress, other_options)
         finally:
-            self.stop(name)
+            self.stop()
             for text in remove_made(self.folder):
                 print(f"ddp_check: {text}", file=sys.stderr)
         if os.path.exists(f"{self.folder}/refused"):
-            self.give_up(refusal(self.folder, self.args.flags))
+            raise NothingCompared(refusal(self.folder, self.args.flags))
         if os.path.exists(f"{self.folder}/spawns"):
             os.remove(f"{self.folder}/spawns")
-            self.spawns.add(name)
-            self.start(name)
-            return self.run(name)
+            self.spawns = True
+            self.start(self.options)
+            return self.run(count, other_options)
+        notes = self.notes()
         if failed:
-            waiting.show_failure(failed)
-        self.seconds[waiting.side] = seconds = round(time.monotonic() - waiting.began, 1)
-        waiting.say(f"{seconds:.0f} s")
+            self.say(why_it_failed(self, failed, notes))
+        self.seconds += progress.seconds()
+        self.say(f"{progress.seconds():.0f} s")
+        for of_rank in notes:
+            of_rank.stopped = progress.stopped
+        return notes, others or other_options(notes)
 
-
-def remove_notes(folder):
-    for name in os.listdir(folder):
-        if name != "made":  # of downloads
-            os.remove(f"{folder}/{name}")
-
-
-def refusal(folder, flags):
-    """In words: what the script was about to do, and the remedy."""
-    with open(f"{folder}/refused") as file:
-        refused = json.load(file)
-    remedy = refused.get("remedy") or new_output(refused["path"], flags)
-    if steps := refused.get("steps"):
-        remedy += f"; or end before: --steps {steps}"
-    return f"{refused['line']}\n  {refused['text']}\n  {remedy}"
-
-
-def new_output(path, flags):
-    for flag in flags:
-        name, _, value = flag.rpartition("=")
-        if value and (path + os.sep).startswith(os.path.realpath(value) + os.sep):
-            new = f"{name}={value}-{{run}}" if name else f"{value}-{{run}}"
-            return f"give it a new output: {new} for {flag}"
-    return "give it a new output, as by --output {run}, or start it in another folder"
+    def wait(self, progress, other_options):
+        """Until all have ended, or one has failed and the others wait for it, or all hang, or are
+        to start again. Returns {rank: exit status} of those that have failed; and the options of
+        the next start."""
+        ends, is_tried = [f"{self.folder}/refused", f"{self.folder}/spawns"], False
+        while any(process.poll() is None for process in self.processes):
+            time.sleep(0.2)
+            progress.look()
+            are_done = all(map(os.path.exists, self.files("done")))  # they have made --steps
+            if any(map(os.path.exists, ends)) or are_done or progress.hangs():
+                return {}, None
+            if progress.is_silent() and any(process.poll() for process in self.processes):
+                break
+            if not is_tried and progress.steps() >= TRIED:
+                is_tried = True
+                if others := other_options(self.notes()):
+                    return {}, others
+        statuses = {rank: process.poll() for rank, process in enumerate(self.processes)}
+        return {rank: status for rank, status in statuses.items() if status}, None

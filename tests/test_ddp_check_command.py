@@ -15,6 +15,7 @@ import pytest
 from helpers import Cold, by_mark, content, finish, free_port, marked, some_fast, start, wait_until
 from same_text import ROOT
 
+import ddp_check
 from ddp_check import command, runs
 
 GPUS = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
@@ -36,6 +37,8 @@ def before_save(step):
         os._exit(0)
     if "fails" in KIND and step == 2 and dist.get_rank() == dist.get_world_size() - 1:
         raise ValueError("gone: \\u00e9\\u4e2d")
+    if "asks" in KIND:
+        input()
     if "killed" in KIND and step == 1:
         os.kill(os.getpid(), 9)
     if "hangs" in KIND and step == 2 and dist.get_rank() == 1:
@@ -72,6 +75,8 @@ def main(rank, world, share):
             if out and rank == 0:
                 torch.save(model.state_dict(), f"{out}/{step % 2}.tmp")
                 os.replace(f"{out}/{step % 2}.tmp", f"{out}/{step % 2}.pt")
+    if "graphs" in KIND:
+        torch.cuda.CUDAGraph()
     report.say("end")
     dist.destroy_process_group()
 
@@ -80,7 +85,8 @@ if __name__ == "__main__":
     assert sys.argv[0].endswith("train.py") and os.path.isabs(__file__)
     world = int(os.environ["WORLD_SIZE"])
     assert world == int(KIND[0]) and os.environ["LOCAL_RANK"] == os.environ["RANK"]
-    main(int(os.environ["RANK"]), world, 16 if "own batch" in KIND else 16 // world)
+    share = 16 if "own batch" in KIND else 3 if "odd batch" in KIND else 16 // world
+    main(int(os.environ["RANK"]), world, share)
 """
 
 
@@ -103,6 +109,12 @@ def check(*words, status=0, **environment):
     return text
 
 
+def runs_of(text):
+    """On how many processes each run was that has ended."""
+    sides = re.findall(r"^ddp_check: on (.*): \d+ s$", text, re.M)
+    return [{"one process": 1, "2 processes": 2}.get(side, side) for side in sides]
+
+
 def left(user):
     """The files that there are now, and were not before, without logs, and without what torch 2.9
     leaves in TMPDIR."""
@@ -121,16 +133,16 @@ def test_right(user):
     rules = {finding["rule"]: finding for finding in document["findings"]}
     assert {f["verdict"] for f in document["findings"]} <= {"ok", "not seen", "note"}, text
     assert rules["files"]["verdict"] == "ok" and rules["order"]["line"] is None
-    assert not left(user)
+    assert runs_of(text) == [1, 2] and not left(user)
 
 
 def test_wrong(user):
     """A line with its text, numbers, what to do, where it is explained; WRONG comes first."""
     text = check("train.py", "{n}", "divides", "no set_epoch", status=1)
-    assert "ddp_check: on 2 processes: " in text
+    assert "starts again, to name lines: 3 steps" in text and runs_of(text) == [1, 2, 1, 2]
     report = text[text.index("WRONG") :]
     line = 1 + SCRIPT.splitlines().index("        for inputs, targets in loader:")
-    wanted = rf"""WRONG  order     train.py:{line}: for inputs, targets in loader:
+    wanted = rf"""WRONG  order  +train.py:{line}: for inputs, targets in loader:
  +step 4: pass 2 has the order of an earlier one
  +call sampler.set_epoch\(epoch\) before each epoch \(docs/your_loop.md#loader\)
 """
@@ -140,6 +152,7 @@ def test_wrong(user):
     assert "0.5 times one process's" in " ".join(report.split()), report
     verdicts = re.findall("^(WRONG|look|not seen|ok) ", report, re.M)
     assert verdicts == sorted(verdicts, key=["WRONG", "look", "not seen", "ok"].index), report
+    assert f"begin with loss: train.py:{line}: (loss" in report, report
     assert max(map(len, report.splitlines())) <= 100 and not left(user)
 
 
@@ -179,7 +192,9 @@ ENDS = {
     "os._exit": (0, ["2 steps on one process and on 2: nothing WRONG"], ""),
     "fails": (0, ["rank 1 failed", "ValueError: gone: é中", "look   end"], "raise ValueError"),
     "killed": (2, ["rank 0 failed (killed by SIGKILL: is there too little memory?)"], ""),
-    "hangs": (1, ["nothing new for 6 s; if it is only slow, --wait 30"], "time.sleep(1000)"),
+    "hangs": (1, ["stopped: nothing new for 6 s", "--wait 30"], "time.sleep(1000)"),
+    "waits": (2, ["on one process: stopped: nothing new for 6 s at train.py:"], ""),
+    "asks": (0, ["EOFError", "it has no input: pass the flag that answers"], "input()"),
     "busy": (0, ["6 steps on one process and on 2: nothing WRONG"], ""),
 }
 
@@ -261,10 +276,24 @@ def test_spawned(user, how):
 
 @pytest.mark.slow
 def test_batch_size_per_process(user):
-    """Without a flag: one process is given as many samples, which is said; the rest is right."""
+    """Without a flag: the ranks together are given one process's samples, which is said; the rest
+    is right, and it takes no further run. Of an odd number, one process gets all ranks'."""
     text = check("train.py", "{n}", "own batch")
+    assert runs_of(text) == [1, 2], text
     assert "a batch size per process, so 2 times the batch" in " ".join(text.split()), text
     assert "nothing WRONG, 1 to look at" in text, text
+    text = check("train.py", "{n}", "odd batch")
+    assert "starts again: the batch size is one per process" in text, text
+    assert "nothing WRONG, 1 to look at" in text, text
+
+
+@pytest.mark.slow
+def test_graphs(user):
+    """Named before one is recorded: nothing of it could be noted."""
+    text = check("train.py", "{n}", "graphs", status=2)
+    line = 1 + next(i for i, text in enumerate(SCRIPT.splitlines()) if "CUDAGraph()" in text)
+    assert f"nothing can be compared: train.py:{line}: torch.cuda.CUDAGraph()" in text, text
+    assert "not compared: CUDA graphs" in text, text
 
 
 def test_list(capsys):
@@ -298,6 +327,10 @@ def install(clone):
     subprocess.run([*pip, f"./{clone}"], check=True)
     shutil.rmtree(clone)
     assert [path.parent.name for path in site.glob("*/__init__.py")] == ["ddp_check"]
+    rooms = {path.relative_to(ROOT) for path in (ROOT / "ddp_check").rglob("*.py")}
+    assert {path.relative_to(site) for path in site.glob("ddp_check/**/*.py")} == rooms
+    (name,) = [path.name for path in site.glob("*.dist-info")]
+    assert name.endswith(f"-{ddp_check.__version__}.dist-info")
 
 
 @pytest.mark.slow

@@ -1,21 +1,17 @@
 """Where a difference comes from: the first line that has another value, and who set it."""
 
 import math
+import re
 
-from ..given.samples import STREAM
-from ..notes import Finding
-from ..script import source
-from ..syntax import branch_of, lines_inside
-from .batches import compare_lengths, compare_samples
-from .differences import Differences, compare_settings
-from .kinds import KINDS, PAGE, TENSORS, VALUES, noise_of
-from .lineage import Values
-from .numbers import Variables
-from .printed import compare_printed
+from ..notes import STREAM, Finding
+from ..script import branch_of, lines_inside, source
+from .kinds import KINDS, PAGE
 
 ADVICE = {
     "coupled": "of the same inputs and weights: a sample's result depends on which others are in "
     "its batch, or the model remembers earlier ones. Intended?",
+    "collate": "of the same samples: collate_fn makes of each what depends on which others are in "
+    "its batch, as MixUp does. Intended?",
     "stream": "the ranks' streams have other samples in this step than one process's, as shards of "
     "files have. What follows from that cannot be compared",
     "ratio": "a ratio of sums over the rank's own share, as in a Dice loss of the batch. Intended?",
@@ -25,10 +21,14 @@ ADVICE = {
     "branch": "a decision by numbers of the rank's own share?",
     "weights": "no optimizer trains it, and its weights are not those of one process. If numbers "
     "of this rank's samples have set them, all_reduce these first",
+    "apart": "it is made from random numbers of which a rank draws other than its share of one "
+    "process's: nothing after it can be compared",
     "unpaired": "it comes from outside of torch, as of an environment, by random numbers of each "
     "rank's own: nothing after it can be compared",
 }
-LOOKS = "coupled", "stream", "ratio", "unpaired"  # which may be intended
+CHOOSES = "__getitem__", "index_select", "take", "gather"
+LOST = "stream", "apart", "unpaired"  # after which nothing can be compared
+LOOKS = "coupled", "collate", "ratio", *LOST  # which may be intended
 
 
 class Cause:
@@ -36,6 +36,7 @@ class Cause:
 
     def __init__(self, values, differences, variables, step):
         self.values, self.variables, self.step = values, variables, step
+        self.differences = differences
         self.of_step, self.unlike = values.of_step.get(step, []), differences.unlike(step)
         self.has_other_weights = any(f.step == step for f in differences.of("weight"))
 
@@ -47,6 +48,11 @@ class Cause:
         usual = "ratio" if value.about.get("by_gradient") and not numbers else "share"
         if what == "inputs" and not numbers and values.is_fresh(value) and generators:
             usual = "unpaired"
+        is_made = values.is_fresh(value) or value.name in CHOOSES
+        if not numbers and is_made and any(at <= step for at in variables.apart):
+            usual = "apart"
+        if values.has_same_samples(value):
+            usual = "collate"
         advice = advice or ("stream" if value.name == STREAM else usual)
         numbers = numbers or values.behind(value) + variables.behind(lines, step)
         called = value.about.get("called_at")
@@ -82,17 +88,28 @@ class Cause:
         return found, "unclear"
 
     def averaging(self):
-        """Where the ranks have other gradients: the last pass through a model, and who has told it
-        not to average them."""
+        """Where the ranks have other gradients: the last pass through a model that has some of
+        them, and who has told it not to average them; or a second backward pass after it."""
         if not self.unlike:
             return []
+        names, _ = self.differences.unequal_gradients(self.step)
+        passes = [v for v in self.of_step if v.kind == "outputs"]
+        of_names = [v for v in passes if any(name in names for name in v.about["trains"])]
         more = []
-        if passes := [v for v in self.of_step if v.kind == "outputs"]:
-            more.append(f"the last pass: {source(passes[-1].line)}  [{passes[-1].name}]")
-        if off := [v.line for v in self.of_step if v.kind == "no_sync"]:
+        for each in (of_names or passes)[-1:]:
+            more.append(f"the last pass: {source(each.line)}  [{each.name}]")
+        off = [v.line for v in self.of_step if v.kind == "no_sync"]
+        if off:
             more += [source(off[-1]), *self.variables.set_at(off[-1], self.step)]
-        about = {"remedy": "call the wrapped model", "section": f"{PAGE}#gradients"}
-        return [Finding("WRONG", "averaging", self.step, self.unlike, more=more, **about)]
+        text, about = self.unlike, {"remedy": "call the wrapped model"}
+        about["section"], line = f"{PAGE}#gradients", ""
+        losses = [v for v in self.of_step if v.kind == "loss"]
+        second = losses[-1] if len(losses) > len(passes) and not off else None
+        if second and of_names and of_names[-1].about["is_ddp"]:
+            text += " The model was called through DDP, but a second backward() followed"
+            line, about["remedy"] = second.line, "call backward() once, of the sum of the losses"
+            about["section"] = f"{PAGE}#one-backward-for-each-forward-pass"
+        return [Finding("WRONG", "averaging", self.step, text, line, more, **about)]
 
     def first_value(self):
         """The finding of the first value that differs; that value, if it is no loss; whether what
@@ -119,11 +136,20 @@ class Cause:
         if not alone:
             return None
         line, on = alone
+        if (branch := branch_of(line)) and self.is_by_rank(branch):
+            return None
         text, more = f"computed on {on} alone: {ADVICE['branch']}", []
-        if branch := branch_of(line):
+        if branch:
             more = [source(branch), *self.variables.behind([branch], self.step)]
         about = {"remedy": "decide by numbers of all ranks", "section": f"{PAGE}#decisions"}
         return Finding(verdict, "branch", self.step, text, line, more, "branch", **about)
+
+    def is_by_rank(self, branch):
+        """Whether an `if` says which ranks are to run it, and nothing else that differs."""
+        test = source(branch)
+        by_rank = re.search("rank|world|master|main|distributed", test)
+        by_values = re.search(r"\.item\(|\bfloat\(|loss", test)
+        return by_rank and not by_values and not self.variables.behind([branch], self.step, 0)
 
 
 def find_causes(values, differences, variables, steps, samples, lost):
@@ -143,61 +169,6 @@ def find_causes(values, differences, variables, steps, samples, lost):
             if not may_be and not (looks and verdict == "unclear"):
                 return looks + causes, number, lost
             looks = looks or causes
-            if any(finding.advice in ("unpaired", "stream") for finding in causes):
+            if any(finding.advice in LOST for finding in causes):
                 lost = number
     return looks, math.inf, lost
-
-
-def find_all(one, ranks, tolerance, again=None):
-    """All findings, in the order of the script."""
-    samples, uneven, trains = compare_samples(one, ranks)
-    ended, planned = compare_lengths(one, ranks, trains)
-    lengths, last = ended + planned, math.inf
-    if ended and ended[0].verdict == "look":  # from then on, steps have other batches
-        ended[0].text += "; later steps are not compared"
-        last = ended[0].step
-        samples = [finding for finding in samples if finding.step < last]
-    due = bool(lengths) and lengths[0].verdict == "look"  # so is a schedule by len(loader)
-    for notes in [one, *ranks]:
-        notes.leave_out((*VALUES, *TENSORS), lambda step: step >= last or step in uneven)
-    noise = noise_of(one, again)
-    values = Values(one, ranks, tolerance, noise)
-    differences = Differences(one, ranks, tolerance, noise)
-    variables = Variables(one, ranks)
-    kinds = "gradient", "parameters", "weight", "update"
-    first = {finding.step for finding in differences.of(*kinds)}
-    if differences.hidden:  # the gradients tell less, but the losses may tell it
-        first |= {step for step in values.of_step if values.find(step, "loss")}
-    notes = [Finding("note", "samples", step, uneven[step]) for step in uneven if step < last]
-    found, lost = notes[:1], math.inf  # lost: from this step on, nothing can be compared
-    for finding in samples[:1]:
-        if finding.advice == "unpaired":
-            lost = finding.step
-        else:
-            finding.verdict = "WRONG" if first else "look"
-        for value in [v for v in values.find(0, "value") if v.name == "Subset"][:1]:
-            finding.more.append(f"{source(value.line)}  {values.describe(value)}")
-            finding.more += variables.behind([value.line], 0)
-        found.append(finding)
-    found += lengths[:1]
-    causes, wrong, lost = find_causes(values, differences, variables, sorted(first), samples, lost)
-    found, looks = found + causes, [cause for cause in causes if cause.step < wrong]
-    settings = list(compare_settings(one, ranks, variables))[:1]
-    for kind in ("parameters", "gradient", "weight", "update", "buffer"):
-        of_kind = differences.of(kind)
-        clear = [f for f in of_kind if wrong <= f.step < lost]
-        if (clear or of_kind)[:1] and (clear or of_kind)[0].step < lost:
-            finding = (clear or of_kind)[0]
-            finding.text += f" (in {len({f.step for f in of_kind})} steps)"
-            if finding.step < wrong and looks:
-                finding.verdict = "look"
-            if kind != "update" or not settings:  # which explain it
-                found.append(finding)
-    if settings:
-        found = [finding for finding in found if finding.what != "numbers"]
-    for finding in settings:
-        finding.verdict = "look" if due or finding.step >= lost else finding.verdict
-    found += settings + differences.hidden
-    printed = compare_printed(one, ranks, values, variables, again)
-    found += [finding for finding in printed if finding.step < lost][:2]
-    return found, differences.largest

@@ -4,10 +4,8 @@ import os
 
 import numpy as np
 
-from ..notes import Finding, Step
-from ..process import NOISE
-from ..script import source
-from ..syntax import lines_that_set
+from ..notes import NOISE, Collective, Finding, Step
+from ..script import lines_that_set, source
 from .fits import meaning, same, sides, size
 from .kinds import HIDES, KINDS, PAGE, TENSORS, misfits, offs, paired
 
@@ -31,6 +29,8 @@ class Differences:
 
     def __init__(self, one, ranks, tolerance, noise):
         self.ranks, self.findings, self.largest, self.gradients = len(ranks), [], {}, {}
+        calls = [(step, call) for step, call in ranks[0][Collective] if call.has_grad]
+        self.calls = {call.line: call.name for step, call in calls if step == calls[0][0]}
         self.factors = set()  # steps in which all gradients are the same number of times as large
         self.hidden = []  # of noise
         for kind in TENSORS:
@@ -38,9 +38,17 @@ class Differences:
             for step, seen, others in paired(kind, one, ranks):
                 if kind == "gradient":
                     self.gradients.setdefault(step, []).extend(o.values for o in others.values())
+                before = len(self.findings)
                 for rank, other in others.items():
                     of_kind = noise.get((kind, seen.line, seen.name), {})
                     self.check(kind, step, seen, rank, other.values, tolerance, of_kind)
+                values = [other.values for other in others.values()]
+                sent = [call.line for at, call in ranks[0][Collective] if "broad" in call.name]
+                if kind == "buffer" and sent and not misfits("other", values[0], values[1:], 3e-4):
+                    for finding in self.findings[before:]:  # what rank 0 had
+                        finding.verdict = "look"
+                        finding.text += ", alike on all ranks; the script broadcasts: intended?"
+                        finding.more.append(source(sent[-1]))
 
     def hide(self, kind, noise):
         """What is not told, as noise is too large."""
@@ -68,21 +76,33 @@ class Differences:
             name, off, limit = found[0]
             text = f"{len(found)} of {len(seen.values)} differ{on}; worst {name}, by "
             text += f"{off:.2g} of its size (limit {limit:.1g})"
-            text += self.explain(step, seen.values, values) if kind == "gradient" else ""
-            self.findings.append(found_in(kind, step, text, seen.line))
+            more, line = [], seen.line
+            if kind == "buffer":
+                line = seen.about.get(name) or line
+                ratio, is_same, _ = common_ratio({name: seen.values[name]}, values)
+                text += f"; {ratio:.4g} times one process's" * bool(is_same)
+            if kind == "gradient":
+                meant, is_less = self.explain(step, seen.values, values)
+                text += meant
+                if is_less:
+                    calls = self.calls.items()
+                    more = [
+                        f"this {name} is not differentiated: {source(at)}" for at, name in calls
+                    ]
+            self.findings.append(found_in(kind, step, text, line, more))
+            self.findings[-1].off = off
 
     def explain(self, step, one, other):
-        """Whether all are the same number of times as large."""
-        least = 1e-2 * sum(size(each) ** 2 for each in one.values()) ** 0.5
-        large = [(v, other.get(k)) for k, v in one.items() if size(v) > least and other.get(k)]
-        dots = [(float(a.sums @ b.sums), float(a.sums @ a.sums)) for a, b in large]
-        square = sum(b for _, b in dots)
-        ratio = sum(a for a, _ in dots) / square if square else 1.0
-        if all(same_ray(a, b, ratio) for a, b in large):
-            if abs(ratio - 1) > 0.3:
-                self.factors.add(step)
-            return meaning(ratio, self.ranks)
-        return ""
+        """Whether all, or most, are the same number of times as large; and whether it is less."""
+        ratio, alike, number = common_ratio(one, other)
+        if alike < max(0.8 * number, 1):
+            return "", False
+        if alike == number and abs(ratio - 1) > 0.3:
+            self.factors.add(step)
+        text = meaning(ratio, self.ranks)
+        if alike < number:
+            text = text.replace("one process's", f"one process's in {alike} of {number}", 1)
+        return text, abs(ratio * self.ranks - 1) < 0.05
 
     def of(self, *kinds):
         return sorted([f for f in self.findings if f.what in kinds], key=lambda f: f.step)
@@ -113,6 +133,16 @@ class Differences:
         return f"{text}: not averaged in this step?"
 
 
+def common_ratio(one, other):
+    """(How many times as large the tensors of another process are, of how many of them that is
+    true, how many there are), but for those that are nearly nothing."""
+    least = 1e-2 * sum(size(each) ** 2 for each in one.values()) ** 0.5
+    large = [(v, other.get(k)) for k, v in one.items() if size(v) > least and other.get(k)]
+    ratios = [float(a.sums @ b.sums) / max(float(a.sums @ a.sums), 1e-30) for a, b in large]
+    ratio = float(np.median(ratios)) if ratios else 1.0
+    return ratio, sum(same_ray(a, b, ratio) for a, b in large), len(large)
+
+
 def same_ray(one, other, ratio):
     return np.linalg.norm(other.sums - ratio * one.sums) < 0.2 * abs(ratio) * max(size(one), 1e-30)
 
@@ -128,7 +158,8 @@ def compare_settings(one, ranks, variables):
             numbers = [of_rank[group, name] for of_rank in values]
             number = seen.values[group, name]
             text, set_at = f"{name} is {sides(number, *numbers)}", lines_that_set(seen.line, name)
-            if step == 0 and number and abs(numbers[0] / number / len(ranks) - 1) < 0.01:
+            is_scaled = number and abs(numbers[0] / number / len(ranks) - 1) < 0.01
+            if step == 0 and is_scaled:
                 text += f"; {len(ranks)} times: is the batch of all ranks that much larger, too? "
                 text += "If so, give one process this rate by --one"
             key = int(seen.name.split()[1]), seen.number
@@ -139,4 +170,6 @@ def compare_settings(one, ranks, variables):
                 more.append(f"last scheduler.step(): {source(last)}")
                 lines[last] = None
             more += variables.behind(list(lines), step)
-            yield found_in("setting", step, text, seen.line, more)
+            found = found_in("setting", step, text, seen.line, more)
+            found.advice = "world" if is_scaled else ""
+            yield found

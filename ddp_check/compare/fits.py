@@ -134,9 +134,10 @@ def sides(one, *others):
 def meaning(ratio, world):
     """What it usually is, if something is so many times as large as on one process."""
     for factor, text in {
-        1 / world: "a factor world_size too much in a division? DDP divides already",
+        1 / world: "a factor world_size too much in a division, as DDP divides already? Or an "
+        "all_reduce or all_gather that is not differentiated?",
         world: "a factor world_size too much: a sum over ranks where a mean is wanted?",
     }.items():
-        if abs(ratio - factor) < 0.01 * factor:
+        if abs(ratio - factor) < 0.05 * factor:
             return f"; {ratio:.4g} times one process's: {text}"
     return f"; {ratio:.4g} times one process's" if abs(ratio - 1) > 0.01 else ""

@@ -43,12 +43,14 @@ KINDS = {
     "attribute": Kind("same mean sum sorted", 3, 0),
     "evaluation": Kind("alike", 3, 0),
     "split": Kind("alike", 0, 0),
-    "born": Kind("alike", 0, 0),
+    "apart": Kind("alike", 0, 0),
+    "own": Kind("alike", 0, 0),
     "draw": Kind("unlike", 0, 0),
 }
 LEAST = 1e-6  # of a limit: rounding
 HIDES = 1e-2  # noise beyond which nothing is told
 TIMES_NOISE = 5
+TIMES_EPS = 1.5  # of half precision
 
 
 class Misfit(NamedTuple):
@@ -57,8 +59,9 @@ class Misfit(NamedTuple):
     limit: float
 
 
-def limit_of(kind, tolerance, noise=0.0):
-    return max(LEAST, KINDS[kind].times * tolerance, TIMES_NOISE * noise)
+def limit_of(kind, tolerance, noise=0.0, value=None):
+    eps = getattr(value, "eps", 0.0)
+    return max(LEAST, KINDS[kind].times * tolerance, TIMES_NOISE * noise, TIMES_EPS * eps)
 
 
 def by_key(notes, kind):
@@ -82,11 +85,11 @@ def paired(kind, one, ranks):
         yield step, seen, others
 
 
-def noise_of(notes, again):
+def noise_of(kinds, notes, again):
     """{(kind, line, name): {part: the largest part by which another run on one process has other
     values of the same shape}}"""
     noise = {}
-    for kind in (*TENSORS, *VALUES) if again else ():
+    for kind in kinds if again else ():
         for _, seen, others in paired(kind, notes, [again]):
             parts = noise.setdefault((kind, seen.line, seen.name), {})
             for other in others.values():
@@ -116,7 +119,7 @@ def misfits(kind, one, ranks, tolerance, noise=None):
     """What is further off than its limit, the worst first."""
     found = []
     for part, off in offs(kind, one, ranks).items():
-        limit = limit_of(kind, tolerance, (noise or {}).get(part, 0.0))
+        limit = limit_of(kind, tolerance, (noise or {}).get(part, 0.0), one[part])
         if off > limit:
             found.append(Misfit(part, off, limit))
     return sorted(found, key=lambda each: -each.off / each.limit)

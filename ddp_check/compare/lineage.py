@@ -47,7 +47,7 @@ class Values:
         noise = self.noise.get((value.kind, value.line, value.name), {})
         ways, results = KINDS[value.kind].fits, []
         for part, (sketch, *others) in self.parts(index).items():
-            limit = limit_of(value.kind, self.tolerance, noise.get(part, 0.0))
+            limit = limit_of(value.kind, self.tolerance, noise.get(part, 0.0), sketch)
             results.append(fit(ways, sketch, others, limit))
         return results
 
@@ -65,6 +65,18 @@ class Values:
     def is_fresh(self, value):
         """Whether it is made from nothing that torch has computed, and is no batch of a loader."""
         return not any(i in self.all for i in value.made_from) and not value.about.get("made_by")
+
+    def has_same_samples(self, value):
+        """Whether a batch is made from the same samples in both runs, by a collate_fn of one's
+        own."""
+        mine, ranks = value.about.get("samples"), self.others[value.index]
+        theirs = [other.about.get("samples") for other in ranks if other]
+        return bool(mine) and all(
+            relative(mine[index], total) < 1e-6
+            for of_rank in theirs
+            for index, total in (of_rank or {}).items()
+            if index in mine
+        )
 
     def origin(self, value):
         """The first value that differs among those that this one is made from."""

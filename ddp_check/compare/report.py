@@ -26,6 +26,8 @@ from .judge import RULES  # all of them
 from .kinds import PAGE
 
 ORDER = "WRONG", "look", "note", "not told", "not seen", "ok"
+BRIEF = {"not seen": ": this run has not used them; what each needs: --all", "ok": ""}
+MOST = 6  # lines below a finding's first
 
 
 def in_order(result):
@@ -38,7 +40,9 @@ def texts(finding):
     return [line.strip() for line in lines if line.strip()]
 
 
-def as_text(result):
+def as_text(result, shows_all=False):
+    """What is to be done, causes first; then, in a line each, what was not seen and what is right,
+    and at the end where to begin. `shows_all`: each of these, and no list cut short."""
     lines = []
     acts = result.of("WRONG", "look")
     width = max([len(finding.what) for finding in acts], default=0)
@@ -47,15 +51,22 @@ def as_text(result):
         if finding in acts:
             start, indent = f"{finding.verdict:6} {finding.what:{width}}  ", (9 + width) * " "
             more = [f"step {finding.step + 1}: {text}", *more]
+            if len(more) > MOST + 1 and not shows_all:
+                more[MOST:] = [f"... and {len(more) - MOST} lines more (--all)"]
             advice = f"{finding.remedy} ({finding.section})" if finding.remedy else finding.section
             more.append(advice)
             text = source(finding.line) if finding.line else more.pop(0)
-        else:
+        elif shows_all or finding.verdict not in BRIEF:
             start, indent = f"{finding.verdict:8}  {finding.what:10}  ", 22 * " "
+        else:
+            continue
         lines += wrapped(text, start, indent)
         for line in more:
             lines += wrapped(line, indent, indent) if line else []
-    return "\n".join([*lines, summary(result)])
+    for verdict, words in BRIEF.items() if not shows_all else ():
+        if names := dict.fromkeys(finding.what for finding in result.of(verdict)):
+            lines += wrapped(f"{', '.join(names)}{words}", f"{verdict:8}  ", 10 * " ")
+    return "\n".join([*lines, *summary(result)])
 
 
 def wrapped(text, start, indent):
@@ -70,18 +81,25 @@ def wrapped(text, start, indent):
 
 
 def summary(result):
+    """The last lines: how much was compared, the first cause, the flag that makes more
+    comparable."""
     text = f"ddp_check: {result.steps} steps on one process and on {result.ranks}"
-    wrong = [finding.step for finding in result.of("WRONG")]
-    looks = len(result.of("look"))
+    wrong, looks = result.of("WRONG"), result.of("look")
     if wrong:
-        text += f": {len(wrong)} WRONG, from step {min(wrong) + 1} on"
+        text += f": {len(wrong)} WRONG, from step {min(f.step for f in wrong) + 1} on"
     elif result.lost < math.inf:
         text += f": nothing can be compared from step {result.lost + 1} on"
     else:
         text += ": nothing WRONG"
-    text += f", {looks} to look at" * bool(looks)
-    sizes = ", ".join(f"{kind} {size:.0e}" for kind, size in result.largest.items())
-    return f"{text}\nlargest differences: {sizes}" if sizes else text
+    lines = [text + f", {len(looks)} to look at" * bool(looks)]
+    if result.largest:
+        sizes = ", ".join(f"{kind} {size:.0e}" for kind, size in result.largest.items())
+        lines.append(f"largest differences: {sizes}")
+    if wrong:
+        first = ([finding for finding in wrong if finding.line] or wrong)[0]
+        lines += wrapped(source(first.line) or first.text, f"begin with {first.what}: ", "  ")
+    remedies = [f.remedy for f in looks + wrong if "--one" in f.remedy]
+    return lines + [f"to compare more, {remedy}" for remedy in remedies[:1]]
 
 
 def as_json(args, result, error, seconds):

@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+import re
 import sys
 
 import torch
@@ -9,7 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..process import is_plain, wrap
+from .. import cpu
+from ..process import wrap
+from ..sketch import is_plain
 from .draws import MODEL, note_draw, state_of
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -46,7 +49,7 @@ def control_batch_norm(run):
 
     @wrap(nn.SyncBatchNorm, "forward")
     def forward(original, self, *args, **kwargs):
-        run.thread.sync = True
+        run.thread.sync = not cpu.MODES  # where it is batch norm
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -94,7 +97,9 @@ BACKENDS = "cuda.matmul cudnn cudnn.conv cudnn.rnn mkldnn mkldnn.matmul mkldnn.c
 
 
 def keep_precise():
-    """float32 throughout. Not seen on a GPU yet."""
+    """float32 throughout. Not seen on a GPU yet. The older flags, too: torch refuses to read them
+    where both do not agree."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     for name in BACKENDS.split():
         operator.attrgetter(name)(torch.backends).fp32_precision = "ieee"
     if torch.cuda.is_available():
@@ -112,7 +117,7 @@ def is_off(owner):
         original(*given.args, **given.kwargs)
 
 
-def control_precision():
+def control_precision(run):
     """Nothing is compiled, as its random numbers would be others, and mixed precision is off."""
 
     @wrap(torch, "compile")
@@ -122,6 +127,13 @@ def control_precision():
     @wrap(nn.Module, "compile")
     def compile_module(original, self, *args, **kwargs):
         pass
+
+    @wrap(nn.parallel.DistributedDataParallel, "register_comm_hook")
+    def register(original, self, state, hook):
+        name = f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', '')}"
+        if re.search(r"torch\..*(compress|powerSGD|quantiz)", name):
+            return run.say(f"{hook.__qualname__} is off: gradients are not compressed")
+        return original(self, state, hook)
 
     is_off(torch.amp.autocast)
     is_off(torch.amp.GradScaler)
@@ -142,4 +154,4 @@ def patch(run):
     control_dropout(run)
     control_batch_norm(run)
     control_order(run)
-    control_precision()
+    control_precision(run)

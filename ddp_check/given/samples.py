@@ -10,19 +10,18 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Subset,
     WeightedRandomSampler,
 )
 
-from ..notes import Batch, Pass, PassEnd
-from ..process import leaves_of, wrap
+from ..notes import STREAM, Batch, Cut, Pass, PassEnd
+from ..process import wrap
 from ..script import own_file, place
-from ..seen.trace import note_value
-from .datasets import batches_of
-
-STREAM = "a batch of an IterableDataset"
+from ..sketch import leaves_of
+from .datasets import batches_of, is_own
 
 
 def length(sized):
@@ -47,6 +46,21 @@ def patch(run):
             return original(self)
         g = torch.Generator().manual_seed(number)
         return iter(inspect.unwrap(torch.randperm)(size, generator=g).tolist())
+
+    epochs = {}  # {seed of a DistributedSampler: the epochs that it was given}
+
+    @wrap(DistributedSampler, "__iter__")
+    def share(original, self):
+        """Its n-th epoch has the order of a RandomSampler's n-th pass, whatever the script's seed
+        is, and its first epoch."""
+        own, of_seed = (self.seed, self.epoch), epochs.setdefault(self.seed, [])
+        if self.epoch not in of_seed:
+            of_seed.append(self.epoch)
+        self.seed, self.epoch = 1000 * list(epochs).index(own[0]), of_seed.index(own[1])
+        try:
+            return iter(list(original(self)))
+        finally:
+            self.seed, self.epoch = own
 
     @wrap(WeightedRandomSampler, "__iter__")
     def choose(original, self):
@@ -81,34 +95,57 @@ def patch(run):
     def make(original, self, dataset, batch_size=1, *args, **kwargs):
         line = place()[0]
         name = f"loader {run.nth('loader', line)} of {line}"
-        if run.is_single and name in run.options["scaled"] and not kwargs.get("batch_sampler"):
-            batch_size *= run.world  # the script's flag is a batch size per process
+        if not kwargs.get("batch_sampler"):
+            batch_size = of_all_ranks(name, batch_size)
         original(self, dataset, batch_size, *args, **kwargs)
-        self.check_name = name
+        self.check_name, self.check_size = name, batch_size
+
+    def of_all_ranks(name, batch_size):
+        """Where the script's is a batch size per process, the ranks together have that of one
+        process: each gets its part, or one process all, as the options say."""
+        if run.is_single:
+            return batch_size * (run.world if name in run.options["scaled"] else 1)
+        if not run.options["cuts"] or batch_size != run.batch_sizes.get(name):
+            return batch_size
+        if run.world == 1 or not batch_size or batch_size % run.world:
+            return batch_size
+        run.note(Cut(name, batch_size))
+        return batch_size // run.world
 
     def pass_of(run, loader, key):
         usual = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
         sampler = loader.sampler if usual else loader.batch_sampler
         name, draws = type(sampler).__name__, "Weighted" in type(sampler).__name__
         draws = draws or getattr(sampler, "replacement", False) or bool(own_class(sampler))
-        return Pass(key, loader.check_name, name, has_share(sampler), draws)
+        dataset = loader.dataset
+        while isinstance(dataset, Subset):
+            dataset = dataset.dataset
+        size, rows = length(dataset), loader.batch_size
+        return Pass(key, loader.check_name, name, has_share(sampler), size, draws, rows)
 
     def batches(loader, key):
         is_map = not isinstance(loader.dataset, IterableDataset)
         name = "a batch of the DataLoader" if is_map else STREAM
-        total, number = length(loader) if is_map else None, 0
-        for indices, batch in itertools.islice(batches_of(run, loader), run.options["short"]):
+        total, number, first = length(loader) if is_map else None, 0, run.steps
+        short = run.options["short"]
+        for indices, totals, batch in itertools.islice(batches_of(run, loader), short):
             tensors = [t for t in leaves_of(batch) if torch.is_tensor(t) and t.dim()]
             rows = len(indices) if indices else len(tensors[0]) if tensors else None
-            run.note(Batch(key, number, indices, rows, total))
+            trains = torch.is_grad_enabled()
+            run.note(Batch(key, number, indices, rows, total, trains, totals))
+            if run.is_single and run.steps > first:  # it is for training
+                run.batch_sizes[loader.check_name] = loader.check_size
             in_main = threading.current_thread() is threading.main_thread()
-            if torch.is_grad_enabled() and in_main:
+            if trains and in_main:
                 run.loader_rows = rows
                 find_order(run, (*key, number), indices)
-                note_value(run, "value", place()[0], name, batch, made_by=made_by(loader.dataset))
+                if run.traces:
+                    samples = totals if is_own(loader.collate_fn) else None
+                    about = {"made_by": made_by(loader.dataset), "samples": samples}
+                    run.note_value("value", place()[0], name, batch, **about)
             number += 1
             yield batch
-        if number != run.options["short"]:  # else it may be cut off
+        if number != short:  # else it may be cut off
             run.note(PassEnd(key, number))
 
 

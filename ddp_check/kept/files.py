@@ -5,9 +5,10 @@ stopped: see refuse. What it creates is noted (see made), and removed after each
 stay.
 
 Python tells an audit hook what it opens, renames and removes, in every thread and in processes that
-are forked; writers.py has what it does not tell. Not seen are files that programs write which the
-script starts, and those that C++ writes, but for the libraries in writers.py."""
+are forked; writers.py and databases.py have what it does not tell. Not seen are files that programs
+write which the script starts, and those that C++ writes, but for the libraries in these two."""
 
+import contextlib
 import os
 import stat
 import sys
@@ -16,30 +17,14 @@ import threading
 from ..notes import File
 from ..process import stop_both_runs
 from ..script import UNKNOWN, place, source
-from .made import Made, identity
+from .made import Made, full, identity
 
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".tmp", ".safetensors")  # they are no downloads
 DOWNLOAD = 50_000  # bytes: a smaller file is not worth to be kept
 CACHES = "~/.cache", "~/.config", "~/.triton", "~/.nv"
 CACHE_VARIABLES = "TORCH_HOME", "HF_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR"
+PROGRAMS = "subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.spawn", "pty.spawn"
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-READ_DATABASE = "to read it only: sqlite3.connect('file:NAME?mode=ro', uri=True)"
-
-
-def folder_path(number):
-    """The path of a folder that is open."""
-    if sys.platform == "darwin":
-        import fcntl
-
-        return os.fsdecode(fcntl.fcntl(number, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
-    return os.readlink(f"/proc/self/fd/{number}")
-
-
-def full(path, folder=-1):
-    """Of a name in an open folder, or relative to the current one; a link is not followed."""
-    start = folder_path(folder) if isinstance(folder, int) and folder >= 0 else os.getcwd()
-    path = os.path.join(start, os.fsdecode(path))
-    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 
 
 class PerThread(threading.local):
@@ -53,32 +38,42 @@ class Guard:
         self.process, self.made, self.lines = process, Made(process.folder), {}
         self.thread = PerThread()
         caches = [os.path.expanduser(path) for path in CACHES]
-        caches += [os.environ[name] for name in CACHE_VARIABLES if name in os.environ]
+        caches += [os.environ[name] for name in CACHE_VARIABLES if os.environ.get(name)]
         folders = [*caches, "/dev", "/proc", "/sys", process.folder]
-        self.ignored = tuple(os.path.join(os.path.realpath(path), "") for path in folders)
+        folders = [os.path.join(os.path.realpath(path), "") for path in folders]
+        self.ignored = tuple(
+            path for path in folders if not f"{os.getcwd()}{os.sep}".startswith(path)
+        )
         self.events = {
             "open": self.before_open,
             "os.rename": self.before_rename,
             "os.remove": lambda path, folder: self.check("remove", full(path, folder)),
             "os.rmdir": self.before_rmdir,
-            "os.truncate": self.before_truncate,
+            "os.truncate": lambda path, size: self.check("truncate", os.path.realpath(full(path))),
+            "os.chmod": self.before_chmod,
+            "os.chown": lambda path, user, group, folder: self.before_attributes(path, folder),
+            "os.utime": lambda path, times, ns, folder: self.before_attributes(path, folder),
+            "os.chflags": lambda path, flags: self.before_attributes(path),
+            "os.setxattr": lambda path, *attribute: self.before_attributes(path),
+            "os.removexattr": lambda path, *attribute: self.before_attributes(path),
             "os.mkdir": lambda path, mode, folder: self.note(full(path, folder), ""),
             "os.symlink": lambda old, path, folder: self.note(full(path, folder)),
             "os.link": self.before_link,
             "socket.bind": self.before_bind,
-            "sqlite3.connect": self.before_database,
-            "subprocess.Popen": self.say_program,
-            "os.system": self.say_program,
-            "os.posix_spawn": self.say_program,
         }
+        self.events |= dict.fromkeys(PROGRAMS, self.say_program)
 
     def hook(self, event, args):
-        if event not in self.events or self.thread.busy:
-            return
+        if event in self.events and not self.thread.busy:
+            with self.unheard():
+                self.made.settle()
+                self.events[event](*args)
+
+    @contextlib.contextmanager
+    def unheard(self):
         self.thread.busy = True
         try:
-            self.made.settle()
-            self.events[event](*args)
+            yield
         finally:
             self.thread.busy = False
 
@@ -156,9 +151,16 @@ class Guard:
         if os.path.isdir(path) and not os.listdir(path):  # or it fails
             self.check("remove", path)
 
-    def before_truncate(self, path, size):
-        if not isinstance(path, int):  # or it is open: see before_open
-            self.check("truncate", os.path.realpath(os.fsdecode(path)))
+    def before_chmod(self, path, mode, folder):
+        path = os.path.realpath(full(path, folder))
+        if os.path.lexists(path) and stat.S_IMODE(os.stat(path).st_mode) != mode:
+            self.check("change the mode of", path)
+
+    def before_attributes(self, path, folder=-1):
+        """Owner, times and the like; a folder's times change by each file in it."""
+        path = os.path.realpath(full(path, folder))
+        if os.path.isfile(path):
+            self.check("change the attributes of", path)
 
     def before_link(self, old, new, old_folder, new_folder):
         """What is written to the new name changes the old file."""
@@ -168,16 +170,6 @@ class Guard:
     def before_bind(self, socket, address):
         if isinstance(address, (str, bytes)) and os.fsdecode(address)[:1] != "\0":
             self.note(full(address))  # of AF_UNIX: the system makes a file
-
-    def before_database(self, database):
-        """SQLite opens its files in C."""
-        name, _, options = os.fsdecode(database).removeprefix("file:").partition("?")
-        if name in ("", ":memory:") or "mode=ro" in options or "mode=memory" in options:
-            return
-        path = os.path.realpath(name)
-        self.check("open", path, READ_DATABASE)
-        for suffix in "", "-journal", "-wal", "-shm":
-            self.note(path + suffix)
 
     def say_program(self, *_):
         line = place()[0]
@@ -194,7 +186,8 @@ def patch(process):
     if GUARD is None:
         GUARD = Guard(process)
         sys.addaudithook(GUARD.hook)
-        from . import writers
+        from . import databases, writers
 
         writers.patch(GUARD)
+        databases.patch(GUARD)
     GUARD.process, process.settle = process, GUARD.made.settle

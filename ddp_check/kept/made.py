@@ -1,9 +1,32 @@
-"""What the script has created: {path: identity}, in FOLDER/made, for all processes of both runs."""
+"""What the script has created, in FOLDER/made, for all processes of both runs; who removes it."""
 
 import contextlib
 import json
 import os
+import shutil
+import signal
+import sys
+import time
 from pathlib import Path
+
+
+def open_path(number):
+    """The path of a file or folder that is open."""
+    if sys.platform == "darwin":
+        import fcntl
+
+        return os.fsdecode(fcntl.fcntl(number, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
+    return os.readlink(f"/proc/self/fd/{number}")
+
+
+def full(path, folder=-1):
+    """Of a name in an open folder, or relative to the current one; a link is not followed. Of an
+    open file, its path."""
+    if isinstance(path, int):
+        return open_path(path)
+    start = open_path(folder) if isinstance(folder, int) and folder >= 0 else os.getcwd()
+    path = os.path.join(start, os.fsdecode(path))
+    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 
 
 def identity(path):
@@ -52,11 +75,20 @@ class Made:
                 self.pending.pop(path, None)  # also another thread settles
                 self.add(path, kind, number)
 
+    def failed(self, path):
+        """It could not be created: if it is there later, it is another program's."""
+        if self.pending.pop(path, None):
+            self.add(path, "output", "failed")
+
     def moved(self, old, new):
         """What was at `old`, and all in it, is in a moment at `new`."""
-        for path, (number, kind) in list(self.update().items()):
-            if path == old or path.startswith(old + os.sep):
-                self.add(new + path.removeprefix(old), kind, number)
+        paths = self.update()
+        inside = []
+        if os.path.isdir(old):
+            inside = [path for path in paths if path.startswith(old + os.sep)]
+        for path in [old] * (old in paths) + inside:
+            number, kind = paths[path]
+            self.add(new + path.removeprefix(old), kind, number)
 
     def owns(self, path):
         """Whether the script has created what is there now."""
@@ -94,3 +126,56 @@ def remove_made(folder):
     with open(made.file, "w") as file:
         file.writelines(as_line(path, *entry) for path, entry in stay.items())
     return left
+
+
+def stop_groups(groups):
+    """End processes, and what they have started, which is in the same group."""
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def wait_for_end(groups):
+    """Until they write no more; those that nobody waits for stay as numbers only."""
+    for _ in range(60):
+        for group in list(groups):
+            try:
+                os.killpg(group, 0)
+            except ProcessLookupError:
+                groups.remove(group)
+        if not groups:
+            return
+        time.sleep(0.05)
+
+
+class Janitor:
+    """A process that outlives ddp_check, however that ends: by its end, Ctrl-C, or kill -9. It ends
+    what still runs, which has a file NAME.pid in the folder of notes, and removes what the script
+    has created, and that folder."""
+
+    def __init__(self, folder):
+        read, self.pipe = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.setsid()  # Ctrl-C in the terminal is not for it
+                os.close(self.pipe)
+                self.clean_up(folder, read)
+            finally:
+                os._exit(0)
+        os.close(read)
+
+    def finish(self):
+        os.close(self.pipe)
+        os.waitpid(self.pid, 0)
+
+    @staticmethod
+    def clean_up(folder, pipe):
+        os.read(pipe, 1)  # until ddp_check has ended, and the system closes its end
+        texts = [file.read_text() for file in Path(folder).glob("*.pid")]
+        groups = [int(text) for text in texts if text]
+        stop_groups(groups)
+        wait_for_end(groups)
+        for text in remove_made(folder):
+            print(f"ddp_check: {text}", file=sys.stderr, flush=True)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,30 +1,52 @@
 """Files that are changed without a word to Python's audit hook: in place, in memory, and in C++."""
 
 import builtins
-import contextlib
 import importlib.abc
 import importlib.machinery
 import io
+import mmap
 import os
 import sys
 
-import numpy as np
-
 from ..process import wrap
+from .made import full, open_path
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 TEXT_OPTIONS = "encoding", "errors", "newline"  # of open, after its buffering
 
-# Functions that write a file in C++: (module, name): position and name of the argument with its
-# path, and of one with the mode, if there is one.
+# Functions, and classes, that write a file in C++: (module, name): position and name of the
+# argument with its path, and of one with the mode, if there is one. torch.save, torch.export and
+# torch.package are among them by PyTorchFileWriter.
 WRITERS = {
-    ("torch", "save"): (1, "f"),
-    ("torch.jit", "save"): (1, "f"),
+    ("torch._C", "PyTorchFileWriter"): (0, "file_name"),
+    ("torch.jit", "RecursiveScriptModule.save"): (1, "f"),
+    ("torch.jit", "RecursiveScriptModule._save_for_lite_interpreter"): (1, "f"),
+    ("torch.jit._serialization", "save_jit_module_to_flatbuffer"): (1, "f"),
+    ("torch.autograd.profiler", "profile.export_chrome_trace"): (1, "path"),
+    ("torch.profiler", "ExecutionTraceObserver.register_callback"): (1, "output_file_path"),
+    ("torch.distributed", "FileStore"): (0, "file_name"),
     ("torch", "from_file"): (0, "filename", 1, "shared"),
-    ("safetensors.torch", "serialize_file"): (1, "filename"),
-    ("safetensors.numpy", "serialize_file"): (1, "filename"),
+    ("torch", "UntypedStorage.from_file"): (0, "filename", 1, "shared"),
+    ("torchvision.io.image", "write_png"): (1, "filename"),
+    ("torchvision.io.image", "write_jpeg"): (1, "filename"),
+    ("torchvision.io.image", "write_file"): (0, "filename"),
+    ("torchvision.io.video", "write_video"): (0, "filename"),
+    ("torchaudio", "save"): (0, "uri"),
+    ("safetensors", "serialize_file"): (1, "filename"),
+    ("tokenizers", "Tokenizer.save"): (1, "path"),
+    ("pyarrow", "OSFile"): (0, "path", 1, "mode"),
+    ("pyarrow", "memory_map"): (0, "path", 1, "mode"),
+    ("pyarrow.parquet", "ParquetWriter.__init__"): (1, "where"),
+    ("pyarrow.csv", "write_csv"): (1, "output_file"),
+    ("pyarrow.feather", "write_feather"): (1, "dest"),
     ("h5py", "File.__init__"): (1, "name", 2, "mode"),
+    ("av", "open"): (0, "file", 1, "mode"),
+    ("soundfile", "SoundFile.__init__"): (1, "file", 2, "mode"),
+    ("faiss", "write_index"): (1, "fname"),
+    ("SimpleITK", "WriteImage"): (1, "fileName"),
     ("cv2", "imwrite"): (0, "filename"),
+    ("cv2", "imwritemulti"): (0, "filename"),
+    ("cv2", "VideoWriter"): (0, "filename"),
 }
 
 
@@ -33,46 +55,56 @@ def watch_writer(module, function, guard):
     owner = sys.modules[module]
     *classes, function = function.split(".")
     for part in classes:
-        owner = getattr(owner, part)
+        owner = getattr(owner, part, None)
+    if not hasattr(owner, function):  # in another version of the library
+        return
 
     def argument(args, kwargs, position, name):
         return args[position] if len(args) > position else kwargs.get(name)
 
+    original = getattr(owner, function)
+
     @wrap(owner, function)
     def write(original, *args, **kwargs):
         path = argument(args, kwargs, position, name)
-        reads = bool(mode) and argument(args, kwargs, *mode) in (None, False, "r")
+        reads = bool(mode) and argument(args, kwargs, *mode) in (None, False, "r", "rb")
         if isinstance(path, (str, bytes, os.PathLike)) and not reads:
             guard.hook("open", (path, "w", NEW))
-            if function == "save":  # so that it is known as ours while it is being written
-                with contextlib.suppress(OSError):
-                    open(path, "ab").close()
         try:
             return original(*args, **kwargs)
         finally:
             guard.made.settle()
 
+    if not classes:  # others may have imported it by its name
+        for other in list(sys.modules.values()):
+            if getattr(other, "__dict__", {}).get(function) is original:
+                setattr(other, function, getattr(owner, function))
+
 
 class WhenImported(importlib.abc.MetaPathFinder):
-    """Watches the functions of WRITERS as soon as their module is imported."""
+    """Calls functions with a module as soon as it is imported."""
 
-    def __init__(self, guard):
-        self.guard = guard
+    calls = {}  # {name of the module: functions}
 
     def find_spec(self, name, path, target=None):
-        functions = [function for module, function in WRITERS if module == name]
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if functions else None
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in self.calls else None
         if spec is None or spec.loader is None:
             return None
         load = spec.loader.exec_module
 
         def exec_module(module):
             load(module)
-            for function in functions:
-                watch_writer(name, function, self.guard)
+            for call in self.calls[name]:
+                call(module)
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+def when_imported(name, call):
+    if name in sys.modules:
+        call(sys.modules[name])
+    WhenImported.calls.setdefault(name, []).append(call)
 
 
 class UsersFile(io.BufferedReader):
@@ -93,14 +125,35 @@ class UsersFile(io.BufferedReader):
         self.refuse("truncate", self.path)
 
 
+def map_users_files(guard):
+    """A file of the user's that was opened r+, see above, can be mapped into memory."""
+    real, writes = mmap.mmap, (mmap.ACCESS_DEFAULT, mmap.ACCESS_WRITE)
+
+    class Mapped(real):
+        def __new__(cls, fileno, length, *args, **kwargs):
+            more = dict(zip(("flags", "prot", "access", "offset"), args)) | kwargs
+            is_private = more.get("flags", mmap.MAP_SHARED) & mmap.MAP_PRIVATE
+            is_written = more.get("prot", mmap.PROT_WRITE) & mmap.PROT_WRITE and not is_private
+            is_written &= more.get("access", mmap.ACCESS_DEFAULT) in writes
+            path = open_path(fileno) if fileno >= 0 and is_written else ""
+            if not (path and os.path.isfile(path) and guard.is_users(path)):
+                return super().__new__(cls, fileno, length, *args, **kwargs)
+            path = os.path.relpath(path)
+            guard.process.say(f"{path} is mapped into memory; what is written stays there")
+            offset = more.get("offset", 0)
+            return super().__new__(cls, fileno, length, access=mmap.ACCESS_COPY, offset=offset)
+
+    mmap.mmap = Mapped
+
+
 def patch(guard):
     for module, function in WRITERS:
-        if module in sys.modules:
-            watch_writer(module, function, guard)
-    sys.meta_path.insert(0, WhenImported(guard))
+        when_imported(module, lambda _, key=(module, function): watch_writer(*key, guard))
+    sys.meta_path.insert(0, WhenImported())
+    map_users_files(guard)
 
     def is_users(path):
-        return os.path.isfile(path) and guard.is_users(os.path.realpath(path))
+        return os.path.isfile(path) and guard.is_users(os.path.realpath(os.fsdecode(path)))
 
     def open_and_settle(original, file, mode="r", buffering=-1, *args, **kwargs):
         if isinstance(file, int) or "r" in mode and "+" not in mode:
@@ -114,17 +167,29 @@ def patch(guard):
             return io.TextIOWrapper(binary, **options, write_through=True)
         try:
             return original(file, mode, buffering, *args, **kwargs)
+        except OSError:
+            guard.made.failed(os.path.realpath(os.fsdecode(file)))
+            raise
         finally:
             guard.made.settle()
 
     for owner in (builtins, io):
         wrap(owner, "open")(open_and_settle)
 
-    @wrap(np.memmap, "__new__")
-    def memmap(original, cls, filename, dtype=np.uint8, mode="r+", *args, **kwargs):
-        is_path = isinstance(filename, (str, os.PathLike))
-        if is_path and mode in ("r+", "readwrite") and is_users(filename):
-            path = os.path.relpath(filename)
-            guard.process.say(f"{path}: numpy.memmap opens it r+; what is written stays in memory")
-            mode = "c"
-        return original(cls, filename, dtype, mode, *args, **kwargs)
+    @wrap(os, "open")
+    def open_in_folder(original, path, flags, mode=0o777, *, dir_fd=None):
+        """Of an open folder, the hook is not told."""
+        if dir_fd is None:
+            return original(path, flags, mode)
+        guard.hook("open", (full(path, dir_fd), None, flags))
+        with guard.unheard():
+            return original(path, flags, mode, dir_fd=dir_fd)
+
+    for name in "mkfifo", "mknod":
+        make = wrap(os, name)
+
+        @make
+        def make_file(original, path, *args, dir_fd=None, **kwargs):
+            guard.note(full(path, -1 if dir_fd is None else dir_fd))
+            original(path, *args, dir_fd=dir_fd, **kwargs)
+            guard.made.settle()

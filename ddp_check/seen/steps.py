@@ -15,12 +15,21 @@ from torch.optim.optimizer import (
 )
 
 from ..given.draws import seed_all
-from ..notes import Seen, Step
+from ..notes import TRIED, Seen, Step
 from ..process import wrap
 from ..script import place
-from .scalars import generators, tensors_of, variables_of
-from .sketch import sketch
-from .trained import Trained, moments, on_cpu, others, set_to, settings_of
+from ..sketch import moved, sketches
+from .held import (
+    Trained,
+    generators,
+    on_cpu,
+    others,
+    set_to,
+    settings_of,
+    tensors_of,
+    variables_of,
+)
+from .written import line_of
 
 BATCH_NORM = r"running_mean$|running_var$|num_batches_tracked$"  # averages: each rank's own
 
@@ -31,10 +40,9 @@ class Steps:
     def __init__(self, run):
         self.run, self.optimizers = run, {}
         self.inside = None  # the optimizer that makes a step, and the frame that has called it
-        self.before = {}  # what was there before this step
-
-    def path(self, trained):
-        return f"{self.run.folder}/step.{trained.number}.{trained.step}.pt"
+        self.line, self.has_closure = "", False  # of this step
+        self.weights = {}  # sketches of those before it
+        self.own = {}  # {name: this rank's gradient}, while it has one process's
 
     def is_nested(self):
         """Whether another optimizer's step, which has not failed, has called this one."""
@@ -56,12 +64,11 @@ class Steps:
             trained, (line, *callers) = self.optimizers[optimizer], place()
             trained.step += 1
             parameters = trained.parameters(optimizer)
-            run.trained.update(map(id, parameters.values()))
-            gradients = {name: on_cpu(p.grad) for name, p in parameters.items()}
-            weights = {name: on_cpu(p) for name, p in parameters.items()}
+            run.trained |= {id(p): name for name, p in parameters.items()}
+            if not run.steps:
+                self.note_others()
             has_closure = len(args) > 1 or kwargs.get("closure") is not None
-            self.before = {"weights": weights, "gradients": gradients, "line": line}
-            self.before["has_closure"] = has_closure  # it computes gradients of its own
+            self.line, self.has_closure = line, has_closure  # it computes gradients of its own
             made = run.made.get(id(optimizer), {})
             variables = variables_of(inspect.currentframe())
             made_generators = {} if trained.step else generators(run)
@@ -69,97 +76,108 @@ class Steps:
             run.note(Step(key, line, callers, made, list(parameters), variables, made_generators))
             self.note("setting", settings_of(optimizer))
             self.note("mode", trained.modes())
-            self.note("gradient", {name: sketch(g) for name, g in gradients.items()})
-            self.note("weight", {name: sketch(w) for name, w in weights.items()})
-            if not run.saves and os.path.exists(self.path(trained)):
-                saved = self.before["saved"] = self.saved_by_one(trained, parameters)
-                if not has_closure:  # then the same gradients make the same step
-                    for name, p in parameters.items():
-                        if p.grad is not None:
-                            set_to(p.grad, saved["gradients"].get(name))
+            gradients = {name: p.grad for name, p in parameters.items()}
+            if not has_closure:  # else they are not there yet
+                self.note("gradient", sketches(gradients))
+            self.weights = sketches(parameters)
+            self.note("weight", self.weights, parameters)
+            if run.saves:
+                self.save("gradients", gradients)
+            elif os.path.exists(self.path("after")) and not has_closure:
+                self.give_gradients(parameters)  # the same gradients make the same step
+        run.thread.stepping = True
 
-    def saved_by_one(self, trained, names):
-        saved = torch.load(self.path(trained))
-        if saved["weights"].keys() != names.keys() and len(saved["weights"]) == len(names):
-            for kind in ("weights", "gradients", "after", "moments"):  # a copy on rank 0 alone
-                saved[kind] = dict(zip(names, saved[kind].values()))
-        return saved
+    def give_gradients(self, parameters):
+        """Those of one process, for this step; its own, which may be added to, come back after."""
+        given = self.saved("gradients", parameters)
+        for name, p in parameters.items():
+            if p.grad is not None:
+                self.own[name] = on_cpu(p.grad)
+                set_to(p.grad, given.get(name))
 
-    def note(self, kind, values):
-        trained, line = self.optimizers[self.inside[0]], self.before["line"]
-        self.run.note(Seen(kind, line, f"optimizer {trained.number}", trained.step, values))
+    def note(self, kind, values, tensors=None):
+        """Of `tensors`, with the lines that have set them last."""
+        trained = self.optimizers[self.inside[0]]
+        name, about = f"optimizer {trained.number}", {}
+        if tensors:
+            about = {name: line_of(self.run, tensor) for name, tensor in tensors.items()}
+        self.run.note(Seen(kind, self.line, name, trained.step, values, about=about))
 
     def end(self, optimizer, args, kwargs):
         if self.inside is None or self.inside[0] is not optimizer:
             return
         run = self.run
+        run.thread.stepping = False
         with run.quiet():
             trained = self.optimizers[optimizer]
             parameters, buffers = trained.parameters(optimizer), trained.buffers()
-            after = {name: on_cpu(p) for name, p in parameters.items()}
-            self.note_after(after, buffers)
+            self.note_after(parameters, buffers)
             if run.saves:
-                self.save(trained, optimizer, parameters, after, buffers)
-            elif "saved" in self.before:
-                self.set_to_one(optimizer, parameters, buffers)
+                self.save("after", parameters | buffers)
+                self.keep_space()
+            elif os.path.exists(self.path("after")):
+                self.set_to_one(parameters, buffers)
         self.inside = None
         run.steps += 1
         if run.steps in (3, 12, run.options["steps"]):
             with run.quiet():
                 self.note_others()
                 attributes = tensors_of(inspect.currentframe())
-                kept = {name: sketch(t, any_order=True) for name, t in attributes.items()}
+                kept = sketches(attributes, any_order=True)
                 run.note(Seen("attribute", "", "at a step", 0, kept))
+        if run.steps == TRIED:
+            run.note_drawn()
         seed_all(run.hash("step", run.steps), torch_too=False)
         if run.steps >= run.options["steps"]:
             run.end("--steps")
 
-    def note_after(self, after, buffers):
-        start = self.before["weights"]
-        if not self.before["has_closure"]:
-            moved = {k: w - start[k] for k, w in after.items() if w.shape == start[k].shape}
-            self.note("update", {name: sketch(update) for name, update in moved.items()})
+    def note_after(self, parameters, buffers):
+        if not self.has_closure:
+            both = {name: (self.weights[name], b) for name, b in sketches(parameters).items()}
+            moves = {name: moved(a, b) for name, (a, b) in both.items() if a.shape == b.shape}
+            self.note("update", moves)
         kept = {name: b for name, b in buffers.items() if not re.search(BATCH_NORM, name)}
-        self.note("buffer", {name: sketch(b, any_order=True) for name, b in kept.items()})
+        self.note("buffer", sketches(kept, any_order=True), kept)
 
     def note_others(self):
         known = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
-        sketches, drawn = others(known, BATCH_NORM)
-        self.run.note(Seen("other", "", "at a step", 0, sketches))
-        self.run.note(Seen("born", "", "at a step", 0, drawn))
+        values, lines = others(self.run, known, BATCH_NORM)
+        self.run.note(Seen("other", "", "at a step", 0, values, about=lines))
 
-    def save(self, trained, optimizer, parameters, after, buffers):
-        saved = {k: self.before[k] for k in ("weights", "gradients")} | {"after": after}
-        saved["buffers"] = {name: on_cpu(b) for name, b in buffers.items()}
-        saved["moments"] = {
-            name: {k: on_cpu(v) for k, v in state.items()}
-            for name, state in moments(optimizer, parameters).items()
-        }
-        torch.save(saved, self.path(trained))
-        self.keep_space(os.path.getsize(self.path(trained)))
+    def path(self, what):
+        trained = self.optimizers[self.inside[0]]
+        return f"{self.run.folder}/step.{trained.number}.{trained.step}.{what}"
 
-    def keep_space(self, size):
+    def save(self, what, tensors):
+        torch.save({name: on_cpu(tensor) for name, tensor in tensors.items()}, self.path(what))
+
+    def saved(self, what, names):
+        """By one process; on rank 0 alone a copy of the model may have other names."""
+        saved = torch.load(self.path(what), mmap=True)  # read as it is used
+        if saved.keys() != names.keys() and len(saved) == len(names):
+            return dict(zip(names, saved.values()))
+        return saved
+
+    def keep_space(self):
         """Fewer steps, if those to come would take more than half of what is free on the disk."""
         run, free = self.run, shutil.disk_usage(self.run.folder).free
+        size = sum(os.path.getsize(self.path(what)) for what in ("gradients", "after"))
         steps = run.steps + 1 + int(free / 2 / size)
         if steps < run.options["steps"]:
             run.options["steps"] = steps
             text = f"{steps} steps only: each writes {size / 1e9:.2g} GB to {run.folder}, where "
             run.say(f"{text}{free / 1e9:.2g} GB are free; another TMPDIR may have more")
 
-    def set_to_one(self, optimizer, parameters, buffers):
-        """What one process had after this step; but its own gradients, which may be added to."""
-        saved = self.before["saved"]
+    def set_to_one(self, parameters, buffers):
+        """What one process had after this step; but its own gradients."""
+        saved = self.saved("after", parameters | buffers)
         for name, p in parameters.items():
-            set_to(p, saved["after"].get(name))
+            set_to(p, saved.get(name))
             if p.grad is not None:
-                set_to(p.grad, self.before["gradients"].get(name))
-        for name, state in moments(optimizer, parameters).items():
-            for k, v in state.items():
-                set_to(v, saved["moments"].get(name, {}).get(k))
+                set_to(p.grad, self.own.pop(name, None))
         for name, buffer in buffers.items():
             if not re.search(BATCH_NORM, name) or self.run.is_single:
-                set_to(buffer, saved["buffers"].get(name))
+                set_to(buffer, saved.get(name))
 
 
 def patch(run):

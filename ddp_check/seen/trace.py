@@ -12,10 +12,9 @@ from torch.utils.data import Subset
 
 from ..given.alike import keep_precise
 from ..notes import Collective, Seen
-from ..process import is_plain, leaves_of, wrap
-from ..script import FOLDER, UNKNOWN, own_file, own_lines, place
-from .sketch import sketch, summary
-from .trained import on_cpu
+from ..process import stop_both_runs, wrap
+from ..script import FOLDER, UNKNOWN, own_file, own_lines, place, source
+from ..sketch import is_plain, leaves_of, sketches
 
 LAYERS = "linear conv1d conv2d conv3d conv_transpose2d matmul __matmul__ mm bmm addmm baddbmm "
 LAYERS += "einsum batch_norm layer_norm group_norm scaled_dot_product_attention lstm gru"
@@ -32,28 +31,13 @@ def note_evaluation(run, module, line):
     number = run.nth("evaluation", run.steps, line)
     if number == 0 and run.nth("evaluations", line) < 20:
         buffers = [each for each in module.named_buffers() if each[1].is_floating_point()]
-        sketches = {f"{type(module).__name__}.{name}": sketch(on_cpu(b)) for name, b in buffers}
-        run.note(Seen("evaluation", line, type(module).__name__, 0, sketches))
+        buffers = {f"{type(module).__name__}.{name}": buffer for name, buffer in buffers}
+        run.note(Seen("evaluation", line, type(module).__name__, 0, sketches(buffers)))
 
 
-def note_value(run, kind, line, name, tree, made_from=(), **about):
-    """Note it, and return its index."""
-    leaves = [leaf for leaf in leaves_of(tree) if torch.is_tensor(leaf)][:8]
-    values = dict.fromkeys(range(len(leaves)))
-    with run.quiet(), contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
-        values = {part: summary(leaf) for part, leaf in enumerate(leaves)}
-    number = run.nth("value", run.steps, kind, line, name)
-    index, about = run.nth("values"), about | {"model": run.model}
-    run.note(Seen(kind, line, name, number, values, index, list(made_from), about))
-    for leaf in leaves:
-        if is_plain(leaf) and not isinstance(leaf, nn.Parameter):
-            leaf.compare_index = index
-    return index
-
-
-def sum_of_weights(module):
-    with torch.no_grad():
-        return float(sum(p.double().sum() for p in module.parameters()))
+def sum_of_weights(run, module):
+    with run.quiet(), torch.no_grad():
+        return float(sum(p.sum(dtype=torch.float64) for p in module.parameters()))
 
 
 def indices_in(tree):
@@ -97,7 +81,8 @@ class Trace(TorchFunctionMode):
         generator = torch.Generator(out.device).manual_seed(seed)
         with self.run.quiet():
             noise = inspect.unwrap(torch.randn)(out.shape, generator=generator, device=out.device)
-            return out * (1 + self.run.noise * noise.to(out.dtype))
+            part = max(self.run.noise, torch.finfo(out.dtype).eps / 2)  # else it is rounded away
+            return (out * (1 + part * noise)).to(out.dtype)
 
     def see(self, name, out, args, kwargs):
         made_from = indices_in((args, kwargs))
@@ -106,6 +91,8 @@ class Trace(TorchFunctionMode):
                 out.compare_index = made_from[0]
             if is_plain(out) and hasattr(args[0], "check_line"):
                 out.check_line = args[0].check_line
+            return
+        if not self.run.traces:
             return
         frame = inspect.currentframe().f_back.f_back
         while frame is not None and frame.f_code.co_filename.startswith((TORCH, FOLDER)):
@@ -125,17 +112,29 @@ class Trace(TorchFunctionMode):
         if frame.f_code.co_name != "<module>":
             called_at = next((at for at in own_lines(frame) if at != line), "")
         more = {"by_gradient": by_gradient, "called_at": called_at}
-        note_value(self.run, "value", line, name, out, made_from, **more)
+        self.run.note_value("value", line, name, out, made_from, **more)
+
+
+def refuse_graphs(run):
+    """A CUDA graph runs again without Python, so that nothing of it could be noted; and copies to
+    the CPU would make its recording fail."""
+
+    @wrap(torch.cuda.CUDAGraph, "__new__")
+    def make(original, cls, *args, **kwargs):
+        facts = {"line": source(place()[0]), "text": "not compared: CUDA graphs"}
+        stop_both_runs(run.folder, "refused", facts | {"remedy": "run it without them"})
 
 
 def patch(run):
     """What goes into and comes out of each outermost module in training; and the losses."""
+    refuse_graphs(run)
 
     @wrap(nn.Module, "__call__")
     def call(original, module, *args, **kwargs):
         is_training = module.training and torch.is_grad_enabled()
         if run.model is not None or run.thread.in_dataset or not is_training:
-            if run.model is not None or module.training or run.thread.evaluates:
+            is_ddp = isinstance(module, DistributedDataParallel)  # broadcasts buffers first
+            if run.model is not None or module.training or run.thread.evaluates or is_ddp:
                 return original(module, *args, **kwargs)
             run.thread.evaluates = True
             try:
@@ -153,31 +152,27 @@ def patch(run):
             run.model_rows = len(tensors[0])
         made_from = indices_in((args, kwargs))
         is_trained = any(id(p) in run.trained for p in inner.parameters())
-        about = {} if is_trained else {"weights": sum_of_weights(inner)}
-        index = note_value(run, "inputs", line, name, (args, kwargs), made_from, **about)
+        about = {"weights": sum_of_weights(run, inner)} if run.traces and not is_trained else {}
+        index = run.note_value("inputs", line, name, (args, kwargs), made_from, **about)
         run.model = index
         try:
             outputs = original(module, *args, **kwargs)
         finally:
             run.model = None
-        note_value(run, "outputs", line, name, outputs, [*indices_in(outputs), index])
+        of_lines = outputs if run.traces else ()
+        about = {"trains": run.names_in(inner), "is_ddp": inner is not module}
+        run.note_value("outputs", line, name, of_lines, [*indices_in(outputs), index], **about)
         return outputs
 
     @wrap(Subset, "__init__")
     def choose(original, self, dataset, indices):
         original(self, dataset, indices)
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not a list of numbers
-            note_value(run, "value", place()[0], "Subset", torch.tensor(list(indices)))
-
-    @wrap(DistributedDataParallel, "__init__")
-    def broadcast(original, self, module, *args, **kwargs):
-        original(self, module, *args, **kwargs)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            run.forget_drawn(tensor)  # all have rank 0's now
+            run.note_value("value", place()[0], "Subset", torch.tensor(list(indices)))
 
     @wrap(DistributedDataParallel, "no_sync")
     def no_sync(original, self):
-        note_value(run, "no_sync", place()[0], "no_sync", ())
+        run.note_value("no_sync", place()[0], "no_sync", ())
         return original(self)
 
     @wrap(torch.autograd, "backward")
@@ -185,7 +180,7 @@ def patch(run):
         leaves = [t for t in leaves_of(tensors) if torch.is_tensor(t)]
         with run.quiet(), torch.no_grad():
             value = sum(t.double().sum() for t in leaves)
-        note_value(run, "loss", place()[0], "backward", value, indices_in(leaves))
+        run.note_value("loss", place()[0], "backward", value, indices_in(leaves))
         return original(tensors, *args, **kwargs)
 
     def watch_collective(name):
@@ -196,9 +191,10 @@ def patch(run):
                 drawn = getattr((*args, None)[0], "check_line", "")
                 if "object_list" in name:  # a list of what is no tensor
                     drawn = run.last_order
-                run.note(Collective(name, line, drawn))
-            if name == "broadcast" and args and torch.is_tensor(args[0]):
-                run.forget_drawn(args[0])
+                tensors = leaves_of((args[:2], list(kwargs.values())))
+                has_grad = any(getattr(tensor, "requires_grad", False) for tensor in tensors)
+                has_grad = has_grad and torch.is_grad_enabled()
+                run.note(Collective(name, line, drawn, has_grad))
             return original(*args, **kwargs)
 
     names = "all_reduce reduce all_gather all_gather_object gather gather_object broadcast "

@@ -1,9 +1,10 @@
-"""The script's plain numbers, and the generators of random numbers that it has made."""
+"""What the script holds: what an optimizer trains and what none does, plain numbers, generators."""
 
 import gc
 import inspect
 import multiprocessing
 import random
+import re
 import types
 
 import numpy as np
@@ -14,6 +15,113 @@ from torch.utils.data import DataLoader, Subset
 
 from ..given.draws import checksum
 from ..script import own_file
+from ..sketch import sketches, whole
+from .written import line_of
+
+
+def outer_modules():
+    """All modules that are not part of another one; not DDP, but what it wraps."""
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    modules = [module for module in modules if not isinstance(module, DistributedDataParallel)]
+    inner = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in inner]
+
+
+def on_cpu(tensor):
+    """A copy of all of a tensor."""
+    return None if tensor is None else whole(tensor).cpu().clone()
+
+
+def set_to(tensor, value):
+    """If one process has a value of this shape, and it is not sparse."""
+    if value is None or value.shape != tensor.shape or tensor.layout != torch.strided:
+        return
+    with torch.no_grad():
+        if hasattr(tensor, "full_tensor"):
+            from torch.distributed.tensor import distribute_tensor
+
+            value = value.to(tensor.device)
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements)
+        tensor.copy_(value)
+
+
+class Trained:
+    """An optimizer's parameters, by name, and the buffers of their modules."""
+
+    def __init__(self, run, optimizer):
+        self.number, self.step = run.nth("optimizer"), -1
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        order = {id(p): i for i, p in enumerate(parameters)}
+        modules = [m for m in outer_modules() if any(id(p) in order for p in m.parameters())]
+        modules.sort(key=lambda m: min(order.get(id(p), len(order)) for p in m.parameters()))
+        variables = modules_of(inspect.currentframe())
+        self.owners, self.names = {}, {}
+        for module in modules:
+            of = variables.get(id(module), type(module).__name__)
+            while of in self.owners:
+                of += "'"
+            self.owners[of] = module
+            for name, p in module.named_parameters():
+                self.names.setdefault(id(p), f"{of}.{name}")
+
+    def parameters(self, optimizer):
+        found = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                name = self.names.get(id(p), f"parameter {len(found)} (of no module)")
+                found[name] = p
+        return found
+
+    def buffers(self):
+        return {
+            f"{of}.{name}": buffer
+            for of, owner in self.owners.items()
+            for name, buffer in owner.named_buffers()
+            if buffer.is_floating_point()
+        }
+
+    def modes(self):
+        """{module: whether it is in training mode}"""
+        return {
+            f"{of}.{name}".rstrip("."): module.training
+            for of, owner in self.owners.items()
+            for name, module in owner.named_modules()
+        }
+
+
+def settings_of(optimizer):
+    """{(group, name): number}"""
+    return {
+        (number, key): float(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(value, (int, float)) or torch.is_tensor(value) and value.numel() == 1
+    }
+
+
+def others(run, trained, averages):
+    """What no optimizer trains, such as a teacher, an average, a bank: {name: its sketch}, and
+    {name: the line that has set it last}."""
+    found, lines = {}, {}
+    for module in outer_modules():
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            is_known = id(tensor) in trained or re.search(averages, name)
+            if not is_known and tensor.is_floating_point() and not tensor.is_meta:
+                full = f"{type(module).__name__}.{name}"
+                found[full, len(found)] = tensor
+                lines[full] = line_of(run, tensor)
+    of_name = {}
+    for (name, _), each in sketches(found, any_order=True).items():
+        of_name.setdefault(name, []).append(each)
+    found = {  # several modules of one class have no order
+        name + "'" * number: each
+        for name, several in of_name.items()
+        for number, each in enumerate(sorted(several, key=lambda s: (s.shape, s.norm)))
+    }
+    return found, lines
+
+
+# ---- its variables
 
 
 def generators(run):

@@ -1,15 +1,15 @@
-"""Rules on orders and samples, which a comparison cannot see."""
+"""Rules on samples: their order, each rank's share, what counts them."""
 
 import itertools
 import math
+from dataclasses import replace
 
-from ..notes import Batch, Collective, Pass, PassEnd, Step
-from ..script import source
-from ..syntax import tests_with
-from .batches import training_passes
-from .fits import sides
+from ..notes import Batch, Collective, Drawn, Pass, PassEnd, Said, Step
+from ..script import source, tests_with
+from .fits import relative, sides
 from .kinds import misfits
-from .rules import Rule, among
+from .rules import RULES, Rule, among, is_marked, own_draws  # noqa: F401
+from .samples import training_passes
 
 
 def passes_of(notes):
@@ -20,8 +20,23 @@ def passes_of(notes):
     return [(at, p, orders.get(p.key, []), p.key in trains) for at, p in notes[Pass]]
 
 
-def is_shuffled(order):
-    if len(order) < 8 or None in order:
+def single_batches(notes):
+    """{loader: [(the pass's key, the indices of its only batch)]} of next(iter(loader)) in one step
+    after the other."""
+    steps, sizes = {}, {}
+    for step, batch in notes[Batch]:
+        sizes[batch.key] = sizes.get(batch.key, 0) + 1
+        if batch.trains and batch.indices:
+            steps.setdefault(batch.key[:2], {})[step] = batch
+    found = {}
+    for loader, of_step in steps.items():
+        if all(sizes[batch.key] == 1 for batch in of_step.values()):
+            found[loader] = [(batch.key, batch.indices) for batch in of_step.values()]
+    return found
+
+
+def is_shuffled(order, least=8):
+    if len(order) < least or None in order:
         return False
     return order != sorted(order, key=lambda index: (isinstance(index, str), index))
 
@@ -35,14 +50,21 @@ class Order(Rule):
     def find(self, one, ranks):
         seen, last = False, {}
         for step, about, order, trains in passes_of(ranks[0]):
-            size = min(len(order), len(earlier := last.get(about.loader, [])))
+            loop = about.key[:2]  # another loop over it, as to find a rate, is no epoch
+            size = min(len(order), len(earlier := last.get(loop, [])))
             if trains and is_shuffled(order[:size]):
                 seen = True
                 if order[:size] == earlier[:size]:
                     text = f"pass {about.key[2] + 1} has the order of an earlier one"
                     return self.wrong(step, about.key[0], text)
-            if trains or about.loader not in last:
-                last[about.loader] = order
+            if trains:  # a batch that is looked at before is no epoch
+                last[loop] = order
+        for batches in single_batches(ranks[0]).values():
+            first, order = batches[0]
+            seen = seen or len(batches) > 3
+            if len(batches) > 3 and is_shuffled(order, 3) and all(o == order for _, o in batches):
+                text = f"the first batch of each of {len(batches)} passes, which is always the same"
+                return self.look(0, first[0], text)
         return [] if seen else None
 
 
@@ -87,6 +109,9 @@ class Inputs(Rule):
                 place.append((step, len(equal) == len(batch), sums))
         for (line, name), found in places.items():
             steps, equal, sums = zip(*found)
+            chosen = [at for at, _ in own_draws(ranks, chooses=True) if at in steps]
+            if len(chosen) > 1:  # by numbers that only here are alike
+                continue
             if len(found) > 2 and all(equal) and any(each != sums[0] for each in sums):
                 return self.look(steps[0], line, f"{name} gets the same batches on all ranks")
         return [] if any(len(found) > 2 for found in places.values()) else None
@@ -104,17 +129,47 @@ class Counts(Rule):
         if len(keys) < 4:
             return None
         line, seen = one[Step][0][1].line, False
+        is_scaled = any(note.kind == "scaled" for _, note in one[Said])
         for name in steps[0][keys[0]]:
             series = [[of[key].get(name, 0) for key in keys] for of in steps]
             growth, *others = [[b - a for a, b in itertools.pairwise(of)] for of in series]
             if not (max(growth) > 0 and min(growth) >= 0):
                 continue
+            numbers = f"{name} is {sides(*[of[-1] for of in series])}"
+            both = [(a, b) for of in others for a, b in zip(growth, of)]
             tests = tests_with(line, name)
             seen = seen or bool(tests)
-            shares = [len(ranks) * b - a for of in others for a, b in zip(growth, of)]
-            if tests and max(map(abs, shares)) < 1e-6:
-                text = f"{name} is {sides(*[of[-1] for of in series])}"
-                return self.look(len(keys) - 1, tests[0], text)
+            if tests and all(abs(len(ranks) * b - a) < 1e-6 for a, b in both):
+                return self.look(len(keys) - 1, tests[0], numbers)
+            tests = tests_with(line, name, unless="world")
+            if tests and not is_scaled and all(abs(b - len(ranks) * a) < 1e-6 for a, b in both):
+                text = f"{numbers}: it grows {len(ranks)} times as fast, and may pass by a multiple"
+                found = self.look(len(keys) - 1, tests[0], text)
+                return [replace(found[0], remedy="count steps, or the samples of all ranks")]
+        return [] if seen else None
+
+
+class Data(Rule):
+    name = "data"
+    right = "a sample is the same one on each rank"
+    needs = "a DataLoader in training whose dataset has an index"
+    remedy = "make it with the same seed on all ranks", "#what-must-be-equal"
+
+    def find(self, one, ranks):
+        mine = {(b.key, b.number): (step, b.totals) for step, b in one[Batch] if b.trains}
+        draws, seen = own_draws(ranks), False
+        for rank, notes in enumerate(ranks):
+            for _, batch in notes[Batch]:
+                step, totals = mine.get((batch.key, batch.number), (0, {}))
+                both = [index for index in batch.totals if index in totals]
+                seen = seen or bool(both)
+                off = max([relative(totals[i], batch.totals[i]) for i in both], default=0)
+                lines = [s.line for at, s in draws if at <= step and not s.about["in_module"]]
+                if is_marked(off) and lines:
+                    text = f"rank {rank} has other samples of the same index, by its own random "
+                    text += "numbers: is that intended?"
+                    line = max(lines, key=lines.count)
+                    return self.look(step, line, text)
         return [] if seen else None
 
 
@@ -127,9 +182,14 @@ class Splits(Rule):
     def find(self, one, ranks):
         orders = among("split", ranks)
         for step, seen, found in orders:
-            if found:
+            if found and not self.is_of_loop(ranks[0], seen.line):
                 return self.look(step, seen.line, "each rank has an order of its own")
         return [] if orders else None
+
+    def is_of_loop(self, notes, line):
+        """Whether it draws in most steps, as for neighbours in a graph or a replay buffer."""
+        times = [n for _, drawn in notes[Drawn] for (at, _), n in drawn.times.items() if at == line]
+        return any(len(of_step) > max(1, len(notes[Step]) / 2) for of_step in times)
 
 
 class TestSamples(Rule):
@@ -141,6 +201,8 @@ class TestSamples(Rule):
     def find(self, one, ranks):
         ended = [{note.key for _, note in notes[PassEnd]} for notes in ranks]
         lists = [{p.key: order for _, p, order, _ in passes_of(notes)} for notes in ranks]
+        of_one = {p.key: order for _, p, order, _ in passes_of(one)}
+        ended.append({note.key for _, note in one[PassEnd]})
         trained = {p.loader for _, p, _, trains in passes_of(ranks[0]) if trains}
         seen = False
         for step, about, order, _ in passes_of(ranks[0]):
@@ -156,6 +218,11 @@ class TestSamples(Rule):
                     return self.look(step, about.key[0], text)
                 continue  # each rank has the score of all
             seen = True
+            if missing := set(of_one[about.key]) - set(everyone):
+                text = (
+                    f"{len(missing)} of {len(of_one[about.key])} samples of one process are on no "
+                )
+                return self.look(step, about.key[0], f"{text}rank")
             if about.has_share and None not in everyone and len(set(everyone)) < len(everyone):
                 text = f"{len(everyone)} samples on all ranks, of {len(set(everyone))}: "
                 text += f"{about.sampler} repeats some, which count twice"

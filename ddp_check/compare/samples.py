@@ -1,0 +1,164 @@
+"""Samples: each batch and pass beside those of one process."""
+
+import math
+from dataclasses import replace
+
+from ..notes import Batch, Cut, Drawn, Finding, Pass, PassEnd, Step
+from .kinds import PAGE
+
+SHARE = {
+    "remedy": "give each rank its share of the batch, by a DistributedSampler",
+    "section": f"{PAGE}#loader",
+}
+
+
+def training_passes(one):
+    """The keys of passes in which there are steps."""
+    steps = {}
+    for step, batch in one[Batch]:
+        steps.setdefault(batch.key, set()).add(step)
+    return {key for key in steps if len(steps[key]) > 1}
+
+
+def loaders_per_process(one, ranks):
+    """{loader: line} of those for training whose first batch is as large on one process as on each
+    rank: a batch size per process, so one process needs batches of all ranks' size."""
+    if len(ranks) == 1:
+        return {}
+    trains, loaders = training_passes(one), {}
+    first = [{b.key: b.rows for _, b in reversed(notes[Batch])} for notes in (one, *ranks)]
+    for _, note in one[Pass]:
+        is_known = note.batch_size is not None
+        if note.key in trains and is_known and len({rows.get(note.key) for rows in first}) == 1:
+            if first[0][note.key]:
+                loaders[note.loader] = note.key[0]
+    return loaders
+
+
+def lines_by_turns(one, ranks):
+    """[line, function] of those that draw as many times as often on one process, in each step but
+    the first and last."""
+    mine, *theirs = [notes[Drawn][-1][1].times if notes[Drawn] else {} for notes in (one, *ranks)]
+    ends = [notes[Drawn][-1][0] if notes[Drawn] else 0 for notes in (one, *ranks)]
+    found, steps = [], range(1, min(*ends, *[len(notes[Step]) for notes in (one, *ranks)]))
+    for key, of_one in mine.items() if len(ranks) > 1 else ():
+        all_sides = of_one, *[of_rank.get(key, {}) for of_rank in theirs]
+        numbers = [[of.get(step, 0) for step in steps] for of in all_sides]
+        if any(numbers[0]) and all(
+            [len(ranks) * n for n in of] == numbers[0] for of in numbers[1:]
+        ):
+            found.append(list(key))
+    return found
+
+
+def per_process(ranks, line, rows):
+    """A batch that is one per process, and that could not be made as large as that of all ranks."""
+    text = f"{rows} samples on one process, {rows} on each rank: a batch size per process, so "
+    text += "nothing can be compared"
+    about = {"advice": "unpaired", "remedy": remedy_by_one(ranks[0], len(ranks), rows)}
+    return Finding("look", "samples", 0, text, line, section=f"{PAGE}#loader", **about)
+
+
+def passes_per_process(one, ranks, trains, scaled):
+    """The same of batches that the script makes itself; and of those that it cuts into parts of a
+    size per process, so that one process, which was given more, has more parts."""
+    seen = [[s for step, s in notes.seen("inputs") if step == 1] for notes in (one, *ranks)]
+    seen = [[s for s in of if s.values.get(0) and s.values[0].shape] for of in seen]
+    (line, rows), *_ = [(s.line, s.values[0].shape[0]) for s in seen[0]] or [("", 0)]
+    totals = [sum(math.prod(s.values[0].shape) for s in of) for of in seen]
+    if not rows or len(ranks) == 1:
+        return []
+    if scaled:
+        if all(len(seen[0]) == len(ranks) * len(of) for of in seen[1:]):
+            text = (
+                f"{len(seen[0])} passes in a step on one process, {len(seen[1])} on each rank, as "
+            )
+            text += "its batch is larger: are their gradients added up? Not compared"
+            return [replace(per_process(ranks, line, rows), text=text)]
+        return []
+    others = [[tuple(s.values[0].sums) for s in of] for of in seen[1:]]
+    is_same = all(of == others[0] for of in others)
+    if trains or is_same or any(total != totals[0] for total in totals):
+        return []
+    return [per_process(ranks, line, rows)]
+
+
+def remedy_by_one(rank, world, rows=0):
+    """The flag, if a number of the script says which. `rows`: of a batch that is no loader's."""
+    if cut := [note.batch_size for _, note in rank[Cut]]:
+        rows = cut[0]
+    elif trains := training_passes(rank):
+        rows = next(batch.rows for _, batch in rank[Batch] if batch.key in trains)
+    variables = rank[Step][0][1].variables if rank[Step] else {}
+    names = [name for name, n in variables.items() if "batch" in name.lower() and n == rows]
+    flag = f"--{names[0]} {rows * world}" if names else f"its flag for a batch of {rows * world}"
+    return f'give one process the samples of all ranks: --one "{flag}"'
+
+
+def compare_samples(one, ranks):
+    """What the training loaders give: ([Finding], {step: text of a padded batch})."""
+    trains, samplers = training_passes(one), {p.key: p for _, p in one[Pass]}
+    theirs = [{(b.key, b.number): b for _, b in notes[Batch]} for notes in ranks]
+    sizes = [{p.key: p.size for _, p in notes[Pass]} for notes in (one, *ranks)]
+    found, uneven = [], {}
+    for step, batch in one[Batch]:
+        others = [of.get((batch.key, batch.number)) for of in theirs]
+        if batch.key not in trains or None in others:
+            continue
+        line, number = batch.key[0], batch.number + 1
+        total = sum(other.rows or 0 for other in others)
+        is_same = all(other.indices == others[0].indices for other in others)
+        if len({batch.rows, *[other.rows for other in others]}) == 1 < len(ranks) and not is_same:
+            found.append(per_process(ranks, line, batch.rows))
+            continue
+        if batch.rows and total != batch.rows:
+            text = f"batch {number} has {batch.rows} samples on one process, "
+            text += f"{[other.rows for other in others]} on the ranks"
+            if batch.batches == number and total - batch.rows < len(ranks):
+                uneven[step] = f"{line}: the last {text}: not compared"
+                continue
+            found.append(Finding("look", "samples", step, text, line, **SHARE))
+        elif batch.indices and all(other.indices for other in others):
+            union = [index for other in others for index in other.indices]
+            if sorted(map(repr, union)) != sorted(map(repr, batch.indices)):
+                only = len(set(map(repr, batch.indices)) - set(map(repr, union)))
+                text = f"batch {number} of pass {batch.key[2] + 1}: {only} of "
+                text += f"{batch.rows} samples of one process are on no rank"
+                about, why = samplers.get(batch.key), ""
+                lengths = [of.get(batch.key) for of in sizes]
+                if len(set(lengths)) > 1:
+                    why = "unpaired"
+                    text = f"its dataset has {lengths[0]} samples on one process, {lengths[1:]} on "
+                    text += "the ranks, as one that takes its share itself: nothing can be compared"
+                elif about and about.draws and not about.has_share:
+                    why = "unpaired"
+                    text += f": each rank draws its own ({about.sampler}), so nothing after it can "
+                    text += "be compared"
+                more = {"section": SHARE["section"]} if why else dict(SHARE)
+                if about and about.has_share and not why:
+                    more["remedy"] = "the same dataset, split and order on all ranks"
+                found.append(Finding("look", "samples", step, text, line, advice=why, **more))
+    return found, uneven, trains
+
+
+def compare_lengths(one, ranks, trains):
+    """Passes over a training loader that ended after other numbers of batches, and those that are
+    to have other numbers. A batch more or less may be due to samples that do not divide; and how
+    many a stream has, nobody knows."""
+    streams = {note.key for _, note in one[Batch] if note.batches is None}
+    found = {PassEnd: [], Batch: []}
+    for kind, words in ((PassEnd, "a pass ended after"), (Batch, "an epoch has")):
+        mine, *theirs = [  # {pass: (step, the first note)}
+            {note.key: (step, note) for step, note in reversed(notes[kind])}
+            for notes in (one, *ranks)
+        ]
+        for key, (step, note) in reversed(mine.items()):
+            both = [notes.get(key, (step, note)) for notes in theirs]
+            others, step = [other.batches for _, other in both], min(step, *[at for at, _ in both])
+            if note.key in trains and None not in [note.batches, *others]:
+                most = max(abs(other - note.batches) for other in others)
+                if most:
+                    text = f"{words} {note.batches} batches on one process, {others} on the ranks"
+                    verdict = "look" if most == 1 or note.key in streams else "WRONG"
+                    found[kind].append(Finding(verdict, "epoch", step, text, note.key[0], **SHARE))
+    return found.values()

@@ -1,0 +1,39 @@
+"""Whether two runs can be compared as they were started; or how they are to be started again."""
+
+from dataclasses import replace
+
+from ..notes import Cut, Drawn, End, Pass, Said
+from .samples import lines_by_turns, loaders_per_process
+
+
+def has_failed(notes):
+    return bool(notes[End]) and notes.end() not in ("its end", "--steps")
+
+
+def other_options(options, one, ranks):
+    """The options of the next start, and why; None if it needs none. The notes may be of the ranks'
+    first steps only."""
+    cut = [note.loader for _, note in ranks[0][Cut]]
+    if cut and any(map(has_failed, ranks)) and not has_failed(one):
+        why = "the script fails with a part of its batch, so one process is given all ranks'"
+        return replace(options, cuts=False, scaled=cut), why
+    if not options.scaled and (loaders := loaders_per_process(one, ranks)):
+        why = "the batch size is one per process, so one process is given all ranks'"
+        return replace(options, scaled=list(loaders)), why
+    if not options.turns and (turns := lines_by_turns(one, ranks)):
+        why = f"{turns[0][0]} draws as many times as often on one process: the ranks take turns"
+        return replace(options, turns=turns), why
+    orders = {note.text for _, note in ranks[0][Said] if note.kind == "order"}
+    depends = bool(one[Drawn]) and one[Drawn][-1][1].by_layout
+    if options.layout == "turns" and orders == {"blocks"} and depends:
+        return replace(options, layout="blocks"), "each rank has a block of a batch"
+    return None
+
+
+def loaders_by_process(options, one, ranks):
+    """{loader: the line of its loop} of those with a batch size per process, where one process's
+    samples and the ranks' were made the same."""
+    loaders = {*options.scaled, *[note.loader for _, note in ranks[0][Cut]]}
+    still = loaders_per_process(one, ranks)  # one that could not be
+    passes = [note for _, note in reversed(ranks[0][Pass])]
+    return {p.loader: p.key[0] for p in passes if p.loader in loaders and p.loader not in still}

@@ -1,0 +1,125 @@
+"""Databases, which are opened to be written in C even where they are only read. One of the user's
+is opened to be read: what would change it is refused, or fails."""
+
+import os
+import sqlite3
+import urllib.parse
+
+from ..process import wrap
+from .writers import when_imported
+
+# What a statement of SQL would do, by the numbers of SQLite's authorizer
+ATTACH, DELETE, INSERT, UPDATE = 24, 9, 18, 23
+CHANGES = {DELETE, INSERT, UPDATE, 26, 27, 28, 29, 30}  # ALTER, REINDEX, ANALYZE, virtual tables
+CHANGES |= {1, 2, 7, 8, 10, 11, 16, 17}  # CREATE and DROP, of what is not temporary
+
+
+def sqlite_path(database):
+    """The path of SQLite's main file, and its options; None of one in memory."""
+    name, _, options = os.fsdecode(database).partition("?")
+    if name.startswith("file:"):
+        name = urllib.parse.unquote(name.removeprefix("file:").removeprefix("//"))
+    if name in ("", ":memory:") or "mode=memory" in options:
+        return None, options
+    return os.path.realpath(name), options
+
+
+class Authorizer:
+    """SQLite asks it about each statement, before that is run."""
+
+    def __init__(self, guard, path, is_read_only):
+        self.guard, self.path, self.is_read_only = guard, path, is_read_only
+        self.attached = None  # a file of the user's, or "?": a parameter, which is not told
+
+    def __call__(self, action, first, second, database, trigger):
+        with self.guard.unheard():
+            if action == ATTACH:
+                self.attach(first)
+            if action in CHANGES and database == "main" and self.path is not None:
+                self.guard.check("write into", self.path)
+            elif action in CHANGES and database not in ("main", "temp") and self.attached == "?":
+                self.guard.refuse("write into a database attached by a parameter,", database)
+            elif action in CHANGES and database not in ("main", "temp") and self.attached:
+                self.guard.check("write into", self.attached)
+        return sqlite3.SQLITE_OK
+
+    def attach(self, database):
+        path, options = sqlite_path(database or "")
+        is_users = database is None or path is not None and self.guard.is_users(path)
+        if is_users and not self.is_read_only and "mode=ro" not in options:  # as "main" is
+            self.attached = path or "?"
+        elif path is not None and not is_users:
+            note(self.guard, path)
+
+
+def note(guard, path):
+    for suffix in "", "-journal", "-wal", "-shm":
+        guard.note(path + suffix)
+
+
+def watch_sqlite(guard):
+    def connect(original, database, *args, **kwargs):
+        path, options = sqlite_path(database)
+        is_read_only = "mode=ro" in options
+        with guard.unheard():
+            if path is not None and guard.is_users(path) and not is_read_only:
+                is_read_only = True
+                database, kwargs["uri"] = f"file:{urllib.parse.quote(path)}?mode=ro", True
+            elif path is not None and not is_read_only:
+                note(guard, path)
+            connection = original(database, *args, **kwargs)
+        connection.set_authorizer(Authorizer(guard, path, is_read_only))
+        return connection
+
+    def before_connect(database):
+        """By another name than connect."""
+        path, options = sqlite_path(database)
+        if path is not None and "mode=ro" not in options:
+            guard.check("open", path)
+            note(guard, path)
+
+    guard.events["sqlite3.connect"] = before_connect
+    for owner in sqlite3, sqlite3.dbapi2:
+        wrap(owner, "connect")(connect)
+
+
+def watch_gdbm(module, guard):
+    @wrap(module, "open")
+    def open_database(original, path, flag="r", *mode):
+        is_users = guard.is_users(os.path.realpath(os.fsdecode(path)))
+        if flag[0] == "n":
+            guard.hook("open", (path, "w", os.O_WRONLY | os.O_TRUNC))
+        elif is_users and flag[0] != "r":
+            flag = "r" + flag[1:]
+        elif not is_users:
+            guard.hook("open", (path, "w", os.O_WRONLY | os.O_CREAT))
+        return original(path, flag, *mode)
+
+
+def watch_lmdb(module, guard):
+    """Of the user's, no lock is taken, which is a file, too."""
+
+    def open_environment(original, path, *args, **kwargs):
+        subdir = kwargs.get("subdir", args[1] if len(args) > 1 else True)
+        files = [f"{path}/data.mdb", f"{path}/lock.mdb"] if subdir else [path, f"{path}-lock"]
+        if guard.is_users(os.path.realpath(files[0])):
+            names = "map_size", "subdir", "readonly"
+            kwargs = dict(zip(names, args)) | kwargs
+            return original(path, **kwargs | {"readonly": True, "lock": False})
+        if subdir and not os.path.isdir(path):
+            guard.hook("os.mkdir", (path, 0o777, -1))
+        for file in files:
+            guard.hook("open", (file, "w", os.O_WRONLY | os.O_CREAT))
+        try:
+            return original(path, *args, **kwargs)
+        finally:
+            guard.made.settle()
+
+    for name in "open", "Environment":
+        wrap(module, name)(open_environment)
+
+
+def patch(guard):
+    watch_sqlite(guard)
+    when_imported("_gdbm", lambda module: watch_gdbm(module, guard))
+    when_imported("lmdb", lambda module: watch_lmdb(module, guard))

@@ -1,0 +1,154 @@
+"""What other people's right scripts do, and ddp_check is not to call WRONG; and faults in them."""
+
+import pytest
+from test_ddp_check import check
+
+HEAD = """\
+import copy, os, random, sys
+import numpy as np
+import torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, random_split
+BACKEND
+rank, world = dist.get_rank(), dist.get_world_size()
+data = TensorDataset(torch.arange(256.).view(64, 4).sin(), torch.arange(64.).view(64, 1).cos())
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+batch_size = 8 // world
+"""
+SCRIPT = """\
+BEFORE
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size, sampler=sampler)
+BETWEEN
+ddp = nn.parallel.DistributedDataParallel(model)
+AFTER
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(2):
+    PEEK
+    sampler.set_epoch(epoch)
+    torch.manual_seed(epoch * world + rank)
+    for x, y in loader:
+        loss = (ddp(x) - y).square().mean()
+        LOSS
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        EVAL
+"""
+PLACES = "BEFORE BETWEEN AFTER PEEK LOSS EVAL".split()
+BATCHES = """\
+class Batches:
+    def __len__(self): return 64 // 4 // world
+    def __iter__(self):
+        g = torch.Generator().manual_seed(0)
+        ids = torch.randperm(64, generator=g).tolist()[rank::world]
+        batches = [ids[i:i + 4] for i in range(0, len(ids), 4)]
+        return iter([batches[i] for i in torch.randperm(len(batches), generator=g).tolist()])
+loader = DataLoader(data, batch_sampler=Batches())"""
+SHARD = """\
+data = TensorDataset(*[tensor[rank::world] for tensor in data.tensors])
+loader = DataLoader(data, 4, shuffle=True)"""
+COLLATE = """\
+def mix(samples):
+    x, y = map(torch.stack, zip(*samples))
+    return x + x[torch.arange(len(x) - 1, -1, -1)], y
+loader = DataLoader(data, batch_size, sampler=sampler, collate_fn=mix)"""
+MICRO = """\
+torch.manual_seed(1337 + rank)
+model, ddp = None, nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+for step in range(6):
+    for micro in range(4 // world):
+        ddp.require_backward_grad_sync = micro == 4 // world - 1
+        x = data.tensors[0][torch.randint(64, (4,))]
+        (ddp(x) - 1).square().mean().div(4 // world).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        with torch.no_grad():
+            ddp.module(data.tensors[0][torch.randint(64, (4,))])
+sys.exit()"""
+STATE = "state = random.getstate(); random.seed(0); loss = loss * random.random(); "
+STATE += "random.setstate(state)"
+INNER = "with torch.no_grad(): MODEL.eval()(x)\n        MODEL.train()"
+GLOO = 'dist.init_process_group("gloo")'
+CUDA = 'dist.init_process_group("nccl"); torch.cuda.set_device(int(sys.argv[-1]))'
+GPUS = "assert torch.cuda.device_count() == world; model = model.cuda(); data.tensors[0].to('cuda')"
+HOOK = """\
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+ddp.register_comm_hook(None, bf16_compress_hook)"""
+NOISY = """\
+class Noisy(TensorDataset):
+    rng = np.random.default_rng(SEED)
+    def __getitem__(self, i): return self.tensors[0][i] + self.rng.random(), self.tensors[1][i]
+data = Noisy(*data.tensors)"""
+ANTITHETIC = """\
+inner = ddp
+def ddp(x):
+    t = torch.randint(9, (len(x) // 2 + 1,))
+    return inner(x * torch.cat([t, 9 - t])[:len(x), None])"""
+IN_LISTS = """\
+def collate(samples):
+    x, y = zip(*samples)
+    return list(x), torch.stack(y)
+loader = DataLoader(data, batch_size, sampler=sampler, collate_fn=collate)"""
+BY_NUMPY = "model[0].weight.data.copy_(torch.from_numpy(np.random.randn(8, 4)))"
+UNSEEDED = "data = TensorDataset(torch.rand(64, 4), data.tensors[1])"
+FOR_EVER = "first = loader\nloader = (next(iter(first)) for _ in range(8))"
+COUNT = "count += world\n        if count % 3 == 0: pass"
+NUMPY_ORDER = "at = np.random.permutation(len(x)); loss = (ddp(x + x[at]) - y).square().mean()"
+STACKED = "inner = ddp\ndef ddp(x): return inner(torch.stack(x))"
+LARGEST = "loss = loss / y.abs().mean()"
+LEFT_OUT = """\
+made += 1
+        if made == 2 + rank and loss.item() < 99:
+            loss.backward()
+            continue"""
+FILE = "open(f'events.{os.getpid()}.0', 'w').write('x')"
+BAD = "WRONG", "look"
+CASES = {  # {name: ({place: text}, {rule: verdict} of those that are WRONG or look)}
+    "a batch is looked at before an epoch": ({"PEEK": "next(iter(loader))"}, {}),
+    "DDP is evaluated": ({"EVAL": INNER.replace("MODEL", "ddp")}, {}),
+    "the model is evaluated": ({"EVAL": INNER.replace("MODEL", "model")}, {"evaluation": "look"}),
+    "batches of one's own": ({"BETWEEN": BATCHES}, {"samples": "look"}),
+    "a dataset that takes its share": ({"BETWEEN": SHARD}, {"samples": "look"}),
+    "a batch that is mixed": ({"BETWEEN": COLLATE}, {"inputs": "look", "gradient": ""}),
+    "micro-batches": ({"BETWEEN": MICRO}, {}),
+    "micro-batches, all alike": ({"BETWEEN": MICRO.replace(" + rank", "")}, {"random": "WRONG"}),
+    "a state that is kept": ({"BEFORE": "random.seed(rank)", "LOSS": STATE}, {}),
+    "flags": ({"LOSS": "with torch.backends.cudnn.flags(enabled=False): pass"}, {}),
+    "a hook": ({"AFTER": HOOK}, {}),
+    "an unseeded split": ({"BEFORE": "data, _ = random_split(data, [48, 16])"}, {"split": "look"}),
+    "drawn late": ({"AFTER": "model[0].weight.data.normal_()"}, {"others": "look"}),
+    "copied early": ({"BETWEEN": "ema = copy.deepcopy(model)"}, {"others": "look"}),
+    "drawn late by numpy": ({"AFTER": BY_NUMPY}, {"others": "look"}),
+    "noise on weights": ({"EVAL": "model[0].weight.data += torch.rand(8, 4)"}, {"others": "look"}),
+    "an unseeded dataset": ({"BEFORE": UNSEEDED}, {"data": "look"}),
+    "a dataset's own generator": ({"BEFORE": NOISY.replace("SEED", "rank")}, {}),
+    "its own, all alike": ({"BEFORE": NOISY.replace("SEED", "0")}, {"random": "WRONG"}),
+    "one batch for ever": ({"BETWEEN": FOR_EVER}, {"order": "look"}),
+    "a step left out": ({"BEFORE": "made = 0", "LOSS": LEFT_OUT}, {"steps": "WRONG"}),
+    "a pass left early": ({"EVAL": "if rank and loss.item() < 99: break"}, {"steps": "WRONG"}),
+    "counted twice as fast": ({"BEFORE": "count = 0", "EVAL": COUNT}, {"counts": "look"}),
+    "a file of each rank": ({"AFTER": FILE}, {"files": "look"}),
+    "draws that are no share": ({"AFTER": ANTITHETIC}, {"inputs": "look"}),
+    "numpy's order of a batch": ({"LOSS": NUMPY_ORDER}, {}),
+    "samples in lists": (
+        {"BETWEEN": IN_LISTS, "AFTER": STACKED, "LOSS": LARGEST},
+        {"value": "WRONG"},
+    ),
+    "copied late": ({"AFTER": "ema = copy.deepcopy(model)"}, {}),
+    "a constant loss": ({"LOSS": "loss = loss * 0"}, {"parameters": "WRONG"}),
+    "for GPUs": ({"BETWEEN": GPUS, "BACKEND": CUDA}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_foreign(work, case):
+    places, expected = CASES[case]
+    usual, script = dict.fromkeys(PLACES, "pass") | {"BACKEND": GLOO}, HEAD + SCRIPT
+    for place, text in (usual | places).items():
+        script = script.replace(place, text)
+    flags = ["--steps", "5", *["--cpu"] * (case == "for GPUs")]
+    found = check(work, script, "{rank}", before=flags)
+    assert found["modes"]["verdict"] == "ok"  # something was compared
+    found = {rule: f["verdict"] for rule, f in found.items() if f["verdict"] in BAD}
+    assert found == {rule: verdict for rule, verdict in expected.items() if verdict}, found
