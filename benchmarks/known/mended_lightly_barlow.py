@@ -1,15 +1,15 @@
 """Barlow Twins' loss of lightly, with the correlation of all ranks."""
 
-import lightly_loss
+from made import own_loop
+from of_lightly import FILES, NAME, NEEDS, NO_REQUESTS
 
-REPOSITORY = lightly_loss.NAME
+REPOSITORY = NAME
 BEFORE, AFTER = "d8a260d5^", "d8a260d5"
 FAULT = "an all_reduce that is not differentiated: gradients are 1/N (issue 1977)"
 LINES = ["lightly/loss/barlow_twins_loss.py:80"]
-PATHS, PACKAGES = lightly_loss.PATHS, lightly_loss.PACKAGES
-ENVIRONMENT = lightly_loss.ENVIRONMENT
+PATHS, PACKAGES, ENVIRONMENT = FILES, NEEDS, NO_REQUESTS
 COMMAND = """--cpu --steps 4 two_views.py lightly.loss.barlow_twins_loss.BarlowTwinsLoss
     gather_distributed=True"""
 
 if __name__ == "__main__":
-    lightly_loss.copy_loop()
+    own_loop("two_views.py")
