@@ -197,7 +197,7 @@ def known_rows(script, report):
         "commit": script.commit,
         "script": script.script,
         "edits": len(script.edits),
-        "command": script.command,
+        "command": " ".join(script.command.split()),
         "look": "; ".join(said(report, "look")),
         "seconds": report["wall"],
     }
@@ -223,7 +223,10 @@ def mended_row(script, before, after):
     for finding in findings:
         text = " ".join([place(finding), finding["text"], *finding["details"]])
         if any(line in text for line in script.lines):
-            found = "named" if finding["verdict"] == "WRONG" else max(found, "look", key=len)
+            if finding["verdict"] == "WRONG":
+                found = "named"
+            elif found == "no":
+                found = "look"
     row = {
         "name": script.name,
         "repository": script.repository,
