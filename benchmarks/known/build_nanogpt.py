@@ -15,6 +15,13 @@ EDITS = [
 ]
 PACKAGES = ["requests", "tqdm"]
 COMMAND = "--cpu --steps 4 train_gpt2.py"
+VERDICTS = {
+    "files train_gpt2.py:373": (
+        "true",
+        "every rank opens the log to write, and so clears what rank 0 has written",
+        "shows.py build_nanogpt; no report found",
+    ),
+}
 
 TOKENIZER = """
 class Encoding:

@@ -5,7 +5,10 @@ from made import own_loop
 REPOSITORY = "KevinMusgrave/pytorch-metric-learning"
 BEFORE, AFTER = "e4902ea^", "e4902ea"
 FAULT = "each rank's gradient is of its own outputs: DDP's average is 1/N (pull request 364)"
-LINES = ["src/pytorch_metric_learning/utils/distributed.py"]
+LINES = [
+    "src/pytorch_metric_learning/utils/distributed.py:23",
+    "src/pytorch_metric_learning/utils/distributed.py:59",
+]
 PATHS = ["src"]
 ENVIRONMENT = {"PYTHONPATH": "src"}
 PACKAGES = ["scikit-learn", "tqdm"]

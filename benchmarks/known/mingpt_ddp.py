@@ -14,6 +14,20 @@ COMMAND = """--cpu --short 4 --steps 6 main.py data_config.path=input.txt data_c
     data_config.block_size=16 gpt_config.n_layer=2 gpt_config.n_head=2 gpt_config.n_embd=32
     trainer_config.batch_size=8 trainer_config.use_amp=False trainer_config.save_every=1
     trainer_config.data_loader_workers=0"""
+SPLIT = (
+    "true",
+    "random_split without a generator: each rank has its own split, trains on others' test samples",
+    "shows.py mingpt_ddp; no report found",
+)
+VERDICTS = {
+    "samples trainer.py:120": SPLIT,
+    "split main.py:28": SPLIT,
+    "files main.py:57": (
+        "known deviation",
+        "hydra writes its folder on each rank: the same text to the same file",
+        "read: hydra.main is around main, which every rank calls",
+    ),
+}
 
 if __name__ == "__main__":
     Path("boto3.py").write_text("")  # for S3, which is not used

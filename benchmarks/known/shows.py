@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn
 import torch.nn.functional as F
 from torch import multiprocessing as mp
 from torch.utils.data import DistributedSampler, random_split
@@ -78,6 +79,13 @@ def waveglow(rank):
     return f"epoch 0: {[*sampler]}, epoch 1: {[*sampler]}, epoch 2: {[*sampler]}"
 
 
+def vector_quantize(rank):
+    """torch.distributed.nn's all_reduce returns the sum, and leaves its argument as it was."""
+    value = torch.tensor([rank + 1.0])
+    returned = torch.distributed.nn.all_reduce(value)
+    return f"after all_reduce(value): value {gathered(value.item())}, returned {returned.item()}"
+
+
 def build_nanogpt(rank):
     """All ranks open one log to write."""
     path = Path(gathered(tempfile.mkdtemp())[0], "log.txt")
@@ -90,7 +98,8 @@ def build_nanogpt(rank):
     return f"rank 0 wrote 17 characters; then rank 1 opened the file: {len(path.read_text())}"
 
 
-SHOWS = barlowtwins, simclr, mingpt_ddp, ddp_series, dino, waveglow, build_nanogpt
+SHOWS = barlowtwins, simclr, mingpt_ddp, ddp_series, dino, waveglow
+SHOWS += vector_quantize, build_nanogpt
 
 
 def run(rank, port, names):
