@@ -31,7 +31,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 DDP_CHECK = HERE.parent / "ddp_check"
 KNOWN = "name repository commit script edits command said line verdict why confirmed look seconds"
-MENDED = "name repository before after fault found said_before said_after seconds"
+MENDED = "name repository before after fault found said_before said_after remark seconds"
 TABLES = {"known": HERE / "known.csv", "mended": HERE / "mended.csv"}
 LONGEST = 1500  # seconds of a run of ddp_check
 
@@ -48,6 +48,7 @@ class Script:
     after: str = ""  # the one that mends it
     fault: str = ""  # in words
     lines: list = field(default_factory=list)  # "file:line" of the fault, in the commit before
+    remark: str = ""  # on what is said of the mended commit, or why nothing is found
     paths: list = field(default_factory=lambda: ["."])  # what is checked out
     edits: list = field(default_factory=list)  # (file, old, new)
     packages: list = field(default_factory=list)  # that it needs beside torch, torchvision, numpy
@@ -234,6 +235,7 @@ def mended_row(script, before, after):
         "after": script.after,
         "fault": script.fault,
         "found": found,
+        "remark": script.remark,
         "seconds": before["wall"] + after["wall"],
     }
     for name, report in reports.items():
