@@ -48,7 +48,7 @@ class Script:
     after: str = ""  # the one that mends it
     fault: str = ""  # in words
     lines: list = field(default_factory=list)  # "file:line" of the fault, in the commit before
-    remark: str = ""  # on what is said of the mended commit, or why nothing is found
+    remark: str = ""  # on what is said of a mended commit, or not said at all
     paths: list = field(default_factory=lambda: ["."])  # what is checked out
     edits: list = field(default_factory=list)  # (file, old, new)
     packages: list = field(default_factory=list)  # that it needs beside torch, torchvision, numpy
@@ -190,6 +190,10 @@ def place(finding):
     return f"{finding['file']}:{finding['line']}" if finding["file"] else ""
 
 
+def one_line(text):
+    return " ".join(text.split())
+
+
 def known_rows(script, report):
     """Of known.csv."""
     row = {
@@ -198,7 +202,7 @@ def known_rows(script, report):
         "commit": script.commit,
         "script": script.script,
         "edits": len(script.edits),
-        "command": " ".join(script.command.split()),
+        "command": one_line(script.command),
         "look": "; ".join(said(report, "look")),
         "seconds": report["wall"],
     }
@@ -212,7 +216,7 @@ def known_rows(script, report):
             verdict, why, confirmed = script.verdicts.get(f"{rule} {line}", ("not judged", "", ""))
             rows.append(row | {"said": f"WRONG {rule}", "line": line, "verdict": verdict})
             rows[-1] |= {"why": why, "confirmed": confirmed}
-    return rows or [row | {"said": "nothing WRONG"}]
+    return rows or [row | {"said": "nothing WRONG", "why": one_line(script.remark)}]
 
 
 def mended_row(script, before, after):
@@ -235,7 +239,7 @@ def mended_row(script, before, after):
         "after": script.after,
         "fault": script.fault,
         "found": found,
-        "remark": script.remark,
+        "remark": one_line(script.remark),
         "seconds": before["wall"] + after["wall"],
     }
     for name, report in reports.items():
