@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 import venv
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -209,21 +210,31 @@ def known_rows(script, report):
     if report["error"]:
         reason = script.cannot or report["error"].splitlines()[0]
         return [row | {"said": "nothing can be compared", "why": reason}]
-    rows = []
-    for finding in report["findings"]:
-        if finding["verdict"] == "WRONG":
-            rule, line = finding["rule"], place(finding)
-            verdict, why, confirmed = script.verdicts.get(f"{rule} {line}", ("not judged", "", ""))
-            rows.append(row | {"said": f"WRONG {rule}", "line": line, "verdict": verdict})
-            rows[-1] |= {"why": why, "confirmed": confirmed}
-    return rows or [row | {"said": "nothing WRONG", "why": one_line(script.remark)}]
+    rows = [
+        row | {"said": f"WRONG {finding['rule']}", "line": place(finding)}
+        for finding in report["findings"]
+        if finding["verdict"] == "WRONG"
+    ]
+    return [judged(script, each) for each in rows or [row | {"said": "nothing WRONG"}]]
+
+
+def judged(script, row):
+    """A row of known.csv, with what the script's file says of what ddp_check says."""
+    if row["said"] == "nothing WRONG":
+        return row | {"why": one_line(script.remark)}
+    if not row["said"].startswith("WRONG"):
+        return row
+    key = f"{row['said'].removeprefix('WRONG ')} {row['line']}".strip()
+    verdict, why, confirmed = script.verdicts.get(key, ("not judged", "", ""))
+    return row | {"verdict": verdict, "why": why, "confirmed": confirmed}
 
 
 def mended_row(script, before, after):
     """Of mended.csv. A fault is "named" if the report has its line, "found" if another."""
     reports, found = {"before": before, "after": after}, "no"
     findings = [each for each in before["findings"] if each["verdict"] in ("WRONG", "look")]
-    if said(before, "WRONG") and {*said(before, "WRONG")} != {*said(after, "WRONG")}:
+    rules = [{each.split()[0] for each in said(report, "WRONG")} for report in (before, after)]
+    if rules[0] - rules[1]:
         found = "found"
     for finding in findings:
         text = " ".join([place(finding), finding["text"], *finding["details"]])
@@ -263,6 +274,21 @@ def write_table(path, columns, rows):
         writer.writerows(rows)
 
 
+def summary():
+    """Of both tables, in two lines."""
+    rows, mended = read_table(TABLES["known"]), read_table(TABLES["mended"])
+    verdicts = Counter(row["verdict"] for row in rows if row["said"].startswith("WRONG"))
+    scripts, repositories = ({row[key] for row in rows} for key in ("name", "repository"))
+    failed = sum(row["said"] == "nothing can be compared" for row in rows)
+    text = f"known.csv: {len(scripts)} scripts of {len(repositories)} repositories, of which "
+    text += f"{failed} could not be compared; WRONG: {counts(verdicts)}\n"
+    return text + f"mended.csv: {len(mended)} faults: {counts(Counter(r['found'] for r in mended))}"
+
+
+def counts(counter):
+    return ", ".join(f"{count} {name}" for name, count in counter.most_common()) or "none"
+
+
 def differences(old, new):
     """In what is said, as lines."""
     keys = "said", "line", "found", "said_before", "said_after"
@@ -274,6 +300,17 @@ def differences(old, new):
     return lines + [f"  new: {text}" for text in texts[1] if text not in texts[0]]
 
 
+def judge(scripts):
+    """Renew the verdicts of these scripts in known.csv."""
+    scripts = {script.name: script for script in scripts}
+    rows = [
+        judged(scripts[row["name"]], row) if row["name"] in scripts else row
+        for row in read_table(TABLES["known"])
+    ]
+    write_table(TABLES["known"], KNOWN, rows)
+    print(summary())
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
@@ -283,8 +320,11 @@ def main():
     parser.add_argument("--mirror", type=Path, help="folder of git directories, instead of the net")
     parser.add_argument("--folder", type=Path, default="runs/known", help="of clones and packages")
     parser.add_argument("--write", action="store_true", help="renew known.csv and mended.csv")
+    parser.add_argument("--judge", action="store_true", help="renew the verdicts, and run nothing")
     args = parser.parse_args()
     scripts = read_scripts(args.names)
+    if args.judge:
+        return judge(scripts)
     args.folder.mkdir(parents=True, exist_ok=True)
     python, differ = make_environment(args, scripts), 0
     for script in scripts:
@@ -305,7 +345,7 @@ def main():
         if args.write:
             others = [row for row in table_rows if row["name"] != script.name]
             write_table(TABLES[table], columns, others + rows)
-    print(f"{len(scripts)} scripts, {differ} of them not as in the tables")
+    print(f"{len(scripts)} scripts, {differ} of them not as in the tables", summary(), sep="\n")
     sys.exit(bool(differ) and not args.write)
 
 
