@@ -7,7 +7,7 @@ from made import image_folder
 REPOSITORY = "facebookresearch/barlowtwins"
 BEFORE, AFTER = "a7a74fc^", "a7a74fc"
 FAULT = "the backbone is not wrapped in DDP: its gradients are not averaged (issue 22)"
-LINES = ["evaluate.py:157", "evaluate.py:161"]
+LINES = ["evaluate.py:157", "evaluate.py:158"]  # which the mended commit replaces
 EDITS = [
     ("evaluate.py", "resnet50()", "shufflenet_v2_x2_0()"),
     ("evaluate.py", "RandomResizedCrop(224)", "RandomResizedCrop(32)"),

@@ -7,6 +7,7 @@ REPOSITORY = minimind.REPOSITORY
 BEFORE, AFTER = "463044e^", "463044e"
 FAULT = "no set_epoch: each epoch has the same order"
 LINES = ["train_pretrain.py:180", "train_pretrain.py:36"]
+REMARK = "a known deviation: each rank divides by its own number of tokens (value)"
 PATHS, FOLDER, PACKAGES = minimind.PATHS, "trainer", minimind.PACKAGES
 COMMAND = """--cpu --steps 6 --short 3 train_pretrain.py --data_path pre.jsonl --out_dir {run}
     --batch_size 4 --accumulation_steps 1 --num_workers 0 --hidden_size 32 --num_hidden_layers 1

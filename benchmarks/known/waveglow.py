@@ -7,7 +7,10 @@ from made import wav, write
 REPOSITORY = "NVIDIA/waveglow"
 COMMIT = "8afb643"
 PACKAGES = ["scipy"]
-EDITS = [("distributed.py", "reduce_op.SUM", "ReduceOp.SUM")]  # as PyTorch wants today
+EDITS = [  # as PyTorch wants today
+    ("distributed.py", "reduce_op.SUM", "ReduceOp.SUM"),
+    ("glow.py", "torch.qr(", "torch.linalg.qr("),
+]
 COMMAND = """--cpu --wait 400 --steps 6 train.py --config small.json --rank {rank}
     --group_name check"""
 
