@@ -21,7 +21,8 @@ def make_data():
     tokens = {word: number for number, word in enumerate(["[UNK]", *sorted({*words})])}
     tokenizer = Tokenizer(models.WordLevel(tokens, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+    settings = {"unk_token": "[UNK]", "model_max_length": 32}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
     fast.save_pretrained("tiny_gpt2")
     settings = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
     GPT2Config(vocab_size=len(tokens), **settings).save_pretrained("tiny_gpt2")
