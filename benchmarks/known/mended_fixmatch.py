@@ -1,0 +1,24 @@
+"""FixMatch, of 2021: loaders without an end."""
+
+import fixmatch
+from made import cifar10
+
+REPOSITORY, PACKAGES = fixmatch.REPOSITORY, fixmatch.PACKAGES
+BEFORE, AFTER = "1c6fe04^", "ced3590"
+FAULT = "no set_epoch: each epoch has the same order"
+LINES = [
+    "train.py:314",
+    "train.py:315",
+    "train.py:326",
+    "train.py:332",
+    "train.py:234",
+    "train.py:241",
+]
+EDITS = [
+    *fixmatch.EDITS,
+    ("train.py", "_iter.next()", "_iter.__next__()"),
+]  # as PyTorch wants today
+COMMAND = fixmatch.COMMAND
+
+if __name__ == "__main__":
+    cifar10(40)

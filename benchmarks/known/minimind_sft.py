@@ -1,0 +1,21 @@
+"""minimind, the language model of a Chinese course: fine-tuning on conversations."""
+
+import minimind
+from made import write
+
+REPOSITORY = "jingyaogong/minimind"
+COMMIT = minimind.COMMIT
+PATHS = minimind.PATHS
+FOLDER = "trainer"
+PACKAGES = minimind.PACKAGES
+COMMAND = minimind.COMMAND.replace("pretrain", "full_sft").replace("pre.jsonl", "sft.jsonl")
+
+if __name__ == "__main__":
+    rest = {"reasoning_content": "", "tools": "", "tool_calls": ""}
+
+    def conversation():
+        question = {"role": "user", "content": minimind.words(2, 6)} | rest
+        answer = {"role": "assistant", "content": minimind.words(2, 25)} | rest
+        return {"conversations": [question, answer]}
+
+    write("sft.jsonl", minimind.lines(48, conversation))

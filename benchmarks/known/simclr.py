@@ -1,0 +1,16 @@
+"""SimCLR: its loss takes the outputs of all ranks."""
+
+from made import cifar10
+
+REPOSITORY = "Spijkervet/SimCLR"
+COMMIT = "2738efa"
+PACKAGES = ["pyyaml", "tensorboard"]
+EDITS = [
+    ("main.py", "torchvision.datasets.CIFAR10", '__import__("small_cifar10").CIFAR10'),
+    ("main.py", "args.nodes > 1", "args.gpus > 1"),  # processes of one machine
+]
+COMMAND = """--cpu --wait 400 --short 2 --steps 4 --one "--batch_size 8" main.py --gpus {n}
+    --batch_size 4 --image_size 32 --epochs 3 --workers 0 --model_path out-{run}"""
+
+if __name__ == "__main__":
+    cifar10(32)
