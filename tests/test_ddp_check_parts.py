@@ -47,7 +47,7 @@ def test_sketches():
     blocks = torch.randn(2, 1 << 16)
     assert fits.same(sketch(blocks.flatten()), [sketch(blocks.flip(0).flatten())]) > 10
     # A block that has the same sums wherever it is, unless they are shifted.
-    signs = sketching.random_signs() * torch.arange(1 << 16) / (1 << 16)
+    signs = sketching.random_signs(torch.device("cpu")) * torch.arange(1 << 16) / (1 << 16)
     equal, moved = torch.stack([signs, 0 * signs]), torch.stack([0 * signs, signs])
     assert fits.same(sketch(equal.flatten()), [sketch(moved.flatten())]) > 0.5
 
