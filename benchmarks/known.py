@@ -238,7 +238,8 @@ def mended_row(script, before, after):
         found = "found"
     for finding in findings:
         text = " ".join([place(finding), finding["text"], *finding["details"]])
-        if any(line in text for line in script.lines):
+        is_gone = finding["rule"] not in {each["rule"] for each in after["findings"]}
+        if is_gone and any(line in text for line in script.lines):
             if finding["verdict"] == "WRONG":
                 found = "named"
             elif found == "no":
