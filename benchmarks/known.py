@@ -236,9 +236,11 @@ def mended_row(script, before, after):
     rules = [{each.split()[0] for each in said(report, "WRONG")} for report in (before, after)]
     if rules[0] - rules[1]:
         found = "found"
+    rules_after = {each.split()[0] for each in said(after, "WRONG", "look")}
     for finding in findings:
         text = " ".join([place(finding), finding["text"], *finding["details"]])
-        if any(line in text for line in script.lines):
+        is_gone = finding["rule"] not in rules_after
+        if is_gone and any(line in text for line in script.lines):
             if finding["verdict"] == "WRONG":
                 found = "named"
             elif found == "no":

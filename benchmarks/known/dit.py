@@ -5,7 +5,10 @@ from made import image_folder, write
 REPOSITORY = "facebookresearch/DiT"
 COMMIT = "ed81ce2"
 PACKAGES = ["timm==0.4.12"]
-EDITS = [("models.py", "depth=12, hidden_size=384", "depth=2, hidden_size=48")]
+EDITS = [
+    ("models.py", "depth=12, hidden_size=384", "depth=2, hidden_size=48"),
+    ("models.py", "in_channels, hidden_size, bias=True", "in_channels, hidden_size"),
+]
 COMMAND = """--cpu --wait 400 --short 2 --steps 6 train.py --data-path data/train
     --results-dir {run} --model DiT-S/8 --num-classes 4 --epochs 3 --global-batch-size 4
     --num-workers 0 --log-every 2"""

@@ -6,6 +6,7 @@ REPOSITORY = "kekmodel/FixMatch-pytorch"
 COMMIT = "98cedd6"
 PACKAGES = ["tqdm", "tensorboard"]
 EDITS = [
+    ("train.py", "_iter.next()", "_iter.__next__()"),  # as PyTorch wants today
     ("dataset/cifar.py", "datasets.CIFAR10(", '__import__("small_cifar10").CIFAR10('),
     ("dataset/cifar.py", "(datasets.CIFAR10)", '(__import__("small_cifar10").CIFAR10)'),
     ("train.py", "args.model_depth = 28", "args.model_depth = 10"),

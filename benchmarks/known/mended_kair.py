@@ -10,6 +10,7 @@ REPOSITORY = "cszn/KAIR"
 BEFORE, AFTER = "f4573f3^", "f4573f3"
 FAULT = "no set_epoch: each epoch has the same order (pull request 106)"
 LINES = ["main_train_psnr.py:118", "main_train_psnr.py:168"]
+REMARK = "true: all ranks have one seed, and so the same crops and flips (random)"
 PATHS = ["main_train_psnr.py", "options", "utils", "data", "models"]
 PACKAGES = ["opencv-python-headless", "matplotlib", "scipy", "requests", "timm==0.4.12", "einops"]
 EDITS = [("models/model_base.py", "torch.cuda.current_device()", "0")]

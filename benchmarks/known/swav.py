@@ -13,8 +13,12 @@ COMMAND = """--cpu --wait 500 --short 2 --steps 4 main_swav.py --data_path data/
     --dump_path out-{run}"""
 
 LARC = """
-def LARC(optimizer, trust_coefficient, clip):
-    return optimizer
+class LARC:
+    def __init__(self, optimizer, trust_coefficient, clip):
+        self.optim = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.optim, name)
 """
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ COMMAND = """--cpu --wait 400 --steps 6 train.py --config small.json --rank {ran
 VERDICTS = {
     "samples train.py:119": (
         "false",
-        "one process reads in the files' order, ranks in a DistributedSampler's: each is whole",
+        "one process reads in the files' order, ranks in a DistributedSampler's; not said, though "
+        "true: there is no set_epoch (reported for tacotron2, issue 241)",
         "read: the sampler is None on one process; train_loader has shuffle=False",
     ),
     "random train.py:119": (
