@@ -610,6 +610,7 @@ WAYS = {  # flags by the number of ranks
         ["--accumulate", 3, "--keep-gathered"],
         ["--shard", 1, "--accumulate", 2],
     ],
+    3: [["--accumulate", 2]],
     4: [
         ["--shard", 2, "--accumulate", 3, "--recompute"],
         ["--shard", 2, "--accumulate", 3, "--keep-gathered"],
