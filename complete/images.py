@@ -10,6 +10,7 @@ import json
 import math
 import os
 import unicodedata
+import warnings
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -398,6 +399,7 @@ def is_beside_a_photo(image, page):
 
 # Tags of TIFF and EXIF.
 NEW_SUBFILE_TYPE = 0x00FE
+BITS_PER_SAMPLE = 0x0102
 PHOTOMETRIC = 0x0106
 WHITE_IS_ZERO = 0
 ORIENTATION = 0x0112
@@ -425,9 +427,14 @@ def upright_rgb(image, side):
     # Old versions of Pillow open 16 bits a pixel as 32; of PGM all do.
     has_16_bits = image.mode == "I" and image.format in ("PNG", "PPM")
     if image.mode.startswith("I;16") or has_16_bits:  # convert() would clip them to 8
-        upper = (np.asarray(image) >> 8).astype(np.uint8)
+        tags = getattr(image, "tag_v2", {})  # of a TIFF
+        (bits,) = tags.get(BITS_PER_SAMPLE, (16,))  # 12, where two pixels are in three bytes
+        pixels = np.asarray(image)
+        if bits == 16 and 0 < pixels.max() < 4096:
+            warnings.warn("a 16-bit image has no values above 4095, and becomes nearly black")
+        upper = (pixels >> (bits - 8)).astype(np.uint8)
         # PIL inverts fewer bits by itself.
-        is_negative = getattr(image, "tag_v2", {}).get(PHOTOMETRIC) == WHITE_IS_ZERO
+        is_negative = tags.get(PHOTOMETRIC) == WHITE_IS_ZERO
         image = Image.fromarray(~upper if is_negative else upper)
     if image.mode in ("F", "I"):
         raise ValueError(f"its pixels (mode {image.mode}) have no known maximum")

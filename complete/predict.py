@@ -279,4 +279,8 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(parser.parse_args())
+    try:
+        main(parser.parse_args())
+    except KeyboardInterrupt:
+        sys.tracebacklimit = 0  # one line
+        raise

@@ -2,7 +2,8 @@
 
 ls shards/*train*.tar | xargs -P 16 -n 8 python complete/unpack_shards.py imagenet/train
 
-A shard has KEY.jpg and KEY.cls, a text with the number of the class, which names its folder.
+A shard has KEY.jpg and KEY.cls, a text with the number of the class, which names its folder. Keys
+may be the same in several shards, whose names are in those of the images.
 """
 
 import sys
@@ -12,12 +13,17 @@ from pathlib import Path
 
 def unpack(path, folder):
     with tarfile.open(path) as shard:
-        contents = {file.name: shard.extractfile(file).read() for file in shard if file.isfile()}
+        files = [file for file in shard if file.isfile()]
+        contents = {file.name: shard.extractfile(file).read() for file in files}
+    if len(contents) < len(files):
+        sys.exit(f"{path} has two files of the same name")
     for name, content in contents.items():
         key, suffix = name.rsplit(".", 1)
         if suffix.lower() in ("jpg", "jpeg", "png"):
             label = int(contents[key + ".cls"])
-            image_path = folder / f"{label:04}" / name.replace("/", "_")
+            image_path = folder / f"{label:04}" / f"{path.stem}_{name.replace('/', '_')}"
+            if image_path.exists() and image_path.read_bytes() != content:
+                sys.exit(f"{path}: another image has the name {image_path}")
             image_path.parent.mkdir(parents=True, exist_ok=True)
             image_path.write_bytes(content)
 

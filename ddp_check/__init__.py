@@ -30,4 +30,4 @@ __main__   starts command, or in each process of a run, child
 A room imports those above it in this list alone.
 """
 
-__version__ = "4.0"  # pyproject.toml takes it from here
+__version__ = "5.0"  # pyproject.toml takes it from here

@@ -4,8 +4,9 @@ python large/prepare_texts.py my_texts --output my_tokens
 
 Reads a file, or all texts below a folder, in the order of their names. A .txt or .md file is one
 document; in a .jsonl or .json file each line is one, {"text": ...}. They are in UTF-8, and may be
-compressed (.txt.gz). Other files, blank documents, and lines of .jsonl files that are no such text
-are left out and counted, hidden files only left out. Links are followed, but nothing is read twice.
+compressed (.txt.gz). Other files, blank documents, lines of .jsonl files that are no such text, and
+the rest of a compressed file that is cut off are left out and counted; hidden files are only left
+out. Links are followed, but nothing is read twice.
 
 Texts of any length are read in pieces, cut at the end of a word, so their tokens are those of the
 whole text (but a word of more than 10,000 characters may be cut). A line of a .jsonl or .json file
@@ -159,6 +160,8 @@ class Texts:
         self.known = {identity(path)}  # files and folders that were read
         self.suffixes = Counter()  # of the files left out
         self.other_json = []
+        self.not_text = []
+        self.damaged = []  # compressed files, each with what is wrong
         self.repeated = self.empty = self.not_utf8 = 0
         self.lines = self.bad_lines = 0  # of .jsonl files, and of .json files that have such lines
         self.first_bad_line = ""
@@ -169,8 +172,6 @@ class Texts:
         try:
             for path in self.files_below(self.path) if self.path.is_dir() else [self.path]:
                 yield from self.read_file(path)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise SystemExit(f"{path} is no whole .gz file: {error}") from error
         except OSError as error:
             raise SystemExit(f"{error.filename or path}: {error.strerror}") from error
 
@@ -188,11 +189,18 @@ class Texts:
                 yield from self.files_below(entry) if entry.is_dir() else [Path(entry)]
 
     def read_file(self, path):
-        with open_text(path) as file:
-            if text_suffix(path.name).startswith(".json"):
-                yield from self.read_lines(file, path)
-            else:
-                yield from self.read_whole(file, path)
+        is_compressed = path.name.lower().endswith(".gz")
+        try:
+            with gzip.open(path) if is_compressed else open(path, "rb") as file:
+                head = file.peek(100)[:100]
+                if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
+                    self.not_text.append(path)
+                elif text_suffix(path.name).startswith(".json"):
+                    yield from self.read_lines(file, path)
+                else:
+                    yield from self.read_whole(file, path)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            self.damaged.append(f"{path}: {error}")
 
     def read_whole(self, file, path):
         self.not_utf8 = 0
@@ -265,6 +273,12 @@ class Texts:
             start = f'{{"{self.field}": "..."}}'
             reason = f".json files left out, whose first line is no {start}: such as"
             lines.append(f"{len(self.other_json)} {reason} {self.other_json[0]}")
+        if self.not_text:
+            reason = "files left out, which are UTF-16, or no text: such as"
+            lines.append(f"{len(self.not_text)} {reason} {self.not_text[0]}")
+        if self.damaged:
+            reason = ".gz files cut off or damaged, whose rest is left out: such as"
+            lines.append(f"{len(self.damaged)} {reason} {self.damaged[0]}")
         if self.empty:
             lines.append(f"{self.empty} blank documents left out")
         if self.bad_lines:
@@ -285,15 +299,6 @@ def identity(path):
     """The same for all names and links by which a file or a folder is found."""
     status = os.stat(path)
     return status.st_dev, status.st_ino
-
-
-def open_text(path):
-    """The file's bytes."""
-    file = gzip.open(path) if path.name.lower().endswith(".gz") else open(path, "rb")
-    head = file.peek(100)[:100]
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
-        raise SystemExit(f"{path} is UTF-16, or no text: convert it to UTF-8, or move it elsewhere")
-    return file
 
 
 def lines_of(file):

@@ -109,6 +109,35 @@ FORMATS = {
 }
 
 
+def twelve_bits():
+    """A TIFF with 12 bits per pixel, two pixels in three bytes, which Pillow cannot write."""
+    grey = np.asarray(corners(mode="L")).astype(np.uint16) * 16 + 7
+    first, second = grey[:, ::2], grey[:, 1::2]
+    triples = [first >> 4, (first & 15) << 4 | second >> 8, second & 255]
+    pixels = np.stack(triples, axis=2).astype(np.uint8).tobytes()
+    height, width = grey.shape
+    tags = {256: width, 257: height, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: height}
+    tags[279] = len(pixels)
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    directory = struct.pack("<H", len(tags)) + entries + bytes(4)
+    return struct.pack("<2sHI", b"II", 42, 8 + len(pixels)) + pixels + directory
+
+
+def test_twelve_bits(recwarn):
+    """Packed, they are seen. In 16 bits, there is a warning, as four bits would be left of them;
+    not for a black image."""
+    Path("packed.tif").write_bytes(twelve_bits())
+    wanted = np.asarray(corners(mode="L").convert("RGB"))
+    assert np.array_equal(folders.load_image("packed.tif", 60), wanted)
+    Image.fromarray(np.zeros((40, 40), np.uint16)).save("black.tif")
+    folders.load_image("black.tif", 40)
+    assert not recwarn
+    for suffix in "tif", "png":
+        Image.fromarray(np.full((40, 40), 4095, np.uint16)).save(f"dark.{suffix}")
+        with pytest.warns(UserWarning, match="no values above 4095"):
+            folders.load_image(f"dark.{suffix}", 40)
+
+
 @pytest.fixture
 def formats():
     """A folder with a file of each format, once to train on and once to test on."""

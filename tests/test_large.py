@@ -289,11 +289,6 @@ def test_which_texts_are_read(capsys):
 
 
 REFUSED = {  # what a text in a.NAME has, and what is said; also next to a good text
-    "utf16.txt": ("hi".encode("utf-16"), "is UTF-16, or no text: convert it"),
-    "utf16le.md": ("hi".encode("utf-16-le"), "is UTF-16, or no text: convert it"),
-    "utf16.txt.gz": (gzip.compress("hi".encode("utf-16")), "is UTF-16, or no text: convert it"),
-    "cut.txt.gz": (gzip.compress(bytes(range(1, 250)) * 9)[:200], "is no whole .gz file"),
-    "no.txt.gz": (b"hi", "is no whole .gz file"),
     "null.jsonl": (b'{"text": null}', ", line 1: text is no text"),
     "fields.jsonl": (b'{"a": 1, "b": 2}\n' * 2 + b'{"text": "good"}', ", line 1: it has a, b"),
     "many.jsonl": (b"[]\n" * 1000 + b'{"text": "good"}\n' * 2000, ", line 1: it is no object"),
@@ -340,6 +335,30 @@ def test_bad_lines(capsys):
         assert np.concatenate([train, val]).tolist() == [256, *b"good"] * 9
         what = '2 lines left out, which are no {"text": "..."}. The first: texts/a.json, line 6: '
         assert what + says + "\n" in capsys.readouterr().out
+
+
+def test_files_that_are_no_whole_texts(capsys):
+    """Are left out and counted, and a torn .gz file from where it is torn: its lines before that
+    are texts."""
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("good")
+    for name, encoding in ("b.txt", "utf-16"), ("c.md", "utf-16-le"), ("d.jsonl", "utf-16-be"):
+        Path("texts", name).write_bytes("hi".encode(encoding))
+    Path("texts/e.txt.gz").write_bytes(gzip.compress("hi".encode("utf-16")))
+    Path("texts/f.txt.gz").write_bytes(b"hi")
+    whole = gzip.compress(b"".join(b'{"text": "%06d"}\n' % (i * i) for i in range(900)))
+    for name, torn in ("g.jsonl.gz", whole[:-1000]), ("h.jsonl.gz", whole[:-6] + b"damage"):
+        Path("texts", name).write_bytes(torn)
+    Path("texts/i.txt").write_text("last")
+    _, train, val = prepare("texts", "--output", "out", "--tokenizer", "bytes")
+    text = capsys.readouterr().out
+    assert "4 files left out, which are UTF-16, or no text: such as texts/b.txt\n" in text
+    reason = "3 .gz files cut off or damaged, whose rest is left out: such as texts/f.txt.gz: Not a"
+    assert reason in text
+    documents = bytes(np.where(train == 256, ord("|"), train).astype(np.uint8)).split(b"|")
+    assert documents[1] == b"good" and documents[-1] == b"last" and len(documents) > 1000
+    assert all(len(document) == 6 for document in documents[2:-1])
+    assert refusal(prepare, "texts/b.txt", "--output", "none", "--tokenizer", "bytes") == "2"
 
 
 SPECIAL = ["<|endoftext|>", "<s>", "<|fim-1|>"]
@@ -591,6 +610,7 @@ WAYS = {  # flags by the number of ranks
         ["--accumulate", 3, "--keep-gathered"],
         ["--shard", 1, "--accumulate", 2],
     ],
+    3: [["--accumulate", 2]],
     4: [
         ["--shard", 2, "--accumulate", 3, "--recompute"],
         ["--shard", 2, "--accumulate", 3, "--keep-gathered"],

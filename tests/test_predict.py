@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import sys
 import unicodedata
 from pathlib import Path
@@ -232,6 +233,29 @@ def test_a_full_disk(data, mine, monkeypatch):
     with pytest.raises(SystemExit, match="^cannot write packed: .*No space left"):
         pack(data / "pictures", "packed", "--side", 8)
     assert helpers.files(".") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pack_images", "predict"])
+def test_ctrl_c(mine, name):
+    """All processes get it, as from a terminal. They end soon, with one line, and leave nothing."""
+    noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), np.uint8)
+    Image.fromarray(noise).save("noise.png")
+    for label, i in itertools.product("ab", range(10_000)):
+        Path("new", label).mkdir(parents=True, exist_ok=True)
+        os.link("noise.png", f"new/{label}/{i}.png")
+    words = {"pack_images": ["new", "out"], "predict": [mine, "new", "--output", "out.csv"]}[name]
+    command = [sys.executable, ROOT / f"complete/{name}.py", *words, "--workers", 2]
+    interrupts = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    process = helpers.Cold(command, "log", preexec_fn=interrupts)
+    helpers.wait_for({"pack_images": "images/s", "predict": "1000 of"}[name], process)
+    assert list(Path().glob("out*"))
+    os.killpg(process.pid, signal.SIGINT)
+    helpers.wait_until(lambda: process.status() is not None, 60)
+    text = Path("log").read_text()
+    assert process.status() == -signal.SIGINT, text
+    assert text.endswith("\nKeyboardInterrupt\n") and "Traceback" not in text
+    assert not list(Path().glob("out*"))
 
 
 def test_accents_of_a_mac(data, mine):

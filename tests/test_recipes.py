@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train
+import unpack_shards
 from helpers import (
     COMPLETE,
     ROOT,
@@ -27,6 +28,7 @@ from helpers import (
     together,
     weights,
 )
+from PIL import Image
 from runs import recipe
 
 PAGE = ROOT / "docs/recipes.md"
@@ -244,17 +246,39 @@ def write_tar(name, paths):
 
 
 def test_tar_shards(data):
-    """Each image is in its class's folder."""
+    """Each image is in its class's folder; and of two with the same key, none replaces the other.
+    The same again is the same."""
     paths = sorted(Path(data, "pictures/train").glob("*/*"), key=lambda path: path.name)
     Path("shards").mkdir()
     for i in range(3):
         write_tar(f"shards/train{i}.tar", paths[32 * i :][:32])
     commands = [code for language, code in recipe("Tar shards") if language == "sh"][0]
     line = commands.splitlines()[0].replace("python complete", f"{sys.executable} {ROOT}/complete")
-    subprocess.run(["bash", "-c", line], check=True)
-    found = {path: path.read_bytes() for path in Path("imagenet/train").glob("*/*")}
-    wanted = {
-        Path("imagenet/train", f"{'abc'.index(path.parent.name):04}", path.name): path.read_bytes()
-        for path in paths
-    }
-    assert found == wanted
+    wanted = {}
+    for i, path in enumerate(paths):
+        name = f"{'abc'.index(path.parent.name):04}/train{i // 32}_{path.name}"
+        wanted[Path("imagenet/train", name)] = path.read_bytes()
+    for _ in range(2):
+        subprocess.run(["bash", "-c", line], check=True)
+        assert wanted == {path: path.read_bytes() for path in Path("imagenet/train").glob("*/*")}
+
+
+@pytest.mark.parametrize("other", ["elsewhere/train0.tar", "train0.tar"])
+def test_tar_shards_that_share_a_name(other):
+    """Of two images that would have the same name, none replaces the other."""
+    for color, name in ("red", "one.tar"), ("blue", "two.tar"):
+        Path(color, "a").mkdir(parents=True)
+        Image.new("RGB", (8, 8), color).save(f"{color}/a/key.png")
+        write_tar(name, [Path(color, "a/key.png")])
+    Path("elsewhere").mkdir()
+    if "/" in other:
+        Path("one.tar").rename("train0.tar")
+        Path("two.tar").rename(other)
+        message = "elsewhere/train0.tar: another image has the name images/0000/train0_key.png"
+    else:
+        paths = [Path("red/a/key.png"), Path("blue/a/key.png")]
+        write_tar("train0.tar", paths)
+        message = "train0.tar has two files of the same name"
+    with pytest.raises(SystemExit, match=message):
+        for path in dict.fromkeys(["train0.tar", other]):
+            unpack_shards.unpack(Path(path), Path("images"))
