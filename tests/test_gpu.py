@@ -13,6 +13,7 @@ import helpers
 import pytest
 import test_own_loop
 import torch
+from harness import GPUS
 from helpers import (
     COMPLETE,
     SMALL,
@@ -25,7 +26,6 @@ from helpers import (
     wait_for,
     weights,
 )
-from runs import GPUS
 
 TINY, DEVICE = bool(os.environ.get("TINY")), "cuda" if GPUS else "cpu"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS and not TINY, reason="needs a GPU")]

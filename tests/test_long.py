@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import stand_in
+from altered import replaced
 from helpers import ROOT, some_fast, wait_until
-from runs import replaced
 
 SLURM = ROOT / "slurm"
 FILES = sorted(path.stem for path in SLURM.glob("*.sh") if path.stem != "where")

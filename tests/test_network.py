@@ -8,6 +8,7 @@ from pathlib import Path
 
 import helpers
 import pytest
+from harness import two_namespaces
 from helpers import (
     COMPLETE,
     Cold,
@@ -20,7 +21,6 @@ from helpers import (
     wait_for,
     wait_until,
 )
-from network import two_namespaces
 from test_small import FEW
 
 pytestmark = pytest.mark.slow

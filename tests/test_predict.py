@@ -19,9 +19,9 @@ import predict
 import pytest
 import torch
 import train
+from altered import recipe
 from helpers import ROOT
 from PIL import Image
-from runs import recipe
 from test_images import pack, touch
 
 FLAGS = ["--image-size", 70, "--model", "shufflenet_v2_x0_5", "--batch-size", 48, "--epochs", 1]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train
+from altered import recipe
 from helpers import (
     COMPLETE,
     ROOT,
@@ -27,7 +28,6 @@ from helpers import (
     together,
     weights,
 )
-from runs import recipe
 
 PAGE = ROOT / "docs/recipes.md"
 SHORT = ["--batch-size", 16, "--lr", 0.001, "--log-every", 10, "--resume"]

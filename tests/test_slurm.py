@@ -18,8 +18,8 @@ import helpers
 import pytest
 import stand_in
 import torch
+from altered import replaced
 from helpers import LIMIT, ROOT, Cold, command, wait_until
-from runs import replaced
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]  # one cluster at a time
 MACHINES = ["node0", "node1", "node2", "node3"]
