@@ -74,6 +74,10 @@ def replaced(text, *changes):
     return text
 
 
+def edit(path, *changes):
+    Path(path).write_text(replaced(Path(path).read_text(), *changes))
+
+
 def write_altered(path, folder, *changes, more="", titles=()):
     """The path of a copy of a script in this folder, with the modules beside it, these changes, the
     recipes of these titles, and more code before its start, where it can replace or wrap functions.

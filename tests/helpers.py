@@ -81,6 +81,22 @@ def free_port():
             return port
 
 
+def few(train_count, test_count):
+    """Code for `more`: load_data returns so many images, if there are as many."""
+    return f"""
+def first(dataset, count):
+    if hasattr(dataset, "tensors"):  # of which complete/train.py takes whole batches
+        return torch.utils.data.TensorDataset(*dataset[:count])
+    return torch.utils.data.Subset(dataset, range(min(count, len(dataset))))
+
+all_images = load_data
+
+def load_data(args):
+    train_set, test_set, classes = all_images(args)
+    return first(train_set, {train_count}), first(test_set, {test_count}), classes
+"""
+
+
 class Cold:
     """A command as a user types it; `log` gets what it prints."""
 
@@ -197,8 +213,7 @@ class Warm:
         self.pid, self.status = process.pid, lambda: process.exitcode
 
 
-def torchrun(processes, *words):
-    words = ["--standalone", "--nproc-per-node", processes, *words]
+def torchrun(*words):
     return Cold([*TORCHRUN, *words], f"torchrun-{time.monotonic_ns()}.log")
 
 
