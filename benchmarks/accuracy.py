@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 import torchvision
-from runs import COMPLETE, ROOT, row, table
+from harness import COMPLETE, ROOT, row, table
 from torch import nn
 from torchvision.models.resnet import BasicBlock
 

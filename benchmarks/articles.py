@@ -36,9 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from make_images import SIZES, make_folder
-from network import two_namespaces
-from runs import (
+from harness import (
     FAILED,
     GPUS,
     NO_TIME,
@@ -50,7 +48,9 @@ from runs import (
     seconds_left,
     spread,
     table,
+    two_namespaces,
 )
+from make_images import SIZES, make_folder
 
 CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 NO_WORKERS = [] if GPUS else ["--workers", 0]  # they would take the CPUs from the training

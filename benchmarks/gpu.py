@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from make_images import SIZES, make_folder
-from runs import (
+from harness import (
     COMPLETE,
     GPUS,
     ROOT,
@@ -32,6 +31,7 @@ from runs import (
     train,
     write_altered,
 )
+from make_images import SIZES, make_folder
 
 TINY = bool(os.environ.get("TINY"))
 ALL = GPUS or int(os.environ.get("PROCESSES", 2))

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from gpu import ALL, MEMORY, TINY
-from runs import GPUS, ROOT, attempt, end_on_sigterm, end_part, row, table, write_altered
+from harness import GPUS, ROOT, attempt, end_on_sigterm, end_part, row, table, write_altered
 
 sys.path.insert(0, str(ROOT / "large"))
 import train_lm  # noqa: E402

@@ -24,9 +24,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from harness import ROOT, fitting_workers, row, spread, table
 from make_images import SIZES, make_folder
 from PIL import Image
-from runs import ROOT, fitting_workers, row, spread, table
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import datasets, transforms
 

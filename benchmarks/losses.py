@@ -9,8 +9,8 @@ import re
 import tempfile
 from pathlib import Path
 
+import harness
 import matplotlib
-import runs
 from matplotlib import pyplot as plt
 
 FLAGS = "--dataset synthetic --lr 0.0006 --workers 0 --epochs 12 --resume".split()
@@ -26,9 +26,9 @@ def epochs_of(text):
 
 def train(folder):
     """What one process prints, and what each start of the two prints."""
-    single = runs.run(runs.ROOT / "train_single.py", 1, FLAGS, folder / "one")
+    single = harness.run(harness.ROOT / "train_single.py", 1, FLAGS, folder / "one")
     starts = [
-        runs.run(runs.ROOT / "train_ddp_torchrun.py", 2, FLAGS, folder / "two", until=until)
+        harness.run(harness.ROOT / "train_ddp_torchrun.py", 2, FLAGS, folder / "two", until=until)
         for until in (*KILLED_AFTER, None)
     ]
     return single, starts
@@ -59,7 +59,7 @@ def main():
         single, starts = train(Path(folder))
     for name, text in [("one process", single), *((f"start {i}", t) for i, t in enumerate(starts))]:
         print(name, *zip(*epochs_of(text)))
-    draw(single, starts, runs.ROOT / "docs" / "losses.svg")
+    draw(single, starts, harness.ROOT / "docs" / "losses.svg")
 
 
 if __name__ == "__main__":

@@ -43,9 +43,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from make_images import SIZES, make_folder
-from PIL import Image
-from runs import (
+from harness import (
     COMPLETE,
     FAILED,
     GPUS,
@@ -60,6 +58,8 @@ from runs import (
     table,
     write_altered,
 )
+from make_images import SIZES, make_folder
+from PIL import Image
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook

@@ -16,6 +16,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import runpy
 import signal
 import socket
 import subprocess
@@ -26,11 +27,12 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from runs import COMPLETE, run_in_process, write_altered
+from altered import COMPLETE, write_altered
 from same_text import ROOT, SMALL, script_path
 from torch.utils._pytree import tree_flatten_with_path
 
@@ -60,7 +62,7 @@ def script(name):
 
 
 def altered(name, *changes, more="", titles=()):
-    """The path of a copy of a script, in a folder of its own: see runs.write_altered."""
+    """The path of a copy of a script, in a folder of its own: see write_altered."""
     folder = Path(f"altered-{time.monotonic_ns()}").resolve()
     return write_altered(script(name), folder, *changes, more=more, titles=titles)
 
@@ -79,6 +81,22 @@ def free_port():
             return port
 
 
+def few(train_count, test_count):
+    """Code for `more`: load_data returns so many images, if there are as many."""
+    return f"""
+def first(dataset, count):
+    if hasattr(dataset, "tensors"):  # of which complete/train.py takes whole batches
+        return torch.utils.data.TensorDataset(*dataset[:count])
+    return torch.utils.data.Subset(dataset, range(min(count, len(dataset))))
+
+all_images = load_data
+
+def load_data(args):
+    train_set, test_set, classes = all_images(args)
+    return first(train_set, {train_count}), first(test_set, {test_count}), classes
+"""
+
+
 class Cold:
     """A command as a user types it; `log` gets what it prints."""
 
@@ -92,7 +110,15 @@ class Cold:
 
 def here(name, *flags, more="", **place):
     """A script in the test's own process, which has this environment besides."""
-    run_in_process(altered(name, more=more) if more else script(name), flags, place)
+    path = altered(name, more=more) if more else script(name)
+    place = {key: str(value) for key, value in place.items()}
+    words = [str(word) for word in [path, *flags]]
+    with mock.patch.dict(os.environ, place), mock.patch.object(sys, "argv", words):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        finally:
+            if dist.is_initialized():  # it has failed
+                dist.destroy_process_group()
 
 
 def train(*flags, more=""):
@@ -187,8 +213,7 @@ class Warm:
         self.pid, self.status = process.pid, lambda: process.exitcode
 
 
-def torchrun(processes, *words):
-    words = ["--standalone", "--nproc-per-node", processes, *words]
+def torchrun(*words):
     return Cold([*TORCHRUN, *words], f"torchrun-{time.monotonic_ns()}.log")
 
 

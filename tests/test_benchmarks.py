@@ -15,11 +15,11 @@ from pathlib import Path
 import articles
 import gpu
 import gpu_lm
+import harness
 import helpers
 import image_loading
 import peers
 import pytest
-import runs
 from helpers import command
 from make_images import make_folder
 from same_text import ROOT
@@ -31,10 +31,10 @@ ROWS |= {"resume": 5, "scripts": 10, "small": 3, "large": 6, "saving": 2}
 
 @pytest.fixture(autouse=True)
 def nothing_failed(monkeypatch):
-    monkeypatch.setattr(runs, "FAILED", [])
-    monkeypatch.setattr(runs, "NO_TIME", [])
-    monkeypatch.setattr(articles, "FAILED", runs.FAILED)
-    monkeypatch.setattr(articles, "NO_TIME", runs.NO_TIME)
+    monkeypatch.setattr(harness, "FAILED", [])
+    monkeypatch.setattr(harness, "NO_TIME", [])
+    monkeypatch.setattr(articles, "FAILED", harness.FAILED)
+    monkeypatch.setattr(articles, "NO_TIME", harness.NO_TIME)
 
 
 def gpu_sh(part, *words, fails=False, **environment):
@@ -83,23 +83,23 @@ def test_what_a_part_could_not_measure(monkeypatch, capsys):
     is left. All runs that are missing, or had an error, are listed; only an error is a failure."""
     Path("slow.py").write_text(SLOW)
     Path("wrong.py").write_text("raise SystemExit('no such flag')")
-    monkeypatch.setattr(runs, "PART_SECONDS", time.monotonic() - runs.STARTED + 1)
+    monkeypatch.setattr(harness, "PART_SECONDS", time.monotonic() - harness.STARTED + 1)
     assert gpu.rate(Path("slow.py").resolve(), 1) == pytest.approx(2 / (1 / 100 + 1 / 200))
     with pytest.raises(SystemExit, match="3"):
-        runs.end_part()
+        harness.end_part()
     assert "No time" in (said := capsys.readouterr().out) and "slow.py" in said
     assert math.isnan(gpu.rate(Path("slow.py").resolve(), 1))  # no second is left
-    monkeypatch.setattr(runs, "PART_SECONDS", 3600)
+    monkeypatch.setattr(harness, "PART_SECONDS", 3600)
     assert math.isnan(gpu.rate(Path("wrong.py").resolve(), 1))
     with pytest.raises(SystemExit, match="1"):
-        runs.end_part()
+        harness.end_part()
     assert "Failed" in (said := capsys.readouterr().out) and "wrong.py" in said
 
 
 def test_no_process_of_a_run_is_left():
     """Not those in sessions of their own, nor those whose parent has ended."""
     Path("slow.py").write_text(SLOW)
-    text = runs.run(Path("slow.py").resolve(), 1, [], Path("out"), until="child ")
+    text = harness.run(Path("slow.py").resolve(), 1, [], Path("out"), until="child ")
     assert not running(re.search(r"child (\d+)", text)[1])
 
 
@@ -191,12 +191,12 @@ def test_unequal_losses_are_said(capsys):
     print_epochs("nan.py", first[0], "loss nan accuracy 0.9500 200 images/s")
     articles.print_table([row_of("first.py"), row_of("close.py")], 1)
     text = capsys.readouterr().out
-    assert "equal up to rounding" in text and runs.FAILED == []
+    assert "equal up to rounding" in text and harness.FAILED == []
     assert re.search(r"\| row \| 0.32 \| 400 \| 2.00 \| 0.0101 \| 0.9490 \| .* 64, 0 dropped", text)
     for script in "other.py", "score.py", "nan.py":
         articles.print_table([row_of("first.py"), row_of(script, script)], 1)
         text = capsys.readouterr().out
-        assert f"differ by more than rounding: {script}" in text and script in runs.FAILED.pop()
+        assert f"differ by more than rounding: {script}" in text and script in harness.FAILED.pop()
 
 
 def test_batch_norm_sees_shares(capsys):
@@ -209,7 +209,7 @@ def test_batch_norm_sees_shares(capsys):
         job.commands[0] += ["--model", "resnet18"]
     jobs[1].gpus_each = 2
     articles.print_table(jobs, 1)
-    assert "32 + 32, 0 dropped" in capsys.readouterr().out and not runs.FAILED
+    assert "32 + 32, 0 dropped" in capsys.readouterr().out and not harness.FAILED
     jobs[0].processes = 2
     assert "equal" in articles.compare(jobs) and jobs[0].split() == jobs[1].split()
     jobs[0].processes = jobs[1].gpus_each = 1
@@ -287,7 +287,7 @@ def test_the_small_scripts_in_a_table(data, capsys, monkeypatch):
     jobs = [articles.one_process(flags), articles.by_spawn(2, flags)]
     articles.print_table([*jobs, articles.by_spawn(2, flags, *method)], 1)
     text = capsys.readouterr().out
-    assert "equal up to rounding" in text and not runs.FAILED, text
+    assert "equal up to rounding" in text and not harness.FAILED, text
     rows = [line.split(" | ") for line in text.splitlines() if "OMP_NUM_THREADS" in line]
     one, two, by_forkserver = rows
     assert two[4:6] == by_forkserver[4:6]
@@ -304,7 +304,7 @@ def report(speed, loss=0.5):
 def test_who_is_ahead(capsys, monkeypatch):
     """Ratios are within a round. Where a script of this collection is slower in each, it is said; a
     loss that is not the same is a failure."""
-    monkeypatch.setattr(peers, "FAILED", runs.FAILED)
+    monkeypatch.setattr(peers, "FAILED", harness.FAILED)
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name != "timm" or None)
     ours, complete, other = "train_single.py", "complete/train.py", "Accelerate"
     found = {"bare step": [report(400, None)] * 2, other: [report(200), report(150)]}
@@ -315,13 +315,13 @@ def test_who_is_ahead(capsys, monkeypatch):
     peers.epochs(args, 1)
     text = capsys.readouterr().out
     assert "| Accelerate | 175 (150 to 200) | 1.25 (0.50 to 2.00) | 1.25 (0.50 to 2.00) |" in text
-    assert "not installed: timm" in text and "Slower" not in text and not runs.FAILED
+    assert "not installed: timm" in text and "Slower" not in text and not harness.FAILED
     found[ours] = [report(100)] * 2
     found[other][1]["loss"] = 0.6
     peers.epochs(args, 1)
     says = "Slower in each round: train_single.py, 0.58 (0.50 to 0.67) x Accelerate"
     assert says in capsys.readouterr().out
-    assert "the loss of Accelerate is [0.5, 0.6]" in runs.FAILED[0]
+    assert "the loss of Accelerate is [0.5, 0.6]" in harness.FAILED[0]
 
 
 @pytest.mark.long
@@ -357,7 +357,7 @@ def test_a_rate_is_that_of_training_alone():
     """Not of saves, of which there is one at each progress line here, and takes 1000 s."""
     flags = ["--dataset", "synthetic", "--epochs", 1, "--batch-size", 500, "--log-every", 5]
     flags += ["--checkpoint-minutes", 0, "--output", "out"]
-    helpers.run(runs.COMPLETE, *flags, more=SLOW_SAVES, processes=0)
+    helpers.run(harness.COMPLETE, *flags, more=SLOW_SAVES, processes=0)
     assert helpers.metrics("out")[0]["seconds"] < 1000
 
 

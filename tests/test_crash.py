@@ -143,7 +143,8 @@ def test_torchrun(fashion, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     flags = [*fashion, *OFTEN, "--epochs", 6, "--batch-size", 16, "--augment", "--resume"]
     flags += ["--output"]
-    job = helpers.torchrun(2, "--max-restarts", 1, helpers.script(COMPLETE), *flags, "out")
+    place = ["--standalone", "--nproc-per-node", 2, "--max-restarts", 1]
+    job = helpers.torchrun(*place, helpers.script(COMPLETE), *flags, "out")
     for life in (1, 2):
         line = f" step {random.randrange(4, 41, 4)}/"
         wait_until(lambda: line in "".join(logs([job]).split("are done")[life:]))

@@ -60,7 +60,7 @@ def watched(code, steps=1):
     return status, refused.read_text() if refused.exists() else "", (notes / "said").read_text()
 
 
-def content():
+def users_content():
     """{path: its bytes} of all below the current folder but the script and its notes."""
     paths = [path for path in Path().rglob("*") if path.parts[0] not in ("notes", "script.py")]
     return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
@@ -81,7 +81,7 @@ def users(work):
         database.execute("insert into samples values (1)")
     database.close()
     os.symlink("out", "latest")
-    return content()
+    return users_content()
 
 
 REFUSED = r"""
@@ -183,10 +183,10 @@ def test_refused(users, code):
     assert re.fullmatch(r"would .*, which was there before; nothing was changed", refused["text"])
     assert os.path.basename(refused["path"]) in refused["text"]
     assert modes == {path: os.stat(path).st_mode for path in users}
-    after = content()
+    after = users_content()
     assert {path: after.get(path) for path in users} == users
     remove_made(str(Path("notes").resolve()))
-    assert content() == users
+    assert users_content() == users
 
 
 ALLOWED = r"""
@@ -237,12 +237,12 @@ def test_allowed(users, code):
     """What the script has created it may change; all of it goes, and nothing else."""
     status, refused, said = watched(code.replace(r" \n ", "\n"))
     assert status == 0 and not refused
-    after = content()
+    after = users_content()
     assert {path: after.get(path) for path in users} == users
     is_mapped = 'np.memmap("data' in code or "# mapped" in code
     assert ("what is written stays there" in said) == is_mapped
     assert not remove_made(str(Path("notes").resolve()))
-    assert content() == users
+    assert users_content() == users
 
 
 def test_writers_in_c(users):
@@ -308,7 +308,7 @@ def test_downloads_stay(users):
     assert status == 0 and "data is downloaded or prepared data: it stays" in said
     for _ in range(2):  # also after the next run
         remove_made(str(Path("notes").resolve()))
-        assert content().keys() - users.keys() == {"data", "data/names", "data/images.npy"}
+        assert users_content().keys() - users.keys() == {"data", "data/names", "data/images.npy"}
     assert watched("open('data/names', 'a')")[0] == 0  # which has created them
 
 

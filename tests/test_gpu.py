@@ -13,19 +13,20 @@ import helpers
 import pytest
 import test_own_loop
 import torch
+from harness import GPUS
 from helpers import (
     COMPLETE,
     SMALL,
     altered,
     checkpoint,
     close,
+    few,
     finish,
     kill_all,
     same,
     wait_for,
     weights,
 )
-from runs import GPUS
 
 TINY, DEVICE = bool(os.environ.get("TINY")), "cuda" if GPUS else "cpu"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS and not TINY, reason="needs a GPU")]
@@ -38,18 +39,6 @@ JOB = ["--dataset", "synthetic", "--epochs", 1, "--lr", 0.002, "--workers", 1, "
 NO_TF32 = {"NVIDIA_TF32_OVERRIDE": 0}  # whatever a script sets
 
 # What a copy of a script does differently.
-FEW = """
-def few(dataset, count):
-    if hasattr(dataset, "tensors"):  # of the complete script
-        return torch.utils.data.TensorDataset(*dataset[:count])
-    return torch.utils.data.Subset(dataset, range(min(count, len(dataset))))
-
-all_data = load_data
-
-def load_data(args):
-    train_set, test_set, classes = all_data(args)
-    return few(train_set, 2048), few(test_set, 512), classes
-"""
 WRAPPED = """
 def distribute(args, model):  # DDP's wrapper, on one rank too
     train_model = torch.compile(model, dynamic=False) if args.compile else model
@@ -57,12 +46,12 @@ def distribute(args, model):  # DDP's wrapper, on one rank too
     train_model.broadcast_buffers = False
     return train_model
 """
-if RANKS == 1:
-    FEW += WRAPPED  # the small scripts do not call it
+WRAPS = WRAPPED if RANKS == 1 else ""  # the small scripts do not call it
+FEW, FEWER = few(2048, 512) + WRAPS, few(256, 64) + WRAPS
 FLOAT16 = "torch.cuda.is_bf16_supported = lambda *args, **options: False\n"  # as on a T4
 
 
-def start(name, *flags, ranks=RANKS, code=FEW, titles=(), cpu=False, **environment):
+def start_copy(name, *flags, ranks=RANKS, code=FEW, titles=(), cpu=False, **environment):
     """Start a copy of a script that has this code, too, and these recipes: with 0 ranks as `python`
     starts it, with `cpu` without GPUs. Each rank sees all; two on one GPU are both local rank 0."""
     path = altered(name, more=code, titles=titles)
@@ -86,13 +75,15 @@ def ends(*runs):
     return [text for _, text in found]
 
 
-def run(*args, **options):
-    return ends(start(*args, **options))[0]
+def run_copy(*args, **options):
+    return ends(start_copy(*args, **options))[0]
 
 
 def one(output, *flags, code=FEW):
     """Start the run to compare with: complete/train.py on one process, in float32 without TF32."""
-    return start(COMPLETE, *JOB, output, *flags, ranks=0, code=code.replace(WRAPPED, ""), **NO_TF32)
+    return start_copy(
+        COMPLETE, *JOB, output, *flags, ranks=0, code=code.replace(WRAPPED, ""), **NO_TF32
+    )
 
 
 def ranks_of(name):
@@ -154,10 +145,10 @@ def test_small(name):
     """As on the CPU, on all GPUs, without waiting for them in a step; and with --amp, up to
     bfloat16."""
     ranks = ranks_of(name)
-    jobs = [start("single", *JOB, "cpu", ranks=1, cpu=True)]
-    jobs += [start(name, *JOB, "out", ranks=ranks, code=FEW + WATCH, **NO_TF32)]
+    jobs = [start_copy("single", *JOB, "cpu", ranks=1, cpu=True)]
+    jobs += [start_copy(name, *JOB, "out", ranks=ranks, code=FEW + WATCH, **NO_TF32)]
     if name not in ("dp", "ddp_multigpu_proc") and not OLD:  # DataParallel has no --amp
-        jobs += [start(name, *JOB, "amp", "--amp", ranks=ranks)]
+        jobs += [start_copy(name, *JOB, "amp", "--amp", ranks=ranks)]
     cpu, text, *amp = ends(*jobs)
     if name in ("dp", "ddp_multigpu_proc"):  # one process for all GPUs
         assert f"{GPUS} GPUs\n" in text, text
@@ -173,10 +164,10 @@ def test_small(name):
 
 def test_small_scripts_continue_each_other():
     """One run on GPUs, an epoch by each of three scripts. (On CPUs, it is all.)"""
-    text, whole = "", start("single", *JOB, "whole", "--epochs", 3, ranks=1, **NO_TF32)
+    text, whole = "", start_copy("single", *JOB, "whole", "--epochs", 3, ranks=1, **NO_TF32)
     for epochs, name in enumerate(["ddp_torchrun", "dp", "ddp_multigpu_proc"], 1):
         flags = [*JOB, "out", "--resume", "--epochs", epochs]
-        text += run(name, *flags, ranks=ranks_of(name), **NO_TF32)
+        text += run_copy(name, *flags, ranks=ranks_of(name), **NO_TF32)
     [whole] = ends(whole)
     assert len(losses(text)) == 6 and losses(text) == pytest.approx(losses(whole), 2e-3, 4e-3)
 
@@ -188,7 +179,7 @@ ACCUMULATE = ["--accumulate", 2, "--clip-norm", 1]
 def test_as_on_one_cpu(flags):
     """In float32 without TF32, DDP trains as one process does on the CPU."""
     cpu = one("one", *flags[2:], "--device", "cpu")
-    jobs = start(COMPLETE, *JOB, "out", *flags, **NO_TF32)
+    jobs = start_copy(COMPLETE, *JOB, "out", *flags, **NO_TF32)
     check_devices(ends(jobs, cpu)[0])
     close("out", "one", 1e-3, LOSSES)
 
@@ -199,12 +190,11 @@ LESS_EXACT = {"amp": ("--amp", ""), "float16": ("--amp", FLOAT16), "compile": ("
 @pytest.mark.parametrize("flag, code", LESS_EXACT.values(), ids=LESS_EXACT)
 def test_less_exact_flags(flag, code):
     """With TF32, as users have it, the losses are near those without."""
-    ends(start(COMPLETE, *JOB, "out", flag, code=FEW + code), one("one"))
+    ends(start_copy(COMPLETE, *JOB, "out", flag, code=FEW + code), one("one"))
     close("out", "one", 5e-2, LOSSES)
 
 
 RESNET = ["--model", "resnet18", "--batch-size", 32]
-FEWER = FEW.replace("2048", "256").replace("512", "64")
 
 
 @only_gpu
@@ -212,17 +202,17 @@ FEWER = FEW.replace("2048", "256").replace("512", "64")
 def test_sync_bn():
     """Batch norm over both ranks' images is that of one process."""
     flags = [*RESNET, "--lr", 0]  # so that only batch norm can differ
-    out = start(COMPLETE, *JOB, "out", *flags, "--sync-bn", code=FEWER, **NO_TF32)
+    out = start_copy(COMPLETE, *JOB, "out", *flags, "--sync-bn", code=FEWER, **NO_TF32)
     ends(out, one("one", *flags, code=FEWER))
     close("out", "one", 1e-3, LOSSES)
 
 
 def killed_and_resumed(*flags, **options):
     """Start this run, kill it within the first epoch or soon after, and resume it."""
-    jobs = start(COMPLETE, *flags, **options)
+    jobs = start_copy(COMPLETE, *flags, **options)
     wait_for("epoch 1/2 step 20/", *jobs)
     kill_all(jobs)
-    text = run(COMPLETE, *flags, **options)
+    text = run_copy(COMPLETE, *flags, **options)
     [finished] = re.findall(r"out: (\d epochs and \d+) steps are done", text)
     assert finished not in ("0 epochs and 0", "2 epochs and 0")
 
@@ -235,7 +225,7 @@ def test_killed_and_resumed(flags, code):
     """Compiled, and in float16: the scaler continues where it was."""
     flags = [*flags, "--augment", "--epochs", 2, "--resume"]
     flags += ["--log-every", 5, "--checkpoint-minutes", 0]
-    whole = start(COMPLETE, *JOB, "whole", *flags, code=FEW + code)
+    whole = start_copy(COMPLETE, *JOB, "whole", *flags, code=FEW + code)
     killed_and_resumed(*JOB, "out", *flags, code=FEW + code)
     ends(whole)
     close("out", "whole", 2e-2, LOSSES)
@@ -254,7 +244,9 @@ def test_deterministic_runs_are_bit_identical(more):
     options["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     flags = [*RESNET, *more, "--batch-size", 8, "--epochs", 2, "--resume"]
     flags += ["--log-every", 10, "--checkpoint-minutes", 0]
-    one, other = (start(COMPLETE, *JOB, output, *flags, **options) for output in ("one", "other"))
+    one, other = (
+        start_copy(COMPLETE, *JOB, output, *flags, **options) for output in ("one", "other")
+    )
     killed_and_resumed(*JOB, "out", *flags, **options)
     ends(one, other)
     for output in "other", "out":
@@ -264,7 +256,7 @@ def test_deterministic_runs_are_bit_identical(more):
 def test_compile_reduce_overhead():
     """With CUDA graphs, as docs/cost_and_speed.md gets them, the losses are near those without."""
     options = {"ranks": 0, "code": FEW.replace(WRAPPED, "")}
-    graphs = start(COMPLETE, *JOB, "out", "--compile", titles=["Small networks"], **options)
+    graphs = start_copy(COMPLETE, *JOB, "out", "--compile", titles=["Small networks"], **options)
     ends(graphs, one("one"))
     close("out", "one", 5e-2, LOSSES)
 
@@ -274,9 +266,9 @@ def test_a_run_moves_between_gpu_and_cpu():
     counts are on the device."""
     flags = ["--optimizer", "adamw", "--lr", 1e-4, "--resume", "--epochs"]
     whole = one("whole", "--device", "cpu", *flags, 3)
-    run(COMPLETE, *JOB, "out", *flags, 1, **NO_TF32)
+    run_copy(COMPLETE, *JOB, "out", *flags, 1, **NO_TF32)
     ends(one("out", "--device", "cpu", *flags, 2))
-    text = run(COMPLETE, *JOB, "out", *flags, 3, **NO_TF32)
+    text = run_copy(COMPLETE, *JOB, "out", *flags, 3, **NO_TF32)
     assert "out: 2 epochs and 0 steps are done" in text
     ends(whole)
     close("out", "whole", 2e-3, LOSSES)
@@ -293,22 +285,22 @@ MORE = {
 
 @pytest.mark.parametrize("more, code", MORE.values(), ids=MORE)
 def test_nothing_waits_between_progress_lines(data, more, code):
-    code = FEW.replace("2048", "768") + code + WATCH
+    code = few(768, 512) + WRAPS + code + WATCH
     Path("pictures").symlink_to(data / "pictures")
-    text = run(COMPLETE, *JOB, "out", *RESNET, "--log-every", 50, *more, code=code)
+    text = run_copy(COMPLETE, *JOB, "out", *RESNET, "--log-every", 50, *more, code=code)
     check_no_waiting(text, RANKS)
     cuda = torch.version.hip is None  # on AMD, the search takes minutes
     assert text.count(f"set high {cuda} True") == RANKS, text
 
 
-DISCS = test_own_loop.FEW.replace("107", "288")  # 24 steps an epoch
+DISCS = test_own_loop.FEW_DISCS.replace("107", "288")  # 24 steps an epoch
 
 
 def test_after():
     """after.py in float16: it learns, and no step waits for the GPU, but one in five, which update
     the average of the weights."""
     flags = ["--epochs", 2, "--batch-size", 12, "--lr", 0.03, "--workers", 0, "--output", "out"]
-    text = run("own_loop/after.py", *flags, code=DISCS + WATCH)
+    text = run_copy("own_loop/after.py", *flags, code=DISCS + WATCH)
     scores = test_own_loop.epochs(text)
     assert scores[1][0] < scores[0][0] and scores[1][2] > 0
     assert text.count("watched") == RANKS and ("LaunchKernel" in text or not GPUS), text

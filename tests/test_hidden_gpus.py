@@ -84,7 +84,7 @@ from pathlib import Path
 
 import torch
 from helpers import Cold, done, run
-from runs import GPUS
+from harness import GPUS
 
 def test_sees():
     assert GPUS == torch.cuda.device_count() == 0

@@ -62,7 +62,7 @@ def mirror(tmp_path):
     return folder.parent
 
 
-def script(**constants):
+def script_of(**constants):
     constants = {"repository": "somebody/points", "command": "--steps 9 train.py"} | constants
     return known.Script(Path("points.py"), **constants)
 
@@ -81,26 +81,26 @@ def test_a_commit_is_cloned_and_edited(mirror, tmp_path):
     args = argparse.Namespace(mirror=mirror)
     edit = ("train.py", "lr=0.5", "lr=0.01")
     for commit, epochs in ("HEAD^", 0), ("HEAD", 1):
-        known.clone(args, script(edits=[edit]), commit, tmp_path / "clone")
+        known.clone(args, script_of(edits=[edit]), commit, tmp_path / "clone")
         text = (tmp_path / "clone" / "train.py").read_text()
         assert text.count("set_epoch") == epochs and "lr=0.01" in text
     with pytest.raises(RuntimeError, match="train.py has no 'lr=3'"):
-        known.clone(args, script(edits=[("train.py", "lr=3", "")]), "HEAD", tmp_path / "clone")
+        known.clone(args, script_of(edits=[("train.py", "lr=3", "")]), "HEAD", tmp_path / "clone")
     with pytest.raises(RuntimeError, match="has no somebody/else"):
-        known.clone(args, script(repository="somebody/else"), "HEAD", tmp_path / "clone")
+        known.clone(args, script_of(repository="somebody/else"), "HEAD", tmp_path / "clone")
 
 
 def test_a_row_for_each_wrong():
     verdicts = {"order train.py:14": ("true", "no set_epoch", "its page says so")}
     rows = known.known_rows(
-        script(commit="abc", verdicts=verdicts),
+        script_of(commit="abc", verdicts=verdicts),
         report(finding("order", "train.py:14"), finding("files", ""), finding("split", "", "look")),
     )
     assert [row["said"] for row in rows] == ["WRONG order", "WRONG files"]
     assert [row["verdict"] for row in rows] == ["true", "not judged"]
     assert rows[0]["confirmed"] == "its page says so" and rows[0]["look"] == "split"
-    assert known.known_rows(script(), report())[0]["said"] == "nothing WRONG"
-    failed = known.known_rows(script(), report(error="no step\nat all"))[0]
+    assert known.known_rows(script_of(), report())[0]["said"] == "nothing WRONG"
+    failed = known.known_rows(script_of(), report(error="no step\nat all"))[0]
     assert failed["said"] == "nothing can be compared" and failed["why"] == "no step"
 
 
@@ -116,7 +116,7 @@ def test_a_row_for_each_wrong():
     ],
 )
 def test_what_was_found_of_a_mended_fault(before, found):
-    mended = script(before="a", after="b", lines=["train.py:14"])
+    mended = script_of(before="a", after="b", lines=["train.py:14"])
     after = report(finding("files", "train.py:3"))
     assert known.mended_row(mended, report(*before), after)["found"] == found
 

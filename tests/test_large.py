@@ -26,7 +26,6 @@ import torch.nn.functional as F
 import train_lm
 from helpers import (
     ROOT,
-    TORCHRUN,
     Cold,
     altered,
     by_mark,
@@ -42,6 +41,7 @@ from helpers import (
     some_fast,
     start,
     together,
+    torchrun,
     wait_for,
     wait_until,
     weights,
@@ -135,7 +135,7 @@ def rows(output, *names):
     return [[row[name] for name in names if name in row] for row in lines]
 
 
-def close(output, other, digits=1e-4):
+def same_losses(output, other, digits=1e-4):
     """The same losses up to rounding, and the same files."""
     assert sum(rows(output), []) == pytest.approx(sum(rows(other), []), rel=digits), output
     assert files(output) == files(other)
@@ -650,7 +650,7 @@ def test_same_losses(flags, finished, processes):
     each = [[*flags, output, *way] for output, way in [*runs.items(), ("still", STILL)]]
     texts = together(*each, path=altered(LM, more=SENT), processes=processes)
     for (output, way), text in zip(runs.items(), texts):
-        close(output, finished / "one")
+        same_losses(output, finished / "one")
         sent = {float(times) for times in re.findall(r"sent (\S+) times", text)}
         parts = way[way.index("--accumulate") + 1] if "--accumulate" in way else 1
         if "--keep-gathered" in way:
@@ -763,7 +763,7 @@ def test_validation(flags, tokens, one):
 @pytest.mark.long
 def test_compiled(flags, one):
     here(LM, *flags, "out", "--compile", "--recompute")
-    close("out", one, digits=1e-3)
+    same_losses("out", one, digits=1e-3)
 
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
@@ -861,7 +861,7 @@ def test_resumed_on_another_number(flags):
     run(LM, *resumed, "--steps", 12, "--stop", 4, more=STOP, processes=2, status=1)
     text = run(LM, *resumed, "--shard", 2, processes=4)
     assert "out: 4 steps are done" in text
-    close("out", "whole")
+    same_losses("out", "whole")
 
 
 FULL = """
@@ -1194,7 +1194,7 @@ def train_step(*words):
 
 
 @pytest.mark.parametrize("case", by_mark(slow=[(2, 0)], long=[(2, 1), (4, 2)]))
-def test_memory(tokens, case):
+def test_memory(tokens, case, monkeypatch):
     """What a run says at its start is what a process takes, of the CPU's memory here, within the
     0.15 GB of torch's own: a step, and a step while a checkpoint is written. (glibc is told to give
     back what is freed.)"""
@@ -1203,9 +1203,9 @@ def test_memory(tokens, case):
     flags = ["--tokens", tokens, "--layers", 8, "--width", 512, "--heads", 4, "--length", 32]
     flags += ["--batch-size", processes, "--steps", 3, "--device", "cpu", "--log-every", 1]
     flags += ["--checkpoint-minutes", 0, "--shard", shard, "--output", "out"]
-    start = "env MALLOC_MMAP_THRESHOLD_=1000000 OMP_NUM_THREADS=1".split()
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
     place = ["--standalone", "--nproc-per-node", processes, path]
-    statuses, text = finish([Cold([*start, *TORCHRUN, *place, *flags], "log")])
+    statuses, text = finish([torchrun(*place, *flags)])
     assert statuses == [0], text
     said = float(re.search(r"^GB on each: ([\d.]+)", text, re.M)[1])
     copy = float(re.search(r"memory: ([\d.]+) for each rank's part of a checkpoint", text)[1])
@@ -1223,13 +1223,13 @@ def test_two_machines(flags, one):
         jobs, port = [], free_port()
         for i in range(2):
             place = f"--nnodes 2 --node-rank {i} --nproc-per-node 2 --master-addr 127.0.0.1"
-            command = [*TORCHRUN, *place.split(), "--master-port", port, ROOT / LM, *flags, *words]
-            jobs.append(Cold([*command, *(other if i else [])], f"{words[0]}-{i}.log"))
+            command = [*place.split(), "--master-port", port, ROOT / LM, *flags, *words]
+            jobs.append(torchrun(*command, *(other if i else [])))
         return finish(jobs)
 
     statuses, text = both("copies", "--shard", 2, "--accumulate", 3)
     assert statuses == [0, 0], text
-    close("copies", one)
+    same_losses("copies", one)
     statuses, text = both("differ", other=["--lr", 0.1])
     assert 0 not in statuses and "ranks differ in --lr: rank 0 has 0.003" in text, text
     assert files("differ") == ["lock"]
@@ -1410,13 +1410,13 @@ def test_gpus(flags):
     flags = [*flags[:-1], "--device", "cuda", "--output"]
     exact = ["--float32", "--no-compile"]
     run(LM, *flags, "exact", *exact, more=SYNCS, processes=ranks)
-    close("exact", "one", digits=1e-2)  # TF32
+    same_losses("exact", "one", digits=1e-2)  # TF32
     run(LM, *flags, "half", processes=ranks)
-    close("half", "one", digits=5e-2)
+    same_losses("half", "one", digits=5e-2)
     stop = [*flags, "out", *exact, "--stop", 3]
     run(LM, *stop, more=STOP, processes=ranks, status=1)
     text = run(LM, *flags, "out", *exact, "--resume", processes=1)
     assert "out: 3 steps are done" in text
-    close("out", "one", digits=1e-2)
+    same_losses("out", "one", digits=1e-2)
     words = ["--sample", "import", "--sample-tokens", 5, "--output", "out"]
     assert "import" in run(LM, *words, processes=ranks)

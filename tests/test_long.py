@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import stand_in
+from altered import edit, replaced
 from helpers import ROOT, some_fast, wait_until
-from runs import replaced
 
 SLURM = ROOT / "slurm"
 FILES = sorted(path.stem for path in SLURM.glob("*.sh") if path.stem != "where")
@@ -85,16 +85,11 @@ esac
 """
 
 
-def command(name, text):
+def add_command(name, text):
     path = Path("bin", name)
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/usr/bin/env bash\n{text}\n")
     path.chmod(0o755)
-
-
-def edit(path, *changes):
-    """Changes: what stands there, its replacement, and so on."""
-    Path(path).write_text(replaced(Path(path).read_text(), *changes))
 
 
 class Done:
@@ -124,12 +119,14 @@ def run(work, monkeypatch):
     stand_in.make_clone(ROOT, folder)
     monkeypatch.chdir(folder)
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE}.items():
-        command(name, text)
-    command("scancel", 'echo "scancel $*" >> calls')
+        add_command(name, text)
+    add_command("scancel", 'echo "scancel $*" >> calls')
     with Path(".venv/bin/activate").open("a") as file:
         file.write('eval "$ACTIVATE"\n')
-    command("sleep", "case $1 in 15) ;; 600) exec /bin/sleep 1 ;; *) exec /bin/sleep 0.03 ;; esac")
-    command("timeout", 'echo "timeout $*" >> calls; exec /usr/bin/timeout "$@"')
+    add_command(
+        "sleep", "case $1 in 15) ;; 600) exec /bin/sleep 1 ;; *) exec /bin/sleep 0.03 ;; esac"
+    )
+    add_command("timeout", 'echo "timeout $*" >> calls; exec /usr/bin/timeout "$@"')
     monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
     for name in [name for name in os.environ if name.startswith("SLURM")]:
         monkeypatch.delenv(name)
@@ -239,7 +236,7 @@ def test_conda(run, name):
     module = {"BASH_FUNC_module%%": '() { [ "$*" = "load conda" ]; }'}
     function = 'conda() { case "$*" in deactivate) inactive=1 ;; "activate NAME") '
     function += '[ $inactive ] && PATH="$PWD/.venv/bin:$PATH" ;; esac; }'
-    command("conda", f"echo '{function}'")
+    add_command("conda", f"echo '{function}'")
     done = run(name, "runs/mine", "--lr", "a b", **module)
     assert done.status == 0 and "a b" in done.words, done.log
 
@@ -247,7 +244,7 @@ def test_conda(run, name):
 @pytest.mark.parametrize("name", some_fast(FILES, "long", "ddp_torchrun"))
 def test_container(run, name):
     """As long.sh and the page say: without `source`, and before all that srun starts."""
-    command("apptainer", 'export PATH="$PWD/.venv/bin:$PATH" CONTAINER=1; shift 5; exec "$@"')
+    add_command("apptainer", 'export PATH="$PWD/.venv/bin:$PATH" CONTAINER=1; shift 5; exec "$@"')
     [container] = re.findall(r"`source`: \((.*)\)", Path("slurm/long.sh").read_text())
     text = re.sub(r"^source .*\n", "", Path(f"slurm/{name}.sh").read_text(), flags=re.M)
     if name == "long":
@@ -641,12 +638,12 @@ def processes(run):
     in its stack; a task of srun's without a stack; what is no rank; and a rank of another job."""
     job = str(7_000_000 + os.getpid())
     unset = "$SLURM_LABELIO$SLURM_GRES$SLURM_CPUS_PER_TASK$SLURM_MEM_PER_NODE"
-    command(
+    add_command(
         "srun", f"[ ! {unset} ] || exit\nexport SLURM_JOB_ID={job} SLURMD_NODENAME=node0\n{SRUN}"
     )
-    command("squeue", f'echo "{job} 1 {job}"')
-    command("sleep", "")
-    command("py-spy", PY_SPY)
+    add_command("squeue", f'echo "{job} 1 {job}"')
+    add_command("sleep", "")
+    add_command("py-spy", PY_SPY)
     Path("libtorch.so").write_text("x")
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     started = {}
@@ -705,7 +702,7 @@ def test_where(processes, monkeypatch):
 
 def test_where_of_an_array(run):
     """It names the tasks that run."""
-    command("squeue", r'printf "80 1 77_1\n77 2 77_9\n"')
+    add_command("squeue", r'printf "80 1 77_1\n77 2 77_9\n"')
     done = subprocess.run(["bash", "slurm/where.sh", "77"], capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout and not list(Path().glob("where-*"))
     assert done.stderr.splitlines()[-2:] == ["bash slurm/where.sh 77_1", "bash slurm/where.sh 77_9"]
@@ -713,9 +710,9 @@ def test_where_of_an_array(run):
 
 def test_where_on_a_terminal(run):
     """Neither srun nor what it starts is stopped, nor reads what is typed."""
-    command("py-spy", "")
-    command("squeue", 'echo "77 1 77"')
-    command("srun", 'echo "srun $*" >> calls; stty sane < /dev/tty; echo "RANK=0 ok x"')
+    add_command("py-spy", "")
+    add_command("squeue", 'echo "77 1 77"')
+    add_command("srun", 'echo "srun $*" >> calls; stty sane < /dev/tty; echo "RANK=0 ok x"')
     child, terminal = pty.fork()
     if child == 0:
         os.execvp("bash", ["bash", "slurm/where.sh", "77"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import helpers
 import pytest
+from harness import two_namespaces
 from helpers import (
     COMPLETE,
     Cold,
@@ -20,8 +21,6 @@ from helpers import (
     wait_for,
     wait_until,
 )
-from network import two_namespaces
-from test_small import FEW
 
 pytestmark = pytest.mark.slow
 RUN = " ".join(helpers.TORCHRUN)
@@ -66,7 +65,7 @@ def test_the_network(hosts):
 
 def test_small_scripts(hosts):
     """Without torchrun, on two hosts: one run, with the flags of the first."""
-    path, jobs = helpers.altered("ddp_spawn", more=FEW), []
+    path, jobs = helpers.altered("ddp_spawn", more=helpers.few(640, 203)), []
     for i in (0, 1):
         words = f"{sys.executable} {path} --init-method tcp://10.77.0.1:23456 --world-size 2"
         words += f" --rank {i} --nproc-per-node 2 --dataset synthetic --workers 0 --epochs {1 + i}"

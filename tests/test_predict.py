@@ -20,9 +20,9 @@ import predict
 import pytest
 import torch
 import train
+from altered import recipe
 from helpers import ROOT
 from PIL import Image
-from runs import recipe
 from test_images import pack, touch
 
 FLAGS = ["--image-size", 70, "--model", "shufflenet_v2_x0_5", "--batch-size", 48, "--epochs", 1]
@@ -42,7 +42,7 @@ def mine(data, tmp_path_factory):
     return folder
 
 
-def start(*words):
+def predict_here(*words):
     predict.main(predict.parser.parse_args(["--workers", "0", *map(str, words)]))
 
 
@@ -83,7 +83,7 @@ def test_a_table(data, mine, capsys):
     for name in b'1, "x"\n.png', b"caf\xe9.png":  # the second in another encoding
         Image.new("RGB", (1, 300)).save(Path("new/lion", os.fsdecode(name)))
     with pytest.raises(SystemExit, match="^1 of 6 files could not be classified$"):
-        start(mine, "new", "--output", "out.csv", "--batch-size", 2, "--workers", 2)
+        predict_here(mine, "new", "--output", "out.csv", "--batch-size", 2, "--workers", 2)
     said = capsys.readouterr()
     assert said.err.startswith("new/b/broken.jpg: ") and said.err.count("\n") == 1
     assert "1 files left out by their suffix: 1 .txt" in said.out
@@ -108,7 +108,7 @@ def test_files_and_folders_of_a_class(data, mine, capsys):
     """Without --output, each image has a line with the best class first. The folder of a class may
     be given itself, and a single image in it."""
     photo, folder = next(Path(data, "pictures/test/a").iterdir()), data / "pictures/test/b"
-    start(mine / "model.pt", photo, folder)
+    predict_here(mine / "model.pt", photo, folder)
     [first, _, last] = capsys.readouterr().out.splitlines()
     path, classes = first.rsplit(": ", 1)
     found = [part.split(" ") for part in classes.split(", ")]
@@ -167,7 +167,7 @@ def test_in_half_precision(data):
     """As its own evaluation was: the loss of the table's probabilities is that of metrics.csv."""
     flags = ["--dataset", data / "pictures", *FLAGS, "--model", "net", "--workers", 0, "--amp"]
     helpers.train(*flags, "--output", "half")
-    start("half", data / "pictures/test", "--output", "half.csv")
+    predict_here("half", data / "pictures/test", "--output", "half.csv")
     with open("half.csv", newline="") as file:
         losses = [-np.log(float(row[row["true"]])) for row in csv.DictReader(file)]
     assert np.mean(losses) == pytest.approx(helpers.metrics("half")[0]["test_loss"], abs=1e-5)
@@ -202,7 +202,7 @@ def test_two_tables(data, mine, monkeypatch, capsys):
 
     monkeypatch.setattr(predict, "classify", classify)
     with pytest.raises(SystemExit, match="out.csv was written by another process: .* is ") as error:
-        start(mine, photos, "--output", there)
+        predict_here(mine, photos, "--output", there)
     assert there.read_text() == "another's"
     assert len(Path(str(error.value).split(" is ")[-1]).read_text().splitlines()) == 4
 
@@ -213,7 +213,7 @@ def test_outputs_that_are_not_finite(data, mine, capsys):
     saved["model"]["fc.bias"][1] = float("nan")
     torch.save(saved, "nan.pt")
     with pytest.raises(SystemExit, match="^3 of 3 files could not be classified$"):
-        start("nan.pt", data / "pictures/test", "--output", "out.csv")
+        predict_here("nan.pt", data / "pictures/test", "--output", "out.csv")
     said = capsys.readouterr()
     assert said.err.count(": the outputs of the model are not finite\n") == 3
     assert "0 images" in said.out and len(Path("out.csv").read_text().splitlines()) == 1
@@ -224,7 +224,7 @@ def test_a_full_disk(data, mine, monkeypatch):
     monkeypatch.setattr(predict.secrets, "token_hex", lambda size: "new")
     Path("out.csv.new").symlink_to("/dev/full")
     with pytest.raises(SystemExit, match="^cannot write .*/out.csv: .*No space left"):
-        start(mine, data / "pictures/test", "--output", "out.csv")
+        predict_here(mine, data / "pictures/test", "--output", "out.csv")
 
     def full(*words):
         raise OSError(28, "No space left on device")
@@ -313,7 +313,7 @@ def test_refused(data, mine, capsys):
     }
     for says, words in cases.items():
         with pytest.raises(SystemExit, match="2"):
-            start(*words)
+            predict_here(*words)
         said = capsys.readouterr().err
         assert says in said and said.count("error: ") == 1 and helpers.content() == before, said
 
@@ -330,7 +330,7 @@ def test_many_grey_images(fashion, data, capsys):
     Path("photos").mkdir()
     for i in range(1000):
         Path("photos", f"{i}{photo.suffix}").symlink_to(photo)
-    start("grey", "photos")
+    predict_here("grey", "photos")
     said = capsys.readouterr()
     assert said.err == "1000 of 1000 images\n" and said.out.endswith("\n1000 images\n")
 

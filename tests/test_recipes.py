@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import train
 import unpack_shards
+from altered import recipe
 from helpers import (
     COMPLETE,
     ROOT,
@@ -29,7 +30,6 @@ from helpers import (
     weights,
 )
 from PIL import Image
-from runs import recipe
 
 PAGE = ROOT / "docs/recipes.md"
 SHORT = ["--batch-size", 16, "--lr", 0.001, "--log-every", 10, "--resume"]

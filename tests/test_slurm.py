@@ -18,8 +18,8 @@ import helpers
 import pytest
 import stand_in
 import torch
+from altered import edit, replaced
 from helpers import LIMIT, ROOT, Cold, command, wait_until
-from runs import replaced
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]  # one cluster at a time
 MACHINES = ["node0", "node1", "node2", "node3"]
@@ -162,11 +162,6 @@ def clone(kind, tmp_path, monkeypatch):
 
 def on(*kinds):
     return pytest.mark.parametrize("kind", kinds, indirect=True, scope="module")
-
-
-def edit(path, *changes):
-    """Changes: what stands there, its replacement, and so on."""
-    Path(path).write_text(replaced(Path(path).read_text(), *changes))
 
 
 class Job:
@@ -652,7 +647,9 @@ def test_small_scripts_train_on_two_nodes(kind, real, data):
             assert job.ended().log().count("epoch 0:") == (job.name != "node1"), job.log()
     finally:
         command(*rename, "hostname $SLURMD_NODENAME")
-    torchrun, *others = [weights(name) for name in (jobs[0].number, jobs[1].number, "pair")]
+    torchrun, *others = [
+        model_and_progress(name) for name in (jobs[0].number, jobs[1].number, "pair")
+    ]
     for other in others:
         torch.testing.assert_close(other, torchrun, rtol=0, atol=1e-5)
 
@@ -739,8 +736,10 @@ def test_real_scripts_beyond_a_time_limit(kind, real):
     helpers.run("complete/train.py", *images, "--epochs", 1, "--output", "runs/quiet", processes=2)
     helpers.run("train_ddp_torchrun.py", *small, "--output", "runs/small", processes=1)
     for name, undisturbed in ("on_two_nodes", "quiet"), ("train_ddp_torchrun", "small"):
-        torch.testing.assert_close(weights(name), weights(undisturbed), rtol=0, atol=0)
+        torch.testing.assert_close(
+            model_and_progress(name), model_and_progress(undisturbed), rtol=0, atol=0
+        )
 
 
-def weights(name):
+def model_and_progress(name):
     return helpers.weights(f"runs/{name}", "checkpoint.pt")

@@ -17,6 +17,7 @@ from helpers import (
     altered,
     content,
     done,
+    few,
     finish,
     free_port,
     kill_all,
@@ -34,14 +35,7 @@ MACHINES = ["ddp_spawn", "ddp_multigpu_proc"]  # with --nnodes
 KINDS = ["single", "ddp_torchrun", "fsdp2"]  # in the others, the lines are those of these
 FLAGS = ["--dataset", "synthetic", "--batch-size", 60, "--lr", 0.03, "--workers", 0, "--output"]
 LINE = r"^epoch (\d+): loss (\d+\.\d{4}) accuracy ([01]\.\d{4}) \d+ images/s$"
-FEW = """
-from torch.utils.data import Subset
-all_images = load_data
-def load_data(args):  # at most 640 to train, 203 to test
-    train_set, test_set, classes = all_images(args)
-    train_set = Subset(train_set, range(min(640, len(train_set))))
-    return train_set, Subset(test_set, range(min(203, len(test_set)))), classes
-"""
+FEW = few(640, 203)
 DROPOUT = """
 plain_model = build_model
 def build_model(*words):
@@ -54,7 +48,7 @@ def begin(name, output, *flags, more="", **options):
     return helpers.start(name, *FLAGS, output, *flags, more=FEW + more, **options)
 
 
-def run(*words, status=0, **options):
+def run_few(*words, status=0, **options):
     return done(begin(*words, **options), status)
 
 
@@ -73,7 +67,7 @@ def tcp():
     return f"tcp://127.0.0.1:{free_port()}"
 
 
-def weights(output):
+def saved_weights(output):
     return helpers.weights(output, "checkpoint.pt")
 
 
@@ -101,37 +95,21 @@ def single(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("TEST_FOLDER", str(folder))
-        text = run("single", "one", "--epochs", 1, "--workers", 2)
+        text = run_few("single", "one", "--epochs", 1, "--workers", 2)
         shutil.copytree("one", "all")
-        text += run("single", "all", "--epochs", 8, "--resume")
+        text += run_few("single", "all", "--epochs", 8, "--resume")
     return folder / "one", text
 
 
 def test_one_run(single):
     """The losses of train_single.py, from the beginning, on two processes or machines."""
     for name in SMALL[1:]:
-        text = run(name, name, "--epochs", 1)
+        text = run_few(name, name, "--epochs", 1)
         found = "640 training images, 203 test images, 10 steps per epoch\n10 classes: "
         found += f"{list('0123456789')}\nstarts with epoch 0, lr 0.03\n"
         assert text.count(found) == 1, text
         agree(text, single[1])
-        assert weights(name).keys() == weights(single[0]).keys()
-
-
-@pytest.mark.slow
-def test_one_run_resumed(single):
-    """Each script resumes the run of the next one, and train_fsdp2.py on three processes. What is
-    left over after 10 steps are other images in each epoch."""
-    folder, wanted = single
-    for name in SMALL[1:]:
-        run(name, name, "--epochs", 1)
-    shutil.copytree(folder, "single")
-    for name, other in zip(SMALL, [*SMALL[1:], "single"]):
-        text = run(name, other, "--epochs", 2, "--resume", processes=3 if name == "fsdp2" else None)
-        assert list(epochs(text)) == [1] and text.count("starts with epoch 1, ") == 1, text
-        agree(text, wanted)
-        assert weights(other).keys() == weights(folder).keys()
-        assert [path.name for path in Path(other).iterdir()] == ["checkpoint.pt"]
+        assert saved_weights(name).keys() == saved_weights(single[0]).keys()
 
 
 OTHERS = "--lr 1 --epochs 9 --batch-size 8 --model resnet18 --dataset nowhere --output mine".split()
@@ -142,7 +120,7 @@ def test_one_run_on_any_number(single):
     """Of processes, and of machines. Whatever is typed on the others, they take machine 0's flags,
     --resume too."""
     for name, count in ("ddp_torchrun", 1), ("ddp_torchrun", 5), ("fsdp2", 1):
-        agree(run(name, f"{name}-{count}", "--epochs", 1, processes=count), single[1])
+        agree(run_few(name, f"{name}-{count}", "--epochs", 1, processes=count), single[1])
     meet = Path("meet").resolve()
     for name, url in ("ddp_spawn", tcp()), ("ddp_multigpu_proc", meet.as_uri()):
         text = done(machines(name, name, "--epochs", 1, own=[(), OTHERS, ()], meet=url))
@@ -159,11 +137,11 @@ def test_one_run_on_any_number(single):
 @pytest.mark.slow
 def test_amp(single):
     """It is the same in all scripts that have it, and does something."""
-    text = run("single", "single", "--epochs", 1, "--amp")
-    assert not same(weights("single"), weights(single[0]))
+    text = run_few("single", "single", "--epochs", 1, "--amp")
+    assert not same(saved_weights("single"), saved_weights(single[0]))
     agree(text, single[1], 2e-2, images=10)
     for name in "ddp_torchrun", "ddp_spawn", "fsdp2":
-        agree(run(name, name, "--epochs", 1, "--amp"), text, 5e-3, images=5)
+        agree(run_few(name, name, "--epochs", 1, "--amp"), text, 5e-3, images=5)
 
 
 SAVED = """
@@ -186,7 +164,7 @@ def test_amp_of_fsdp2_keeps_no_weights():
     """In bfloat16, a block's weights are freed after its forward pass, and gathered again: autocast
     would keep its copies of all of them until backward(). What stays is outside of the blocks."""
     flags = ["--model", "resnet18", "--amp", "--batch-size", 320, "--epochs", 1]
-    text = run("fsdp2", "out", *flags, more=SAVED, processes=2)
+    text = run_few("fsdp2", "out", *flags, more=SAVED, processes=2)
     found = re.findall(r"^saved (\d+) bytes (\d+)$", text, re.M)
     first = 64 * 3 * 7 * 7 * 2  # of conv1, which is in no block
     assert found and all(int(n) >= 20 and int(size) <= first for n, size in found), text
@@ -254,7 +232,7 @@ def test_each_test_image_counts_once(data):
     has none. Each answer is right."""
     for name in BY_TORCHRUN:
         flags = ["--epochs", 1, "--dataset", data / "pictures", "--image-size", 40]
-        text = run(name, name, *flags, more=RIGHT, processes=4)
+        text = run_few(name, name, *flags, more=RIGHT, processes=4)
         assert epochs(text)[0][1] == 1, text
 
 
@@ -275,17 +253,20 @@ torch.save = torn
 
 def test_killed_and_resumed_by_another(single):
     """Each script is killed as it writes its second checkpoint: the first one is whole, and the
-    next script continues it. The losses are those of a run without kills."""
+    next script continues it, train_fsdp2.py on three processes. The losses are those of a run
+    without kills: what is left over after 10 steps are other images in each epoch."""
     text = ""
     for name in SMALL:
-        jobs = begin(name, "out", "--epochs", 8, "--resume", more=TORN)
+        processes = 3 if name == "fsdp2" else None
+        jobs = begin(name, "out", "--epochs", 8, "--resume", more=TORN, processes=processes)
         assert wait_until(lambda jobs=jobs: any(job.status() for job in jobs)), logs(jobs)
         kill_all(jobs)
         text += logs(jobs)
-    text += run("single", "out", "--epochs", 8, "--resume")
+    text += run_few("single", "out", "--epochs", 8, "--resume")
     assert [*epochs(text)] == list(range(8)), text
     assert [int(epoch) for epoch in re.findall(r"starts with epoch (\d)", text)] == list(range(7))
     agree(text, single[1], 5e-4)
+    assert saved_weights("out").keys() == saved_weights(single[0]).keys()
 
 
 # Of a transform, in the loader's workers.
@@ -312,9 +293,9 @@ def test_resumed_bit_identical(data, name):
     train("whole", 2)
     train("out", 1)
     train("out", 2, "--resume")
-    assert same(weights("out"), weights("whole"))
+    assert same(saved_weights("out"), saved_weights("whole"))
     train("plain", 2, more=DROPOUT)
-    assert not same(weights("plain"), weights("whole"))
+    assert not same(saved_weights("plain"), saved_weights("whole"))
 
 
 @pytest.mark.parametrize("name", some_fast(SMALL, *KINDS))
@@ -324,17 +305,17 @@ def test_resumed_with_other_flags_or_classes(data, name):
     shutil.copytree(data / "pictures", "pictures")
     shutil.copytree("pictures/train", "pictures/val")
     flags = ["--dataset", "pictures", "--resume", "--epochs"]
-    text = run(name, "out", *flags, 1)
+    text = run_few(name, "out", *flags, 1)
     found = "96 training images, 96 test images, 1 steps per epoch\n3 classes: ['a', 'b', 'c']\n"
     assert f"{found}starts with epoch 0, lr 0.03\n" in text, text
-    before = weights("out")
-    text = run(name, "out", *flags, 2, "--lr", 0)
+    before = saved_weights("out")
+    text = run_few(name, "out", *flags, 2, "--lr", 0)
     assert text.count("starts with epoch 1, lr 0.03\n") == 1, text
-    assert not same(weights("out"), before)
+    assert not same(saved_weights("out"), before)
     for part in "train", "val":
         Path("pictures", part, "a").rename(Path("pictures", part, "z"))
     kept = content("out")
-    text = run(name, "out", *flags, 3, status=1)
+    text = run_few(name, "out", *flags, 3, status=1)
     says = "out/checkpoint.pt has other classes: ['a', 'b', 'c']\n"
     assert text.count(says) == COUNTS[name] and content("out") == kept, text
 
@@ -351,11 +332,11 @@ F.cross_entropy = cross_entropy
 @pytest.mark.parametrize("name", some_fast(SMALL, "single", "ddp_torchrun"))
 def test_a_loss_that_is_not_finite(name):
     """It ends the run, whose last checkpoint stays, and from which it continues."""
-    text = run(name, "out", "--epochs", 2, more=INFINITE, status=1)
+    text = run_few(name, "out", "--epochs", 2, more=INFINITE, status=1)
     says = "the loss is inf: out/checkpoint.pt is not overwritten\n"
     assert list(epochs(text)) == [0] and text.count(says) == COUNTS[name], text
-    assert list(epochs(run(name, "out", "--epochs", 2, "--resume"))) == [1]
-    assert all(weight.isfinite().all() for weight in weights("out").values())
+    assert list(epochs(run_few(name, "out", "--epochs", 2, "--resume"))) == [1]
+    assert all(weight.isfinite().all() for weight in saved_weights("out").values())
 
 
 # ---- What is refused -----------------------------------------------------------------------------
@@ -373,7 +354,7 @@ def test_a_run_is_kept(name):
     """All ranks end in a line, also on another machine, which has no such folder."""
     Path("out").mkdir()
     Path("out/checkpoint.pt").write_text("precious")
-    text = run(name, "out", more=ELSEWHERE, status=1)
+    text = run_few(name, "out", more=ELSEWHERE, status=1)
     assert text.count(HAS_RUN) == COUNTS[name], text
     assert [path.name for path in Path().glob("**/*.pt*")] == ["checkpoint.pt"]
     assert Path("out/checkpoint.pt").read_text() == "precious"
@@ -384,7 +365,7 @@ def test_another_disk_does_not_count():
     Path("elsewhere/out").mkdir(parents=True)
     Path("elsewhere/out/checkpoint.pt").write_text("of another run")
     for name in "ddp_torchrun", "ddp_multigpu_proc":
-        assert [*epochs(run(name, "out", "--epochs", 1, more=ELSEWHERE))] == [0]
+        assert [*epochs(run_few(name, "out", "--epochs", 1, more=ELSEWHERE))] == [0]
         shutil.rmtree("out")
 
 
@@ -423,14 +404,14 @@ F.cross_entropy = cross_entropy
 def test_starts_that_fail(name):
     """One that fails before training keeps the next from nothing. One that is killed in its first
     epoch is a run, which --resume starts again."""
-    text = run(name, "out", "--model", "nonsense", status=1)
+    text = run_few(name, "out", "--model", "nonsense", status=1)
     assert "Unknown model nonsense" in text and not Path("out").exists()
     jobs = begin(name, "out", more=KILLED)
     assert wait_until(lambda: any(job.status() for job in jobs)), logs(jobs)
     kill_all(jobs)
     assert helpers.files("out") == ["checkpoint.pt"]
-    assert run(name, "out", status=1).count(HAS_RUN) == COUNTS[name]
-    text = run(name, "out", "--epochs", 1, "--resume")
+    assert run_few(name, "out", status=1).count(HAS_RUN) == COUNTS[name]
+    text = run_few(name, "out", "--epochs", 1, "--resume")
     assert [*epochs(text)] == [0] and "starts with epoch 0, lr 0.03\n" in text
 
 
@@ -439,9 +420,9 @@ def test_empty_folders(name):
     """They are harmless, with --resume and without; so is what else is in them."""
     Path("out").mkdir()
     Path("out/notes.txt").write_text("mine")
-    assert list(epochs(run(name, "out", "--epochs", 1))) == [0]
+    assert list(epochs(run_few(name, "out", "--epochs", 1))) == [0]
     Path("empty").mkdir()
-    assert list(epochs(run(name, "empty", "--epochs", 1, "--resume"))) == [0]
+    assert list(epochs(run_few(name, "empty", "--epochs", 1, "--resume"))) == [0]
     assert helpers.files("out") == ["checkpoint.pt", "notes.txt"]
 
 
@@ -451,11 +432,11 @@ def test_batches_that_do_not_fit(data, name):
     on all ranks, and nothing is written. So they end if train/ and test/ have other classes. One
     that is larger than the test set does not matter."""
     count = COUNTS[name]
-    text = run(name, "out", "--batch-size", 660, status=1)
+    text = run_few(name, "out", "--batch-size", 660, status=1)
     assert text.count("--batch-size is larger than the 640 training images\n") == count, text
-    assert [*epochs(run(name, "large", "--batch-size", 640, "--epochs", 1))] == [0]
+    assert [*epochs(run_few(name, "large", "--batch-size", 640, "--epochs", 1))] == [0]
     if count > 1:
-        text = run(name, "out", "--batch-size", 63, status=1)
+        text = run_few(name, "out", "--batch-size", 63, status=1)
         assert text.count("--batch-size must be a multiple of the 2 processes\n") == count, text
     shutil.copytree(data / "pictures", "pictures")
     Path("pictures/test/b").rename("pictures/test/d")
@@ -492,15 +473,15 @@ def test_ranks_that_differ(data, name):
 @pytest.mark.parametrize("name", some_fast(["ddp_torchrun", "ddp_multigpu_proc"], "ddp_torchrun"))
 def test_resumed_without_a_shared_disk(name):
     """Rank 0's checkpoint is every rank's, whether another machine has none or an old one."""
-    run(name, "out", "--epochs", 1)
+    run_few(name, "out", "--epochs", 1)
     shutil.copytree("out", "whole")
-    run(name, "whole", "--epochs", 3, "--resume")
-    run(name, "out", "--epochs", 2, "--resume", more=ELSEWHERE)
+    run_few(name, "whole", "--epochs", 3, "--resume")
+    run_few(name, "out", "--epochs", 2, "--resume", more=ELSEWHERE)
     assert not Path("elsewhere/out").exists()
     shutil.copytree("out", "elsewhere/out")
     torch.save(helpers.checkpoint("out") | {"epoch": 7}, "elsewhere/out/checkpoint.pt")
-    text = run(name, "out", "--epochs", 3, "--resume", more=ELSEWHERE)
-    assert [*epochs(text)] == [2] and same(weights("out"), weights("whole"))
+    text = run_few(name, "out", "--epochs", 3, "--resume", more=ELSEWHERE)
+    assert [*epochs(text)] == [2] and same(saved_weights("out"), saved_weights("whole"))
 
 
 DOWNLOADS = """
@@ -520,7 +501,7 @@ def test_who_downloads(name):
     rank 0 alone, if they share one."""
     own_disk = ELSEWHERE.replace('"RANK") == "1"', '"RANK") in ("2", "3")')
     for more, ranks in ("", ["0"]), (own_disk, ["0", "2"]):
-        text = run(name, "out", "--epochs", 0, more=DOWNLOADS + more, processes=4, gpus=2)
+        text = run_few(name, "out", "--epochs", 0, more=DOWNLOADS + more, processes=4, gpus=2)
         assert sorted(re.findall(r"rank (\d) downloads", text)) == ranks, text
         Path("downloaded").unlink()
         shutil.rmtree("out")
@@ -568,10 +549,7 @@ def test_what_users_type():
     path = altered("ddp_torchrun", more=FEW)
     flags = [path, *FLAGS, "out", "--epochs", 1, "--resume"]
     place = ["--nnodes", 2, "--master_addr", "127.0.0.1", "--master_port", free_port()]
-    jobs = [
-        helpers.Cold([*helpers.TORCHRUN, *place, "--node_rank", i, *flags], f"{i}.log")
-        for i in (0, 1)
-    ]
+    jobs = [helpers.torchrun(*place, "--node_rank", i, *flags) for i in (0, 1)]
     text = done(jobs)
     assert text.count("device cpu of 0 GPUs") == 2 and list(epochs(text)) == [0], text
     place = ["--nproc_per_node", 2, "--master_port", free_port()]
@@ -671,7 +649,7 @@ def test_cifar10(monkeypatch, capsys):
     assert "120 training images, 20 test images, 2 steps per epoch\n" in text and 0 in epochs(
         text
     ), text
-    assert weights("out")["fc.weight"].shape == (10, 1024)
+    assert saved_weights("out")["fc.weight"].shape == (10, 1024)
 
 
 # ---- The files -----------------------------------------------------------------------------------

@@ -1,13 +1,10 @@
 """What the programs of this folder share: the scripts' command lines, their results, tables."""
 
-import ast
 import csv
 import datetime
 import math
 import os
 import re
-import runpy
-import shutil
 import signal
 import statistics
 import subprocess
@@ -15,17 +12,17 @@ import sys
 import tempfile
 import time
 import uuid
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))
+from altered import COMPLETE, write_altered  # noqa: E402
+
 GPUS = torch.cuda.device_count()
-COMPLETE = "complete/train.py"
 BY_PYTHON = ("train_single.py", "train_dp.py")  # one process, on however many GPUs
 BY_TORCHRUN = ("train_ddp_torchrun.py", "train_fsdp2.py")  # on one GPU, too
 
@@ -35,7 +32,6 @@ STARTED = time.monotonic()
 FAILED = []  # runs that ended with an error
 NO_TIME = []  # runs that the end of the part's time has ended, or kept from starting
 
-START = '\n\nif __name__ == "__main__":\n'
 ONE_BATCH = """
 class Images(torch.utils.data.Dataset):
     def __init__(self, count, side):
@@ -58,86 +54,6 @@ def load_data(args):
     side, classes = args.image_size, list("0123456789")
     return Images({samples}, side), Images({test}, side), classes
 """
-
-
-# ---- Recipes of docs/ ----------------------------------------------------------------------------
-RECIPES = ["recipes.md", "patients.md", "cost_and_speed.md"]
-NEW = "# ---- A step, and the evaluation"  # new functions go above this line of train.py
-IMPORTS = "from torch import nn\n"
-
-
-def recipe(title):
-    """The blocks of a section of these pages: language and code."""
-    pages = "".join((ROOT / "docs" / name).read_text() for name in RECIPES)
-    sections = re.split(r"^##+ ", pages, flags=re.M)  # each begins with its title
-    [section] = [section for section in sections if section.startswith(f"{title}\n")]
-    return re.findall(r"^```(\w+)\n(.*?)^```", section, re.M | re.S)
-
-
-def paste(title, folder):
-    """Do to a copy of complete/ what a recipe says."""
-    for language, code in recipe(title):
-        if language == "diff":
-            for name, hunk in re.findall(r"^@@ ([\w.]+).* @@\n((?:[ +-].*\n)+)", code, re.M):
-                path = Path(folder, name)
-                path.write_text(with_hunk(path.read_text(), hunk))
-        if code.startswith("# in train.py\n"):
-            path = Path(folder, "train.py")
-            path.write_text(with_functions(path.read_text(), code))
-
-
-def with_hunk(text, hunk):
-    """The text with the lines of a diff, whose other lines must be in it once, together."""
-    lines = hunk.splitlines(keepends=True)
-    old = "".join(line[1:] for line in lines if line[0] != "+")
-    new = "".join(line[1:] for line in lines if line[0] != "-")
-    assert f"\n{text}".count(f"\n{old}") == 1, old
-    return f"\n{text}".replace(f"\n{old}", f"\n{new}")[1:]
-
-
-def with_functions(text, code):
-    """The text with these functions and classes, instead of those of the same names, if any."""
-    lines = code.splitlines(keepends=True)
-    for node in ast.parse(code).body:
-        decorators = getattr(node, "decorator_list", [])
-        first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-        part = "".join(lines[first - 1 : node.end_lineno])
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            text = text.replace(IMPORTS, IMPORTS + part)
-            continue
-        name = node.name
-        found = re.search(rf"^(?:def|class) {name}\b.*\n(?:(?: .*)?\n)*", text, re.M)
-        if found:
-            text = text.replace(found[0], f"{part}\n\n")
-        else:
-            text = text.replace(NEW, f"{part}\n\n{NEW}")
-    return text
-
-
-# ---- Copies of scripts ---------------------------------------------------------------------------
-def replaced(text, *changes):
-    """Changes: what stands there, its replacement, and so on."""
-    for old, new in zip(changes[::2], changes[1::2], strict=True):
-        assert old in text, old
-        text = text.replace(old, new)
-    return text
-
-
-def write_altered(path, folder, *changes, more="", titles=()):
-    """The path of a copy of a script in this folder, with the modules beside it, these changes, the
-    recipes of these titles, and more code before its start, where it can replace or wrap functions.
-    """
-    text, copy = replaced(path.read_text(), *changes), Path(folder, path.name)
-    assert text.count(START) == 1, path
-    if path.parent != ROOT:
-        shutil.copytree(path.parent, folder, dirs_exist_ok=True)
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    copy.write_text(text)
-    for title in titles:
-        paste(title, folder)
-    if more:
-        copy.write_text(copy.read_text().replace(START, f"\n\n{more}{START}"))
-    return copy
 
 
 def copy_script(name, folder, samples):
@@ -228,6 +144,24 @@ def kill_marked(mark):
                     killed = True
 
 
+@contextmanager
+def two_namespaces():
+    """Two network namespaces, joined by a cable: 10.77.0.1 on v0 and 10.77.0.2 on v1."""
+    a, b = names = [f"bench{i}-{os.getpid()}" for i in (0, 1)]
+    commands = [f"netns add {a}", f"netns add {b}"]
+    commands.append(f"link add v0 netns {a} type veth peer name v1 netns {b}")
+    for i, name in enumerate(names):
+        commands.append(f"-n {name} addr add 10.77.0.{i + 1}/24 dev v{i}")
+        commands += [f"-n {name} link set v{i} up", f"-n {name} link set lo up"]
+    try:
+        for command in commands:
+            subprocess.run(["ip", *command.split()], check=True)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name])
+
+
 def end_on_sigterm():
     """Let `finally` clean up when `timeout` ends this program."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -257,18 +191,6 @@ def run(path, n, flags, output, until=None, limit=None):
 
 def describe(path, n, flags):
     return f"{Path(path).name} {' '.join(map(str, flags))} on {n}"
-
-
-def run_in_process(path, flags, environment):
-    """What `python path` does with these flags and variables, in this process."""
-    environment = {name: str(value) for name, value in environment.items()}
-    words = [str(word) for word in [path, *flags]]
-    with mock.patch.dict(os.environ, environment), mock.patch.object(sys, "argv", words):
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        finally:
-            if dist.is_initialized():  # it has failed
-                dist.destroy_process_group()
 
 
 def attempt(*args, **options):
