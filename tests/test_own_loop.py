@@ -259,12 +259,19 @@ if os.environ["RANK"] == "1":  # its machine has a disk of its own
     os.makedirs("elsewhere", exist_ok=True)
     os.chdir("elsewhere")
 """
-ANOTHER = """
+MEANWHILE = """
 narrow = UNet
 
 def UNet():  # meanwhile, another run has made its folder
     os.makedirs("new", exist_ok=True)
     return narrow()
+"""
+AT_ONCE = """
+plain_mkdir = Path.mkdir
+def mkdir(path, **options):  # another run makes its folder at this moment
+    os.makedirs("at_once")
+    plain_mkdir(path, **options)
+Path.mkdir = mkdir
 """
 
 
@@ -276,10 +283,13 @@ def test_refusals():
     says = "out exists: add --resume, or change --output\n"
     for jobs, count in (before("out"), 1), (after("out", more=FEW_DISCS + ELSEWHERE), 2):
         assert done(jobs, 1).count(says) == count
-    for begin in before, after:
-        statuses, text = helpers.finish(begin("new", more=FEW_DISCS + ANOTHER))
-        assert 0 not in statuses and "FileExistsError" in text and not helpers.files("new"), text
-        Path("new").rmdir()
+    for begin, count in (before, 1), (after, 2):
+        text = done(begin("new", more=FEW_DISCS + MEANWHILE), 1)
+        assert text.count(says.replace("out exists", "new exists")) == count, text
+        Path("new").rmdir()  # which is empty
+        statuses, text = helpers.finish(begin("at_once", more=FEW_DISCS + AT_ONCE))
+        assert 0 not in statuses and "FileExistsError" in text, text
+        Path("at_once").rmdir()
     with pytest.raises(KeyError) as error:
         here(AFTER, RANK=0)
     assert "Start it with torchrun" in str(error.traceback[-2].statement)
