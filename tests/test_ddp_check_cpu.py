@@ -159,7 +159,7 @@ if __name__ == "__main__":
 """
 ENDS = {  # {a line in the training loop: what is said, and the exit status}
     "pass": ("nothing WRONG", 0),
-    "graph = torch.cuda.CUDAGraph()": ("needs a GPU: ", 2),
+    "pool = torch.cuda.MemPool()": ("needs a GPU: ", 2),
 }
 
 
