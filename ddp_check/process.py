@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from .notes import NOISE, Drawn, End, Said, Seen
+from .script import own_file
 from .sketch import by_sample, is_plain, leaves_of, summary
 
 LEAVE = os._exit
 STOPPED = 76  # exit status
 MANY_PARTS = 8  # tensors of a value that are noted
+REPLACED = {}  # {id of a function: what replaces it, and keeps it alive}
 
 
 def wrap(owner, name):
@@ -34,9 +36,22 @@ def wrap(owner, name):
                 return original(*args, **kwargs)
             return function(original, *args, **kwargs)
 
+        REPLACED[id(original)] = replacement
         setattr(owner, name, replacement)
 
     return decorate
+
+
+def replace_imported():
+    """Functions that the script's modules have imported by name before they were replaced, as in a
+    process that is started by spawn, which imports the script first."""
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file and own_file(file):
+            for name, value in list(vars(module).items()):
+                while id(value) in REPLACED:
+                    value = REPLACED[id(value)]
+                    setattr(module, name, value)
 
 
 def stop_both_runs(folder, name, facts):
