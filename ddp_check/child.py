@@ -174,6 +174,7 @@ def run_process(run):
             original(*words, **more)
             check_number(args, dist.get_world_size())
 
+        replace_imported()
         run()
 
 

@@ -21,8 +21,6 @@ from .sketch import by_sample, is_plain, leaves_of, summary
 LEAVE = os._exit
 STOPPED = 76  # exit status
 MANY_PARTS = 8  # tensors of a value that are noted
-
-
 REPLACED = {}  # {id of a function: (the function, what has replaced it)}
 
 

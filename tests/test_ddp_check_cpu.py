@@ -131,14 +131,15 @@ def test_libraries_get_the_truth(work):
 
 
 STARTED = """\
-import os, torch, torch.distributed as dist
+import os, torch
 from torch import nn
+from torch.distributed import init_process_group  # before it is replaced
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 def main(rank, world):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT + world)}
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world)
+    init_process_group("nccl", rank=rank, world_size=world)
     data = TensorDataset(torch.arange(128.).view(32, 4).sin(), torch.arange(32.).view(32, 1).cos())
     sampler = DistributedSampler(data)
     loader = DataLoader(data, 8 // world, sampler=sampler, pin_memory=True)
@@ -159,7 +160,7 @@ if __name__ == "__main__":
 """
 ENDS = {  # {a line in the training loop: what is said, and the exit status}
     "pass": ("nothing WRONG", 0),
-    "graph = torch.cuda.CUDAGraph()": ("needs a GPU: ", 2),
+    "pool = torch.cuda.MemPool()": ("needs a GPU: ", 2),
 }
 
 

@@ -324,7 +324,7 @@ def passes(*ends):
         found.append((2 * number, Pass(key, line, "Sampler", True, 8, False, 8)))
         for batch in range(2):
             step, indices = 2 * number + batch, order[4 * batch : 4 * batch + 4]
-            found.append((step, Batch(key, batch, indices, 4, 2)))
+            found.append((step, Batch(key, batch, indices, 4, 2, True, {})))
         if ends and number == 0:
             found.append((2, PassEnd(key, 2)))
     return found
@@ -349,7 +349,7 @@ def test_uneven_batch():
 
     def of(batches, factor):
         found = [(0, Pass(key, "loader", "DistributedSampler", True, 7, False, 4))]
-        found += [(n, Batch(key, n, ids, len(ids), 2)) for n, ids in enumerate(batches)]
+        found += [(n, Batch(key, n, ids, len(ids), 2, True, {})) for n, ids in enumerate(batches)]
         return notes(*found, *step_notes([1, factor]))
 
     ranks = [of(share, 1.5) for share in shares]
@@ -363,7 +363,7 @@ def test_lost_steps():
 
     def of(rows, factor, share):
         found = [(0, Pass(key, "loader", "Own", False, 64, True, None))]
-        found += [(n, Batch(key, n, [share + n], rows, 9)) for n in range(3)]
+        found += [(n, Batch(key, n, [share + n], rows, 9, True, {})) for n in range(3)]
         return notes(*found, *step_notes([factor] * 3))
 
     result = judge(of(4, 1.0, 0), [of(4, 1.5, 0), of(4, 1.5, 9)], TOLERANCE)
@@ -443,7 +443,7 @@ def test_runs():
 def of_loader(rows, size, *more):
     key = ("train.py:1", "loader", 0)
     found = [(0, Pass(key, "loader", "DistributedSampler", True, 64, False, size))]
-    found += [(n, Batch(key, n, list(range(n, n + rows)), rows, 9)) for n in range(3)]
+    found += [(n, Batch(key, n, list(range(n, n + rows)), rows, 9, True, {})) for n in range(3)]
     return notes(*found, *step_notes(), *more)
 
 
