@@ -160,7 +160,6 @@ def run_process(run):
         cpu.install(args)
         files.patch(Process(f"worker{os.getpid()}"))
         control_processes()
-        replace_names()
     with contextlib.ExitStack() as stack:
 
         @wrap(dist, "init_process_group")
@@ -174,7 +173,7 @@ def run_process(run):
             original(*words, **more)
             check_number(args, dist.get_world_size())
 
-        replace_imported()
+        replace_names()
         run()
 
 
