@@ -518,12 +518,14 @@ def test_ctrl_c_while_it_prepares(stage):
     Path("texts.txt").write_text("some words " * 2_000_000)
     command = [sys.executable, altered("large/prepare_texts.py", more=SLOW), "texts.txt"]
     interrupts = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    started = time.monotonic()
     process = Cold([*command, *BYTES[1:], "--workers", "4"], "log", preexec_fn=interrupts)
     wait_for(stage, process)
     began = time.monotonic()
+    limit = 15 + (began - started)  # on a machine that is busy, all takes longer
     os.killpg(process.pid, signal.SIGINT)
     wait_until(lambda: process.status() is not None)
-    assert time.monotonic() - began < 15 and process.status() == -signal.SIGINT
+    assert time.monotonic() - began < limit and process.status() == -signal.SIGINT
     lines = set(Path("log").read_text().splitlines())
     assert lines <= {"tokenizer: bytes", "encodes", "KeyboardInterrupt"}
     assert "KeyboardInterrupt" in lines and files("out") in ([], ["lock"])

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import stand_in
 from altered import edit, replaced
-from helpers import ROOT, some_fast, wait_until
+from helpers import LIMIT, ROOT, some_fast, wait_until
 
 SLURM = ROOT / "slurm"
 FILES = sorted(path.stem for path in SLURM.glob("*.sh") if path.stem != "where")
@@ -629,7 +629,7 @@ cat "stack-$pid"
 
 LOADS_TORCH = "import mmap, time; file = open('libtorch.so'); "
 LOADS_TORCH += "library = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ); "
-LOADS_TORCH += "print(1, flush=True); time.sleep(99)"
+LOADS_TORCH += "print(1, flush=True); time.sleep(900)"
 
 
 @pytest.fixture
@@ -695,8 +695,8 @@ def test_where(processes, monkeypatch):
         assert line.startswith(f"{number} "), line
     assert where(job, "--abort").count("aborted") == 4  # a worker cannot be told without a stack
     ended = [started.pop(name) for name in ("rank", "library", "task", "worker")]
-    assert {process.wait(30) for process in ended} == {-signal.SIGABRT}
-    assert started.pop("ends meanwhile").wait(30) == -signal.SIGKILL
+    assert {process.wait(LIMIT) for process in ended} == {-signal.SIGABRT}
+    assert started.pop("ends meanwhile").wait(LIMIT) == -signal.SIGKILL
     assert {process.poll() for process in started.values()} == {None}
 
 
@@ -717,7 +717,7 @@ def test_where_on_a_terminal(run):
     if child == 0:
         os.execvp("bash", ["bash", "slurm/where.sh", "77"])
     state = Path(f"/proc/{child}/stat")
-    assert wait_until(lambda: state.read_text().split()[2] == "Z", 30)
+    assert wait_until(lambda: state.read_text().split()[2] == "Z")
     os.waitpid(child, 0)
     os.close(terminal)
     assert "--input=none" in Path("calls").read_text()

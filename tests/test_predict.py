@@ -251,7 +251,7 @@ def test_ctrl_c(mine, name):
     helpers.wait_for({"pack_images": "images/s", "predict": "1000 of"}[name], process)
     assert list(Path().glob("out*"))
     os.killpg(process.pid, signal.SIGINT)
-    helpers.wait_until(lambda: process.status() is not None, 60)
+    helpers.wait_until(lambda: process.status() is not None)
     text = Path("log").read_text()
     assert process.status() == -signal.SIGINT, text
     assert text.endswith("\nKeyboardInterrupt\n") and "Traceback" not in text
