@@ -1,5 +1,5 @@
-"""A right loop: half precision by hand, batches of like lengths by a batch sampler of its own, which
-gives each rank its share, and draws from random's generator without changing its state."""
+"""A right loop: half precision by hand, and batches of like lengths by a batch sampler of its own,
+which gives each rank its share, and leaves the state of random as it was."""
 
 import random
 
