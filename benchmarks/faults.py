@@ -16,6 +16,7 @@ import os
 import re
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -630,9 +631,132 @@ OBJECTS = [
     ),
 ]
 
+TASKS = """\
+body = nn.Sequential(nn.Linear(10, 32), nn.ReLU())
+heads = nn.ModuleList([nn.Linear(32, 3), nn.Linear(32, 1)])
+weights = nn.Parameter(torch.zeros(2))  # log of the variance of each task
+shared, own = list(body.parameters()), [*heads.parameters(), weights]
+"""
+
+OWN = [  # random numbers, samples and files of each rank's own
+    Fault(
+        "contrastive",
+        "a teacher is copied before DDP sends rank 0's weights",
+        "torch.manual_seed(0)\nstudent",
+        "torch.manual_seed(rank)\nstudent",
+        "another teacher on each rank, and another queue",
+        "own",
+        "teacher = encoder()",
+    ),
+    Fault(
+        "multitask",
+        "weights are not broadcast, nor seeded alike",
+        f"torch.manual_seed(0)\n{TASKS}"
+        "for parameter in shared + own:\n    dist.broadcast(parameter.data, 0)\n",
+        TASKS,
+        "another model on each rank",
+        "own",
+        "body = nn.Sequential",
+    ),
+    Fault(
+        "momentum",
+        "a layer is drawn again after DDP has sent rank 0's",
+        "torch.manual_seed(0)\n"
+        "student = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 6))\n"
+        "ddp = nn.parallel.DistributedDataParallel(student)\n",
+        "torch.manual_seed(rank)\n"
+        "student = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 6))\n"
+        "ddp = nn.parallel.DistributedDataParallel(student)\n"
+        "student[2].reset_parameters()\n",
+        "another model on each rank",
+        "own",
+    ),
+    Fault(
+        "contrastive",
+        "noise is added to the weights",
+        "            queue = torch.cat([keys, queue])[:QUEUE]\n",
+        "            queue = torch.cat([keys, queue])[:QUEUE]\n"
+        "            for weights in student.parameters():\n"
+        "                weights.add_(torch.randn_like(weights), alpha=1e-3)\n",
+        "the ranks' weights part",
+        "own",
+    ),
+    Fault(
+        "momentum",
+        "data is drawn without a seed",
+        "samples = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))",
+        "samples = torch.randn(SAMPLES, 6)",
+        "each rank trains on data of its own",
+        "own",
+    ),
+    Fault(
+        "segmentation",
+        "random_split without a seed",
+        "random_split(dataset, [40, 12], generator=split)",
+        "random_split(dataset, [40, 12])",
+        "images of the validation are trained on",
+        "own",
+    ),
+    Fault(
+        "multitask",
+        "the ranks' shares leave out a test sample",
+        "range(rank, len(val_set), world)",
+        "range(rank * (len(val_set) // world), (rank + 1) * (len(val_set) // world))",
+        "another score",
+        "own",
+        "for x, y, _ in val_loader",
+    ),
+    Fault(
+        "multitask",
+        "a batch is taken by next(iter(loader))",
+        "    for x, y, z in train_loader:\n",
+        "    for _ in range(len(train_loader)):\n        x, y, z = next(iter(train_loader))\n",
+        "an epoch has one batch, again and again",
+        "own",
+    ),
+    Fault(
+        "multitask",
+        "steps are counted by the number of ranks",
+        "        optimizer.step()\n",
+        "        optimizer.step()\n"
+        "        number = globals().get('number', 0) + world\n"
+        "        optimizer.param_groups[0]['lr'] = 1e-2 * min(1, number / 12)\n",
+        "half as long a warm-up",
+        "own",
+        "optimizer.step()",
+    ),
+    Fault(
+        "multitask",
+        "a step is left out by the rank's own loss",
+        "        optimizer.step()\n",
+        "        if losses[0].item() < 1.1:\n            optimizer.step()\n",
+        "the ranks' weights part",
+        "own",
+    ),
+    Fault(
+        "contrastive",
+        "an all_reduce that is not differentiated",
+        "        optimizer.zero_grad()\n        loss.backward()",
+        "        center = queries.mean(0)\n"
+        "        dist.all_reduce(center)\n"
+        "        loss = loss + (center / world).square().sum()\n"
+        "        optimizer.zero_grad()\n        loss.backward()",
+        "half of that gradient",
+        "own",
+    ),
+    Fault(
+        "multitask",
+        "each rank writes a log, by the time",
+        "\ninputs = ",
+        "\nimport time\n\nlog = open(f'log.{time.time_ns()}', 'w')\ninputs = ",
+        "twice the scores in one folder",
+        "own",
+    ),
+]
+
 LOOP_NAMES = sorted(path.stem for path in LOOPS.glob("*.py"))
 RIGHT = [Fault(loop, "right", "", "", "", "right") for loop in LOOP_NAMES]
-FAULTS = NEW + PORTS + KNOWN + FURTHER + LATER + OBJECTS + RIGHT
+FAULTS = NEW + PORTS + KNOWN + FURTHER + LATER + OBJECTS + OWN + RIGHT
 
 
 class Forked:
@@ -718,7 +842,7 @@ def verdict(report, script, lines):
     return "WRONG" if "WRONG" in words else "look" if words else "", bool(numbers & lines)
 
 
-FIELDS = ["loop", "kind", "fault", "cost", "found", "line", "seconds"]
+FIELDS = ["loop", "kind", "fault", "cost", "found", "line", "seconds", "commit"]  # of ddp_check
 
 
 def save(rows):
@@ -740,6 +864,8 @@ def save(rows):
 def main():
     words, reports = sys.argv[1:], os.environ.get("REPORTS")
     faults = [f for f in FAULTS if all(w in f"{f.loop} {f.kind} {f.name}" for w in words)]
+    words = ["git", "-C", str(LOOPS), "describe", "--always", "--dirty"]
+    commit = subprocess.run(words, capture_output=True, text=True).stdout.strip()
     rows = []
     for fault in faults:
         with tempfile.TemporaryDirectory() as folder:
@@ -750,7 +876,7 @@ def main():
             report = run_check(script.name)
             row["found"], named = verdict(report, script, lines)
             row["line"] = "named" if named else ""
-            row["seconds"] = f"{time.monotonic() - began:.0f}"
+            row |= {"seconds": f"{time.monotonic() - began:.0f}", "commit": commit}
             if reports:
                 text = f"#### {fault.loop}: {fault.name}: {sorted(lines)}\n{report}\n"
                 Path(reports).open("a").write(text)
