@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..notes import Seen
 from ..process import wrap
-from ..script import place
+from ..script import is_running, place
 from ..sketch import is_plain
 
 MODEL, DATASET, LOOP = "the model", "the dataset", "the loop"  # which draws for its share
@@ -112,7 +112,7 @@ def state_of(generator):
 
 def note_draw(run, what, generator, state, size=0):
     """What the script's own generator would have drawn here is told by its state. `size`: of how
-    many it draws an order."""
+    many samples it draws an order."""
     if not run.is_single:
         line = place()[0]
         number = run.nth("draw of", run.steps, what, line, generator)
@@ -147,7 +147,9 @@ def permutation(run, name, n, generator, state):
         note_apart(run, name, (n,))
         return shuffled(run.rank, n)
     if not run.steps and run.model is None:
-        note_draw(run, ORDER, generator, state, n)
+        # Another order may be one of a few samples that are only looked at.
+        is_of_samples = "shuffle" in name or is_running("random_split", "__iter__")
+        note_draw(run, ORDER, generator, state, n if is_of_samples else 0)
         run.last_order = place()[0]
     if n % run.world or run.world > share:
         return shuffled(0, n)
