@@ -8,7 +8,6 @@ nothing then). Installed libraries get the truth, and so the CPU, unless by --cp
 import functools
 import inspect
 import re
-import sys
 import threading
 import types
 
@@ -70,7 +69,7 @@ IS_CUDA = torch.Tensor.is_cuda.__get__
 
 def is_asked_by_script():
     """Not by torch or a library; this package may be between them."""
-    frame = sys._getframe(2)
+    frame = inspect.currentframe().f_back.f_back
     while frame.f_code.co_filename.startswith(FOLDER):
         frame = frame.f_back
     return is_own(frame)
@@ -132,17 +131,17 @@ def patch_torch():
         original(CPU if is_cuda(device) or is_number(device) else device)
 
     @wrap(torch, "set_default_tensor_type")
-    def set_default_tensor_type(original, kind):
-        original(kind.replace("torch.cuda.", "torch.") if isinstance(kind, str) else kind)
+    def set_default_tensor_type(original, t):
+        original(t.replace("torch.cuda.", "torch.") if isinstance(t, str) else t)
 
     @wrap(torch, "load")
-    def load(original, file, map_location=None, *args, **kwargs):
+    def load(original, f, map_location=None, *args, **kwargs):
         location = map_location if str(map_location) == "meta" else "cpu"
-        return original(file, location, *args, **kwargs)
+        return original(f, location, *args, **kwargs)
 
     @wrap(torch.jit, "load")
-    def load_script(original, file, map_location=None, *args, **kwargs):
-        return original(file, "cpu", *args, **kwargs)
+    def load_script(original, f, map_location=None, *args, **kwargs):
+        return original(f, "cpu", *args, **kwargs)
 
     convert = classmethod(lambda cls, module, *args, **kwargs: module)
     nn.SyncBatchNorm.convert_sync_batchnorm = convert
@@ -167,7 +166,7 @@ def patch_distributed():
     dist.is_nccl_available = lambda: True
     for owner in dist, dist.device_mesh:
         mesh = wrap(owner, "init_device_mesh")
-        mesh(lambda original, kind, *args, **more: original("cpu", *args, **more))
+        mesh(lambda original, device_type, *args, **more: original("cpu", *args, **more))
 
     @wrap(dist, "barrier")
     def barrier(original, group=None, async_op=False, device_ids=None):

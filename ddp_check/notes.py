@@ -57,8 +57,8 @@ class Batch:
     indices: list | None  # of its samples
     rows: int | None
     batches: int | None  # that the pass is to have
-    trains: bool  # gradients are computed
-    totals: dict  # {index: the total of a sample's numbers}, of some batches
+    trains: bool = True  # gradients are computed
+    totals: dict = field(default_factory=dict)  # {index: that of a sample's numbers}, of some
 
 
 @dataclass

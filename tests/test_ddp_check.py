@@ -148,6 +148,10 @@ PRIVATE = {
     "torch.ops.aten.rand.default._schema": "given/draws.py: the names of an operator's arguments",
     "torch.default_generator._cdata": "given/draws.py: whether it is torch's own generator",
     "tempfile._RandomNameSequence": "seen/held.py: whose generator is not the script's",
+    "torch.nn.parallel.DistributedDataParallel._passing_sync_batchnorm_handle": "cpu.py: DDP "
+    "refuses SyncBatchNorm on CPUs",
+    "torch.jit.RecursiveScriptModule._save_for_lite_interpreter": "kept/writers.py: in C++",
+    "torch.jit._serialization.save_jit_module_to_flatbuffer": "kept/writers.py: in C++",
     "sys._current_frames": "child.py: where the script is, from another thread",
 }
 

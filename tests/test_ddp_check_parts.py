@@ -367,7 +367,7 @@ def test_lost_steps():
 
     result = judge(of(4, 1.0, 0), [of(4, 1.5, 0), of(4, 1.5, 9)], TOLERANCE)
     assert not result.of("WRONG") and result.status == 2 and not result.lines
-    assert "to compare more, give one process the samples of all ranks: --one" in as_text(result)
+    assert "give one process a batch of 8, the samples of all ranks" in as_text(result)
 
 
 def test_printed():

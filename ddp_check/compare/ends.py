@@ -63,10 +63,15 @@ def is_break(line):
     return isinstance(statement_at(line), ast.Break)
 
 
-def about_ends(one, ranks, counts, ends, found):
+def explains_ends(finding):
+    """Whether it follows from a finding that processes make other numbers of steps."""
+    is_length = finding.what == "epoch" and finding.verdict == "look"
+    return is_length or finding.advice == "unpaired"
+
+
+def about_ends(one, ranks, counts, ends):
     """They have made other numbers of steps, or ended otherwise; or all by the same error, which is
     the script's, and not of data parallelism."""
-    due = any(f.what == "epoch" and f.verdict == "look" or f.advice == "unpaired" for f in found)
     steps, places = min(counts), [end.partition(": ")[0] for end in ends]
     lost = [re.search(LOST, end) is not None for end in ends[1:]]
     if not all(lost):  # the others have ended first, and say why
@@ -76,7 +81,6 @@ def about_ends(one, ranks, counts, ends, found):
         ]
     text, *more = [f"{count} steps, then {end}" for count, end in zip(counts, ends)]
     more = [f"rank {rank}: {line}" for rank, line in enumerate(more)]
-    verdict = "look" if due else "WRONG"
     if len(set(counts)) == 1 and places[0] in places[1:]:
         return Finding("look", "end", steps, f"all processes: {text}")
     extra = [notes[Step][steps][1] for notes in (one, *ranks) if len(notes[Step]) > steps]
@@ -84,4 +88,4 @@ def about_ends(one, ranks, counts, ends, found):
         more.append(source(branch))
     for line in [extra[0].line, *extra[0].callers] if extra and steps else []:
         more += [f"in the loop of {source(loop)}" for loop in loops_around(line)]
-    return Finding(verdict, "end", steps, f"one process: {text}", more=more)
+    return Finding("WRONG", "end", steps, f"one process: {text}", more=more)

@@ -8,7 +8,7 @@ from ..notes import Finding, Said, Step
 from ..script import source
 from .causes import LOST, find_causes
 from .differences import Differences, compare_settings
-from .ends import about_ends, left_out_steps, left_pass
+from .ends import about_ends, explains_ends, left_out_steps, left_pass
 from .kinds import HIDES, TENSORS, TIMES_NOISE, VALUES, noise_of
 from .lineage import Values
 from .numbers import Variables, compare_printed
@@ -66,7 +66,11 @@ def judge(one, ranks, tolerance, again=None, scaled=(), lines=None):
         found += of_steps
     is_other = len(set(counts)) > 1 or len(set(ends)) > 1
     if (is_other and not any(f.what == "steps" for f in found)) or ends[0] not in USUAL_ENDS:
-        found.append(about_ends(one, ranks, counts, ends, found))
+        end = about_ends(one, ranks, counts, ends)
+        if cause := next((f for f in found if explains_ends(f)), None):
+            cause.more += [f"so the end, after step {end.step}: {end.text}", *end.more]
+        else:
+            found.append(end)
     for rule in RULES:
         try:
             results = rule.find(one, ranks)

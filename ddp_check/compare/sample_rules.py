@@ -35,7 +35,7 @@ def single_batches(notes):
     return found
 
 
-def is_shuffled(order, least=8):
+def is_shuffled(order, least=6):
     if len(order) < least or None in order:
         return False
     return order != sorted(order, key=lambda index: (isinstance(index, str), index))
@@ -183,8 +183,22 @@ class Splits(Rule):
         orders = among("split", ranks)
         for step, seen, found in orders:
             if found and not self.is_of_loop(ranks[0], seen.line):
+                if seen.about["size"] in self.sizes_of_shares(ranks):
+                    text = "each rank takes its share of an order of its own: some samples are "
+                    return self.wrong(step, seen.line, f"{text}on several ranks, others on none")
                 return self.look(step, seen.line, "each rank has an order of its own")
         return [] if orders else None
+
+    def sizes_of_shares(self, ranks):
+        """Of the datasets in training of which no two ranks have the same samples."""
+        lists = [{p.key: order for _, p, order, _ in passes_of(notes)} for notes in ranks]
+        found = set()
+        for _, about, order, trains in passes_of(ranks[0]):
+            everyone = [i for of_rank in lists for i in of_rank.get(about.key, [])]
+            few = len(everyone) - len(set(everyone)) < len(ranks)  # a sampler repeats some
+            if trains and order and None not in everyone and few:
+                found.add(about.size)
+        return found
 
     def is_of_loop(self, notes, line):
         """Whether it draws in most steps, as for neighbours in a graph or a replay buffer."""

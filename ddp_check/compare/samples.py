@@ -1,11 +1,13 @@
 """Samples: each batch and pass beside those of one process."""
 
 import math
+import re
 from dataclasses import replace
 
 from ..notes import Batch, Cut, Drawn, Finding, Pass, PassEnd, Step
 from .kinds import PAGE
 
+SIZE = r"batch$|batch_?size|\bbs$|per_(device|gpu)"  # of a flag's name
 SHARE = {
     "remedy": "give each rank its share of the batch, by a DistributedSampler",
     "section": f"{PAGE}#loader",
@@ -90,9 +92,10 @@ def remedy_by_one(rank, world, rows=0):
     elif trains := training_passes(rank):
         rows = next(batch.rows for _, batch in rank[Batch] if batch.key in trains)
     variables = rank[Step][0][1].variables if rank[Step] else {}
-    names = [name for name, n in variables.items() if "batch" in name.lower() and n == rows]
-    flag = f"--{names[0]} {rows * world}" if names else f"its flag for a batch of {rows * world}"
-    return f'give one process the samples of all ranks: --one "{flag}"'
+    names = [name for name, n in variables.items() if re.search(SIZE, name.lower()) and n == rows]
+    if names:
+        return f'give one process the samples of all ranks: --one "--{names[0]} {rows * world}"'
+    return f"give one process a batch of {rows * world}, the samples of all ranks"
 
 
 def compare_samples(one, ranks):
@@ -134,11 +137,31 @@ def compare_samples(one, ranks):
                     why = "unpaired"
                     text += f": each rank draws its own ({about.sampler}), so nothing after it can "
                     text += "be compared"
+                elif are_shares(batch.key, one, ranks):
+                    why = "unpaired"
+                    text += ", but elsewhere in the pass: the ranks share all samples, in another "
+                    text += "order or in other batches, so nothing after it can be compared"
                 more = {"section": SHARE["section"]} if why else dict(SHARE)
                 if about and about.has_share and not why:
                     more["remedy"] = "the same dataset, split and order on all ranks"
                 found.append(Finding("look", "samples", step, text, line, advice=why, **more))
     return found, uneven, trains
+
+
+def are_shares(key, one, ranks):
+    """Whether the ranks' samples of a pass are parts of the same whole as one process's: none is on
+    two ranks, but for those that a sampler repeats; where the pass has ended, none is left out."""
+    everyone = [repr(index) for notes in ranks for index in indices_of(key, notes)]
+    mine = [repr(index) for index in indices_of(key, one)]
+    ends = [any(note.key == key for _, note in notes[PassEnd]) for notes in (one, *ranks)]
+    repeated = len(everyone) - len(set(everyone))
+    left_out = len(set(mine) - set(everyone)) if all(ends) else 0
+    return repeated < len(ranks) and left_out < len(ranks)
+
+
+def indices_of(key, notes):
+    """Of all samples of a pass."""
+    return [i for _, batch in notes[Batch] if batch.key == key for i in batch.indices or []]
 
 
 def compare_lengths(one, ranks, trains):

@@ -56,19 +56,21 @@ def control_batch_norm(run):
             run.thread.sync = False
 
     @wrap(F, "batch_norm")
-    def batch_norm(original, input, mean, var, weight=None, bias=None, training=False, *more, **kw):
-        words = weight, bias, training
-        if run.thread.sync or run.thread.quiet or not training:  # or already within a share
-            return original(input, mean, var, *words, *more, **kw)
+    def batch_norm(original, input, *args, **kwargs):
+        given = inspect.signature(original).bind(input, *args, **kwargs).arguments
+        is_training = given.get("training", False)
+        if run.thread.sync or run.thread.quiet or not is_training:  # or already within a share
+            return original(**given)
         rows, batch = len(input), run.loader_rows or run.model_rows
         if not run.is_single or rows % run.world or rows == run.world or (batch and rows % batch):
-            return original(input, mean, var, *words, *more, **kw)
+            return original(**given)
 
         def normalize(rank, share):
-            averages = mean, var
-            if rank and mean is not None:
-                averages = mean.clone(), var.clone()
-            return original(share, *averages, *words, *more, **kw)
+            averages = {}
+            if rank:  # only rank 0's stay
+                names = "running_mean", "running_var"
+                averages = {name: given[name].clone() for name in names if given[name] is not None}
+            return original(**given | averages | {"input": share})
 
         return run.by_share(input, normalize)
 
@@ -139,7 +141,7 @@ def control_precision(run):
     is_off(torch.amp.GradScaler)
 
     @wrap(torch, "set_float32_matmul_precision")
-    def precision(original, *args):
+    def precision(original, *args, **kwargs):
         pass
 
     @wrap(torch.distributed, "init_process_group")

@@ -110,12 +110,14 @@ def state_of(generator):
     return checksum(states)
 
 
-def note_draw(run, what, generator, state):
-    """What the script's own generator would have drawn here is told by its state."""
+def note_draw(run, what, generator, state, size=0):
+    """What the script's own generator would have drawn here is told by its state. `size`: of how
+    many it draws an order."""
     if not run.is_single:
         line = place()[0]
         number = run.nth("draw of", run.steps, what, line, generator)
-        kind, about = "split" if what == ORDER else "draw", {"seeded": run.seeded.get(generator)}
+        about = {"seeded": run.seeded.get(generator), "size": size}
+        kind = "split" if what == ORDER else "draw"
         run.note(Seen(kind, line, generator, number, {what: state}, about=about))
 
 
@@ -145,7 +147,7 @@ def permutation(run, name, n, generator, state):
         note_apart(run, name, (n,))
         return shuffled(run.rank, n)
     if not run.steps and run.model is None:
-        note_draw(run, ORDER, generator, state)
+        note_draw(run, ORDER, generator, state, n)
         run.last_order = place()[0]
     if n % run.world or run.world > share:
         return shuffled(0, n)
