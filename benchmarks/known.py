@@ -195,9 +195,9 @@ def place(finding):
 
 def checked_by():
     """The commit that last changed ddp_check; with "+" if its files are edited since."""
-    git = ["git", "-C", DDP_CHECK]
-    words = [[*git, "log", "-1", "--format=%h", "."], [*git, "status", "--porcelain", "."]]
-    texts = [subprocess.run(each, capture_output=True, text=True).stdout for each in words]
+    words = ["git", "log", "-1", "--format=%h", "."], ["git", "status", "--porcelain", "."]
+    kwargs = {"cwd": DDP_CHECK, "capture_output": True, "text": True}
+    texts = [subprocess.run(each, **kwargs).stdout for each in words]
     return texts[0].strip() + "+" * bool(texts[1])
 
 
