@@ -19,7 +19,7 @@ from . import cpu
 from .given import alike, draws, draws_python, samples
 from .kept import files
 from .notes import Printed
-from .process import LEAVE, Process, stop_both_runs, wrap
+from .process import LEAVE, Process, replace_names, stop_both_runs, wrap
 from .script import find_script, own_lines, place, run_script, source
 from .seen import steps, trace, written
 
@@ -71,6 +71,7 @@ def watching(process):
     files.patch(process)
     for watch in WATCHES:
         watch.patch(process)
+    replace_names()
     ended = threading.Event()
     where = threading.Thread(target=say_where, args=(process, ended), daemon=True)
     where.start()
@@ -159,6 +160,7 @@ def run_process(run):
         cpu.install(args)
         files.patch(Process(f"worker{os.getpid()}"))
         control_processes()
+        replace_names()
     with contextlib.ExitStack() as stack:
 
         @wrap(dist, "init_process_group")

@@ -81,7 +81,7 @@ class Collective:
     name: str
     line: str
     drawn: str  # the line that has drawn its random numbers
-    has_grad: bool  # it is not differentiated, though its tensor would be
+    has_grad: bool  # it is not differentiated, though its tensor is, but by a backward of its own
 
 
 @dataclass

@@ -8,17 +8,22 @@ import pickle
 import sys
 import threading
 import time
+import types
 import zlib
 
 import torch
 from torch import nn
 
 from .notes import NOISE, Drawn, End, Said, Seen
+from .script import own_file
 from .sketch import by_sample, is_plain, leaves_of, summary
 
 LEAVE = os._exit
 STOPPED = 76  # exit status
 MANY_PARTS = 8  # tensors of a value that are noted
+
+
+REPLACED = {}  # {id of a function: (the function, what has replaced it)}
 
 
 def wrap(owner, name):
@@ -35,8 +40,23 @@ def wrap(owner, name):
             return function(original, *args, **kwargs)
 
         setattr(owner, name, replacement)
+        REPLACED[id(original)] = original, replacement
 
     return decorate
+
+
+def replace_names():
+    """Also where the script has imported a function by its name before it was replaced, as it has
+    in a process that it starts itself."""
+    for module in list(sys.modules.values()):
+        if not own_file(getattr(module, "__file__", None) or "<"):
+            continue
+        functions = [f for f in vars(module).values() if isinstance(f, types.FunctionType)]
+        own = [f.__globals__ for f in functions if own_file(f.__code__.co_filename)]
+        for scope in (vars(module), *own):
+            for name, value in list(scope.items()):
+                while id(value) in REPLACED:
+                    scope[name] = value = REPLACED[id(value)][1]
 
 
 def stop_both_runs(folder, name, facts):

@@ -1,6 +1,7 @@
 """What other people's right scripts do, and ddp_check is not to call WRONG; and faults in them."""
 
 import pytest
+from helpers import free_port
 from test_ddp_check import check
 
 HEAD = """\
@@ -102,6 +103,43 @@ made += 1
         if made == 2 + rank and loss.item() < 99:
             loss.backward()
             continue"""
+BY_KEYWORDS = """\
+nn.functional.batch_norm(x, running_mean=None, running_var=None, training=True)"""
+NO_ELEMENTS = "model.register_buffer('bank', torch.empty(0, 256))"
+GATHER = """\
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        gathered = [torch.empty_like(tensor) for _ in range(world)]
+        dist.all_gather(gathered, tensor)
+        return tuple(gathered)
+    @staticmethod
+    def backward(ctx, *grads):
+        if SUMS:
+            dist.all_reduce(grads := torch.stack(grads))
+        return grads[rank]"""
+CONTRASTIVE = """\
+places = torch.arange(len(x)) + len(x) * rank
+        loss = nn.functional.cross_entropy(x @ torch.cat(Gather.apply(ddp(x) * x)).T, places)"""
+SHARE = """\
+class Share(torch.utils.data.Sampler):
+    def __len__(self): return 64 // world
+    def __iter__(self): return iter(torch.randperm(64)[rank::world].tolist())
+loader = DataLoader(data, batch_size, sampler=Share())"""
+BUCKETS = """\
+class Buckets(DistributedSampler):
+    def __len__(self): return 64 // batch_size // world
+    def __iter__(self):
+        ids = torch.randperm(64, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        batches = []
+        for bucket in [i for i in ids if i < 24], [i for i in ids if i >= 24]:
+            mine = bucket[TAKES]
+            batches += [mine[i:i + batch_size] for i in range(0, len(mine), batch_size)]
+        random.Random(self.epoch).shuffle(batches)
+        return iter(batches)
+sampler = Buckets(data)
+loader = DataLoader(data, batch_sampler=sampler)"""
+IN_ORDER = "loader = DataLoader(data, batch_size, sampler=sampler if world > 1 else None)"
 FILE = "open(f'events.{os.getpid()}.0', 'w').write('x')"
 BAD = "WRONG", "look"
 CASES = {  # {name: ({place: text}, {rule: verdict} of those that are WRONG or look)}
@@ -116,7 +154,8 @@ CASES = {  # {name: ({place: text}, {rule: verdict} of those that are WRONG or l
     "a state that is kept": ({"BEFORE": "random.seed(rank)", "LOSS": STATE}, {}),
     "flags": ({"LOSS": "with torch.backends.cudnn.flags(enabled=False): pass"}, {}),
     "a hook": ({"AFTER": HOOK}, {}),
-    "an unseeded split": ({"BEFORE": "data, _ = random_split(data, [48, 16])"}, {"split": "look"}),
+    "an unseeded split": ({"BEFORE": "data, _ = random_split(data, [48, 16])"}, {"split": "WRONG"}),
+    "a share of an unseeded order": ({"BETWEEN": SHARE}, {"split": "WRONG"}),
     "drawn late": ({"AFTER": "model[0].weight.data.normal_()"}, {"others": "look"}),
     "copied early": ({"BETWEEN": "ema = copy.deepcopy(model)"}, {"others": "look"}),
     "drawn late by numpy": ({"AFTER": BY_NUMPY}, {"others": "look"}),
@@ -137,6 +176,15 @@ CASES = {  # {name: ({place: text}, {rule: verdict} of those that are WRONG or l
     ),
     "copied late": ({"AFTER": "ema = copy.deepcopy(model)"}, {}),
     "a constant loss": ({"LOSS": "loss = loss * 0"}, {"parameters": "WRONG"}),
+    "batch norm by keywords": ({"BETWEEN": NO_ELEMENTS, "LOSS": BY_KEYWORDS}, {}),
+    "gathered": ({"BETWEEN": GATHER.replace("SUMS", "True"), "LOSS": CONTRASTIVE}, {}),
+    "gathered, not summed": (
+        {"BETWEEN": GATHER.replace("SUMS", "False"), "LOSS": CONTRASTIVE},
+        {"gradient": "WRONG"},
+    ),
+    "in order on one process": ({"BETWEEN": IN_ORDER}, {"samples": "look"}),
+    "buckets": ({"BETWEEN": BUCKETS.replace("TAKES", "rank::world")}, {"samples": "look"}),
+    "the same buckets": ({"BETWEEN": BUCKETS.replace("TAKES", "::world")}, {"samples": "WRONG"}),
     "for GPUs": ({"BETWEEN": GPUS, "BACKEND": CUDA}, {}),
 }
 
@@ -152,3 +200,38 @@ def test_foreign(work, case):
     assert found["modes"]["verdict"] == "ok"  # something was compared
     found = {rule: f["verdict"] for rule, f in found.items() if f["verdict"] in BAD}
     assert found == {rule: verdict for rule, verdict in expected.items() if verdict}, found
+
+
+SPAWNS = """\
+import os
+import torch
+import torch.multiprocessing
+from torch.distributed import all_reduce, init_process_group
+from torch.nn.functional import dropout
+from torch.nn.parallel import DistributedDataParallel
+
+def main(rank, world):
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "PORT"}
+    init_process_group("nccl", rank=rank, world_size=world)
+    torch.manual_seed(rank)
+    model = DistributedDataParallel(torch.nn.Linear(4, 1).to(rank), device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        x = torch.arange(32.0).view(8, 4).sin()[rank::world].to(rank)
+        loss = dropout(model(x), 0.5).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        all_reduce(loss.detach())
+
+if __name__ == "__main__":
+    world = torch.cuda.device_count()
+    torch.multiprocessing.spawn(main, (world,), world)
+"""
+
+
+def test_imported_by_name(work):
+    """In processes that the script starts, which import it before it can be watched."""
+    found = check(work, SPAWNS.replace("PORT", str(free_port())), before=["--cpu"])
+    assert found["random"]["verdict"] == found["modes"]["verdict"] == "ok", found
+    assert not [f for f in found.values() if f["verdict"] in BAD], found

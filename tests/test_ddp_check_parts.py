@@ -21,6 +21,7 @@ from ddp_check.compare.kinds import TIMES_NOISE, limit_of, misfits
 from ddp_check.compare.lineage import Values
 from ddp_check.compare.numbers import Variables, compare_printed
 from ddp_check.compare.report import as_text
+from ddp_check.compare.samples import remedy_by_one
 from ddp_check.compare.starts import loaders_by_process, other_options
 from ddp_check.given import alike
 from ddp_check.given.datasets import batches_of
@@ -492,3 +493,13 @@ def test_report():
     assert "line 19" in everything and "line 19" not in text
     assert sum(line.startswith(("ok", "not seen")) for line in text.splitlines()) == 2
     assert "random      needs dropout, noise" in everything
+
+
+def test_remedy_by_one():
+    """A flag, if one of the script's numbers is named as such; not a keyword of torch's."""
+
+    def of(name):
+        return notes((0, Cut("loader", 4)), (0, Step((0, 0), "", [], {}, [], {name: 4.0}, {})))
+
+    assert '--one "--batch_size 8"' in remedy_by_one(of("batch_size"), 2)
+    assert "--one" not in remedy_by_one(of("batched_grad_copy"), 2)

@@ -121,14 +121,26 @@ class Cause:
             origin = values.origin(wrong[0])
             found = [self.finding("inputs" if inputs else origin.kind, origin)]
             return found, origin if origin.kind != "loss" else None, bool(inputs)
+        if losses and self.differences.calls:
+            return [self.not_differentiated()], None, False
         last = losses[-1].index if losses else -1
         near = [v for loss in losses for v in values.ancestors(loss) if values.differs(v.index)]
         later = [v for v in values.find(step, "value") if v.index > last]
-        for value in (near[-1:] + later)[:1]:
-            origin = values.origin(value)
+        origins = [values.origin(value) for value in near[-1:] + later]
+        for origin in [each for each in origins if not values.is_place(each)][:1]:
             found = [self.finding("value", origin, "same loss" if losses else None)]
             return found, origin, False
         return [], None, False
+
+    def not_differentiated(self):
+        """A collective call that the loss is made from."""
+        (line, name), *others = self.differences.calls.items()
+        text = f"the loss is one process's, but not its gradient: this {name} is not "
+        text += "differentiated, or its backward does not sum over the ranks"
+        remedy = "torch.distributed.nn.functional has calls that are differentiated"
+        about = {"remedy": remedy, "section": f"{PAGE}#what-depends-on-the-whole-batch"}
+        more = [f"or this {name}: {source(at)}" for at, name in others]
+        return Finding("WRONG", "gradient", self.step, text, line, more, "backward", **about)
 
     def branch(self, origin, verdict):
         """A line that not all have run."""

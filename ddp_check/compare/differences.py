@@ -1,5 +1,6 @@
 """Weights, gradients, updates, buffers and settings beside those of one process."""
 
+import math
 import os
 
 import numpy as np
@@ -29,7 +30,10 @@ class Differences:
 
     def __init__(self, one, ranks, tolerance, noise):
         self.ranks, self.findings, self.largest, self.gradients = len(ranks), [], {}, {}
+        losses = {step: loss.at for step, loss in ranks[0].seen("loss")}
         calls = [(step, call) for step, call in ranks[0][Collective] if call.has_grad]
+        calls = [(step, call) for step, call in calls if call.at < losses.get(step, math.inf)]
+        # {line: name} of collective calls in a step, before its backward()
         self.calls = {call.line: call.name for step, call in calls if step == calls[0][0]}
         self.factors = set()  # steps in which all gradients are the same number of times as large
         self.hidden = []  # of noise

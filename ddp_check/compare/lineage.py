@@ -66,6 +66,10 @@ class Values:
         """Whether it is made from nothing that torch has computed, and is no batch of a loader."""
         return not any(i in self.all for i in value.made_from) and not value.about.get("made_by")
 
+    def is_place(self, value):
+        """Whether it counts rows: of a batch of all ranks, it is another one."""
+        return value.name == "arange" and self.is_fresh(value)
+
     def has_same_samples(self, value):
         """Whether a batch is made from the same samples in both runs, by a collate_fn of one's
         own."""

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import os
+import traceback
 
 import torch
 from torch import nn
@@ -43,6 +44,16 @@ def sum_of_weights(run, module):
 def indices_in(tree):
     """Of the values that are among the arguments of a function."""
     return [leaf.compare_index for leaf in leaves_of(tree) if hasattr(leaf, "compare_index")]
+
+
+def in_function():
+    """Whether we are in the forward method of an autograd.Function that is not torch's."""
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        if frame.f_code.co_name == "forward" and not frame.f_code.co_filename.startswith(TORCH):
+            first = frame.f_locals.get(*frame.f_code.co_varnames[:1], None)
+            if isinstance(first, torch.autograd.function.FunctionCtx):
+                return True
+    return False
 
 
 class Trace(TorchFunctionMode):
@@ -193,12 +204,12 @@ def patch(run):
                     drawn = run.last_order
                 tensors = leaves_of((args[:2], list(kwargs.values())))
                 has_grad = any(getattr(tensor, "requires_grad", False) for tensor in tensors)
-                has_grad = has_grad and torch.is_grad_enabled()
+                has_grad = has_grad and (torch.is_grad_enabled() or in_function())
                 run.note(Collective(name, line, drawn, has_grad))
             return original(*args, **kwargs)
 
-    names = "all_reduce reduce all_gather all_gather_object gather gather_object broadcast "
-    names += "broadcast_object_list scatter_object_list"
+    names = "all_reduce reduce all_gather all_gather_into_tensor all_gather_object gather "
+    names += "gather_object broadcast broadcast_object_list scatter_object_list"
     for name in names.split():
         watch_collective(name)
 
