@@ -139,7 +139,8 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
     to_explain = steps_to_explain(differences, settings, until)
     causes, wrong, lost = find_causes(values, differences, variables, sorted(first), samples, lost)
     found, looks = found + causes, [cause for cause in causes if cause.step < wrong]
-    for kind in ("parameters", "gradient", "weight", "update", "buffer"):
+    firsts = []
+    for kind in ("parameters", "weight", "gradient", "update", "buffer"):
         of_kind = differences.of(kind)
         clear = [f for f in of_kind if wrong <= f.step < lost]
         if (clear or of_kind)[:1] and (clear or of_kind)[0].step < lost:
@@ -147,15 +148,15 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
             finding.text += f" (in {len({f.step for f in of_kind})} steps)"
             if finding.step < wrong and looks:
                 finding.verdict = "look"
-            known = [f for f in found if f.verdict == finding.verdict and f.step <= finding.step]
-            if kind == "gradient" and known:
-                known[0].more += [
-                    f"so step {finding.step + 1}: gradient: {finding.text}",
-                    *finding.more,
-                ]
-                known[0].off = finding.off
-            elif kind != "update" or not settings:  # which explain it
-                found.append(finding)
+            firsts.append(finding)
+    for finding in sorted(firsts, key=lambda finding: finding.step):
+        known = [cause for cause in found if follows(finding, cause)]
+        if known:
+            known[0].more += [f"so step {finding.step + 1}: {finding.what}: {finding.text}"]
+            known[0].more += finding.more
+            known[0].off = max(known[0].off, finding.off)
+        elif finding.what != "update" or not settings:  # which explain it
+            found.append(finding)
     if settings:
         found = [finding for finding in found if finding.what != "numbers"]
     for finding in settings[:1]:
@@ -167,6 +168,14 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
     printed = [finding for finding in printed if finding.step < lost][:2]
     last = max([*to_explain, *[finding.step for finding in printed]], default=-1)
     return found + printed, differences.largest, int(last) + 1
+
+
+def follows(finding, cause):
+    """Whether tensors of a step differ because of what was found before. Before the first step,
+    weights do by themselves."""
+    if cause.verdict != finding.verdict or finding.what == "parameters":
+        return False
+    return cause.step < finding.step + (finding.what != "weight")
 
 
 def steps_to_explain(differences, settings, until):

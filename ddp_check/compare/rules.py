@@ -100,7 +100,7 @@ class Parameters(Rule):
                 )
                 found = self.wrong(step, seen.line, text + "what is trained?")
                 return [replace(found[0], remedy="")]
-        return []
+        return [] if all(theirs) else None
 
 
 def own_draws(ranks, chooses=False):
@@ -127,7 +127,7 @@ class OtherWeights(Rule):
         seen = False
         for step, note, others in paired("other", one, ranks):
             values = [other.values for other in others.values()]
-            seen = seen or bool(note.values)
+            seen = seen or bool(note.values and values)
             for rank, of_rank in enumerate(values):
                 for part, off, _ in misfits("other", note.values, [of_rank], 3e-4)[:1]:
                     text = f"{part} on rank {rank} differs from one process's by {off:.0e}"
@@ -204,7 +204,8 @@ class Modes(Rule):
     remedy = "call train() and eval() on all ranks alike", "#decisions"
 
     def find(self, one, ranks):
-        for step, seen, others in paired("mode", one, ranks):
+        pairs = list(paired("mode", one, ranks))
+        for step, seen, others in pairs:
             for rank, other in others.items():
                 modes = other.values
                 found = misfits("mode", seen.values, [modes], 0)
@@ -213,7 +214,7 @@ class Modes(Rule):
                     where = "one process" if modes[name] else f"rank {rank}"
                     text = f"{name} (of {len(found)}) is in evaluation mode on {where} alone"
                     return self.wrong(step, seen.line, text)
-        return []
+        return [] if any(others for _, _, others in pairs) else None
 
 
 class Files(Rule):

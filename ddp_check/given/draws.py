@@ -112,7 +112,7 @@ def state_of(generator):
 
 def note_draw(run, what, generator, state, size=0):
     """What the script's own generator would have drawn here is told by its state. `size`: of how
-    many it draws an order."""
+    many samples it draws an order."""
     if not run.is_single:
         line = place()[0]
         number = run.nth("draw of", run.steps, what, line, generator)
@@ -135,6 +135,14 @@ def of_own_generator(run, name, values):
     return run.share_of(run.given[key], shape)
 
 
+def is_of_samples(name):
+    """Whether an order is surely one of samples: of a list in place, of random_split, of a
+    sampler. Another may be of a few that are only looked at."""
+    frames = traceback.walk_stack(inspect.currentframe())
+    callers = {frame.f_code.co_name for frame, _ in frames}
+    return "shuffle" in name or not callers.isdisjoint({"random_split", "__iter__"})
+
+
 def permutation(run, name, n, generator, state):
     """If it may be one of the batch: within each share, as N processes do."""
     key, (total,), _ = pair(run, name, (n,), state)
@@ -147,7 +155,7 @@ def permutation(run, name, n, generator, state):
         note_apart(run, name, (n,))
         return shuffled(run.rank, n)
     if not run.steps and run.model is None:
-        note_draw(run, ORDER, generator, state, n)
+        note_draw(run, ORDER, generator, state, n if is_of_samples(name) else 0)
         run.last_order = place()[0]
     if n % run.world or run.world > share:
         return shuffled(0, n)
