@@ -121,7 +121,8 @@ class Cause:
             origin = values.origin(wrong[0])
             found = [self.finding("inputs" if inputs else origin.kind, origin)]
             return found, origin if origin.kind != "loss" else None, bool(inputs)
-        if losses and self.differences.calls:
+        is_scaled = step in self.differences.factors - self.differences.less
+        if losses and self.differences.calls and not self.unlike and not is_scaled:
             return [self.not_differentiated()], None, False
         last = losses[-1].index if losses else -1
         near = [v for loss in losses for v in values.ancestors(loss) if values.differs(v.index)]

@@ -36,6 +36,7 @@ class Differences:
         # {line: name} of collective calls in a step, before its backward()
         self.calls = {call.line: call.name for step, call in calls if step == calls[0][0]}
         self.factors = set()  # steps in which all gradients are the same number of times as large
+        self.less = set()  # and those in which it is 1 / N
         self.hidden = []  # of noise
         for kind in TENSORS:
             self.hide(kind, noise)
@@ -89,6 +90,7 @@ class Differences:
                 meant, is_less = self.explain(step, seen.values, values)
                 text += meant
                 if is_less:
+                    self.less.add(step)
                     calls = self.calls.items()
                     more = [
                         f"this {name} is not differentiated: {source(at)}" for at, name in calls

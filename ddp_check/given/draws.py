@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..notes import Seen
 from ..process import wrap
-from ..script import place
+from ..script import is_running, place
 from ..sketch import is_plain
 
 MODEL, DATASET, LOOP = "the model", "the dataset", "the loop"  # which draws for its share
@@ -135,14 +135,6 @@ def of_own_generator(run, name, values):
     return run.share_of(run.given[key], shape)
 
 
-def is_of_samples(name):
-    """Whether an order is surely one of samples: of a list in place, of random_split, of a
-    sampler. Another may be of a few that are only looked at."""
-    frames = traceback.walk_stack(inspect.currentframe())
-    callers = {frame.f_code.co_name for frame, _ in frames}
-    return "shuffle" in name or not callers.isdisjoint({"random_split", "__iter__"})
-
-
 def permutation(run, name, n, generator, state):
     """If it may be one of the batch: within each share, as N processes do."""
     key, (total,), _ = pair(run, name, (n,), state)
@@ -155,7 +147,9 @@ def permutation(run, name, n, generator, state):
         note_apart(run, name, (n,))
         return shuffled(run.rank, n)
     if not run.steps and run.model is None:
-        note_draw(run, ORDER, generator, state, n if is_of_samples(name) else 0)
+        # Another order may be one of a few samples that are only looked at.
+        is_of_samples = "shuffle" in name or is_running("random_split", "__iter__")
+        note_draw(run, ORDER, generator, state, n if is_of_samples else 0)
         run.last_order = place()[0]
     if n % run.world or run.world > share:
         return shuffled(0, n)
