@@ -9,7 +9,8 @@ known/ has a file for each script: repository, commit, edits (tokens that are re
 and what each WRONG was found to be. Run as a program in the clone, the same file makes the data.
 known.csv has a row for each WRONG, or one if there is none. It says whether it is true, and how
 that was confirmed; false ones stay. mended.csv has faults of data parallelism that their authors
-have mended: what is said of the commit before, and of the mended one.
+have mended: what is said of the commit before, and of the mended one. The last column of both is
+the commit of ddp_check.
 
 Exit status 1 if something else is said than known.csv and mended.csv have, else 0.
 """
@@ -32,7 +33,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 DDP_CHECK = HERE.parent / "ddp_check"
 KNOWN = "name repository commit script edits command said line verdict why confirmed look seconds"
-MENDED = "name repository before after fault found said_before said_after remark seconds"
+KNOWN += " ddp_check"  # the commit that last changed it
+MENDED = "name repository before after fault found said_before said_after remark seconds ddp_check"
 TABLES = {"known": HERE / "known.csv", "mended": HERE / "mended.csv"}
 LONGEST = 1500  # seconds of a run of ddp_check
 
@@ -191,6 +193,14 @@ def place(finding):
     return f"{finding['file']}:{finding['line']}" if finding["file"] else ""
 
 
+def checked_by():
+    """The commit that last changed ddp_check; with "+" if its files are edited since."""
+    words = ["git", "log", "-1", "--format=%h", "."], ["git", "status", "--porcelain", "."]
+    kwargs = {"cwd": DDP_CHECK, "capture_output": True, "text": True}
+    texts = [subprocess.run(each, **kwargs).stdout for each in words]
+    return texts[0].strip() + "+" * bool(texts[1])
+
+
 def one_line(text):
     return " ".join(text.split())
 
@@ -206,6 +216,7 @@ def known_rows(script, report):
         "command": one_line(script.command),
         "look": "; ".join(said(report, "look")),
         "seconds": report["wall"],
+        "ddp_check": checked_by(),
     }
     if report["error"]:
         reason = script.cannot or report["error"].splitlines()[0]
@@ -254,6 +265,7 @@ def mended_row(script, before, after):
         "found": found,
         "remark": one_line(script.remark),
         "seconds": before["wall"] + after["wall"],
+        "ddp_check": checked_by(),
     }
     for name, report in reports.items():
         text = "; ".join(f"WRONG {each}" for each in said(report, "WRONG"))

@@ -10,6 +10,13 @@ EDITS = [(f"{FOLDER}/train_llm.py", "torch.bfloat16", "torch.float32")]
 COMMAND = """--cpu --wait 400 --short 3 --steps 6 train_llm.py --dataset-name texts
     --model-name tiny_gpt2 --num-epochs 3 --batch-size 2 --seq-length 32 --log-freq 1
     --experiment-name {run} --save-dir out"""
+VERDICTS = {
+    "random train_llm.py:150": (
+        "true",
+        "one seed on all ranks, and so the same dropout",
+        "shows.py dino, for crops; no report found",
+    ),
+}
 
 
 def make_data():

@@ -6,6 +6,8 @@ import numpy as np
 
 REPOSITORY = "karpathy/llama2.c"
 COMMIT = "350e04f"
+REMARK = """the look at the batch size is false: passes in a step are divided by the ranks, so that
+    the batch is the same"""
 PACKAGES = ["sentencepiece", "requests", "tqdm"]
 COMMAND = """--cpu --steps 6 train.py --out_dir={run} --vocab_source=custom --vocab_size=512
     --dim=32 --n_layers=2 --n_heads=2 --n_kv_heads=2 --max_seq_len=32 --batch_size=4

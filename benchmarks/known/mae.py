@@ -13,9 +13,9 @@ EDITS = [
     ("models_mae.py", " embed_dim=768, depth=12", " embed_dim=36, depth=1"),
     ("models_mae.py", "embed_dim=512, decoder_depth=8", "embed_dim=32, decoder_depth=1"),
 ]
-COMMAND = """--cpu --wait 400 --short 3 --steps 6 main_pretrain.py --data_path data
-    --model mae_vit_base_patch16 --batch_size 4 --epochs 3 --warmup_epochs 1 --num_workers 0
-    --output_dir out-{run} --log_dir out-{run}"""
+COMMAND = """--cpu --wait 400 --short 3 --steps 6 --one "--batch_size 8" main_pretrain.py
+    --data_path data --model mae_vit_base_patch16 --batch_size 4 --epochs 3 --warmup_epochs 1
+    --num_workers 0 --output_dir out-{run} --log_dir out-{run}"""
 
 if __name__ == "__main__":
     image_folder("data", train=32)

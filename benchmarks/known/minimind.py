@@ -10,10 +10,10 @@ COMMIT = "d65ef2c"
 PATHS = ["trainer", "dataset", "model"]
 FOLDER = "trainer"
 PACKAGES = ["transformers", "datasets"]
-COMMAND = """--cpu --steps 6 --short 4 train_pretrain.py --data_path pre.jsonl --save_dir {run}
-    --batch_size 4 --accumulation_steps 2 --num_workers 0 --hidden_size 32 --num_hidden_layers 1
-    --max_seq_len 64 --log_interval 1 --save_interval 5 --epochs 2 --dtype bfloat16
-    --from_weight none"""
+COMMAND = """--cpu --steps 6 --short 4 --one "--batch_size 8" train_pretrain.py --data_path
+    pre.jsonl --save_dir {run} --batch_size 4 --accumulation_steps 2 --num_workers 0
+    --hidden_size 32 --num_hidden_layers 1 --max_seq_len 64 --log_interval 1 --save_interval 5
+    --epochs 2 --dtype bfloat16 --from_weight none"""
 
 WORDS = "我 喜欢 学习 语言 模型 今天 天气 很好 the cat sat on mat 北京 上海 苹果 电脑".split()
 

@@ -9,6 +9,14 @@ PATHS = minimind.PATHS
 FOLDER = "trainer"
 PACKAGES = minimind.PACKAGES
 COMMAND = minimind.COMMAND.replace("pretrain", "full_sft").replace("pre.jsonl", "sft.jsonl")
+VERDICTS = {
+    "random train_full_sft.py:27": (
+        "true",
+        "each epoch's seed, for the order, is one for all ranks, and undoes the seed by rank of "
+        "line 113: the same system prompts are drawn",
+        "read: setup_seed(42 + epoch) at line 160; shows.py dino",
+    ),
+}
 
 if __name__ == "__main__":
     rest = {"reasoning_content": "", "tools": "", "tool_calls": ""}

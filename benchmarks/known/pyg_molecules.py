@@ -4,6 +4,7 @@ from made import write
 
 REPOSITORY = "pyg-team/pytorch_geometric"
 COMMIT = "5c6461b23"
+REMARK = "each rank takes its share by a Subset of its own: steps are not compared"
 PATHS = ["examples/multi_gpu"]
 FOLDER = PATHS[0]
 PACKAGES = ["torch_geometric", "tensorboard", "tqdm"]

@@ -181,8 +181,8 @@ def tensors_of(frame):
 
 
 def variables_of(frame):
-    """The script's plain numbers, {name: number}, also those in objects and dictionaries; of
-    several of one name, the innermost. And the seeds of generators."""
+    """The script's plain numbers, {name: number}, also those in objects and in dictionaries, by
+    their names; of several of one name, the innermost. And the seeds of generators."""
     scopes, found = scopes_of(frame), {}
     for variables in list(scopes):
         for thing in list(variables.values()):
@@ -197,6 +197,7 @@ def variables_of(frame):
         for name, thing in list(variables.items()):
             if isinstance(thing, torch.Generator):
                 thing = thing.initial_seed()
-            if isinstance(thing, (int, float, np.floating, np.integer)) and not abs(thing) > 1e300:
+            is_number = isinstance(thing, (int, float, np.floating, np.integer))
+            if is_number and isinstance(name, str) and not abs(thing) > 1e300:
                 found.setdefault(name, float(thing))
     return found
