@@ -26,6 +26,7 @@ class Seen:
     index: int = 0  # of a value, in this process
     made_from: list = field(default_factory=list)  # indices of values
     about: dict = field(default_factory=dict)  # further facts, for causes and texts
+    library: str = ""  # the line of a framework that the script's line has called
 
 
 @dataclass
@@ -91,10 +92,21 @@ class Drawn:
 
 @dataclass
 class Cut:
-    """A batch size per process, of which each rank was given its part."""
+    """A batch size per process, of which each rank was given its part; or on one process, that of
+    a framework, which was given that of all ranks."""
 
     loader: str
     batch_size: int
+
+
+@dataclass
+class Unprepared:
+    """A call of a scheduler that Accelerate has not prepared, though it is for as many steps as its
+    loader had before it was."""
+
+    line: str
+    name: str  # of the number of steps
+    number: int
 
 
 @dataclass

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .notes import NOISE, Drawn, End, Said, Seen
+from .script import library_place
 from .sketch import is_plain, leaves_of, summary
 
 LEAVE = os._exit
@@ -79,6 +80,7 @@ class Process:
         self.model = None  # the outermost model that computes now
         self.draws, self.given, self.batches = {}, {}, {}  # of the run on one process
         self.batch_sizes = {}  # of its training loaders
+        self.loaders = {}  # {id of a dataset: names of the loaders that the script has made of it}
         self.by_layout = False  # whether something depends on which rank has which samples
         self.last_order = ""  # the line that has drawn an order of all before the first step
         self.drawn = {}  # {where a tensor is that was drawn in place: (generator's state, its sum)}
@@ -120,11 +122,16 @@ class Process:
             values = {part: summary(leaf) for part, leaf in enumerate(leaves)}
         number = self.nth("value", self.steps, kind, line, name)
         index, about = self.nth("values"), about | {"model": self.model}
-        self.note(Seen(kind, line, name, number, values, index, list(made_from), about))
+        made_from, library = list(made_from), library_place()
+        self.note(Seen(kind, line, name, number, values, index, made_from, about, library))
         for leaf in leaves:
             if is_plain(leaf) and not isinstance(leaf, nn.Parameter):
                 leaf.compare_index = index
         return index
+
+    def note_once(self, note):
+        if not self.nth("noted", repr(note)):
+            self.note(note)
 
     def say(self, text, kind="note"):
         if not self.nth("said", text):

@@ -8,6 +8,7 @@ from ..notes import Finding, Said, Step
 from ..script import branch_of, loops_around, source
 from .causes import find_causes
 from .differences import Differences, compare_settings
+from .frameworks import in_its_words
 from .kinds import HIDES, TENSORS, TIMES_NOISE, VALUES, noise_of
 from .lineage import Values
 from .numbers import Variables, compare_printed
@@ -70,6 +71,7 @@ def judge(one, ranks, tolerance, again=None, scaled=(), lines=None):
             found.append(Finding("not seen", rule.name, 0, f"needs {rule.needs}"))
         elif results or not any(f.what == rule.name for f in found):
             found += results or [Finding("ok", rule.name, 0, rule.right)]
+    in_its_words(found, ranks[0])
     found.sort(key=lambda finding: VERDICTS.index(finding.verdict))
     lost = min([f.step for f in found if f.advice in ("unpaired", "stream")], default=math.inf)
     if not lost:  # nor what the script keeps

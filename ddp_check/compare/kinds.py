@@ -42,6 +42,7 @@ KINDS = {
     "other": Kind("same sorted", 3, 0),
     "attribute": Kind("same mean sum sorted", 3, 0),
     "evaluation": Kind("alike", 3, 0),
+    "logged": Kind("alike", 3, 0),
     "split": Kind("alike", 0, 0),
     "born": Kind("alike", 0, 0),
     "draw": Kind("unlike", 0, 0),

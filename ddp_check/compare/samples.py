@@ -16,6 +16,9 @@ SHARE = {
 }
 
 
+EVEN = "BatchSamplerShard"  # Accelerate's: it repeats samples, so that all have whole batches
+
+
 def training_passes(one):
     """The keys of passes in which there are steps."""
     steps = {}
@@ -101,7 +104,7 @@ def remedy_by_one(rank, world, rows=0):
 
 def compare_samples(one, ranks):
     """What the training loaders give: ([Finding], {step: text of a padded batch})."""
-    trains, samplers = training_passes(one), {p.key: p for _, p in one[Pass]}
+    trains, samplers = training_passes(one), {p.key: p for _, p in ranks[0][Pass]}
     theirs = [{(b.key, b.number): b for _, b in notes[Batch]} for notes in ranks]
     sizes = [{p.key: p.size for _, p in notes[Pass]} for notes in (one, *ranks)]
     found, uneven = [], {}
@@ -118,7 +121,9 @@ def compare_samples(one, ranks):
         if batch.rows and total != batch.rows:
             text = f"batch {number} has {batch.rows} samples on one process, "
             text += f"{[other.rows for other in others]} on the ranks"
-            if batch.batches == number and total - batch.rows < len(ranks):
+            repeats = batch.key in samplers and samplers[batch.key].sampler == EVEN
+            is_padded = total - batch.rows < len(ranks) or repeats and total > batch.rows
+            if batch.batches == number and is_padded:
                 uneven[step] = f"{line}: the last {text}: not compared"
                 continue
             found.append(Finding("look", "samples", step, text, line, **SHARE))
@@ -322,16 +327,25 @@ class TestSamples(Rule):
                     f"{len(missing)} of {len(of_one[about.key])} samples of one process are on no "
                 )
                 return self.look(step, about.key[0], f"{text}rank")
+            if self.drops_repeated(ranks[0], about):
+                continue
             if about.has_share and None not in everyone and len(set(everyone)) < len(everyone):
                 text = f"{len(everyone)} samples on all ranks, of {len(set(everyone))}: "
                 text += f"{about.sampler} repeats some, which count twice"
                 return self.look(step, about.key[0], text)
         return [] if seen else None
 
-    def put_together(self, notes, about):
-        """The line of a collective call after this pass and before what comes next."""
+    def calls(self, notes, about):
+        """The collective calls after this pass begins and before what comes next."""
         later = [n.at for kind in (Batch, Step, Pass) for _, n in notes[kind] if n.key != about.key]
         end = min([at for at in later if at > about.at], default=math.inf)
-        calls = [call for _, call in notes[Collective] if about.at < call.at < end]
-        calls = [call for call in calls if "gather" in call.name]  # sums are divided by a sum
+        return [call for _, call in notes[Collective] if about.at < call.at < end]
+
+    def put_together(self, notes, about):
+        """The line of a call that puts the ranks' samples together; sums are divided by a sum."""
+        calls = [call for call in self.calls(notes, about) if "gather" in call.name]
         return calls[0].line if calls else None
+
+    def drops_repeated(self, notes, about):
+        """Accelerate knows what its loaders have repeated."""
+        return any(call.name == "gather_for_metrics" for call in self.calls(notes, about))
