@@ -117,7 +117,8 @@ class Printed:
 
 @dataclass
 class Said:
-    """Something for the user to know ("note"), or the "order" of a batch's samples over ranks."""
+    """Something for the user to know ("note"); the "order" of a batch's samples over ranks; a
+    "framework" that is used; the line and the name of a sampler that one has "replaced"."""
 
     kind: str
     text: str

@@ -69,6 +69,20 @@ class Schedules(Rule):
         return None
 
 
+class Samplers(Rule):
+    name = "sampler"
+    right = "Lightning takes the script's samplers as they are"
+    needs = "Lightning, and a sampler that it does not take"
+    remedy = "use_distributed_sampler=False, and a sampler that gives each rank a share", "#loader"
+
+    def find(self, one, ranks):
+        for step, note in ranks[0][Said]:
+            if note.kind == "replaced":
+                line, _, name = note.text.partition(" ")
+                return self.look(step, line, f"{name} is replaced by a DistributedSampler")
+        return None
+
+
 def in_its_words(findings, notes):
     """The remedies, for a script that uses a framework."""
     used = [note.text for _, note in notes[Said] if note.kind == "framework"]
@@ -80,6 +94,6 @@ def in_its_words(findings, notes):
             elif finding.remedy:
                 of_framework = REMEDIES.get(finding.what, {})
                 finding.remedy = of_framework.get(framework, finding.remedy)
-            if finding.what == "random" and framework == "transformers":
+            if (finding.verdict, finding.what, framework) == ("WRONG", "random", "transformers"):
                 finding.verdict = "look"
                 finding.text += ": the Trainer seeds all ranks alike"

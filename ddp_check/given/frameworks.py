@@ -6,7 +6,7 @@ import os
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from ..imports import when_imported
 from ..notes import Collective, File, Seen, Unprepared
@@ -161,17 +161,23 @@ def is_watched(module, name):
     return name in monitors or f"{name}_epoch" in monitors
 
 
-def see_samplers(run, module):
-    """Of the script's own, whether it is replaced."""
+def see_samplers(run, owner):
+    """Whether it takes a sampler for an order only, which does more."""
+    name = "_get_distributed_sampler"
+    decorate = staticmethod if isinstance(vars(owner)[name], staticmethod) else lambda f: f
 
-    @wrap(module._DataConnector, "_prepare_dataloader")
-    def prepare(original, self, dataloader, *args, **kwargs):
-        out = original(self, dataloader, *args, **kwargs)
-        samplers = [getattr(each, "sampler", None) for each in (dataloader, out)]
-        before, after = [type(sampler).__name__ for sampler in samplers]
-        if before not in (after, "RandomSampler", "SequentialSampler") and "Wrapper" not in after:
-            run.say(f"Lightning replaces your {before} by a {after}: {source(place()[0])}")
-        return out
+    @wrap(owner, name)
+    def make(original, dataloader, *args, **kwargs):
+        sampler, given = dataloader.sampler, original(dataloader, *args, **kwargs)
+        usual = type(sampler) in (RandomSampler, SequentialSampler)
+        chooses = isinstance(sampler, RandomSampler) and (
+            sampler.replacement or sampler.num_samples != len(dataloader.dataset)
+        )
+        if type(given) is DistributedSampler and (chooses or not usual):
+            run.say(f"{place()[0]} {type(sampler).__name__}", "replaced")
+        return given
+
+    setattr(owner, name, decorate(getattr(owner, name)))
 
 
 # ---- trackers
@@ -220,3 +226,4 @@ def patch(run):
         when_imported(f"{name}.core.module", lambda m: see_logs(run, m))
     for name in "lightning.fabric", "lightning_fabric":
         when_imported(f"{name}.connector", lambda m: control_devices(run, m, "_Connector"))
+        when_imported(f"{name}.fabric", lambda m: see_samplers(run, m.Fabric))
