@@ -65,7 +65,7 @@ class Schedules(Rule):
             text = f"{note.name} = {note.number}, by len() of a loader before prepare(), after "
             text += f"which each rank has 1/{len(ranks)} of its batches; only a prepared scheduler "
             text += f"makes {len(ranks)} steps at each call"
-            return self.wrong(step, note.line, text)
+            return self.look(step, note.line, text)
         return None
 
 
