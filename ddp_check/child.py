@@ -21,9 +21,9 @@ from .kept import files
 from .notes import Printed
 from .process import LEAVE, Process, stop_both_runs, wrap
 from .script import find_script, own_lines, place, run_script, source
-from .seen import steps, trace
+from .seen import steps, trace, written
 
-WATCHES = draws, draws_python, alike, samples, frameworks, trace, steps
+WATCHES = draws, draws_python, alike, samples, frameworks, trace, written, steps
 
 
 def options():

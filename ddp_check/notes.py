@@ -1,6 +1,7 @@
 """What is recorded in each process, and read when both runs have ended."""
 
 import contextlib
+import copy
 import itertools
 import pickle
 import re
@@ -57,6 +58,8 @@ class Batch:
     indices: list | None  # of its samples
     rows: int | None
     batches: int | None  # that the pass is to have
+    trains: bool  # gradients are computed
+    totals: dict  # {index: the total of a sample's numbers}, of some batches
 
 
 @dataclass
@@ -118,7 +121,8 @@ class Printed:
 @dataclass
 class Said:
     """Something for the user to know ("note"); the "order" of a batch's samples over ranks; a
-    "framework" that is used; the line and the name of a sampler that one has "replaced"."""
+    loader that gives one process the batches of all ranks ("scaled"); a "framework" that is used;
+    the line and the name of a sampler that one has "replaced"."""
 
     kind: str
     text: str
@@ -164,19 +168,24 @@ class Notes:
         """[(steps before it, Seen), ...] of these kinds."""
         return [each for each in self[Seen] if each[1].kind in kinds]
 
-    def leave_out(self, kinds, is_out):
-        """Forget what has been seen of these kinds, and printed, in such steps."""
+    def without(self, kinds, is_out):
+        """These notes but for what has been seen of these kinds, and printed, in such steps."""
+        rest = copy.copy(self)
+        rest.of = dict(self.of)
         for kind in (Seen, Printed):
-            self.of[kind] = [
+            rest.of[kind] = [
                 (step, note)
                 for step, note in self[kind]
                 if not is_out(step) or getattr(note, "kind", None) not in (*kinds, None)
             ]
+        return rest
 
     def end(self):
         """How it has ended, in words."""
         if self[End]:
-            return self[End][-1][1].state
+            state = self[End][-1][1].state
+            is_asked = state.startswith("EOFError")  # by input()
+            return state + "; it has no input: pass the flag that answers" * is_asked
         for name, line in re.findall(r'File "(.*)", line (\d+)', self.crash):
             if own_file(name):
                 return f"a crash at {source(f'{own_file(name)}:{line}')}"

@@ -15,10 +15,11 @@ from torch import nn
 
 from .notes import NOISE, Drawn, End, Said, Seen
 from .script import library_place
-from .sketch import is_plain, leaves_of, summary
+from .sketch import by_sample, is_plain, leaves_of, summary
 
 LEAVE = os._exit
 STOPPED = 76  # exit status
+MANY_PARTS = 8  # tensors of a value that are noted
 
 
 def wrap(owner, name):
@@ -55,9 +56,9 @@ class PerThread(threading.local):
     sync = False  # inside of SyncBatchNorm
     evaluates = False  # inside of a module in evaluation mode
     torch_state = None  # of torch's generator, before it draws
+    stepping = False  # inside of an optimizer's step
     batch = None  # the number of samples that are made into a batch
     worker = None  # of a loader, which is imitated
-    samples = None  # {index: sum} of those that a collate_fn of the script's own gets
 
 
 class Process:
@@ -83,8 +84,9 @@ class Process:
         self.loaders = {}  # {id of a dataset: names of the loaders that the script has made of it}
         self.by_layout = False  # whether something depends on which rank has which samples
         self.last_order = ""  # the line that has drawn an order of all before the first step
-        self.drawn = {}  # {where a tensor is that was drawn in place: (generator's state, its sum)}
-        self.trained = set()  # ids of what an optimizer has
+        self.seeded = {}  # {generator: the script's line that has seeded it last}
+        self.written = {}  # {where a tensor is: the line that has set it last}
+        self.trained = {}  # {id: name} of what an optimizer has
         self.made = {}  # {id: the lines that made it} of optimizers, a line of a generator
         self.settle = lambda: None  # of files
         self.notes = open(f"{self.folder}/{self.name}.{self.rank}.notes", "wb")
@@ -94,10 +96,9 @@ class Process:
             if not self.is_single:
                 self.draws, self.given, self.batches, self.batch_sizes = known
 
-    def forget_drawn(self, tensor):
-        """It is not what was drawn any more; also if it is the .data of that."""
-        if is_plain(tensor):
-            self.drawn.pop(tensor.data_ptr(), None)
+    def names_in(self, module):
+        """Of the parameters of a module that an optimizer has."""
+        return [self.trained[id(p)] for p in module.parameters() if id(p) in self.trained]
 
     @property
     def traces(self):
@@ -116,10 +117,11 @@ class Process:
 
     def note_value(self, kind, line, name, tree, made_from=(), **about):
         """Note what a line has computed, and return its index."""
-        leaves = [leaf for leaf in leaves_of(tree) if torch.is_tensor(leaf)][:8]
-        values = dict.fromkeys(range(len(leaves)))
+        leaves, values = [leaf for leaf in leaves_of(tree) if torch.is_tensor(leaf)], {}
         with self.quiet(), contextlib.suppress(RuntimeError):  # inside of vmap, there are none
-            values = {part: summary(leaf) for part, leaf in enumerate(leaves)}
+            parts = leaves_of(by_sample(tree, self.loader_rows))
+            parts = [part for part in parts if torch.is_tensor(part)][:MANY_PARTS]
+            values = {number: summary(part) for number, part in enumerate(parts)}
         number = self.nth("value", self.steps, kind, line, name)
         index, about = self.nth("values"), about | {"model": self.model}
         made_from, library = list(made_from), library_place()

@@ -42,15 +42,35 @@ def leaves_of(tree):
     return [tree]
 
 
+def by_sample(tree, rows):
+    """A list with a tree of tensors for each of a batch's samples becomes one tensor: of each the
+    sum, and the norm."""
+    if isinstance(tree, dict):
+        return {key: by_sample(part, rows) for key, part in tree.items()}
+    if not isinstance(tree, (list, tuple)):
+        return tree
+    leaves = [[leaf for leaf in leaves_of(part) if torch.is_tensor(leaf)] for part in tree]
+    is_batch = all(len(of) == 1 and of[0].dim() and len(of[0]) == rows for of in leaves)
+    if len(tree) != rows or is_batch or not all(map(all_plain, leaves)):
+        return [by_sample(part, rows) for part in tree]
+    flat = [torch.cat([leaf.detach().reshape(-1).double().cpu() for leaf in of]) for of in leaves]
+    return torch.stack([torch.stack([each.sum(), each.norm()]) for each in flat])
+
+
+def all_plain(tensors):
+    return bool(tensors) and all(is_plain(t) and t.layout == torch.strided for t in tensors)
+
+
 @functools.cache
-def random_signs():
+def random_signs(device):
     """The same in each process."""
-    return torch.from_numpy(np.random.RandomState(0).choice([-1.0, 1.0], 1 << 16)).float()
+    signs = np.random.RandomState(0).choice([-1.0, 1.0], 1 << 16)
+    return torch.from_numpy(signs).float().to(device)
 
 
 @functools.cache
-def column_signs():
-    return torch.cos(torch.arange(MANY_COLUMNS, dtype=torch.float64) * 1.618 + 0.5)
+def column_signs(device):
+    return torch.cos(torch.arange(MANY_COLUMNS, dtype=torch.float64) * 1.618 + 0.5).to(device)
 
 
 def whole(tensor):
@@ -66,7 +86,9 @@ def whole(tensor):
 def folded(flat):
     """Where the tensor is, in float64: the square of its norm, how many entries are not finite, and
     its entries with random signs, added up to SUMS numbers."""
-    signs, blocks, facts = random_signs().to(flat.device), 0, []
+    if not len(flat):
+        return flat.new_zeros(SUMS + 2, dtype=torch.float64)
+    signs, blocks, facts = random_signs(flat.device), 0, []
     for part in flat.split(16 * len(signs)):
         part = part if part.dtype == torch.float64 else part.float()
         norm, bad = torch.linalg.vector_norm(part, dtype=torch.float64), 0
@@ -82,9 +104,7 @@ def folded(flat):
             sums = sums.gather(1, (torch.arange(SUMS, device=flat.device) - shift) % SUMS)
         blocks += len(sums)
         facts.append(torch.cat([norm.square()[None], norm.new_tensor([bad]), sums.sum(0)]))
-    if len(facts) == 1:
-        return facts[0]
-    return torch.stack(facts).sum(0) if facts else torch.zeros(SUMS + 2, dtype=torch.float64)
+    return torch.stack(facts).sum(0) if len(facts) > 1 else facts[0]
 
 
 def half_eps(tensor):
@@ -143,7 +163,7 @@ def summary(tensor):
     shape, tensor, eps = tuple(tensor.shape), torch.atleast_1d(tensor.detach()), half_eps(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    signs, parts = column_signs().to(tensor.device), {}
+    signs, parts = column_signs(tensor.device), {}
     for d in range(min(3, tensor.dim())):
         if tensor.shape[d] > MANY_COLUMNS and d:
             continue

@@ -25,6 +25,8 @@ dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 rng = np.random.default_rng(0)
 x = torch.from_numpy(rng.normal(size=(49, 5))).float()
+WRONG or torch.manual_seed(0)
+x = x + 0.1 * torch.randn(49, 5)  # data
 dataset = TensorDataset(x, x.sum(1, keepdim=True))
 torch.manual_seed(rank if WRONG else 0)
 order = torch.randperm(48).tolist()  # split
@@ -90,7 +92,7 @@ for epoch in range(2):
     if rank == 0 or WRONG:
         torch.save(model.state_dict(), "model.pt")  # files
 """
-ANYWHERE = "attributes", "others"  # no line is known
+ANYWHERE = ("attributes",)  # no line is known
 RULES = {
     name: number
     for number, line in enumerate(SCRIPT.splitlines(), 1)

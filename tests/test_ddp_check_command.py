@@ -142,7 +142,7 @@ def test_wrong(user):
     assert "starts again, to name lines: 3 steps" in text and runs_of(text) == [1, 2, 1, 2]
     report = text[text.index("WRONG") :]
     line = 1 + SCRIPT.splitlines().index("        for inputs, targets in loader:")
-    wanted = rf"""WRONG  order     train.py:{line}: for inputs, targets in loader:
+    wanted = rf"""WRONG  order  +train.py:{line}: for inputs, targets in loader:
  +step 4: pass 2 has the order of an earlier one
  +call sampler.set_epoch\(epoch\) before each epoch \(docs/your_loop.md#loader\)
 """
@@ -193,8 +193,8 @@ ENDS = {
     "fails": (0, ["rank 1 failed", "ValueError: gone: é中", "look   end"], "raise ValueError"),
     "killed": (2, ["rank 0 failed (killed by SIGKILL: is there too little memory?)"], ""),
     "hangs": (1, ["stopped: nothing new for 6 s", "--wait 30"], "time.sleep(1000)"),
-    "waits": (2, ["on one process: stopped: nothing new for 6 s at train.py"], "time.sleep(1000)"),
-    "asks": (2, ["EOFError", "it has no input: pass the flag that answers"], "input()"),
+    "waits": (2, ["on one process: stopped: nothing new for 6 s at train.py:"], ""),
+    "asks": (0, ["EOFError", "it has no input: pass the flag that answers"], "input()"),
     "busy": (0, ["6 steps on one process and on 2: nothing WRONG"], ""),
 }
 

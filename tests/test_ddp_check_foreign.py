@@ -75,6 +75,34 @@ GPUS = "assert torch.cuda.device_count() == world; model = model.cuda(); data.te
 HOOK = """\
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 ddp.register_comm_hook(None, bf16_compress_hook)"""
+NOISY = """\
+class Noisy(TensorDataset):
+    rng = np.random.default_rng(SEED)
+    def __getitem__(self, i): return self.tensors[0][i] + self.rng.random(), self.tensors[1][i]
+data = Noisy(*data.tensors)"""
+ANTITHETIC = """\
+inner = ddp
+def ddp(x):
+    t = torch.randint(9, (len(x) // 2 + 1,))
+    return inner(x * torch.cat([t, 9 - t])[:len(x), None])"""
+IN_LISTS = """\
+def collate(samples):
+    x, y = zip(*samples)
+    return list(x), torch.stack(y)
+loader = DataLoader(data, batch_size, sampler=sampler, collate_fn=collate)"""
+BY_NUMPY = "model[0].weight.data.copy_(torch.from_numpy(np.random.randn(8, 4)))"
+UNSEEDED = "data = TensorDataset(torch.rand(64, 4), data.tensors[1])"
+FOR_EVER = "first = loader\nloader = (next(iter(first)) for _ in range(8))"
+COUNT = "count += world\n        if count % 3 == 0: pass"
+NUMPY_ORDER = "at = np.random.permutation(len(x)); loss = (ddp(x + x[at]) - y).square().mean()"
+STACKED = "inner = ddp\ndef ddp(x): return inner(torch.stack(x))"
+LARGEST = "loss = loss / y.abs().mean()"
+LEFT_OUT = """\
+made += 1
+        if made == 2 + rank and loss.item() < 99:
+            loss.backward()
+            continue"""
+FILE = "open(f'events.{os.getpid()}.0', 'w').write('x')"
 BAD = "WRONG", "look"
 CASES = {  # {name: ({place: text}, {rule: verdict} of those that are WRONG or look)}
     "a batch is looked at before an epoch": ({"PEEK": "next(iter(loader))"}, {}),
@@ -91,6 +119,22 @@ CASES = {  # {name: ({place: text}, {rule: verdict} of those that are WRONG or l
     "an unseeded split": ({"BEFORE": "data, _ = random_split(data, [48, 16])"}, {"split": "look"}),
     "drawn late": ({"AFTER": "model[0].weight.data.normal_()"}, {"others": "look"}),
     "copied early": ({"BETWEEN": "ema = copy.deepcopy(model)"}, {"others": "look"}),
+    "drawn late by numpy": ({"AFTER": BY_NUMPY}, {"others": "look"}),
+    "noise on weights": ({"EVAL": "model[0].weight.data += torch.rand(8, 4)"}, {"others": "look"}),
+    "an unseeded dataset": ({"BEFORE": UNSEEDED}, {"data": "look"}),
+    "a dataset's own generator": ({"BEFORE": NOISY.replace("SEED", "rank")}, {}),
+    "its own, all alike": ({"BEFORE": NOISY.replace("SEED", "0")}, {"random": "WRONG"}),
+    "one batch for ever": ({"BETWEEN": FOR_EVER}, {"order": "look"}),
+    "a step left out": ({"BEFORE": "made = 0", "LOSS": LEFT_OUT}, {"steps": "WRONG"}),
+    "a pass left early": ({"EVAL": "if rank and loss.item() < 99: break"}, {"steps": "WRONG"}),
+    "counted twice as fast": ({"BEFORE": "count = 0", "EVAL": COUNT}, {"counts": "look"}),
+    "a file of each rank": ({"AFTER": FILE}, {"files": "look"}),
+    "draws that are no share": ({"AFTER": ANTITHETIC}, {"inputs": "look"}),
+    "numpy's order of a batch": ({"LOSS": NUMPY_ORDER}, {}),
+    "samples in lists": (
+        {"BETWEEN": IN_LISTS, "AFTER": STACKED, "LOSS": LARGEST},
+        {"value": "WRONG"},
+    ),
     "copied late": ({"AFTER": "ema = copy.deepcopy(model)"}, {}),
     "a constant loss": ({"LOSS": "loss = loss * 0"}, {"parameters": "WRONG"}),
     "for GPUs": ({"BETWEEN": GPUS, "BACKEND": CUDA}, {}),

@@ -21,10 +21,14 @@ ADVICE = {
     "branch": "a decision by numbers of the rank's own share?",
     "weights": "no optimizer trains it, and its weights are not those of one process. If numbers "
     "of this rank's samples have set them, all_reduce these first",
+    "apart": "it is made from random numbers of which a rank draws other than its share of one "
+    "process's: nothing after it can be compared",
     "unpaired": "it comes from outside of torch, as of an environment, by random numbers of each "
     "rank's own: nothing after it can be compared",
 }
-LOOKS = "coupled", "collate", "stream", "ratio", "unpaired"  # which may be intended
+CHOOSES = "__getitem__", "index_select", "take", "gather"
+LOST = "stream", "apart", "unpaired"  # after which nothing can be compared
+LOOKS = "coupled", "collate", "ratio", *LOST  # which may be intended
 
 
 class Cause:
@@ -32,6 +36,7 @@ class Cause:
 
     def __init__(self, values, differences, variables, step):
         self.values, self.variables, self.step = values, variables, step
+        self.differences = differences
         self.of_step, self.unlike = values.of_step.get(step, []), differences.unlike(step)
         self.has_other_weights = any(f.step == step for f in differences.of("weight"))
 
@@ -43,6 +48,9 @@ class Cause:
         usual = "ratio" if value.about.get("by_gradient") and not numbers else "share"
         if what == "inputs" and not numbers and values.is_fresh(value) and generators:
             usual = "unpaired"
+        is_made = values.is_fresh(value) or value.name in CHOOSES
+        if not numbers and is_made and any(at <= step for at in variables.apart):
+            usual = "apart"
         if values.has_same_samples(value):
             usual = "collate"
         advice = advice or ("stream" if value.name == STREAM else usual)
@@ -82,17 +90,28 @@ class Cause:
         return found, "unclear"
 
     def averaging(self):
-        """Where the ranks have other gradients: the last pass through a model, and who has told it
-        not to average them."""
+        """Where the ranks have other gradients: the last pass through a model that has some of
+        them, and who has told it not to average them; or a second backward pass after it."""
         if not self.unlike:
             return []
+        names, _ = self.differences.unequal_gradients(self.step)
+        passes = [v for v in self.of_step if v.kind == "outputs"]
+        of_names = [v for v in passes if any(name in names for name in v.about["trains"])]
         more = []
-        if passes := [v for v in self.of_step if v.kind == "outputs"]:
-            more.append(f"the last pass: {source(passes[-1].line)}  [{passes[-1].name}]")
-        if off := [v.line for v in self.of_step if v.kind == "no_sync"]:
+        for each in (of_names or passes)[-1:]:
+            more.append(f"the last pass: {source(each.line)}  [{each.name}]")
+        off = [v.line for v in self.of_step if v.kind == "no_sync"]
+        if off:
             more += [source(off[-1]), *self.variables.set_at(off[-1], self.step)]
-        about = {"remedy": "call the wrapped model", "section": f"{PAGE}#gradients"}
-        return [Finding("WRONG", "averaging", self.step, self.unlike, more=more, **about)]
+        text, about = self.unlike, {"remedy": "call the wrapped model"}
+        about["section"], line = f"{PAGE}#gradients", ""
+        losses = [v for v in self.of_step if v.kind == "loss"]
+        second = losses[-1] if len(losses) > len(passes) and not off else None
+        if second and of_names and of_names[-1].about["is_ddp"]:
+            text += " The model was called through DDP, but a second backward() followed"
+            line, about["remedy"] = second.line, "call backward() once, of the sum of the losses"
+            about["section"] = f"{PAGE}#one-backward-for-each-forward-pass"
+        return [Finding("WRONG", "averaging", self.step, text, line, more, **about)]
 
     def first_value(self):
         """The finding of the first value that differs; that value, if it is no loss; whether what
@@ -119,13 +138,20 @@ class Cause:
         if not alone:
             return None
         line, on = alone
-        if re.search("rank|world|master|main|distributed", source(branch_of(line) or "")):
-            return None  # it says who is to run it
+        if (branch := branch_of(line)) and self.is_by_rank(branch):
+            return None
         text, more = f"computed on {on} alone: {ADVICE['branch']}", []
-        if branch := branch_of(line):
+        if branch:
             more = [source(branch), *self.variables.behind([branch], self.step)]
         about = {"remedy": "decide by numbers of all ranks", "section": f"{PAGE}#decisions"}
         return Finding(verdict, "branch", self.step, text, line, more, "branch", **about)
+
+    def is_by_rank(self, branch):
+        """Whether an `if` says which ranks are to run it, and nothing else that differs."""
+        test = source(branch)
+        by_rank = re.search("rank|world|master|main|distributed", test)
+        by_values = re.search(r"\.item\(|\bfloat\(|loss", test)
+        return by_rank and not by_values and not self.variables.behind([branch], self.step, 0)
 
 
 def find_causes(values, differences, variables, steps, samples, lost):
@@ -145,6 +171,6 @@ def find_causes(values, differences, variables, steps, samples, lost):
             if not may_be and not (looks and verdict == "unclear"):
                 return looks + causes, number, lost
             looks = looks or causes
-            if any(finding.advice in ("unpaired", "stream") for finding in causes):
+            if any(finding.advice in LOST for finding in causes):
                 lost = number
     return looks, math.inf, lost

@@ -38,9 +38,17 @@ class Differences:
             for step, seen, others in paired(kind, one, ranks):
                 if kind == "gradient":
                     self.gradients.setdefault(step, []).extend(o.values for o in others.values())
+                before = len(self.findings)
                 for rank, other in others.items():
                     of_kind = noise.get((kind, seen.line, seen.name), {})
                     self.check(kind, step, seen, rank, other.values, tolerance, of_kind)
+                values = [other.values for other in others.values()]
+                sent = [call.line for at, call in ranks[0][Collective] if "broad" in call.name]
+                if kind == "buffer" and sent and not misfits("other", values[0], values[1:], 3e-4):
+                    for finding in self.findings[before:]:  # what rank 0 had
+                        finding.verdict = "look"
+                        finding.text += ", alike on all ranks; the script broadcasts: intended?"
+                        finding.more.append(source(sent[-1]))
 
     def hide(self, kind, noise):
         """What is not told, as noise is too large."""
@@ -68,7 +76,11 @@ class Differences:
             name, off, limit = found[0]
             text = f"{len(found)} of {len(seen.values)} differ{on}; worst {name}, by "
             text += f"{off:.2g} of its size (limit {limit:.1g})"
-            more = []
+            more, line = [], seen.line
+            if kind == "buffer":
+                line = seen.about.get(name) or line
+                ratio, is_same, _ = common_ratio({name: seen.values[name]}, values)
+                text += f"; {ratio:.4g} times one process's" * bool(is_same)
             if kind == "gradient":
                 meant, is_less = self.explain(step, seen.values, values)
                 text += meant
@@ -79,23 +91,19 @@ class Differences:
                     ]
             if seen.library:
                 more = [f"in {source(seen.library)}", *more]
-            self.findings.append(found_in(kind, step, text, seen.line, more))
+            self.findings.append(found_in(kind, step, text, line, more))
             self.findings[-1].off = off
 
     def explain(self, step, one, other):
         """Whether all, or most, are the same number of times as large; and whether it is less."""
-        least = 1e-2 * sum(size(each) ** 2 for each in one.values()) ** 0.5
-        large = [(v, other.get(k)) for k, v in one.items() if size(v) > least and other.get(k)]
-        ratios = [float(a.sums @ b.sums) / max(float(a.sums @ a.sums), 1e-30) for a, b in large]
-        ratio = float(np.median(ratios)) if ratios else 1.0
-        alike = sum(same_ray(a, b, ratio) for a, b in large)
-        if alike < max(0.8 * len(large), 1):
+        ratio, alike, number = common_ratio(one, other)
+        if alike < max(0.8 * number, 1):
             return "", False
-        if alike == len(large) and abs(ratio - 1) > 0.3:
+        if alike == number and abs(ratio - 1) > 0.3:
             self.factors.add(step)
         text = meaning(ratio, self.ranks)
-        if alike < len(large):
-            text = text.replace("one process's", f"one process's in {alike} of {len(large)}", 1)
+        if alike < number:
+            text = text.replace("one process's", f"one process's in {alike} of {number}", 1)
         return text, abs(ratio * self.ranks - 1) < 0.05
 
     def of(self, *kinds):
@@ -125,6 +133,16 @@ class Differences:
         if right:
             text += f", but not of {parts_of(right, parts_of(unequal).count('.') + 1)[:200]}"
         return f"{text}: not averaged in this step?"
+
+
+def common_ratio(one, other):
+    """(How many times as large the tensors of another process are, of how many of them that is
+    true, how many there are), but for those that are nearly nothing."""
+    least = 1e-2 * sum(size(each) ** 2 for each in one.values()) ** 0.5
+    large = [(v, other.get(k)) for k, v in one.items() if size(v) > least and other.get(k)]
+    ratios = [float(a.sums @ b.sums) / max(float(a.sums @ a.sums), 1e-30) for a, b in large]
+    ratio = float(np.median(ratios)) if ratios else 1.0
+    return ratio, sum(same_ray(a, b, ratio) for a, b in large), len(large)
 
 
 def same_ray(one, other, ratio):

@@ -5,18 +5,20 @@ import traceback
 from dataclasses import dataclass
 
 from ..notes import Finding, Said, Step
-from ..script import branch_of, loops_around, source
-from .causes import find_causes
+from ..script import source
+from .causes import LOST, find_causes
 from .differences import Differences, compare_settings
+from .ends import about_ends, left_out_steps, left_pass
 from .frameworks import in_its_words
 from .kinds import HIDES, TENSORS, TIMES_NOISE, VALUES, noise_of
 from .lineage import Values
 from .numbers import Variables, compare_printed
-from .rules import RULES
+from .sample_rules import RULES  # all of them
 from .samples import compare_lengths, compare_samples, passes_per_process
 
 VERDICTS = "note", "WRONG", "look", "ok", "not told", "not seen"  # in the order of the report
 FEW = 3  # steps that differ, whose lines are looked at: the first may be as it is meant to be
+USUAL_ENDS = "its end", "--steps"
 MEASURED = *TENSORS, *VALUES, "printed"  # the kinds of findings that rest on numbers
 
 
@@ -33,11 +35,16 @@ class Result:
         return [finding for finding in self.findings if finding.verdict in verdicts]
 
     @property
+    def measured(self):
+        """The findings that rest on numbers."""
+        return [finding for finding in self.of("WRONG", "look") if finding.what in MEASURED]
+
+    @property
     def may_be_noise(self):
         """Whether another run on one process may explain a finding: by rounding, or as a clock. Not
         what is so large that noise of that size would hide all else."""
-        found = [f for f in self.of("WRONG", "look") if f.what in MEASURED]
-        return bool(found) and max(finding.off for finding in found) < TIMES_NOISE * HIDES
+        found = [finding.off for finding in self.measured]
+        return bool(found) and max(found) < TIMES_NOISE * HIDES
 
     @property
     def status(self):
@@ -58,7 +65,8 @@ def judge(one, ranks, tolerance, again=None, scaled=(), lines=None):
     if steps:
         of_steps, largest, to_trace = find_all(one, ranks, tolerance, again, scaled, lines)
         found += of_steps
-    if len(set(counts)) > 1 or len(set(ends)) > 1 or ends[0] not in ("its end", "--steps"):
+    is_other = len(set(counts)) > 1 or len(set(ends)) > 1
+    if (is_other and not any(f.what == "steps" for f in found)) or ends[0] not in USUAL_ENDS:
         found.append(about_ends(one, ranks, counts, ends, found))
     for rule in RULES:
         try:
@@ -73,7 +81,7 @@ def judge(one, ranks, tolerance, again=None, scaled=(), lines=None):
             found += results or [Finding("ok", rule.name, 0, rule.right)]
     in_its_words(found, ranks[0])
     found.sort(key=lambda finding: VERDICTS.index(finding.verdict))
-    lost = min([f.step for f in found if f.advice in ("unpaired", "stream")], default=math.inf)
+    lost = min([f.step for f in found if f.advice in LOST], default=math.inf)
     if not lost:  # nor what the script keeps
         found = [f for f in found if f.what != "attributes" or f.verdict != "look"]
     return Result(found, steps, len(ranks), largest, lost, to_trace)
@@ -91,8 +99,16 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
         last = ended[0].step
         samples = [finding for finding in samples if finding.step < last]
     due = bool(lengths) and lengths[0].verdict == "look"  # so is a schedule by len(loader)
-    for notes in [one, *ranks, lines[0], *lines[1]]:
-        notes.leave_out((*VALUES, *TENSORS), lambda step: step >= last or step in uneven)
+    left_out = [finding for finding in (left_out_steps(ranks), left_pass(one, ranks)) if finding]
+    for finding in left_out[:1]:
+        last = min(last, finding.step)
+        samples = [sample for sample in samples if sample.step < last]
+
+    def compared(notes):
+        return notes.without((*VALUES, *TENSORS), lambda step: step >= last or step in uneven)
+
+    one, ranks = compared(one), [compared(notes) for notes in ranks]
+    lines = compared(lines[0]), [compared(notes) for notes in lines[1]]
     noise = noise_of(TENSORS, one, again) | noise_of(VALUES, lines[0], again)
     values = Values(*lines, tolerance, noise)
     differences = Differences(one, ranks, tolerance, noise)
@@ -106,6 +122,7 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
     settings = list(compare_settings(one, ranks, variables))
     notes = [Finding("note", "samples", step, uneven[step]) for step in uneven if step < last]
     found, lost = notes[:1], math.inf  # lost: from this step on, nothing can be compared
+    found += left_out[:1]
     for finding in samples[:1]:
         if finding.advice == "unpaired":
             lost = finding.step
@@ -146,29 +163,15 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
     found += settings[:1] + differences.hidden
     printed = compare_printed(one, ranks, values, variables, again or lines[0])
     printed = [finding for finding in printed if finding.step < lost][:2]
-    last = max([*to_explain[:FEW], *[finding.step for finding in printed]], default=-1)
+    last = max([*to_explain, *[finding.step for finding in printed]], default=-1)
     return found + printed, differences.largest, int(last) + 1
 
 
 def steps_to_explain(differences, settings, until):
-    """Those that differ, but for updates where settings do."""
+    """The first that differ, but for updates where settings do."""
     explained = {finding.step for finding in settings}
-    found = differences.of("gradient", "parameters", "weight", "buffer")
+    found = differences.of("gradient", "parameters", "weight")
     found += [f for f in differences.of("update") if f.step not in explained]
-    return sorted({finding.step for finding in found if finding.step < until})
-
-
-def about_ends(one, ranks, counts, ends, found):
-    """They have made other numbers of steps, or ended otherwise; or all by the same error."""
-    due = any(f.what == "epoch" and f.verdict == "look" or f.advice == "unpaired" for f in found)
-    steps = min(counts)
-    is_same = len(set(counts)) == 1 and ends[0] in ends[1:]  # the script's, not of data parallelism
-    text, *more = [f"{count} steps, then {end}" for count, end in zip(counts, ends)]
-    more = [f"rank {rank}: {line}" for rank, line in enumerate(more)]
-    extra = [notes[Step][steps][1] for notes in (one, *ranks) if len(notes[Step]) > steps]
-    if extra and steps and (branch := branch_of(extra[0].line)):
-        more.append(source(branch))
-    for line in [extra[0].line, *extra[0].callers] if extra and steps else []:
-        more += [f"in the loop of {source(loop)}" for loop in loops_around(line)]
-    verdict = "look" if due or is_same else "WRONG"
-    return Finding(verdict, "end", steps, f"one process: {text}", more=more)
+    steps = sorted({finding.step for finding in found})[:FEW]
+    steps += [finding.step for finding in differences.of("buffer")[:1]]
+    return [step for step in steps if step < until]

@@ -44,12 +44,14 @@ KINDS = {
     "evaluation": Kind("alike", 3, 0),
     "logged": Kind("alike", 3, 0),
     "split": Kind("alike", 0, 0),
-    "born": Kind("alike", 0, 0),
+    "apart": Kind("alike", 0, 0),
+    "own": Kind("alike", 0, 0),
     "draw": Kind("unlike", 0, 0),
 }
 LEAST = 1e-6  # of a limit: rounding
 HIDES = 1e-2  # noise beyond which nothing is told
 TIMES_NOISE = 5
+TIMES_EPS = 1.5  # of half precision
 
 
 class Misfit(NamedTuple):
@@ -60,7 +62,7 @@ class Misfit(NamedTuple):
 
 def limit_of(kind, tolerance, noise=0.0, value=None):
     eps = getattr(value, "eps", 0.0)
-    return max(LEAST, KINDS[kind].times * tolerance, TIMES_NOISE * noise, 2 * eps)
+    return max(LEAST, KINDS[kind].times * tolerance, TIMES_NOISE * noise, TIMES_EPS * eps)
 
 
 def by_key(notes, kind):

@@ -20,6 +20,7 @@ class Variables:
         first, *theirs = [
             {k: v for _, note in n[Step] for k, v in note.generators.items()} for n in ranks
         ]
+        self.apart = {step for n in ranks for step, _ in n.seen("apart")}
         # Names of the script's generators that are in other states on other ranks.
         self.generators = [
             k for k, v in first.items() if any(other.get(k, v) != v for other in theirs)

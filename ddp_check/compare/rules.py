@@ -7,10 +7,11 @@ import re
 from dataclasses import replace
 
 from ..notes import Collective, File, Finding, Step
-from ..script import UNKNOWN
-from .kinds import PAGE, misfits, paired
+from ..script import UNKNOWN, source
+from .kinds import PAGE, misfits, offs, paired
 
 RULES = []  # in the order of the report
+NUMBER = re.compile(r"\d+")
 SHARED = r"\.lock$|torchinductor|triton|huggingface|/\.hydra/"
 
 
@@ -60,7 +61,10 @@ class RandomNumbers(Rule):
         for step, seen, found in draws:
             if found:
                 text = f"{found[0].part} draws the same numbers on all ranks ({seen.name})"
-                return self.wrong(step, seen.line, text)
+                results = self.wrong(step, seen.line, text)
+                if line := seen.about["seeded"]:
+                    results[0].more.append(f"last seeded at {source(line)}")
+                return results
         return [] if draws else None
 
 
@@ -99,6 +103,18 @@ class Parameters(Rule):
         return []
 
 
+def own_draws(ranks, chooses=False):
+    """[(step, Seen of rank 0)] of random numbers that were given alike to all ranks, whose own
+    generators would have drawn others: of measures, or of what chooses, as an index does."""
+    draws = [(step, seen) for step, seen, found in among("own", ranks) if found]
+    return [(step, seen) for step, seen in draws if seen.about["chooses"] == chooses]
+
+
+def is_marked(off):
+    """Whether such numbers are in it: it is another one in its last digits."""
+    return 1e-12 < off < 1e-5
+
+
 class OtherWeights(Rule):
     name = "others"
     right = "weights and buffers that no optimizer has are those of one process"
@@ -106,21 +122,41 @@ class OtherWeights(Rule):
     remedy = "build and update them alike on all ranks, from what all ranks have", "#model"
 
     def find(self, one, ranks):
-        for _, note, found in among("born", ranks):
-            if found:
-                text = (
-                    f"{found[0].part} has each rank's own random numbers, drawn after DDP has sent "
-                )
-                text += "rank 0's, or of what DDP does not send; unless the script sends them"
-                return self.look(0, note.about[found[0].part], text)
+        if found := self.drawn(ranks):
+            return found
         seen = False
         for step, note, others in paired("other", one, ranks):
-            for rank, other in others.items():
-                seen = seen or bool(note.values)
-                for part, off, _ in misfits("other", note.values, [other.values], 3e-4)[:1]:
+            values = [other.values for other in others.values()]
+            seen = seen or bool(note.values)
+            for rank, of_rank in enumerate(values):
+                for part, off, _ in misfits("other", note.values, [of_rank], 3e-4)[:1]:
                     text = f"{part} on rank {rank} differs from one process's by {off:.0e}"
-                    return self.look(step, "", text)
+                    text += self.who(rank, part, values)
+                    return self.look(step, note.about.get(part.rstrip("'"), ""), text)
         return [] if seen else None
+
+    def who(self, rank, part, values):
+        """Which ranks have the same."""
+        if rank:
+            return ", and rank 0's does not: right if only rank 0 uses it"
+        if not misfits("attribute", {part: values[0][part]}, values[1:], 3e-4):
+            return ", but is alike on all ranks: does a rate or a count contain world_size?"
+        return ""
+
+    def drawn(self, ranks):
+        """Weights of each rank's own random numbers."""
+        draws = own_draws(ranks)
+        for kind in ("weight", "other", "buffer") if draws else ():
+            for step, note, others in paired(kind, ranks[0], ranks):
+                off = offs(kind, note.values, [other.values for other in others.values()], "same")
+                marked = [part for part in off if is_marked(off[part])]
+                lines = [seen.line for at, seen in draws if at <= step]
+                if marked and lines:
+                    text = f"{marked[0]} has each rank's own random numbers: drawn after DDP has "
+                    text += "sent rank 0's, or of what DDP does not send"
+                    line = note.about.get(marked[0].rstrip("'")) or lines[-1]
+                    return self.look(step, line, text)
+        return []
 
 
 class Attributes(Rule):
@@ -203,4 +239,23 @@ class Files(Rule):
                 text = f"ranks {sorted(writers)} write {path}"
                 found += self.wrong(step, note.line, text, verdict)
         found.sort(key=lambda one: one.verdict)  # WRONG first
+        found = found or self.beside(written)
         return found[:1] if found or written else None
+
+    def beside(self, written):
+        """A file of each rank, with names that differ in numbers which are not the rank, such as a
+        time or a process's number: event files in one folder, checkpoints named by a loss."""
+        alike = {}  # {name without numbers: {rank: (its numbers, its path, step, note)}}
+        for path, writers in written.items():
+            rank = min(writers)
+            if len(writers) == 1 and not re.search(SHARED, path):
+                of_rank = alike.setdefault(NUMBER.sub("#", path), {})
+                of_rank[rank] = NUMBER.findall(path), path, *writers[rank]
+        for of_rank in alike.values():
+            places = zip(*[numbers for numbers, *_ in of_rank.values()])
+            says_rank = list(of_rank) in [list(map(int, numbers)) for numbers in places]
+            if len(of_rank) > 1 and not says_rank:
+                _, path, step, note = of_rank[min(of_rank)]
+                text = f"each of ranks {sorted(of_rank)} writes a file of its own, such as {path}"
+                return self.look(step, note.line, text)
+        return []

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .. import cpu
 from ..process import wrap
 from ..sketch import is_plain
 from .draws import MODEL, note_draw, state_of
@@ -48,7 +49,7 @@ def control_batch_norm(run):
 
     @wrap(nn.SyncBatchNorm, "forward")
     def forward(original, self, *args, **kwargs):
-        run.thread.sync = True
+        run.thread.sync = not cpu.MODES  # where it is batch norm
         try:
             return original(self, *args, **kwargs)
         finally:

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from ..sketch import leaves_of
 from .draws import DATASET, SCRIPT_STATES, checksum, note_draw, seed_all, state_of
+from .generators import OwnGenerators
 
 
 @contextlib.contextmanager
@@ -78,25 +79,32 @@ def base_index(dataset, index):
 
 def batches_of(run, loader):
     """What a DataLoader gives, made here, where random numbers and files are watched: (the indices
-    of its samples, the batch). Its sampler is asked when the batch is due."""
+    of its samples, {index: a sample's total} if it is known, the batch). Its sampler is asked when
+    the batch is due."""
     seed = state_of("torch")
     with run.quiet():  # as a DataLoader does, for its workers
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     if isinstance(loader.dataset, IterableDataset):
         for batch in batches_of_stream(run, loader):
-            yield None, batch
+            yield None, {}, batch
         return
     states = states_of_worker(run, loader, seed) if loader.num_workers else None
     one_by_one = loader.batch_sampler is not None
     for number, indices in enumerate(loader.batch_sampler if one_by_one else loader.sampler):
         with dataset_numbers(run):
             if one_by_one:
-                batch = collated(run, loader, indices, number, states or script_states())
+                totals, batch = collated(run, loader, indices, number, states or script_states())
             else:
+                totals = {}
                 seed_all(run.hash("batch", number))
                 batch = loader.collate_fn(loader.dataset[indices])
         is_list = isinstance(indices, (list, tuple))
-        yield [base_index(loader.dataset, i) for i in indices] if is_list else None, batch
+        yield [base_index(loader.dataset, i) for i in indices] if is_list else None, totals, batch
+
+
+def is_own(collate):
+    """Whether it is not torch's."""
+    return not getattr(collate, "__module__", "").startswith("torch.")
 
 
 def total_of(sample):
@@ -108,24 +116,29 @@ def total_of(sample):
     return total
 
 
-def collated(run, loader, indices, number, states):
-    """Each sample is drawn with a seed of its own; what makes the batch, with one of the batch."""
-    samples = []
-    for index in indices:
-        seed_all(run.hash("sample", base_index(loader.dataset, index)))
-        before = given_states() if not samples else None
-        samples.append(loader.dataset[index])
-        drawn = [k for k, v in given_states().items() if before and before[k] != v]
-        for generator in drawn if torch.is_grad_enabled() else []:
-            note_draw(run, DATASET, generator, states[generator])
-    seed_all(run.hash("batch", number))
-    is_own = not getattr(loader.collate_fn, "__module__", "").startswith("torch.")
-    if is_own and run.traces:
+def collated(run, loader, indices, batch, states):
+    """Each sample is drawn with a seed of its own; what makes the batch, with one of the batch. The
+    samples' totals are of a pass's first batch, and of what the script puts together itself."""
+    samples, totals, own = [], {}, OwnGenerators(loader.dataset)
+    try:
+        for index in indices:
+            number = run.hash("sample", base_index(loader.dataset, index))
+            seed_all(number)
+            before, given = given_states() if not samples else None, own.seed(number)
+            samples.append(loader.dataset[index])
+            if before and torch.is_grad_enabled():
+                drawn = [(k, states[k]) for k, v in given_states().items() if before[k] != v]
+                for generator, state in drawn + own.drawn(given):
+                    note_draw(run, DATASET, generator, state)
+    finally:
+        own.restore()
+    seed_all(run.hash("batch", batch))
+    if batch == 0 or (is_own(loader.collate_fn) and run.traces):
         bases = [base_index(loader.dataset, index) for index in indices]
-        run.thread.samples = dict(zip(bases, map(total_of, samples)))
+        totals = dict(zip(bases, map(total_of, samples)))
     run.thread.batch = len(samples)
     try:
-        return loader.collate_fn(samples)
+        return totals, loader.collate_fn(samples)
     finally:
         run.thread.batch = None
 

@@ -2,13 +2,16 @@
 
 import inspect
 import math
+import os
 import pickle
 import random
+import re
+import traceback
 import zlib
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..notes import Seen
@@ -18,13 +21,26 @@ from ..sketch import is_plain
 
 MODEL, DATASET, LOOP = "the model", "the dataset", "the loop"  # which draws for its share
 ORDER = "the order"  # of all, as in a split: before the first step
+LAST_DIGITS = 3e-7  # of a float32
+MANY_DRAWS = 100  # of a line that are marked
+MEASURES = r"rand(n|om|om_sample)?(_like)?$|normal|uniform|gauss|exponential|cauchy|beta"
+IN_MODULES = os.path.join(os.path.dirname(torch.__file__), "nn", "")
 
 
-def pair(run, name, shape):
-    """Which draw of one process this is: a key for its seed, and its shape. It has the same lines,
-    from the innermost to the outermost, so that what one rank alone draws does not count; or else
-    the same innermost line, or else any. Of these, it is the n-th in the step. Where one process
-    draws as many times as often, as for micro-batches, the ranks take turns."""
+class Draw(NamedTuple):
+    """Of one process."""
+
+    key: tuple  # for its seed
+    shape: tuple
+    state: int  # of the script's own generator
+
+
+def pair(run, name, shape, state):
+    """Which draw of one process this is. It has the same lines, from the innermost to the
+    outermost, so that what one rank alone draws does not count; or else the same innermost line,
+    or else any. Of these, it is the n-th in the step. Where one process draws as many times as
+    often, as for micro-batches, the ranks take turns. Where there is none, what it makes cannot be
+    compared."""
     lines, trains = place(), torch.is_grad_enabled()
     ways = [
         (run.steps, where, name, trains, run.nth("draw", run.steps, where, name, trains))
@@ -32,24 +48,49 @@ def pair(run, name, shape):
     ]
     key = ways[1]
     turn = run.nth("turn", lines[0], name) if trains else 0
+    draw = Draw(key, shape, state)
     if run.is_single:
         for way in ways:
-            run.draws.setdefault(way, (key, shape))
+            run.draws.setdefault(way, draw)
         if trains:
-            run.draws["turn", lines[0], name, turn] = key, shape
-        return key, shape
+            run.draws["turn", lines[0], name, turn] = draw
+        return draw
     turn = "turn", lines[0], name, turn * run.world + run.rank
     if trains and [lines[0], name] in run.options["turns"] and turn in run.draws:
         generator = {"a": "torch", "n": "numpy", "r": "random"}[name[0]]
-        state = run.thread.torch_state if generator == "torch" else state_of(generator)
         note_draw(run, LOOP, generator, state)
         return run.draws[turn]
     found = [run.draws[way] for way in ways if way in run.draws]
     found = found[:-1] or found
-    for key_of_one, shape_of_one in found:
-        if shape_of_one == shape or run.shared_dimension(shape_of_one, shape) is not None:
-            return key_of_one, shape_of_one
-    return found[0][0] if found else key, shape
+    for of_one in found:
+        if of_one.shape == shape or run.shared_dimension(of_one.shape, shape) is not None:
+            return of_one
+    note_apart(run, name, shape)
+    return Draw(found[0].key, shape, found[0].state) if found else draw
+
+
+def note_apart(run, name, shape):
+    """This rank draws what may be other than its share of one process's."""
+    line = place()[0]
+    number = run.nth("apart", run.steps, line, name)
+    run.note(Seen("apart", line, name, number, {"shape": shape}))
+
+
+def marked(run, name, generator, values, of_one, state):
+    """Numbers of one process, where this rank's own generator would have drawn others: they say so
+    in their last digits, and so does all that is made from them, until a rank sends what it has.
+    Measures only; not what is counted or chosen."""
+    line = place()[0]
+    if run.is_single or run.nth("own", line) >= MANY_DRAWS:
+        return values
+    number = run.nth("own draw", run.steps, line, generator)
+    frames = traceback.walk_stack(inspect.currentframe())
+    in_module = any(frame.f_code.co_filename.startswith(IN_MODULES) for frame, _ in frames)
+    is_measure = re.search(MEASURES, name) is not None
+    about = {"in_module": in_module, "chooses": not is_measure}
+    run.note(Seen("own", line, generator, number, {"state": state}, about=about))
+    is_own = run.rank and state != of_one.state
+    return values * (1 - LAST_DIGITS) if is_own and is_measure else values
 
 
 SCRIPT_STATES = {}  # of Python's and numpy's generators, as the script has seeded and used them
@@ -74,34 +115,37 @@ def note_draw(run, what, generator, state):
     if not run.is_single:
         line = place()[0]
         number = run.nth("draw of", run.steps, what, line, generator)
-        run.note(Seen("split" if what == ORDER else "draw", line, generator, number, {what: state}))
+        kind, about = "split" if what == ORDER else "draw", {"seeded": run.seeded.get(generator)}
+        run.note(Seen(kind, line, generator, number, {what: state}, about=about))
 
 
 def of_own_generator(run, name, values):
     """Numbers of a generator that the script has made: left alone, but where a rank has drawn its
     share, they are that share of what one process has drawn."""
     shape = tuple(values.shape)
-    key, shape_of_one = pair(run, f"{name} of a generator", shape)
+    state = checksum(values.cpu().numpy())
+    key, shape_of_one, _ = pair(run, f"{name} of a generator", shape, state)
     if run.is_single and values.numel() < 1_000_000:
         run.given[key] = values.detach().cpu().clone()
     if shape_of_one == shape or key not in run.given:
         return values
-    note_draw(run, LOOP, "a generator", checksum(values.cpu().numpy()))
+    note_draw(run, LOOP, "a generator", state)
     return run.share_of(run.given[key], shape)
 
 
-def permutation(run, name, n):
+def permutation(run, name, n, generator, state):
     """If it may be one of the batch: within each share, as N processes do."""
-    key, (total,) = pair(run, name, (n,))
+    key, (total,), _ = pair(run, name, (n,), state)
     share = n // run.world
 
     def shuffled(rank, n):
         return torch.randperm(n, generator=torch.Generator().manual_seed(run.hash(key, rank)))
 
     if total != n:
+        note_apart(run, name, (n,))
         return shuffled(run.rank, n)
-    if not run.steps:
-        note_draw(run, ORDER, "torch", run.thread.torch_state)
+    if not run.steps and run.model is None:
+        note_draw(run, ORDER, generator, state)
         run.last_order = place()[0]
     if n % run.world or run.world > share:
         return shuffled(0, n)
@@ -131,9 +175,10 @@ class Draws(TorchDispatchMode):
             is_order = name == "aten::randperm"  # of other samples on each rank
             return out if is_order else out.copy_(of_own_generator(run, name, out))
         if name == "aten::randperm":
-            return out.copy_(permutation(run, name, len(out)))
+            return out.copy_(permutation(run, name, len(out), "torch", state))
         shape = tuple(out.shape)
-        key, shape_of_one = pair(run, name, shape)
+        of_one = pair(run, name, shape, state)
+        key, shape_of_one, _ = of_one
         if shape != shape_of_one:
             note_draw(run, MODEL if run.model is not None else LOOP, "torch", state)
         names = [argument.name for argument in op._schema.arguments]
@@ -142,7 +187,9 @@ class Draws(TorchDispatchMode):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(run.hash(key))
             values = op(*args, **kwargs)
-        return out.copy_(values if shape == shape_of_one else run.share_of(values, shape))
+        if shape != shape_of_one:
+            return out.copy_(run.share_of(values, shape))
+        return out.copy_(marked(run, name, "torch", values, of_one, state))
 
     def of_one(self, name, value, shape, shape_of_one):
         """An argument, on the CPU, for a result of one process's shape. Of a tensor of parameters,
@@ -172,6 +219,12 @@ def patch(run):
     them: unseeded, it has another state on each rank."""
     torch.manual_seed(run.hash("unseeded", run.rank))
 
+    @wrap(torch, "manual_seed")
+    def manual_seed(original, seed):
+        if not (run.thread.in_dataset or run.thread.quiet):
+            run.seeded["torch"] = place()[0]
+        return original(seed)
+
     def watch(owner, name):
         @wrap(owner, name)
         def draw(original, *args, **kwargs):
@@ -182,16 +235,7 @@ def patch(run):
                 out = original(*args, **kwargs)
             if is_plain(out):
                 out.check_line = place()[0]
-            if owner is torch.Tensor and name.endswith("_") and is_plain(out):
-                run.drawn[out.data_ptr()] = run.thread.torch_state, sum_of(out), place()[0]
             return out
-
-    @wrap(nn.Parameter, "__deepcopy__")
-    def copy(original, self, *args):
-        out = original(self, *args)
-        if drawn := what_drew(run, self):
-            run.drawn[out.data_ptr()] = drawn
-        return out
 
     functions = "rand randn rand_like randn_like randint randint_like randperm normal bernoulli"
     functions += " multinomial poisson binomial"
@@ -203,18 +247,6 @@ def patch(run):
     for owner, names in ((torch, functions), (torch.Tensor, methods)):
         for name in names.split():
             watch(owner, name)
-
-
-def sum_of(tensor):
-    """By which it is seen whether it still is what was drawn."""
-    return float(tensor.detach().double().sum())
-
-
-def what_drew(run, tensor):
-    """The generator's state that has drawn it in place, its sum, and the line, as long as nothing
-    else has set it."""
-    drawn = run.drawn.get(tensor.data_ptr()) if is_plain(tensor) else None
-    return drawn if drawn and drawn[1] == sum_of(tensor) else None
 
 
 def seed_all(seed, torch_too=True):

@@ -11,9 +11,8 @@ import torch
 
 from ..process import wrap
 from ..script import place
-from .draws import LOOP, ORDER, SCRIPT_STATES, note_draw, pair, state_of
+from .draws import LOOP, ORDER, SCRIPT_STATES, marked, note_draw, pair, permutation, state_of
 
-ORDERS = "shuffle", "permutation", "sample"
 LIBRARIES = {
     "random": (random, "getstate", "setstate"),
     "numpy": (np.random, "get_state", "set_state"),
@@ -44,6 +43,7 @@ def patch(run):
         def seed(original, *args, **kwargs):
             if run.thread.in_dataset or run.is_fork():
                 return original(*args, **kwargs)
+            run.seeded[generator] = place()[0]
             with script_state(generator):
                 original(*args, **kwargs)
             return original(run.hash(owner.__name__, run.steps))
@@ -72,18 +72,20 @@ def patch(run):
             args = list(args)
             size = args[size_at] if len(args) > size_at else kwargs.get("size")
             shape = () if size is None else tuple(map(int, np.ravel(size)))
-            key, shape_of_one = pair(run, f"{owner.__name__}.{name}", shape)
+            state = state_of(generator)
+            of_one = pair(run, f"{owner.__name__}.{name}", shape, state)
+            key, shape_of_one, _ = of_one
             with script_state(generator):
-                state = state_of(generator)
-                if "shuffle" not in name:  # it changes its argument
-                    original(*args, **kwargs)
+                original(*args, **kwargs)
             inspect.unwrap(owner.seed)(run.hash(key))
             if shape == shape_of_one:
                 is_split = name == "choice" and (kwargs.get("replace"), *args[2:3])[-1] is False
-                if (name in ORDERS or is_split) and not run.steps:
+                is_order = name == "sample" or is_split
+                if is_order and not run.steps and run.model is None:
                     run.last_order = place()[0]
                     note_draw(run, ORDER, generator, state)
-                return original(*args, **kwargs)
+                values = original(*args, **kwargs)
+                return marked(run, name, generator, values, of_one, state)
             note_draw(run, LOOP, generator, state)
             if len(args) > size_at:
                 args[size_at] = shape_of_one
@@ -93,6 +95,24 @@ def patch(run):
             with run.quiet():
                 at = torch.arange(values.size).reshape(shape_of_one)
                 return values.ravel()[run.share_of(at, shape).numpy()]
+
+    def watch_order(generator, owner, name):
+        @wrap(owner, name)
+        def order(original, x, *args, **kwargs):
+            if run.thread.in_dataset or run.is_fork():
+                return original(x, *args, **kwargs)
+            size, state = x if isinstance(x, (int, np.integer)) else len(x), state_of(generator)
+            with script_state(generator):
+                original(list(range(size)))
+            with run.quiet():
+                at = permutation(run, f"{owner.__name__}.{name}", int(size), generator, state)
+            if name == "permutation":
+                return (np.arange(size) if isinstance(x, (int, np.integer)) else np.array(x))[at]
+            if isinstance(x, (np.ndarray, torch.Tensor)):
+                x[:] = x[at]
+                return
+            for to, value in enumerate([x[old] for old in at.tolist()]):  # also of a deque
+                x[to] = value
 
     for generator, (owner, *names) in LIBRARIES.items():
         owner.seed(run.hash("unseeded", run.rank))
@@ -114,12 +134,14 @@ def patch(run):
             set_to(SCRIPT_STATES[generator])
 
     os.register_at_fork(after_in_child=restore)
-    names = "random choice choices uniform randint randrange gauss sample shuffle betavariate"
+    watch_order("random", random, "shuffle")
+    watch_order("numpy", np.random, "shuffle")
+    watch_order("numpy", np.random, "permutation")
+    names = "random choice choices uniform randint randrange gauss sample betavariate"
     for name in names.split():
         watch("random", random, name)
     sizes = {"random": 0, "random_sample": 0, "standard_normal": 0, "exponential": 1, "poisson": 1}
     sizes |= {"choice": 1, "uniform": 2, "normal": 2, "randint": 2, "beta": 2, "binomial": 2}
-    sizes |= {"permutation": math.inf, "shuffle": math.inf}
     for name, size_at in sizes.items():
         watch("numpy", np.random, name, size_at)
     wrap(np.random, "rand")(lambda original, *size: np.random.random_sample(size or None))

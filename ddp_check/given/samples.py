@@ -21,7 +21,7 @@ from ..notes import STREAM, Batch, Cut, Pass, PassEnd
 from ..process import wrap
 from ..script import own_file, place
 from ..sketch import leaves_of
-from .datasets import batches_of
+from .datasets import batches_of, is_own
 from .prepared import batch_of_all, prepared_name
 
 
@@ -140,10 +140,11 @@ def patch(run):
         is_map = not isinstance(loader.dataset, IterableDataset)
         name = "a batch of the DataLoader" if is_map else STREAM
         total, number, first = length(loader) if is_map else None, 0, run.steps
-        for indices, batch in itertools.islice(batches_of(run, loader), run.options["short"]):
+        short = run.options["short"]
+        for indices, totals, batch in itertools.islice(batches_of(run, loader), short):
             tensors = [t for t in leaves_of(batch) if torch.is_tensor(t) and t.dim()]
             rows = len(indices) if indices else len(tensors[0]) if tensors else None
-            note = Batch(key, number, indices, rows, total)
+            note = Batch(key, number, indices, rows, total, torch.is_grad_enabled(), totals)
             if not loader.check_is_ahead:
                 use(loader, note, name, batch)
             if run.is_single and run.steps > first and not loader.check_is_prepared:
@@ -152,18 +153,18 @@ def patch(run):
             yield batch
             if loader.check_is_ahead:  # only now, as the next one is asked for, the script gets it
                 use(loader, note, name, batch)
-        if number != run.options["short"]:  # else it may be cut off
+        if number != short:  # else it may be cut off
             run.note(PassEnd(key, number))
 
     def use(loader, note, name, batch):
         """The script gets a batch."""
         run.note(note)
-        in_main = threading.current_thread() is threading.main_thread()
-        if torch.is_grad_enabled() and in_main:
+        if note.trains and threading.current_thread() is threading.main_thread():
             run.loader_rows = note.rows
             find_order(run, (*note.key, note.number), note.indices)
             if run.traces:
-                about = {"made_by": made_by(loader.dataset), "samples": run.thread.samples}
+                samples = note.totals if is_own(loader.collate_fn) else None
+                about = {"made_by": made_by(loader.dataset), "samples": samples}
                 run.note_value("value", place()[0], name, batch, **about)
 
 

@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
-from ..given.draws import checksum, what_drew
+from ..given.draws import checksum
 from ..script import own_file
 from ..sketch import sketches, whole
+from .written import line_of
 
 
 def outer_modules():
@@ -98,32 +99,26 @@ def settings_of(optimizer):
     }
 
 
-def born(run):
-    """{name: what has drawn it} of all weights and buffers that still are what was drawn."""
-    return {
-        f"{type(module).__name__}.{name}": drawn
-        for module in outer_modules()
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-        if tensor.is_floating_point() and (drawn := what_drew(run, tensor))
-    }
-
-
-def others(trained, averages):
-    """{name: sketch} of what no optimizer trains, such as a teacher, an average, a bank."""
-    found = {}
+def others(run, trained, averages):
+    """What no optimizer trains, such as a teacher, an average, a bank: {name: its sketch}, and
+    {name: the line that has set it last}."""
+    found, lines = {}, {}
     for module in outer_modules():
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             is_known = id(tensor) in trained or re.search(averages, name)
             if not is_known and tensor.is_floating_point() and not tensor.is_meta:
-                found[f"{type(module).__name__}.{name}", len(found)] = tensor
+                full = f"{type(module).__name__}.{name}"
+                found[full, len(found)] = tensor
+                lines[full] = line_of(run, tensor)
     of_name = {}
     for (name, _), each in sketches(found, any_order=True).items():
         of_name.setdefault(name, []).append(each)
-    return {  # several modules of one class have no order
+    found = {  # several modules of one class have no order
         name + "'" * number: each
         for name, several in of_name.items()
         for number, each in enumerate(sorted(several, key=lambda s: (s.shape, s.norm)))
     }
+    return found, lines
 
 
 # ---- its variables

@@ -21,7 +21,6 @@ from ..script import library_place, place
 from ..sketch import moved, sketches
 from .held import (
     Trained,
-    born,
     generators,
     on_cpu,
     others,
@@ -30,6 +29,7 @@ from .held import (
     tensors_of,
     variables_of,
 )
+from .written import line_of
 
 BATCH_NORM = r"running_mean$|running_var$|num_batches_tracked$"  # averages: each rank's own
 
@@ -42,6 +42,7 @@ class Steps:
         self.inside = None  # the optimizer that makes a step, and the frame that has called it
         self.line, self.library = "", ""  # of this step
         self.closures = 0  # how often this step has called its closure
+        self.has_gradients = False  # whether those of this step are noted
         self.weights = {}  # sketches of those before it
         self.own = {}  # {name: this rank's gradient}, while it has one process's
 
@@ -64,14 +65,12 @@ class Steps:
                 self.optimizers[optimizer] = Trained(run, optimizer)
             trained, (line, *callers) = self.optimizers[optimizer], place()
             trained.step += 1
-            if run.steps in (0, 3, 12):
-                drawn, kind = born(run), f"optimizer {trained.number}"
-                states = {name: state for name, (state, _, _) in drawn.items()}
-                lines = {name: at for name, (_, _, at) in drawn.items()}
-                run.note(Seen("born", line, kind, trained.step, states, about=lines))
             parameters = trained.parameters(optimizer)
-            run.trained.update(map(id, parameters.values()))
-            self.line, self.library, self.closures = line, library_place(), 0
+            run.trained |= {id(p): name for name, p in parameters.items()}
+            if not run.steps:
+                self.note_others()
+            self.line, self.library = line, library_place()
+            self.closures, self.has_gradients = 0, False
             made = run.made.get(id(optimizer), {})
             variables = variables_of(inspect.currentframe())
             made_generators = {} if trained.step else generators(run)
@@ -80,25 +79,30 @@ class Steps:
             self.note("setting", settings_of(optimizer))
             self.note("mode", trained.modes())
             self.weights = sketches(parameters)
-            self.note("weight", self.weights)
+            self.note("weight", self.weights, parameters)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self.have_gradients(parameters)
+            run.thread.stepping = True
             return None
 
         def watched():
+            run.thread.stepping = False
             loss = closure()
             self.closures += 1
             if self.closures == 1:  # LBFGS calls it again, with other weights
                 self.have_gradients(parameters)
+            run.thread.stepping = True
             return loss
 
+        run.thread.stepping = True
         if len(args) > 1:
             return (args[0], watched, *args[2:]), kwargs
         return args, kwargs | {"closure": watched}
 
     def have_gradients(self, parameters):
         """Note them. Then those of one process are given, which make the same step."""
+        self.has_gradients = True
         with self.run.quiet():
             gradients = {name: p.grad for name, p in parameters.items()}
             self.note("gradient", sketches(gradients))
@@ -115,9 +119,13 @@ class Steps:
                 self.own[name] = on_cpu(p.grad)
                 set_to(p.grad, given.get(name))
 
-    def note(self, kind, values):
+    def note(self, kind, values, tensors=None):
+        """Of `tensors`, with the lines that have set them last."""
         trained = self.optimizers[self.inside[0]]
-        seen = Seen(kind, self.line, f"optimizer {trained.number}", trained.step, values)
+        name, about = f"optimizer {trained.number}", {}
+        if tensors:
+            about = {name: line_of(self.run, tensor) for name, tensor in tensors.items()}
+        seen = Seen(kind, self.line, name, trained.step, values, about=about)
         seen.library = self.library
         self.run.note(seen)
 
@@ -125,9 +133,12 @@ class Steps:
         if self.inside is None or self.inside[0] is not optimizer:
             return
         run = self.run
+        run.thread.stepping = False
         with run.quiet():
             trained = self.optimizers[optimizer]
             parameters, buffers = trained.parameters(optimizer), trained.buffers()
+            if not self.has_gradients:  # an optimizer that does not call its closure
+                self.have_gradients(parameters)
             self.note_after(parameters, buffers)
             if run.saves:
                 self.save("after", parameters | buffers)
@@ -154,11 +165,12 @@ class Steps:
             moves = {name: moved(a, b) for name, (a, b) in both.items() if a.shape == b.shape}
             self.note("update", moves)
         kept = {name: b for name, b in buffers.items() if not re.search(BATCH_NORM, name)}
-        self.note("buffer", sketches(kept, any_order=True))
+        self.note("buffer", sketches(kept, any_order=True), kept)
 
     def note_others(self):
         known = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
-        self.run.note(Seen("other", "", "at a step", 0, others(known, BATCH_NORM)))
+        values, lines = others(self.run, known, BATCH_NORM)
+        self.run.note(Seen("other", "", "at a step", 0, values, about=lines))
 
     def path(self, what):
         trained = self.optimizers[self.inside[0]]

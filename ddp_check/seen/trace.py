@@ -172,7 +172,8 @@ def patch(run):
         finally:
             run.model = None
         of_lines = outputs if run.traces else ()
-        run.note_value("outputs", line, name, of_lines, [*indices_in(outputs), index])
+        about = {"trains": run.names_in(inner), "is_ddp": inner is not module}
+        run.note_value("outputs", line, name, of_lines, [*indices_in(outputs), index], **about)
         return outputs
 
     @wrap(Subset, "__init__")
@@ -180,12 +181,6 @@ def patch(run):
         original(self, dataset, indices)
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not a list of numbers
             run.note_value("value", place()[0], "Subset", torch.tensor(list(indices)))
-
-    @wrap(DistributedDataParallel, "__init__")
-    def broadcast(original, self, module, *args, **kwargs):
-        original(self, module, *args, **kwargs)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            run.forget_drawn(tensor)  # all have rank 0's now
 
     @wrap(DistributedDataParallel, "no_sync")
     def no_sync(original, self):
@@ -200,12 +195,6 @@ def patch(run):
         run.note_value("loss", place()[0], "backward", value, indices_in(leaves))
         return original(tensors, *args, **kwargs)
 
-    @wrap(nn.Module, "load_state_dict")
-    def load(original, self, *args, **kwargs):
-        for tensor in [*self.parameters(), *self.buffers()]:
-            run.forget_drawn(tensor)
-        return original(self, *args, **kwargs)
-
     def watch_collective(name):
         @wrap(torch.distributed, name)
         def collective(original, *args, **kwargs):
@@ -218,8 +207,6 @@ def patch(run):
                 has_grad = any(getattr(tensor, "requires_grad", False) for tensor in tensors)
                 has_grad = has_grad and torch.is_grad_enabled()
                 run.note(Collective(name, line, drawn, has_grad))
-            if args and torch.is_tensor(args[0]):
-                run.forget_drawn(args[0])
             return original(*args, **kwargs)
 
     names = "all_reduce reduce all_gather all_gather_object gather gather_object broadcast "

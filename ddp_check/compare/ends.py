@@ -1,0 +1,87 @@
+"""Processes that make other numbers of steps, or end otherwise."""
+
+import ast
+import re
+
+from ..notes import Batch, Finding, PassEnd, Step
+from ..script import branch_of, lines_inside, loops_around, source, statement_at
+from .fits import sides
+from .kinds import PAGE
+from .samples import training_passes
+
+LOST = r"Connection closed|Connection reset|Broken pipe|Timed out|connectionClosed|recvBytes"
+
+
+def left_out_steps(ranks):
+    """The first step that a rank has left out, though it has computed gradients for it: by an `if`
+    around it, or a `continue` before. None if there is none."""
+    passes = [{} for _ in ranks]  # of each rank: {step: number of backward passes before it}
+    for of, notes in zip(passes, ranks):
+        for step, _ in notes.seen("loss"):
+            of[step] = of.get(step, 0) + 1
+    for step in range(min(len(notes[Step]) for notes in ranks)):
+        numbers = [of.get(step, 0) for of in passes]
+        line = ranks[0][Step][step][1].line
+        branch = branch_of(line)
+        if len(set(numbers)) > 1 and branch:
+            rank = numbers.index(max(numbers))
+            text = f"rank {rank} has made fewer steps than the others: {max(numbers)} backward "
+            text += f"passes for this one, {min(numbers)} elsewhere; later steps are not compared"
+            verdict = "look" if "%" in source(branch) else "WRONG"
+            about = {"remedy": "decide by numbers of all ranks", "section": f"{PAGE}#decisions"}
+            return Finding(verdict, "steps", step, text, branch, more=[source(line)], **about)
+    return None
+
+
+def left_pass(one, ranks):
+    """The first pass over a training loader that was left after other numbers of batches: by a
+    `break`, whose `if` is named. None if there is none."""
+    taken = []  # of each process: {pass: (number of batches, the step of the last)}
+    ended = {note.key for notes in (one, *ranks) for _, note in notes[PassEnd]}
+    for notes in (one, *ranks):
+        batches = [(step, batch) for step, batch in notes[Batch] if batch.trains]
+        taken.append({batch.key: (batch.number + 1, step) for step, batch in batches})
+    ended |= taken[0].keys() - training_passes(one)
+    passes = [key for key in taken[0] if key not in ended and all(key in of for of in taken)]
+    for key in passes:
+        numbers, steps = zip(*[of[key] for of in taken])
+        later = (*key[:2], key[2] + 1)  # where there is none, this pass may go on
+        left = [n for n, of in zip(numbers, taken) if later in of]
+        if left and max(numbers) > min(left):
+            text = f"a pass is left after so many batches: {sides(*numbers)}; later steps are not "
+            text += "compared"
+            breaks = [branch_of(at) for at in lines_inside(key[0]) if is_break(at)]
+            line = next(filter(None, breaks), key[0])
+            more = [f"in the loop of {source(key[0])}"]
+            about = {"remedy": "decide by numbers of all ranks", "section": f"{PAGE}#decisions"}
+            verdict = "WRONG" if len(set(numbers[1:])) > 1 else "look"
+            return Finding(verdict, "steps", min(steps) + 1, text, line, more, **about)
+    return None
+
+
+def is_break(line):
+    return isinstance(statement_at(line), ast.Break)
+
+
+def about_ends(one, ranks, counts, ends, found):
+    """They have made other numbers of steps, or ended otherwise; or all by the same error, which is
+    the script's, and not of data parallelism."""
+    due = any(f.what == "epoch" and f.verdict == "look" or f.advice == "unpaired" for f in found)
+    steps, places = min(counts), [end.partition(": ")[0] for end in ends]
+    lost = [re.search(LOST, end) is not None for end in ends[1:]]
+    if not all(lost):  # the others have ended first, and say why
+        ends[1:] = [
+            f"{place}, as another rank had ended" if is_lost else end
+            for end, place, is_lost in zip(ends[1:], places[1:], lost)
+        ]
+    text, *more = [f"{count} steps, then {end}" for count, end in zip(counts, ends)]
+    more = [f"rank {rank}: {line}" for rank, line in enumerate(more)]
+    verdict = "look" if due else "WRONG"
+    if len(set(counts)) == 1 and places[0] in places[1:]:
+        return Finding("look", "end", steps, f"all processes: {text}")
+    extra = [notes[Step][steps][1] for notes in (one, *ranks) if len(notes[Step]) > steps]
+    if extra and steps and (branch := branch_of(extra[0].line)):
+        more.append(source(branch))
+    for line in [extra[0].line, *extra[0].callers] if extra and steps else []:
+        more += [f"in the loop of {source(loop)}" for loop in loops_around(line)]
+    return Finding(verdict, "end", steps, f"one process: {text}", more=more)

@@ -1,0 +1,247 @@
+"""Rules on samples: their order, each rank's share, what counts them."""
+
+import itertools
+import math
+from dataclasses import replace
+
+from ..notes import Batch, Collective, Drawn, Pass, PassEnd, Said, Step
+from ..script import source, tests_with
+from .fits import relative, sides
+from .kinds import misfits
+from .rules import RULES, Rule, among, is_marked, own_draws  # noqa: F401
+from .samples import training_passes
+
+
+def passes_of(notes):
+    """[(step, Pass, the indices of its samples, whether it is for training)] of a process."""
+    orders, trains = {}, training_passes(notes)
+    for _, batch in notes[Batch]:
+        orders.setdefault(batch.key, []).extend(batch.indices or [None])
+    return [(at, p, orders.get(p.key, []), p.key in trains) for at, p in notes[Pass]]
+
+
+def single_batches(notes):
+    """{loader: [(the pass's key, the indices of its only batch)]} of next(iter(loader)) in one step
+    after the other."""
+    steps, sizes = {}, {}
+    for step, batch in notes[Batch]:
+        sizes[batch.key] = sizes.get(batch.key, 0) + 1
+        if batch.trains and batch.indices:
+            steps.setdefault(batch.key[:2], {})[step] = batch
+    found = {}
+    for loader, of_step in steps.items():
+        if all(sizes[batch.key] == 1 for batch in of_step.values()):
+            found[loader] = [(batch.key, batch.indices) for batch in of_step.values()]
+    return found
+
+
+def is_shuffled(order, least=8):
+    if len(order) < least or None in order:
+        return False
+    return order != sorted(order, key=lambda index: (isinstance(index, str), index))
+
+
+class Order(Rule):
+    name = "order"
+    right = "each epoch has another order than the one before"
+    needs = "a second epoch (--short 10); if there was one, no training loader shuffles: intended?"
+    remedy = "call sampler.set_epoch(epoch) before each epoch", "#loader"
+
+    def find(self, one, ranks):
+        seen, last = False, {}
+        for step, about, order, trains in passes_of(ranks[0]):
+            loop = about.key[:2]  # another loop over it, as to find a rate, is no epoch
+            size = min(len(order), len(earlier := last.get(loop, [])))
+            if trains and is_shuffled(order[:size]):
+                seen = True
+                if order[:size] == earlier[:size]:
+                    text = f"pass {about.key[2] + 1} has the order of an earlier one"
+                    return self.wrong(step, about.key[0], text)
+            if trains:  # a batch that is looked at before is no epoch
+                last[loop] = order
+        for batches in single_batches(ranks[0]).values():
+            first, order = batches[0]
+            seen = seen or len(batches) > 3
+            if len(batches) > 3 and is_shuffled(order, 3) and all(o == order for _, o in batches):
+                text = f"the first batch of each of {len(batches)} passes, which is always the same"
+                return self.look(0, first[0], text)
+        return [] if seen else None
+
+
+class Loaders(Rule):
+    name = "loaders"
+    right = "two training loaders do not give the same samples at the same time"
+    needs = "two loaders in training, with samplers that shuffle"
+    remedy = "pass another seed to the second DistributedSampler", "#loader"
+
+    def find(self, one, ranks):
+        orders, ends = {}, {note.key: note.at for _, note in ranks[0][PassEnd]}
+        for step, about, order, trains in passes_of(ranks[0]):
+            if not trains or not is_shuffled(order) or about.sampler == "RandomSampler":
+                continue  # a RandomSampler's order is given here
+            for loader, (other_pass, other) in orders.items():
+                if ends.get(other_pass, math.inf) < about.at:
+                    continue  # it is over
+                size = min(len(order), len(other))
+                if loader != about.loader and order[:size] == other[:size]:
+                    text = f"the samples of {other_pass[0]}, in the same order: right for pairs, "
+                    return self.look(step, about.key[0], f"{text}such as images and masks")
+            orders[about.loader] = about.key, order
+        return [] if len(orders) > 1 else None
+
+
+class Inputs(Rule):
+    name = "inputs"
+    right = "what goes into the models is another batch on each rank"
+    needs = "a pass through a model in three training steps"
+    remedy = "give each rank its share; seed + rank in sampler processes, environments", "#loader"
+
+    def find(self, one, ranks):
+        places = {}  # {(line, model): [(step, whether all have the same, rank 0's sums)]}
+        theirs = [{(at, s.line, s.number): s for at, s in n.seen("inputs")} for n in ranks[1:]]
+        for step, seen in ranks[0].seen("inputs"):
+            batch = {k: v for k, v in seen.values.items() if v and v.shape and v.shape[0] > 1}
+            others = [of.get((step, seen.line, seen.number)) for of in theirs]
+            if batch and all(others):
+                equal = misfits("draw", batch, [batch, *[other.values for other in others]], 0)
+                sums = [tuple(v.sums) for v in batch.values()]
+                place = places.setdefault((seen.line, seen.name), [])
+                place.append((step, len(equal) == len(batch), sums))
+        for (line, name), found in places.items():
+            steps, equal, sums = zip(*found)
+            chosen = [at for at, _ in own_draws(ranks, chooses=True) if at in steps]
+            if len(chosen) > 1:  # by numbers that only here are alike
+                continue
+            if len(found) > 2 and all(equal) and any(each != sums[0] for each in sums):
+                return self.look(steps[0], line, f"{name} gets the same batches on all ranks")
+        return [] if any(len(found) > 2 for found in places.values()) else None
+
+
+class Counts(Rule):
+    name = "counts"
+    right = "no number that decides something is counted by each rank for itself"
+    needs = "a number that grows with each step, in the test of an `if` or `while`"
+    remedy = "count what all ranks have done: times world_size", "#decisions"
+
+    def find(self, one, ranks):
+        steps = [{note.key: note.variables for _, note in notes[Step]} for notes in (one, *ranks)]
+        keys = [key for key in steps[0] if all(key in of for of in steps)]
+        if len(keys) < 4:
+            return None
+        line, seen = one[Step][0][1].line, False
+        is_scaled = any(note.kind == "scaled" for _, note in one[Said])
+        for name in steps[0][keys[0]]:
+            series = [[of[key].get(name, 0) for key in keys] for of in steps]
+            growth, *others = [[b - a for a, b in itertools.pairwise(of)] for of in series]
+            if not (max(growth) > 0 and min(growth) >= 0):
+                continue
+            numbers = f"{name} is {sides(*[of[-1] for of in series])}"
+            both = [(a, b) for of in others for a, b in zip(growth, of)]
+            tests = tests_with(line, name)
+            seen = seen or bool(tests)
+            if tests and all(abs(len(ranks) * b - a) < 1e-6 for a, b in both):
+                return self.look(len(keys) - 1, tests[0], numbers)
+            tests = tests_with(line, name, unless="world")
+            if tests and not is_scaled and all(abs(b - len(ranks) * a) < 1e-6 for a, b in both):
+                text = f"{numbers}: it grows {len(ranks)} times as fast, and may pass by a multiple"
+                found = self.look(len(keys) - 1, tests[0], text)
+                return [replace(found[0], remedy="count steps, or the samples of all ranks")]
+        return [] if seen else None
+
+
+class Data(Rule):
+    name = "data"
+    right = "a sample is the same one on each rank"
+    needs = "a DataLoader in training whose dataset has an index"
+    remedy = "make it with the same seed on all ranks", "#what-must-be-equal"
+
+    def find(self, one, ranks):
+        mine = {(b.key, b.number): (step, b.totals) for step, b in one[Batch] if b.trains}
+        draws, seen = own_draws(ranks), False
+        for rank, notes in enumerate(ranks):
+            for _, batch in notes[Batch]:
+                step, totals = mine.get((batch.key, batch.number), (0, {}))
+                both = [index for index in batch.totals if index in totals]
+                seen = seen or bool(both)
+                off = max([relative(totals[i], batch.totals[i]) for i in both], default=0)
+                lines = [s.line for at, s in draws if at <= step and not s.about["in_module"]]
+                if is_marked(off) and lines:
+                    text = f"rank {rank} has other samples of the same index, by its own random "
+                    text += "numbers: is that intended?"
+                    line = max(lines, key=lines.count)
+                    return self.look(step, line, text)
+        return [] if seen else None
+
+
+class Splits(Rule):
+    name = "split"
+    right = "what is shuffled or split before the training is so alike on all ranks"
+    needs = "a random split, or another order of all samples"
+    remedy = "same seed, sorted(glob(...)), sorted(set(...)) on all ranks", "#what-must-be-equal"
+
+    def find(self, one, ranks):
+        orders = among("split", ranks)
+        for step, seen, found in orders:
+            if found and not self.is_of_loop(ranks[0], seen.line):
+                return self.look(step, seen.line, "each rank has an order of its own")
+        return [] if orders else None
+
+    def is_of_loop(self, notes, line):
+        """Whether it draws in most steps, as for neighbours in a graph or a replay buffer."""
+        times = [n for _, drawn in notes[Drawn] for (at, _), n in drawn.times.items() if at == line]
+        return any(len(of_step) > max(1, len(notes[Step]) / 2) for of_step in times)
+
+
+class TestSamples(Rule):
+    name = "test set"
+    right = "the samples of a whole evaluation count once each"
+    needs = "a whole pass, of each rank's own part, over a loader without training (not --short)"
+    remedy = "give each rank Subset(test_set, range(rank, len(test_set), world_size))", "#scores"
+
+    def find(self, one, ranks):
+        ended = [{note.key for _, note in notes[PassEnd]} for notes in ranks]
+        lists = [{p.key: order for _, p, order, _ in passes_of(notes)} for notes in ranks]
+        of_one = {p.key: order for _, p, order, _ in passes_of(one)}
+        ended.append({note.key for _, note in one[PassEnd]})
+        trained = {p.loader for _, p, _, trains in passes_of(ranks[0]) if trains}
+        seen = False
+        for step, about, order, _ in passes_of(ranks[0]):
+            if about.loader in trained or not all(about.key in keys for keys in ended):
+                continue
+            orders = [of_rank.get(about.key, []) for of_rank in lists]
+            everyone = [index for indices in orders for index in indices]
+            is_same = all(indices == order for indices in orders)
+            if len(lists) > 1 and order and None not in order and is_same:
+                if line := self.put_together(ranks[0], about):
+                    text = f"all {len(order)} samples on each rank, and then {source(line)}: does "
+                    text += f"each count {len(lists)} times?"
+                    return self.look(step, about.key[0], text)
+                continue  # each rank has the score of all
+            seen = True
+            if missing := set(of_one[about.key]) - set(everyone):
+                text = (
+                    f"{len(missing)} of {len(of_one[about.key])} samples of one process are on no "
+                )
+                return self.look(step, about.key[0], f"{text}rank")
+            if self.drops_repeated(ranks[0], about):
+                continue
+            if about.has_share and None not in everyone and len(set(everyone)) < len(everyone):
+                text = f"{len(everyone)} samples on all ranks, of {len(set(everyone))}: "
+                text += f"{about.sampler} repeats some, which count twice"
+                return self.look(step, about.key[0], text)
+        return [] if seen else None
+
+    def calls(self, notes, about):
+        """The collective calls after this pass begins and before what comes next."""
+        later = [n.at for kind in (Batch, Step, Pass) for _, n in notes[kind] if n.key != about.key]
+        end = min([at for at in later if at > about.at], default=math.inf)
+        return [call for _, call in notes[Collective] if about.at < call.at < end]
+
+    def put_together(self, notes, about):
+        """The line of a call that puts the ranks' samples together; sums are divided by a sum."""
+        calls = [call for call in self.calls(notes, about) if "gather" in call.name]
+        return calls[0].line if calls else None
+
+    def drops_repeated(self, notes, about):
+        """Accelerate knows what its loaders have repeated."""
+        return any(call.name == "gather_for_metrics" for call in self.calls(notes, about))

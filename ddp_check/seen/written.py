@@ -1,0 +1,52 @@
+"""Which of the script's lines has set a tensor last, in place; not an optimizer's step."""
+
+import re
+
+import torch
+from torch import nn
+
+from ..process import wrap
+from ..script import UNKNOWN, place
+from ..sketch import is_plain
+
+SETS = r"[a-z]\w*[a-z0-9]_$|__(setitem|iadd|isub|imul|itruediv)__$"
+SETS_NOTHING = "requires_grad_", "detach_", "share_memory_", "rename_"
+
+
+def line_of(run, tensor):
+    """Of what has set it last; "" if that is not known."""
+    return run.written.get(tensor.data_ptr(), "") if is_plain(tensor) else ""
+
+
+def patch(run):
+    def note(tensor):
+        is_script = not (run.thread.quiet or run.thread.in_dataset or run.thread.stepping)
+        if is_script and is_plain(tensor) and tensor.layout == torch.strided:
+            line = place()[0]
+            if line != UNKNOWN:
+                run.written[tensor.data_ptr()] = line
+
+    def watch(owner, name, made=False):
+        """A method that sets its tensor; or what it returns."""
+
+        @wrap(owner, name)
+        def set_in_place(original, self, *args, **kwargs):
+            out = original(self, *args, **kwargs)
+            note(out if made else self)
+            return out
+
+    for name in dir(torch.Tensor):
+        if re.match(SETS, name) and name not in SETS_NOTHING:
+            watch(torch.Tensor, name)
+    watch(torch.Tensor, "__deepcopy__", made=True)
+    watch(nn.Parameter, "__deepcopy__", made=True)
+
+    def watch_module(name):
+        @wrap(nn.Module, name)
+        def register(original, self, *args, **kwargs):
+            for tensor in (*args, *kwargs.values()):
+                note(tensor)
+            return original(self, *args, **kwargs)
+
+    watch_module("register_parameter")
+    watch_module("register_buffer")

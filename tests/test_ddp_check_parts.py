@@ -1,0 +1,494 @@
+"""The parts of ddp_check without its processes: sketches, how values fit, limits, positions, what a
+rank is given, which runs it takes. Each test fails if the line that it is for is changed."""
+
+import argparse
+import os
+import pickle
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from ddp_check import command, process
+from ddp_check import sketch as sketching
+from ddp_check.compare import fits
+from ddp_check.compare.differences import same_ray
+from ddp_check.compare.judge import judge
+from ddp_check.compare.kinds import TIMES_NOISE, limit_of, misfits
+from ddp_check.compare.lineage import Values
+from ddp_check.compare.numbers import Variables, compare_printed
+from ddp_check.compare.report import as_text
+from ddp_check.compare.starts import loaders_by_process, other_options
+from ddp_check.given import alike
+from ddp_check.given.datasets import batches_of
+from ddp_check.given.draws import Draws
+from ddp_check.kept.made import Made
+from ddp_check.notes import Batch, Cut, Drawn, End, Notes, Pass, PassEnd, Printed, Said, Seen, Step
+from ddp_check.runs import NothingCompared, Options
+from ddp_check.seen import steps as seen_steps
+from ddp_check.sketch import sketch, sketches, summary
+
+TOLERANCE = 3e-4
+
+
+# ---- sketches
+
+
+def test_sketches():
+    """Linear, of the tensor's norm, and other ones for another order of the blocks."""
+    one, two = torch.randn(300, 500), torch.randn(300, 500)
+    a, b, both = sketch(one), sketch(two), sketch(one + two)
+    assert np.allclose(a.sums + b.sums, both.sums, atol=1e-3)
+    assert np.isclose(a.norm, one.double().norm()) and a.shape == (300, 500)
+    assert np.isclose(np.linalg.norm(a.sums[:-1]), a.norm, rtol=0.3)
+    blocks = torch.randn(2, 1 << 16)
+    assert fits.same(sketch(blocks.flatten()), [sketch(blocks.flip(0).flatten())]) > 10
+    # A block that has the same sums wherever it is, unless they are shifted.
+    signs = sketching.random_signs() * torch.arange(1 << 16) / (1 << 16)
+    equal, moved = torch.stack([signs, 0 * signs]), torch.stack([0 * signs, signs])
+    assert fits.same(sketch(equal.flatten()), [sketch(moved.flatten())]) > 0.5
+
+
+def test_sketches_of_several():
+    """Each is as alone; also of none, of nothing, and of half precision."""
+    tensors = {"a": torch.randn(7), "b": None, "c": torch.zeros(0), "d": torch.ones(3).bfloat16()}
+    found = sketches(tensors, any_order=True)
+    assert found["b"] is None and found["c"].norm == 0 and found["d"].eps > 1e-3
+    assert np.array_equal(found["a"].sums, sketch(tensors["a"]).sums)
+    flipped = sketches({"a": tensors["a"].flip(0)}, any_order=True)["a"]
+    assert fits.sorted_same(found["a"], [flipped]) == 0 < fits.same(found["a"], [flipped])
+
+
+def test_not_finite():
+    """A gradient with one NaN more is another one; the others still count."""
+    right = torch.ones(1000)
+    wrong = right.clone()
+    wrong[3] = torch.nan
+    assert fits.same(sketch(wrong), [sketch(torch.where(wrong.isnan(), 0, wrong))]) > 10
+    assert np.isclose(sketch(wrong).norm, 999**0.5)
+    assert fits.distance(sketch(wrong), sketch(wrong)) == 0
+
+
+# ---- how one process's value is made up of the ranks'
+
+ONE = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+PARTS = ONE[0::2], ONE[1::2]
+
+
+def offs(way, one, ranks):
+    return fits.FITS[way](summary(one), [summary(rank) for rank in ranks])
+
+
+def test_fits():
+    pair = PARTS[0], PARTS[1]
+    mean = (pair[0] + pair[1]) / 2
+    assert offs("mean", mean, pair) < 1e-5 < 0.1 < offs("mean", 2 * mean, pair)
+    assert offs("sum", 2 * mean, pair) < 1e-5
+    assert offs("sum", mean / 2, pair) < 1e-5  # of means that each rank divides by all, too
+    assert offs("sum", mean / 3, pair) > 0.1
+    assert offs("rows", ONE, PARTS) < 1e-5
+    for factor in (2, 0.5):  # a loss per sample, which each rank divides by its own number
+        assert offs("rows", ONE, [factor * part for part in PARTS]) < 1e-5
+    assert offs("rows", ONE, [3 * part for part in PARTS]) > 0.1
+    assert offs("rows", ONE, [PARTS[0], PARTS[0]]) > 0.1
+    assert offs("rows", ONE.T, [part.T for part in PARTS]) < 1e-5  # of columns
+
+
+def test_fit_is_unknown():
+    """A batch that is padded to its longest sample; what has no numbers."""
+    padded = summary(ONE), [summary(PARTS[0]), summary(PARTS[1][:, :4])]
+    assert fits.fit("same rows", *padded, 1e-5) == "unknown"
+    assert fits.fit("same", None, [None], 1e-5) == "unknown"
+
+
+def test_same_ray():
+    gradient = torch.randn(50, 4)
+    one, half, other = sketch(gradient), sketch(gradient / 2), sketch(torch.randn(50, 4))
+    assert same_ray(one, half, 0.5) and not same_ray(one, half, 1) and not same_ray(one, other, 1)
+    assert "a factor world_size too much in a division" in fits.meaning(0.5, 2)
+
+
+def test_limits():
+    """A gradient that is 1e-3 off is wrong; not if noise alone makes it 3e-4 off; a bfloat16's
+    rounding is none."""
+    one, other = {"w": sketch(ONE)}, {"w": sketch(ONE * 1.001)}
+    assert limit_of("gradient", TOLERANCE) == TOLERANCE and TIMES_NOISE == 5
+    assert [found.part for found in misfits("gradient", one, [other], TOLERANCE)] == ["w"]
+    assert not misfits("gradient", one, [other], TOLERANCE, {"w": 3e-4})
+    assert misfits("gradient", one, [other], TOLERANCE, {"w": 1e-4})
+    half = sketch(ONE.bfloat16())
+    assert limit_of("gradient", TOLERANCE, 0.0, half) > 0.01
+
+
+# ---- what a rank is given
+
+
+@pytest.fixture
+def make_process(tmp_path, monkeypatch):
+    """A Process, as one of a run has it, of two ranks."""
+
+    def make(run="all", rank=0, known=({}, {}, {}, {}), **options):
+        facts = {"folder": str(tmp_path), "nproc": 2, "run": run, "seed": 0, "short": None}
+        facts |= asdict(Options(20)) | options
+        monkeypatch.setenv("DDP_CHECK", process.json.dumps(facts))
+        with open(tmp_path / "one.draws", "wb") as file:
+            pickle.dump((20, *known), file)
+        return process.Process(rank)
+
+    return make
+
+
+def test_positions(make_process):
+    """By turns, by blocks; views of a batch that are joined; the order of the batch's samples."""
+    rank = make_process(rank=1)
+    rank.loader_rows = 2
+    assert rank.positions(1, 2).tolist() == [1, 3] and rank.by_layout
+    assert rank.positions(1, 4).tolist() == [2, 3, 6, 7]  # two entries of each sample
+    rank.joined.add(4)
+    assert rank.positions(1, 4).tolist() == [1, 3, 5, 7]
+    assert rank.positions(1, 2, [3, 0]).tolist() == [3, 0]
+    rank.order = [3, 0]
+    assert rank.share_of(torch.arange(4), (2,)).tolist() == [3, 0]
+    blocks = make_process(rank=1, layout="blocks")
+    blocks.loader_rows = 2
+    assert blocks.positions(1, 2).tolist() == [2, 3]
+
+
+def test_parameters_of_random_numbers(make_process):
+    """A rank's own means are at the places of its samples."""
+    rank = make_process(rank=1)
+    rank.loader_rows = 2
+    wide = Draws(rank).of_one("mean", torch.tensor([5.0, 7.0]), (2,), (4,))
+    assert wide[[1, 3]].tolist() == [5, 7]
+
+
+def test_rolled(make_process, monkeypatch):
+    """On one process, each share of a batch is rolled by itself."""
+    for name in ("roll", "flip"):
+        monkeypatch.setattr(torch.Tensor, name, getattr(torch.Tensor, name))
+    one = make_process("one")
+    alike.control_order(one)
+    one.loader_rows = 4
+    assert torch.arange(4).roll(1, 0).tolist() == [2, 3, 0, 1]
+    assert torch.arange(4).flip(0).tolist() == [2, 3, 0, 1]
+    assert torch.arange(3).roll(1, 0).tolist() == [2, 0, 1]  # it is no batch
+
+
+class Random(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.rand(())
+
+
+class RandomStream(IterableDataset):
+    def __init__(self, number):
+        self.number = number
+
+    def __iter__(self):
+        return (torch.rand(()) for _ in range(self.number))
+
+
+def batches(run, dataset, **options):
+    return [batch.tolist() for *_, batch in batches_of(run, DataLoader(dataset, 2, **options))]
+
+
+def test_samples(make_process):
+    """A sample is augmented alike in both runs; of a stream, a rank's k-th is the (2 k + r)-th."""
+    one, rank = make_process("one"), make_process(rank=1)
+    (a, b), (c, d) = batches(one, Random())
+    assert batches(rank, Random(), sampler=[1, 3]) == [[b, d]] and len({a, b, c, d}) == 4
+    (a, b), (c, d) = batches(one, RandomStream(4))
+    assert batches(rank, RandomStream(2)) == [[b, d]] and len({a, b, c, d}) == 4
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("bank", torch.zeros(2))
+
+
+def make_step(run, gradient):
+    """The model after a step with this gradient, which also changes a buffer; and the gradient in
+    the step."""
+    model = Net()
+    nn.init.constant_(model.layer.weight, gradient)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    optimizer.made = run.made[id(optimizer)] = {"made": []}
+    steps = seen_steps.Steps(run)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, gradient)
+    model.bank += gradient
+    steps.begin(optimizer, (optimizer,), {})
+    inside = model.layer.weight.grad.clone()
+    steps.end(optimizer, (optimizer,), {})
+    return model, inside
+
+
+def test_steps(make_process):
+    """In a step, a rank has one process's gradients; after it, one process's weights and buffers,
+    but its own gradients."""
+    wanted, _ = make_step(make_process("one"), 1.0)
+    rank = make_process()
+    model, inside = make_step(rank, 3.0)
+    assert inside.eq(1).all()
+    assert torch.equal(model.layer.weight, wanted.layer.weight)
+    assert torch.equal(model.bank, wanted.bank)
+    assert model.layer.weight.grad.eq(3).all()
+    kinds = {seen.kind for _, seen in Notes(rank.folder, "all", 0)[Seen]}
+    assert kinds >= {"setting", "mode", "gradient", "weight", "update", "buffer"}
+
+
+def test_disk(make_process, monkeypatch):
+    """Fewer steps, if those to come would take more than half of what is free."""
+    usage = argparse.Namespace(free=20_000)
+    monkeypatch.setattr(seen_steps.shutil, "disk_usage", lambda path: usage)
+    one = make_process("one")
+    make_step(one, 1.0)
+    assert 1 < one.options["steps"] < 15
+    assert "steps only: each writes" in Notes(one.folder, "one", 0)[Said][0][1].text
+
+
+def test_made(tmp_path):
+    """A file is the script's by its identity, not by its path; a rename takes with it what is in a
+    folder."""
+    made, path = Made(str(tmp_path)), tmp_path / "file"
+    made.add(str(path), "output")
+    path.write_text("the script's")
+    made.settle()
+    assert made.owns(str(path))
+    (tmp_path / "other").write_text("another program's")
+    os.replace(tmp_path / "other", path)
+    assert not made.owns(str(path))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for inside in (folder, folder / "a"):
+        inside.is_dir() or inside.write_text("")
+        made.add(str(inside), "output")
+        made.settle()
+    made.moved(str(folder), str(tmp_path / "new"))
+    folder.rename(tmp_path / "new")
+    assert made.owns(str(tmp_path / "new/a")) and made.owns(str(tmp_path / "new"))
+
+
+# ---- what is judged
+
+
+def notes(*found, end="its end"):
+    """Of a process, [(step, note), ...]."""
+    made = Notes("nowhere", "one", 0)
+    for number, (step, note) in enumerate([*found, (0, Drawn({}, True)), (0, End(end))]):
+        note.at = number
+        made.of.setdefault(type(note), []).append((step, note))
+    return made
+
+
+def step_notes(factors=(1.0,) * 4, line="train.py:9"):
+    """Of steps whose gradients are so many times as large."""
+    found = []
+    for step, factor in enumerate(factors):
+        found.append((step, Step((0, step), line, [], {}, ["w"], {}, {})))
+        values = {"w": sketch(ONE * factor)}
+        found.append((step, Seen("gradient", line, "optimizer 0", step, values)))
+    return found
+
+
+def values_of(*indices_and_parents, factor=1.0):
+    values = {0: summary(ONE * factor)}
+    return [
+        (0, Seen("value", f"train.py:{index}", "mul", 0, values, index, parents))
+        for index, parents in indices_and_parents
+    ]
+
+
+def test_origin():
+    """The first line that differs is named, of several that a value is made from."""
+    made = (1, []), (2, []), (3, [1, 2])
+    one = notes(*[(s, replace(v, about={"model": None})) for s, v in values_of(*made)])
+    ranks = [notes(*values_of(*made, factor=factor)) for factor in (1.5, 1.5)]
+    values = Values(one, ranks, TOLERANCE, {})
+    assert values.origin(values.all[3]).index == 1
+
+
+def passes(*ends):
+    """Two loaders, each of a shuffled pass of 8 samples; whether the first ends before."""
+    order, found = [3, 1, 0, 2, 7, 5, 6, 4], []
+    for number, line in enumerate(("train.py:1", "train.py:2")):
+        key = (line, line, 0)
+        found.append((2 * number, Pass(key, line, "Sampler", True, 8, False, 8)))
+        for batch in range(2):
+            step, indices = 2 * number + batch, order[4 * batch : 4 * batch + 4]
+            found.append((step, Batch(key, batch, indices, 4, 2)))
+        if ends and number == 0:
+            found.append((2, PassEnd(key, 2)))
+    return found
+
+
+def rule(result, name):
+    return [finding.verdict for finding in result.findings if finding.what == name]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_loaders(ends):
+    """Two that give the same samples are a look, but not one after the other."""
+    found = passes(*[True] * ends) + step_notes()
+    result = judge(notes(*found), [notes(*found), notes(*found)], TOLERANCE)
+    assert rule(result, "loaders") == (["ok"] if ends else ["look"])
+
+
+def test_uneven_batch():
+    """The last batch of an epoch, padded by the sampler, is not compared."""
+    key, batches = ("train.py:1", "loader", 0), [[0, 1, 2, 3], [4, 5, 6]]
+    shares = [[[0, 2], [4, 6]], [[1, 3], [5, 4]]]
+
+    def of(batches, factor):
+        found = [(0, Pass(key, "loader", "DistributedSampler", True, 7, False, 4))]
+        found += [(n, Batch(key, n, ids, len(ids), 2)) for n, ids in enumerate(batches)]
+        return notes(*found, *step_notes([1, factor]))
+
+    ranks = [of(share, 1.5) for share in shares]
+    result = judge(of(batches, 1.0), ranks, TOLERANCE)
+    assert not result.of("WRONG", "look") and "not compared" in result.of("note")[0].text
+
+
+def test_lost_steps():
+    """From a batch on that cannot be compared, nothing is WRONG, and the status is 2."""
+    key = ("train.py:1", "loader", 0)
+
+    def of(rows, factor, share):
+        found = [(0, Pass(key, "loader", "Own", False, 64, True, None))]
+        found += [(n, Batch(key, n, [share + n], rows, 9)) for n in range(3)]
+        return notes(*found, *step_notes([factor] * 3))
+
+    result = judge(of(4, 1.0, 0), [of(4, 1.5, 0), of(4, 1.5, 9)], TOLERANCE)
+    assert not result.of("WRONG") and result.status == 2 and not result.lines
+    assert "to compare more, give one process the samples of all ranks: --one" in as_text(result)
+
+
+def test_printed():
+    """A score of rank 0's share alone is a look; not if it is another one in each run."""
+    texts = "accuracy 0.731", "accuracy 0.726"
+    one, rank = [notes(*step_notes(), (4, Printed("train.py:20", text))) for text in texts]
+    variables, values = Variables(one, [rank, rank]), Values(one, [rank, rank], TOLERANCE, {})
+    assert len(list(compare_printed(one, [rank], values, variables))) == 1
+    assert not list(compare_printed(one, [one], values, variables))
+    assert not list(compare_printed(one, [rank], values, variables, rank))
+
+
+def test_lines_to_trace():
+    """None for a right script; else of the first steps that differ."""
+    right, wrong = notes(*step_notes()), notes(*step_notes([1, 1.5, 1.5, 1.5, 1.5]))
+    assert judge(right, [right, right], TOLERANCE).lines == 0
+    result = judge(notes(*step_notes([1] * 5)), [wrong, wrong], TOLERANCE)
+    assert result.lines == 4 and not result.may_be_noise
+    small = notes(*step_notes([1, 1.001]))
+    assert judge(notes(*step_notes([1, 1])), [small, small], TOLERANCE).may_be_noise
+
+
+# ---- which runs it takes
+
+
+class FakeRuns:
+    """Gives these notes, and counts what is run."""
+
+    def __init__(self, one, ranks, again=None, fails=False):
+        self.notes, self.noisy, self.fails = (one, ranks), again or one, fails
+        self.options, self.too_few_gpus, self.made = Options(20), "", []
+
+    def pair(self, other_options):
+        self.made.append("pair")
+        return self.notes
+
+    def once_more(self, lines):
+        self.made.append("noise" + ", lines" * bool(lines))
+        return self.noisy
+
+    def lines(self, steps):
+        self.made.append(f"lines of {steps}")
+        if self.fails:
+            raise NothingCompared("gone")
+        return self.notes
+
+
+def check(*words, **given):
+    runs = FakeRuns(*words, **given)
+    args = command.parser.parse_args(["train.py"])
+    return runs.made, command.check(args, runs)
+
+
+def test_runs():
+    """Two for a right script, three if noise explains it, and one more pair for a wrong one."""
+    right, wrong, small = [notes(*step_notes([1, f])) for f in (1.0, 1.5, 1.001)]
+    made, result = check(right, [right, right])
+    assert made == ["pair"] and result.status == 0
+    made, result = check(right, [wrong, wrong])
+    assert made == ["pair", "lines of 2"] and result.status == 1
+    made, result = check(right, [small, small])
+    assert made == ["pair", "noise, lines", "lines of 2"] and result.status == 1
+    made, result = check(right, [small, small], again=notes(*step_notes([1, 1.0005])))
+    assert made == ["pair", "noise, lines"] and result.status == 0
+    clocks = [notes(*step_notes(), (4, Printed("train.py:20", f"1.{n}0 s"))) for n in (23, 45, 67)]
+    made, result = check(clocks[0], [clocks[1], clocks[1]], again=clocks[2])
+    assert made == ["pair", "noise"] and not result.of("look")
+    made, result = check(right, [wrong, wrong], fails=True)
+    assert result.status == 1 and "could not be noted: gone" in result.findings[0].text
+
+
+def of_loader(rows, size, *more):
+    key = ("train.py:1", "loader", 0)
+    found = [(0, Pass(key, "loader", "DistributedSampler", True, 64, False, size))]
+    found += [(n, Batch(key, n, list(range(n, n + rows)), rows, 9)) for n in range(3)]
+    return notes(*found, *step_notes(), *more)
+
+
+def test_other_options():
+    """What the ranks' first steps say of a start: it is needless, or these are the next options."""
+    options, right = Options(20), notes(*step_notes())
+    assert other_options(options, right, [right, right]) is None
+    odd = of_loader(3, 3)
+    found, _ = other_options(options, odd, [odd, odd])
+    assert found == replace(options, scaled=["loader"])
+    own = of_loader(3, None)  # which nobody can make larger
+    assert other_options(options, own, [own, own]) is None
+    cut = of_loader(2, 2, (0, Cut("loader", 4)))
+    assert other_options(options, of_loader(4, 4), [cut, cut]) is None
+    assert loaders_by_process(options, of_loader(4, 4), [cut]) == {"loader": "train.py:1"}
+    cut.of[End] = [(1, End("ValueError at train.py:3"))]
+    found, _ = other_options(options, of_loader(4, 4), [cut, cut])
+    assert not found.cuts and found.scaled == ["loader"]
+    blocks = notes(*step_notes(), (1, Said("order", "blocks")))
+    found, _ = other_options(options, right, [blocks, blocks])
+    assert found == replace(options, layout="blocks")
+    assert other_options(found, right, [blocks, blocks]) is None
+
+
+def test_turns():
+    """Where one process draws as many times as often, the ranks take turns."""
+
+    def of(number):
+        made = notes(*step_notes())
+        times = {("train.py:4", "randint"): dict.fromkeys(range(4), number)}
+        made.of[Drawn] = [(4, Drawn(times, False))]
+        return made
+
+    found, _ = other_options(Options(20), of(4), [of(2), of(2)])
+    assert found.turns == [["train.py:4", "randint"]]
+    assert other_options(Options(20), of(2), [of(2), of(2)]) is None
+
+
+def test_report():
+    """On a screen: what is right, and what was not seen, in a line each; --all has each."""
+    right, wrong = notes(*step_notes()), notes(*step_notes([1, 1.5, 1, 1]))
+    result = judge(right, [wrong, wrong], TOLERANCE)
+    result.of("WRONG")[0].more = [f"line {number}" for number in range(20)]
+    text, everything = as_text(result), as_text(result, True)
+    assert text.startswith("WRONG  gradient  train.py:9") and "... and 15 lines more" in text
+    assert "begin with gradient: train.py:9" in text.splitlines()[-1]
+    assert "line 19" in everything and "line 19" not in text
+    assert sum(line.startswith(("ok", "not seen")) for line in text.splitlines()) == 2
+    assert "random      needs dropout, noise" in everything
