@@ -5,6 +5,7 @@ In all processes:
 script     the script's files and lines, and the names in them
 notes      what is noted, as dataclasses; written in each process, read when all have ended
 sketch     what is noted of a tensor
+imports    functions that are called when a module is imported
 
 In those of a run:
 

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from . import cpu
-from .given import alike, draws, draws_python, samples
+from .given import alike, draws, draws_python, frameworks, samples
 from .kept import files
 from .notes import Printed
 from .process import LEAVE, Process, replace_names, stop_both_runs, wrap
 from .script import find_script, own_lines, place, run_script, source
 from .seen import steps, trace, written
 
-WATCHES = draws, draws_python, alike, samples, trace, written, steps
+WATCHES = draws, draws_python, alike, samples, frameworks, trace, written, steps
 
 
 def options():

@@ -47,7 +47,7 @@ def check(args, runs):
     from .compare.kinds import PAGE
     from .compare.samples import remedy_by_one
     from .compare.starts import loaders_by_process, other_options
-    from .notes import Finding
+    from .notes import Cut, Finding
     from .pairs import NothingCompared
 
     one, ranks = runs.pair(other_options)
@@ -64,10 +64,16 @@ def check(args, runs):
         except NothingCompared as error:
             text = f"the values of lines could not be noted: {error}"
             result.findings.insert(0, Finding("note", "", 0, text))
-    for line in scaled.values():
+    prepared = {note.loader for _, note in one[Cut]}
+    for name, line in scaled.items():
         text = f"a batch size per process, so {args.nproc} times the batch: intended, and "
-        text += "the rate, too? Here, the ranks together were given one process's samples"
-        about = {"remedy": remedy_by_one(ranks[0], args.nproc), "section": f"{PAGE}#batch-size"}
+        text += "the rate, too? Here, "
+        about = {"section": f"{PAGE}#batch-size"}
+        if name in prepared:
+            text += "one process was given the samples of all"
+        else:
+            text += "the ranks together were given one process's samples"
+            about["remedy"] = remedy_by_one(ranks[0], args.nproc)
         result.findings.insert(0, Finding("look", "samples", 0, text, line, **about))
     if runs.too_few_gpus:
         result.findings.insert(0, Finding("note", "", 0, runs.too_few_gpus))

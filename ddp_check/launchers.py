@@ -8,7 +8,7 @@ import shlex
 
 PYTHON = re.compile(r"python[\d.]*$")
 MPI = "srun", "mpirun", "mpiexec", "mpiexec.hydra"
-OTHERS = "deepspeed", "horovodrun", "accelerate", "bash", "sh", "uv", "conda"
+OTHERS = "deepspeed", "horovodrun", "accelerate", "bash", "sh", "uv", "conda", "fabric"
 LOCAL_RANK = re.compile(r"""["'](--local[_-]rank)["']""")
 RANK = re.compile(r"""["'](--(?:global[_-]|local[_-])?rank)["'][^)]*required\s*=\s*True""")
 TORCHRUN, LAUNCH = "torch.distributed.run", "torch.distributed.launch"

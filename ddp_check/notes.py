@@ -27,6 +27,7 @@ class Seen:
     index: int = 0  # of a value, in this process
     made_from: list = field(default_factory=list)  # indices of values
     about: dict = field(default_factory=dict)  # further facts, for causes and texts
+    library: str = ""  # the line of a framework that the script's line has called
 
 
 @dataclass
@@ -94,10 +95,21 @@ class Drawn:
 
 @dataclass
 class Cut:
-    """A batch size per process, of which each rank was given its part."""
+    """A batch size per process, of which each rank was given its part; or on one process, that of
+    a framework, which was given that of all ranks."""
 
     loader: str
     batch_size: int
+
+
+@dataclass
+class Unprepared:
+    """A call of a scheduler that Accelerate has not prepared, though it is for as many steps as its
+    loader had before it was."""
+
+    line: str
+    name: str  # of the number of steps
+    number: int
 
 
 @dataclass
@@ -108,8 +120,9 @@ class Printed:
 
 @dataclass
 class Said:
-    """Something for the user to know ("note"), the "order" of a batch's samples over ranks, or a
-    loader that gives one process the batches of all ranks ("scaled")."""
+    """Something for the user to know ("note"); the "order" of a batch's samples over ranks; a
+    loader that gives one process the batches of all ranks ("scaled"); a "framework" that is used;
+    the line and the name of a sampler that one has "replaced"."""
 
     kind: str
     text: str

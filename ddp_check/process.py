@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .notes import NOISE, Drawn, End, Said, Seen
-from .script import own_file
+from .script import library_place, own_file
 from .sketch import by_sample, is_plain, leaves_of, summary
 
 LEAVE = os._exit
@@ -98,6 +98,7 @@ class Process:
         self.model = None  # the outermost model that computes now
         self.draws, self.given, self.batches = {}, {}, {}  # of the run on one process
         self.batch_sizes = {}  # of its training loaders
+        self.loaders = {}  # {id of a dataset: names of the loaders that the script has made of it}
         self.by_layout = False  # whether something depends on which rank has which samples
         self.last_order = ""  # the line that has drawn an order of all before the first step
         self.seeded = {}  # {generator: the script's line that has seeded it last}
@@ -140,11 +141,16 @@ class Process:
             values = {number: summary(part) for number, part in enumerate(parts)}
         number = self.nth("value", self.steps, kind, line, name)
         index, about = self.nth("values"), about | {"model": self.model}
-        self.note(Seen(kind, line, name, number, values, index, list(made_from), about))
+        made_from, library = list(made_from), library_place()
+        self.note(Seen(kind, line, name, number, values, index, made_from, about, library))
         for leaf in leaves:
             if is_plain(leaf) and not isinstance(leaf, nn.Parameter):
                 leaf.compare_index = index
         return index
+
+    def note_once(self, note):
+        if not self.nth("noted", repr(note)):
+            self.note(note)
 
     def say(self, text, kind="note"):
         if not self.nth("said", text):

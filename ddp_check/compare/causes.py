@@ -57,6 +57,8 @@ class Cause:
         numbers = numbers or values.behind(value) + variables.behind(lines, step)
         called = value.about.get("called_at")
         more = [f"called at {source(called)}", *numbers] if called else numbers
+        if value.library and values.line_of(value) == value.line:
+            more = [f"in {source(value.library)}", *more]
         verdict = "look" if advice in LOOKS else "WRONG"
         text = values.describe(value) + (f": {ADVICE[advice]}" if value.kind != "loss" else "")
         text += f" ({', '.join(generators)})" if advice == "unpaired" else ""

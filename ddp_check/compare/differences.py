@@ -95,6 +95,8 @@ class Differences:
                     more = [
                         f"this {name} is not differentiated: {source(at)}" for at, name in calls
                     ]
+            if seen.library:
+                more = [f"in {source(seen.library)}", *more]
             self.findings.append(found_in(kind, step, text, line, more))
             self.findings[-1].off = off
 

@@ -9,6 +9,7 @@ from ..script import source
 from .causes import LOST, find_causes
 from .differences import Differences, compare_settings
 from .ends import about_ends, explains_ends, left_out_steps, left_pass
+from .frameworks import in_its_words
 from .kinds import HIDES, TENSORS, TIMES_NOISE, VALUES, noise_of
 from .lineage import Values
 from .numbers import Variables, compare_printed
@@ -82,6 +83,7 @@ def judge(one, ranks, tolerance, again=None, scaled=(), lines=None):
             found.append(Finding("not seen", rule.name, 0, f"needs {rule.needs}"))
         elif results or not any(f.what == rule.name for f in found):
             found += results or [Finding("ok", rule.name, 0, rule.right)]
+    in_its_words(found, ranks[0])
     found.sort(key=lambda finding: VERDICTS.index(finding.verdict))
     lost = min([f.step for f in found if f.advice in LOST], default=math.inf)
     if not lost:  # nor what the script keeps

@@ -7,12 +7,12 @@ import re
 from dataclasses import replace
 
 from ..notes import Collective, File, Finding, Step
-from ..script import source
+from ..script import UNKNOWN, source
 from .kinds import PAGE, misfits, offs, paired
 
 RULES = []  # in the order of the report
 NUMBER = re.compile(r"\d+")
-SHARED = r"\.lock$|torchinductor|triton|huggingface"
+SHARED = r"\.lock$|torchinductor|triton|huggingface|/\.hydra/"
 
 
 class Rule:
@@ -228,7 +228,9 @@ class Files(Rule):
         for rank, notes in enumerate(ranks):
             for step, note in notes[File]:
                 if re.search("[wxa+]", note.mode) and note.kind != "downloaded":
-                    written.setdefault(note.path, {}).setdefault(rank, (step, note))
+                    path = re.sub(r"(tfevents)\..*", r"\1", note.path)  # its name has the process
+                    if path == note.path or note.line != UNKNOWN:  # else of TensorBoard's thread
+                        written.setdefault(path, {}).setdefault(rank, (step, note))
         found = []
         for path, writers in written.items():
             is_shared = re.search(SHARED, path)  # a lock, or a cache with one

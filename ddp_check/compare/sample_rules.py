@@ -237,16 +237,25 @@ class TestSamples(Rule):
                     f"{len(missing)} of {len(of_one[about.key])} samples of one process are on no "
                 )
                 return self.look(step, about.key[0], f"{text}rank")
+            if self.drops_repeated(ranks[0], about):
+                continue
             if about.has_share and None not in everyone and len(set(everyone)) < len(everyone):
                 text = f"{len(everyone)} samples on all ranks, of {len(set(everyone))}: "
                 text += f"{about.sampler} repeats some, which count twice"
                 return self.look(step, about.key[0], text)
         return [] if seen else None
 
-    def put_together(self, notes, about):
-        """The line of a collective call after this pass and before what comes next."""
+    def calls(self, notes, about):
+        """The collective calls after this pass begins and before what comes next."""
         later = [n.at for kind in (Batch, Step, Pass) for _, n in notes[kind] if n.key != about.key]
         end = min([at for at in later if at > about.at], default=math.inf)
-        calls = [call for _, call in notes[Collective] if about.at < call.at < end]
-        calls = [call for call in calls if "gather" in call.name]  # sums are divided by a sum
+        return [call for _, call in notes[Collective] if about.at < call.at < end]
+
+    def put_together(self, notes, about):
+        """The line of a call that puts the ranks' samples together; sums are divided by a sum."""
+        calls = [call for call in self.calls(notes, about) if "gather" in call.name]
         return calls[0].line if calls else None
+
+    def drops_repeated(self, notes, about):
+        """Accelerate knows what its loaders have repeated."""
+        return any(call.name == "gather_for_metrics" for call in self.calls(notes, about))

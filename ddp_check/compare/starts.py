@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from ..notes import Cut, Drawn, End, Pass, Said
-from .samples import lines_by_turns, loaders_per_process
+from ..notes import Batch, Cut, Drawn, End, Pass, Said
+from .samples import lines_by_turns, loaders_per_process, training_passes
 
 
 def has_failed(notes):
@@ -17,6 +17,9 @@ def other_options(options, one, ranks):
     if cut and any(map(has_failed, ranks)) and not has_failed(one):
         why = "the script fails with a part of its batch, so one process is given all ranks'"
         return replace(options, cuts=False, scaled=cut), why
+    if options.prepared and has_too_many(one, ranks):
+        why = "the script has divided its batch size itself"
+        return replace(options, prepared=False), why
     if not options.scaled and (loaders := loaders_per_process(one, ranks)):
         why = "the batch size is one per process, so one process is given all ranks'"
         return replace(options, scaled=list(loaders)), why
@@ -30,10 +33,24 @@ def other_options(options, one, ranks):
     return None
 
 
+def has_too_many(one, ranks):
+    """Whether one process got more samples than all ranks, where a framework's batch size was taken
+    for one per process."""
+    first = [{b.key: b.rows for _, b in reversed(notes[Batch])} for notes in (one, *ranks)]
+    prepared, trains = {note.loader for _, note in one[Cut]}, training_passes(one)
+    for _, note in one[Pass]:
+        if note.loader in prepared and note.key in trains:
+            rows, *others = [of.get(note.key) or 0 for of in first]
+            return len(ranks) > 1 and 0 < len(ranks) * sum(others) == rows
+    return False
+
+
 def loaders_by_process(options, one, ranks):
     """{loader: the line of its loop} of those with a batch size per process, where one process's
     samples and the ranks' were made the same."""
-    loaders = {*options.scaled, *[note.loader for _, note in ranks[0][Cut]]}
+    cut = [note.loader for notes in (one, ranks[0]) for _, note in notes[Cut]]
+    loaders, trains = {*options.scaled, *cut}, training_passes(one)
     still = loaders_per_process(one, ranks)  # one that could not be
     passes = [note for _, note in reversed(ranks[0][Pass])]
-    return {p.loader: p.key[0] for p in passes if p.loader in loaders and p.loader not in still}
+    passes = [p for p in passes if p.loader in loaders and p.key in trains]
+    return {p.loader: p.key[0] for p in passes if p.loader not in still}

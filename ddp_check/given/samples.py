@@ -22,6 +22,7 @@ from ..process import wrap
 from ..script import own_file, place
 from ..sketch import leaves_of
 from .datasets import batches_of, is_own
+from .prepared import batch_of_all, prepared_name
 
 
 def length(sized):
@@ -42,10 +43,16 @@ def patch(run):
         number = self.__dict__.setdefault("compare_number", 0)
         self.compare_number += 1
         size = len(self.data_source)
-        if self.generator is not None or self.replacement or self.num_samples != size:
+        has_own = getattr(self, "check_has_own", self.generator is not None)
+        if has_own or self.replacement or self.num_samples != size:
             return original(self)
         g = torch.Generator().manual_seed(number)
         return iter(inspect.unwrap(torch.randperm)(size, generator=g).tolist())
+
+    @wrap(RandomSampler, "__init__")
+    def make_order(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.check_has_own = self.generator is not None  # Accelerate adds one later, on ranks
 
     epochs = {}  # {seed of a DistributedSampler: the epochs that it was given}
 
@@ -93,10 +100,16 @@ def patch(run):
 
     @wrap(DataLoader, "__init__")
     def make(original, self, dataset, batch_size=1, *args, **kwargs):
-        line = place()[0]
-        name = f"loader {run.nth('loader', line)} of {line}"
-        if not kwargs.get("batch_sampler"):
-            batch_size = of_all_ranks(name, batch_size)
+        name = prepared_name(run, dataset)
+        self.check_is_prepared, self.check_is_ahead = bool(name), False
+        if name:
+            batch_size, kwargs = batch_of_all(run, name, batch_size, kwargs)
+        else:
+            line = place()[0]
+            name = f"loader {run.nth('loader', line)} of {line}"
+            run.loaders.setdefault(id(dataset), []).append(name)
+            if not kwargs.get("batch_sampler"):
+                batch_size = of_all_ranks(name, batch_size)
         original(self, dataset, batch_size, *args, **kwargs)
         self.check_name, self.check_size = name, batch_size
 
@@ -131,22 +144,28 @@ def patch(run):
         for indices, totals, batch in itertools.islice(batches_of(run, loader), short):
             tensors = [t for t in leaves_of(batch) if torch.is_tensor(t) and t.dim()]
             rows = len(indices) if indices else len(tensors[0]) if tensors else None
-            trains = torch.is_grad_enabled()
-            run.note(Batch(key, number, indices, rows, total, trains, totals))
-            if run.is_single and run.steps > first:  # it is for training
-                run.batch_sizes[loader.check_name] = loader.check_size
-            in_main = threading.current_thread() is threading.main_thread()
-            if trains and in_main:
-                run.loader_rows = rows
-                find_order(run, (*key, number), indices)
-                if run.traces:
-                    samples = totals if is_own(loader.collate_fn) else None
-                    about = {"made_by": made_by(loader.dataset), "samples": samples}
-                    run.note_value("value", place()[0], name, batch, **about)
+            note = Batch(key, number, indices, rows, total, torch.is_grad_enabled(), totals)
+            if not loader.check_is_ahead:
+                use(loader, note, name, batch)
+            if run.is_single and run.steps > first and not loader.check_is_prepared:
+                run.batch_sizes[loader.check_name] = loader.check_size  # of one for training
             number += 1
             yield batch
+            if loader.check_is_ahead:  # only now, as the next one is asked for, the script gets it
+                use(loader, note, name, batch)
         if number != short:  # else it may be cut off
             run.note(PassEnd(key, number))
+
+    def use(loader, note, name, batch):
+        """The script gets a batch."""
+        run.note(note)
+        if note.trains and threading.current_thread() is threading.main_thread():
+            run.loader_rows = note.rows
+            find_order(run, (*note.key, note.number), note.indices)
+            if run.traces:
+                samples = note.totals if is_own(loader.collate_fn) else None
+                about = {"made_by": made_by(loader.dataset), "samples": samples}
+                run.note_value("value", place()[0], name, batch, **about)
 
 
 def has_share(sampler):

@@ -1,15 +1,14 @@
 """Files that are changed without a word to Python's audit hook: in place, in memory, and in C++."""
 
 import builtins
-import importlib.abc
-import importlib.machinery
 import io
 import mmap
 import os
 import sys
 
+from ..imports import when_imported
 from ..process import wrap
-from .made import full, open_path
+from .made import full, identity, open_path
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 TEXT_OPTIONS = "encoding", "errors", "newline"  # of open, after its buffering
@@ -74,6 +73,8 @@ def watch_writer(module, function, guard):
             return original(*args, **kwargs)
         finally:
             guard.made.settle()
+            if isinstance(path, (str, bytes, os.PathLike)) and not reads:
+                note_renamed(guard.made, os.path.realpath(os.fsdecode(path)))
 
     if not classes:  # others may have imported it by its name
         for other in list(sys.modules.values()):
@@ -81,30 +82,11 @@ def watch_writer(module, function, guard):
                 setattr(other, function, getattr(owner, function))
 
 
-class WhenImported(importlib.abc.MetaPathFinder):
-    """Calls functions with a module as soon as it is imported."""
-
-    calls = {}  # {name of the module: functions}
-
-    def find_spec(self, name, path, target=None):
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in self.calls else None
-        if spec is None or spec.loader is None:
-            return None
-        load = spec.loader.exec_module
-
-        def exec_module(module):
-            load(module)
-            for call in self.calls[name]:
-                call(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-def when_imported(name, call):
-    if name in sys.modules:
-        call(sys.modules[name])
-    WhenImported.calls.setdefault(name, []).append(call)
+def note_renamed(made, path):
+    """As safetensors writes a new file, and gives it the name of one that the script has made."""
+    number, kind = made.paths.get(path, (None, ""))
+    if kind and number != identity(path):
+        made.add(path, kind, identity(path))
 
 
 class UsersFile(io.BufferedReader):
@@ -149,7 +131,6 @@ def map_users_files(guard):
 def patch(guard):
     for module, function in WRITERS:
         when_imported(module, lambda _, key=(module, function): watch_writer(*key, guard))
-    sys.meta_path.insert(0, WhenImported())
     map_users_files(guard)
 
     def is_users(path):

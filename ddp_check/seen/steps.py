@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 from ..given.draws import seed_all
 from ..notes import TRIED, Seen, Step
 from ..process import wrap
-from ..script import place
+from ..script import library_place, place
 from ..sketch import moved, sketches
 from .held import (
     Trained,
@@ -40,7 +40,9 @@ class Steps:
     def __init__(self, run):
         self.run, self.optimizers = run, {}
         self.inside = None  # the optimizer that makes a step, and the frame that has called it
-        self.line, self.has_closure = "", False  # of this step
+        self.line, self.library = "", ""  # of this step
+        self.closures = 0  # how often this step has called its closure
+        self.has_gradients = False  # whether those of this step are noted
         self.weights = {}  # sketches of those before it
         self.own = {}  # {name: this rank's gradient}, while it has one process's
 
@@ -55,7 +57,7 @@ class Steps:
 
     def begin(self, optimizer, args, kwargs):
         if self.is_nested():
-            return
+            return None
         self.inside = optimizer, inspect.currentframe().f_back
         run = self.run
         with run.quiet():
@@ -67,8 +69,8 @@ class Steps:
             run.trained |= {id(p): name for name, p in parameters.items()}
             if not run.steps:
                 self.note_others()
-            has_closure = len(args) > 1 or kwargs.get("closure") is not None
-            self.line, self.has_closure = line, has_closure  # it computes gradients of its own
+            self.line, self.library = line, library_place()
+            self.closures, self.has_gradients = 0, False
             made = run.made.get(id(optimizer), {})
             variables = variables_of(inspect.currentframe())
             made_generators = {} if trained.step else generators(run)
@@ -76,16 +78,38 @@ class Steps:
             run.note(Step(key, line, callers, made, list(parameters), variables, made_generators))
             self.note("setting", settings_of(optimizer))
             self.note("mode", trained.modes())
-            gradients = {name: p.grad for name, p in parameters.items()}
-            if not has_closure:  # else they are not there yet
-                self.note("gradient", sketches(gradients))
             self.weights = sketches(parameters)
             self.note("weight", self.weights, parameters)
-            if run.saves:
-                self.save("gradients", gradients)
-            elif os.path.exists(self.path("after")) and not has_closure:
-                self.give_gradients(parameters)  # the same gradients make the same step
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self.have_gradients(parameters)
+            run.thread.stepping = True
+            return None
+
+        def watched():
+            run.thread.stepping = False
+            loss = closure()
+            self.closures += 1
+            if self.closures == 1:  # LBFGS calls it again, with other weights
+                self.have_gradients(parameters)
+            run.thread.stepping = True
+            return loss
+
         run.thread.stepping = True
+        if len(args) > 1:
+            return (args[0], watched, *args[2:]), kwargs
+        return args, kwargs | {"closure": watched}
+
+    def have_gradients(self, parameters):
+        """Note them. Then those of one process are given, which make the same step."""
+        self.has_gradients = True
+        with self.run.quiet():
+            gradients = {name: p.grad for name, p in parameters.items()}
+            self.note("gradient", sketches(gradients))
+            if self.run.saves:
+                self.save("gradients", gradients)
+            elif os.path.exists(self.path("after")):
+                self.give_gradients(parameters)
 
     def give_gradients(self, parameters):
         """Those of one process, for this step; its own, which may be added to, come back after."""
@@ -101,7 +125,9 @@ class Steps:
         name, about = f"optimizer {trained.number}", {}
         if tensors:
             about = {name: line_of(self.run, tensor) for name, tensor in tensors.items()}
-        self.run.note(Seen(kind, self.line, name, trained.step, values, about=about))
+        seen = Seen(kind, self.line, name, trained.step, values, about=about)
+        seen.library = self.library
+        self.run.note(seen)
 
     def end(self, optimizer, args, kwargs):
         if self.inside is None or self.inside[0] is not optimizer:
@@ -111,6 +137,8 @@ class Steps:
         with run.quiet():
             trained = self.optimizers[optimizer]
             parameters, buffers = trained.parameters(optimizer), trained.buffers()
+            if not self.has_gradients:  # an optimizer that does not call its closure
+                self.have_gradients(parameters)
             self.note_after(parameters, buffers)
             if run.saves:
                 self.save("after", parameters | buffers)
@@ -132,7 +160,7 @@ class Steps:
             run.end("--steps")
 
     def note_after(self, parameters, buffers):
-        if not self.has_closure:
+        if self.closures < 2:
             both = {name: (self.weights[name], b) for name, b in sketches(parameters).items()}
             moves = {name: moved(a, b) for name, (a, b) in both.items() if a.shape == b.shape}
             self.note("update", moves)

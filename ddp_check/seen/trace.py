@@ -60,6 +60,7 @@ class Trace(TorchFunctionMode):
     """Notes what each line of the script computes, where it calls torch directly. So the line is
     found whose result is not that of one process."""
 
+    SCALED = "div", "true_divide", "__truediv__", "mul", "__mul__", "__rmul__"
     SAME_VALUE = ("detach", "__get__", "to", "requires_grad_", "contiguous", "clone", "cuda")
 
     def __init__(self, run):
@@ -112,6 +113,8 @@ class Trace(TorchFunctionMode):
             frame = frame.f_back
         file = None if frame is None or "empty" in name else own_file(frame.f_code.co_filename)
         leaves = [leaf for leaf in leaves_of(out) if torch.is_tensor(leaf)]
+        if file is None and name in self.SCALED and len(made_from) == 1 and is_plain(out):
+            out.compare_index = made_from[0]  # as a framework divides a loss by its number of parts
         if file is None or not leaves or isinstance(leaves[0], nn.Parameter):
             return
         line = f"{file}:{frame.f_lineno}"
@@ -136,12 +139,21 @@ def refuse_graphs(run):
         stop_both_runs(run.folder, "refused", facts | {"remedy": "run it without them"})
 
 
+def is_training_step(module):
+    """Whether this is no pass through a model, but Lightning's way through DDP to the script's
+    training_step."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    return getattr(vars(inner).get("forward"), "__name__", "") == "wrapped_forward"
+
+
 def patch(run):
     """What goes into and comes out of each outermost module in training; and the losses."""
     refuse_graphs(run)
 
     @wrap(nn.Module, "__call__")
     def call(original, module, *args, **kwargs):
+        if is_training_step(module):
+            return original(module, *args, **kwargs)
         is_training = module.training and torch.is_grad_enabled()
         if run.model is not None or run.thread.in_dataset or not is_training:
             is_ddp = isinstance(module, DistributedDataParallel)  # broadcasts buffers first
