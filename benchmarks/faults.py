@@ -7,7 +7,8 @@ Each fault is a change to one of loops/: a line or two, as somebody would write 
 ddp_check runs the changed copy. It has found a fault if it says WRONG or look, and has named it if
 such a line of the report has one of the changed lines, or the line where the fault is seen as well
 (`shows`). The loops themselves, unchanged, are "right". Processes are forks of
-this one, which has imported torch: seconds are without that. On Linux.
+this one, which has imported torch: seconds are without that. A row keeps the commit at which it was
+measured. On Linux.
 """
 
 import csv
@@ -842,7 +843,7 @@ def verdict(report, script, lines):
     return "WRONG" if "WRONG" in words else "look" if words else "", bool(numbers & lines)
 
 
-FIELDS = ["loop", "kind", "fault", "cost", "found", "line", "seconds", "commit"]  # of ddp_check
+FIELDS = ["loop", "kind", "fault", "cost", "found", "line", "seconds", "commit"]
 
 
 def save(rows):
