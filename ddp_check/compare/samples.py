@@ -156,7 +156,8 @@ def are_shares(key, one, ranks):
     ends = [any(note.key == key for _, note in notes[PassEnd]) for notes in (one, *ranks)]
     repeated = len(everyone) - len(set(everyone))
     left_out = len(set(mine) - set(everyone)) if all(ends) else 0
-    return repeated < len(ranks) and left_out < len(ranks)
+    few = min(len(ranks), len(everyone) / len(ranks))
+    return repeated < few and left_out < len(ranks)
 
 
 def indices_of(key, notes):
