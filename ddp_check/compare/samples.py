@@ -139,8 +139,8 @@ def compare_samples(one, ranks):
                     text += "be compared"
                 elif are_shares(batch.key, one, ranks):
                     why = "unpaired"
-                    text += ", but elsewhere in the pass: the ranks share all samples, in another "
-                    text += "order or in other batches, so nothing after it can be compared"
+                    text += " in this step, and none is on two: the ranks share the samples, in "
+                    text += "another order or other batches, so nothing after it can be compared"
                 more = {"section": SHARE["section"]} if why else dict(SHARE)
                 if about and about.has_share and not why:
                     more["remedy"] = "the same dataset, split and order on all ranks"
