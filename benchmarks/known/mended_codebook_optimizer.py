@@ -3,7 +3,7 @@
 from made import own_loop
 
 REPOSITORY = "lucidrains/vector-quantize-pytorch"
-BEFORE, AFTER = "2b367e5^", "2b367e5"
+BEFORE, AFTER = "2b367e5^", "8f52cd8"
 FAULT = "each rank's optimizer of the codebook steps by its own gradients (issue 222)"
 LINES = ["vector_quantize_pytorch/vector_quantize_pytorch.py:1066"]
 PACKAGES = ["einops", "einx"]
