@@ -4,7 +4,7 @@ from ..script import source
 from .fits import fit, meaning, relative, sides
 from .kinds import KINDS, VALUES, limit_of, paired
 
-EMPTY = "zeros", "ones", "empty", "full", "new_zeros", "zeros_like", "empty_like"
+EMPTY = "zeros", "ones", "empty", "full", "new_zeros", "zeros_like", "empty_like", "to", "cuda"
 
 
 class Values:
@@ -71,9 +71,9 @@ class Values:
     def is_from_outside(self, value):
         """Whether torch has computed none of its numbers, also if they were written into a tensor
         of zeros, as observations of an environment are."""
-        before = [self.all[i] for i in value.made_from if i in self.all]
-        is_written = all(v.name in EMPTY and self.is_fresh(v) for v in before)
-        return is_written and not value.about.get("made_by")
+        makers = [value, *self.ancestors(value)]
+        before = [self.all[i] for maker in makers for i in maker.made_from if i in self.all]
+        return all(v.name in EMPTY for v in before) and not value.about.get("made_by")
 
     def is_place(self, value):
         """Whether it counts rows: of a batch of all ranks, it is another one."""
