@@ -188,8 +188,11 @@ CASES = {  # {name: ({place: text}, {rule: verdict} of those that are WRONG or l
         {"gradient": "WRONG"},
     ),
     "in order on one process": ({"BETWEEN": IN_ORDER}, {"samples": "look"}),
-    "buckets": ({"BETWEEN": BUCKETS.replace("TAKES", "rank::world")}, {"samples": "look"}),
-    "the same buckets": ({"BETWEEN": BUCKETS.replace("TAKES", "::world")}, {"samples": "WRONG"}),
+    "buckets": ({"BETWEEN": BUCKETS.replace("TAKES", "rank::world")}, {}),
+    "the same buckets": (
+        {"BETWEEN": BUCKETS.replace("TAKES", "::world")},
+        {"samples": "WRONG", "inputs": "look"},
+    ),
     "an environment": ({"BEFORE": ROWS, "LOSS": ENVIRONMENT}, {"inputs": "look"}),
     "numbers by tuples": ({"BEFORE": BY_TUPLES}, {"samples": "look"}),
     "for GPUs": ({"BETWEEN": GPUS, "BACKEND": CUDA}, {}),
