@@ -7,7 +7,8 @@ Each fault is a change to one of loops/: a line or two, as somebody would write 
 ddp_check runs the changed copy. It has found a fault if it says WRONG or look, and has named it if
 such a line of the report has one of the changed lines, or the line where the fault is seen as well
 (`shows`). The loops themselves, unchanged, are "right". Processes are forks of
-this one, which has imported torch: seconds are without that. On Linux.
+this one, which has imported torch: seconds are without that. A row keeps the commit at which it was
+measured. On Linux.
 """
 
 import csv
@@ -638,14 +639,14 @@ weights = nn.Parameter(torch.zeros(2))  # log of the variance of each task
 shared, own = list(body.parameters()), [*heads.parameters(), weights]
 """
 
-OWN = [  # random numbers, samples and files of each rank's own
+PRIVATE = [  # random numbers, samples and files of each rank's own
     Fault(
         "contrastive",
         "a teacher is copied before DDP sends rank 0's weights",
         "torch.manual_seed(0)\nstudent",
         "torch.manual_seed(rank)\nstudent",
         "another teacher on each rank, and another queue",
-        "own",
+        "private",
         "teacher = encoder()",
     ),
     Fault(
@@ -655,7 +656,7 @@ OWN = [  # random numbers, samples and files of each rank's own
         "for parameter in shared + own:\n    dist.broadcast(parameter.data, 0)\n",
         TASKS,
         "another model on each rank",
-        "own",
+        "private",
         "body = nn.Sequential",
     ),
     Fault(
@@ -669,7 +670,7 @@ OWN = [  # random numbers, samples and files of each rank's own
         "ddp = nn.parallel.DistributedDataParallel(student)\n"
         "student[2].reset_parameters()\n",
         "another model on each rank",
-        "own",
+        "private",
     ),
     Fault(
         "contrastive",
@@ -679,7 +680,7 @@ OWN = [  # random numbers, samples and files of each rank's own
         "            for weights in student.parameters():\n"
         "                weights.add_(torch.randn_like(weights), alpha=1e-3)\n",
         "the ranks' weights part",
-        "own",
+        "private",
     ),
     Fault(
         "momentum",
@@ -687,7 +688,7 @@ OWN = [  # random numbers, samples and files of each rank's own
         "samples = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))",
         "samples = torch.randn(SAMPLES, 6)",
         "each rank trains on data of its own",
-        "own",
+        "private",
     ),
     Fault(
         "segmentation",
@@ -695,7 +696,7 @@ OWN = [  # random numbers, samples and files of each rank's own
         "random_split(dataset, [40, 12], generator=split)",
         "random_split(dataset, [40, 12])",
         "images of the validation are trained on",
-        "own",
+        "private",
     ),
     Fault(
         "multitask",
@@ -703,7 +704,7 @@ OWN = [  # random numbers, samples and files of each rank's own
         "range(rank, len(val_set), world)",
         "range(rank * (len(val_set) // world), (rank + 1) * (len(val_set) // world))",
         "another score",
-        "own",
+        "private",
         "for x, y, _ in val_loader",
     ),
     Fault(
@@ -712,7 +713,7 @@ OWN = [  # random numbers, samples and files of each rank's own
         "    for x, y, z in train_loader:\n",
         "    for _ in range(len(train_loader)):\n        x, y, z = next(iter(train_loader))\n",
         "an epoch has one batch, again and again",
-        "own",
+        "private",
     ),
     Fault(
         "multitask",
@@ -722,7 +723,7 @@ OWN = [  # random numbers, samples and files of each rank's own
         "        number = globals().get('number', 0) + world\n"
         "        optimizer.param_groups[0]['lr'] = 1e-2 * min(1, number / 12)\n",
         "half as long a warm-up",
-        "own",
+        "private",
         "optimizer.step()",
     ),
     Fault(
@@ -731,7 +732,7 @@ OWN = [  # random numbers, samples and files of each rank's own
         "        optimizer.step()\n",
         "        if losses[0].item() < 1.1:\n            optimizer.step()\n",
         "the ranks' weights part",
-        "own",
+        "private",
     ),
     Fault(
         "contrastive",
@@ -742,7 +743,7 @@ OWN = [  # random numbers, samples and files of each rank's own
         "        loss = loss + (center / world).square().sum()\n"
         "        optimizer.zero_grad()\n        loss.backward()",
         "half of that gradient",
-        "own",
+        "private",
     ),
     Fault(
         "multitask",
@@ -750,13 +751,13 @@ OWN = [  # random numbers, samples and files of each rank's own
         "\ninputs = ",
         "\nimport time\n\nlog = open(f'log.{time.time_ns()}', 'w')\ninputs = ",
         "twice the scores in one folder",
-        "own",
+        "private",
     ),
 ]
 
 LOOP_NAMES = sorted(path.stem for path in LOOPS.glob("*.py"))
 RIGHT = [Fault(loop, "right", "", "", "", "right") for loop in LOOP_NAMES]
-FAULTS = NEW + PORTS + KNOWN + FURTHER + LATER + OBJECTS + OWN + RIGHT
+FAULTS = NEW + PORTS + KNOWN + FURTHER + LATER + OBJECTS + PRIVATE + RIGHT
 
 
 class Forked:
@@ -842,7 +843,7 @@ def verdict(report, script, lines):
     return "WRONG" if "WRONG" in words else "look" if words else "", bool(numbers & lines)
 
 
-FIELDS = ["loop", "kind", "fault", "cost", "found", "line", "seconds", "commit"]  # of ddp_check
+FIELDS = ["loop", "kind", "fault", "cost", "found", "line", "seconds", "commit"]
 
 
 def save(rows):

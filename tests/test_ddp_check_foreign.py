@@ -140,6 +140,11 @@ class Buckets(DistributedSampler):
 sampler = Buckets(data)
 loader = DataLoader(data, batch_sampler=sampler)"""
 IN_ORDER = "loader = DataLoader(data, batch_size, sampler=sampler if world > 1 else None)"
+ROWS = "generator, rows = np.random.default_rng(rank), torch.zeros(3, 8 // world, 4)"
+ENVIRONMENT = """\
+for number in range(3): rows[number] = torch.Tensor(generator.random((8 // world, 4)))
+        loss = ddp(rows.reshape(-1, 4)).square().mean()"""
+BY_TUPLES = "batch_size, sizes = 8, {(1, 2): 8.0}"
 FILE = "open(f'events.{os.getpid()}.0', 'w').write('x')"
 BAD = "WRONG", "look"
 CASES = {  # {name: ({place: text}, {rule: verdict} of those that are WRONG or look)}
@@ -183,8 +188,13 @@ CASES = {  # {name: ({place: text}, {rule: verdict} of those that are WRONG or l
         {"gradient": "WRONG"},
     ),
     "in order on one process": ({"BETWEEN": IN_ORDER}, {"samples": "look"}),
-    "buckets": ({"BETWEEN": BUCKETS.replace("TAKES", "rank::world")}, {"samples": "look"}),
-    "the same buckets": ({"BETWEEN": BUCKETS.replace("TAKES", "::world")}, {"samples": "WRONG"}),
+    "buckets": ({"BETWEEN": BUCKETS.replace("TAKES", "rank::world")}, {}),
+    "the same buckets": (
+        {"BETWEEN": BUCKETS.replace("TAKES", "::world")},
+        {"samples": "WRONG", "inputs": "look"},
+    ),
+    "an environment": ({"BEFORE": ROWS, "LOSS": ENVIRONMENT}, {"inputs": "look"}),
+    "numbers by tuples": ({"BEFORE": BY_TUPLES}, {"samples": "look"}),
     "for GPUs": ({"BETWEEN": GPUS, "BACKEND": CUDA}, {}),
 }
 

@@ -27,7 +27,20 @@ from ddp_check.given import alike
 from ddp_check.given.datasets import batches_of
 from ddp_check.given.draws import Draws
 from ddp_check.kept.made import Made
-from ddp_check.notes import Batch, Cut, Drawn, End, Notes, Pass, PassEnd, Printed, Said, Seen, Step
+from ddp_check.notes import (
+    Batch,
+    Cut,
+    Drawn,
+    End,
+    Finding,
+    Notes,
+    Pass,
+    PassEnd,
+    Printed,
+    Said,
+    Seen,
+    Step,
+)
 from ddp_check.runs import NothingCompared, Options
 from ddp_check.seen import steps as seen_steps
 from ddp_check.sketch import sketch, sketches, summary
@@ -503,3 +516,17 @@ def test_remedy_by_one():
 
     assert '--one "--batch_size 8"' in remedy_by_one(of("batch_size"), 2)
     assert "--one" not in remedy_by_one(of("batched_grad_copy"), 2)
+
+
+def test_many_findings():
+    """Ten fit on a screen, and each has its line, what it is, and what to do."""
+    right = notes(*step_notes())
+    result = judge(right, [right, right], TOLERANCE)
+    more = [f"line {number}" for number in range(9)]
+    for number in range(10):
+        about = {"more": list(more), "remedy": f"remedy {number}", "section": "#page"}
+        result.findings.append(Finding("WRONG", "value", 0, f"text {number}", "", **about))
+    text = as_text(result)
+    assert len(text.splitlines()) < 50
+    assert all(f"{word} {number}" in text for word in ("text", "remedy") for number in range(10))
+    assert sum("lines more (--all)" in line for line in text.splitlines()) == 10

@@ -27,7 +27,7 @@ from helpers import (
     together,
     wait_until,
 )
-from same_text import GROUPS, compare, definitions, script_path, shared_loops
+from same_text import GROUPS, compare, definitions, script_path, shared_loops, unread
 from torchvision import datasets
 
 DISTRIBUTED, BY_TORCHRUN = SMALL[2:], ["ddp_torchrun", "fsdp2"]
@@ -668,8 +668,8 @@ def test_cifar10(monkeypatch, capsys):
 def test_same_text():
     """Of functions, flags, and the loops of those with DDP. A default or a line that is changed in
     one script is found, and --fix copies the text of another; so it does with a flag or a function
-    that is new in one of them."""
-    assert [compare(paths) for paths in GROUPS] == [[], []] and shared_loops() == []
+    that is new in one of them, and tells whose `main` does not use it."""
+    assert [compare(paths) for paths in GROUPS] == [[], []] and shared_loops() + unread() == []
     assert {"main", "load_data", "--lr"} <= definitions(GROUPS[0][0]).keys()
     paths = [Path(shutil.copy(path, Path().resolve())) for path in GROUPS[0]]
     for old, new in {"default=0.01": "default=0.1", "MaxPool2d(4)": "MaxPool2d(2)"}.items():
@@ -692,5 +692,8 @@ def test_same_text():
         compare(paths, paths[own])
         assert compare(paths) == []
         assert all(flag + old in path.read_text() for path in paths)
+        assert [line for line in unread(paths) if f"args.new_{own}:" in line] == sorted(
+            f"args.new_{own}: not in {path.name}" for path in paths
+        )
     paths[3].write_text(paths[3].read_text().replace("optimizer.step()", "optimizer.step(None)"))
     assert shared_loops(paths) == ["train_ddp_spawn.py"]

@@ -3,9 +3,10 @@
 from made import own_loop
 
 REPOSITORY = "lucidrains/vector-quantize-pytorch"
-BEFORE, AFTER = "2b367e5^", "2b367e5"
+BEFORE, AFTER = "2b367e5^", "721e1e4"
 FAULT = "each rank's optimizer of the codebook steps by its own gradients (issue 222)"
 LINES = ["vector_quantize_pytorch/vector_quantize_pytorch.py:1066"]
+REMARK = "the first mend (2b367e5) raises AttributeError; this one is the next that runs"
 PACKAGES = ["einops", "einx"]
 COMMAND = """--cpu --steps 4 codebook.py
     vector_quantize_pytorch.vector_quantize_pytorch.VectorQuantize codebook_size=8

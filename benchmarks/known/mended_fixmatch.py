@@ -15,7 +15,7 @@ LINES = [
     "train.py:241",
 ]
 EDITS = fixmatch.EDITS
-COMMAND = fixmatch.COMMAND
+COMMAND = fixmatch.COMMAND.replace("--steps 6", "--steps 11").replace("steps 8", "steps 12")
 
 if __name__ == "__main__":
     cifar10(40)

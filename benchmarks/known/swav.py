@@ -20,6 +20,18 @@ class LARC:
     def __getattr__(self, name):
         return getattr(self.optim, name)
 """
+VERDICTS = {
+    "random main_swav.py:268": (
+        "true",
+        "one seed on all ranks: the same crops and colours",
+        "shows.py dino; no report found",
+    ),
+    "files src/utils.py:84": (
+        "true",
+        "each rank writes its flags, among them its rank, to one file: the last one's stay",
+        "read: initialize_exp, which every rank calls",
+    ),
+}
 
 if __name__ == "__main__":
     write("apex/__init__.py", "amp = None\n")  # for GPUs; without its rates for each layer

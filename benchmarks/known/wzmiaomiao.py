@@ -16,6 +16,13 @@ EDITS = [
 ]
 COMMAND = """--cpu --wait 400 --short 2 --steps 5 train_multi_gpu_using_launch.py --epochs 3
     --batch-size 4 --data-path data/train"""
+VERDICTS = {
+    "files utils.py:20": (
+        "known deviation",
+        "each rank writes the names of the classes: the same text to the same file",
+        "read: read_split_data, which every rank calls",
+    ),
+}
 
 if __name__ == "__main__":
     image_folder("data", train=55, val=5, classes=5, suffix="jpg")

@@ -46,7 +46,7 @@ class Cause:
         lines = lines_inside(made_by) if made_by else [value.line]
         numbers, generators = variables.behind(lines, step, further=0), variables.generators
         usual = "ratio" if value.about.get("by_gradient") and not numbers else "share"
-        if what == "inputs" and not numbers and values.is_fresh(value) and generators:
+        if what == "inputs" and not numbers and values.is_from_outside(value) and generators:
             usual = "unpaired"
         is_made = values.is_fresh(value) or value.name in CHOOSES
         if not numbers and is_made and any(at <= step for at in variables.apart):

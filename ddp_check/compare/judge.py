@@ -145,6 +145,8 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
     for kind in ("parameters", "weight", "gradient", "update", "buffer"):
         of_kind = differences.of(kind)
         clear = [f for f in of_kind if wrong <= f.step < lost]
+        if kind == "update" and settings:  # which explain it
+            continue
         if (clear or of_kind)[:1] and (clear or of_kind)[0].step < lost:
             finding = (clear or of_kind)[0]
             finding.text += f" (in {len({f.step for f in of_kind})} steps)"
@@ -157,7 +159,7 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
             known[0].more += [f"so step {finding.step + 1}: {finding.what}: {finding.text}"]
             known[0].more += finding.more
             known[0].off = max(known[0].off, finding.off)
-        elif finding.what != "update" or not settings:  # which explain it
+        else:
             found.append(finding)
     if settings:
         found = [finding for finding in found if finding.what != "numbers"]

@@ -4,6 +4,8 @@ from ..script import source
 from .fits import fit, meaning, relative, sides
 from .kinds import KINDS, VALUES, limit_of, paired
 
+EMPTY = "zeros", "ones", "empty", "full", "new_zeros", "zeros_like", "empty_like", "to", "cuda"
+
 
 class Values:
     """What the lines of the script have computed: on one process, and on the ranks."""
@@ -65,6 +67,13 @@ class Values:
     def is_fresh(self, value):
         """Whether it is made from nothing that torch has computed, and is no batch of a loader."""
         return not any(i in self.all for i in value.made_from) and not value.about.get("made_by")
+
+    def is_from_outside(self, value):
+        """Whether torch has computed none of its numbers, also if they were written into a tensor
+        of zeros, as observations of an environment are."""
+        makers = [value, *self.ancestors(value)]
+        before = [self.all[i] for maker in makers for i in maker.made_from if i in self.all]
+        return all(v.name in EMPTY for v in before) and not value.about.get("made_by")
 
     def is_place(self, value):
         """Whether it counts rows: of a batch of all ranks, it is another one."""

@@ -27,7 +27,8 @@ from .kinds import PAGE
 
 ORDER = "WRONG", "look", "note", "not told", "not seen", "ok"
 BRIEF = {"not seen": ": this run has not used them; what each needs: --all", "ok": ""}
-MOST = 6  # lines below a finding's first
+MOST = 6  # lines below a finding's first and second
+SCREEN = 40  # lines of all findings: of many, each has fewer
 
 
 def in_order(result):
@@ -46,13 +47,14 @@ def as_text(result, shows_all=False):
     lines = []
     acts = result.of("WRONG", "look")
     width = max([len(finding.what) for finding in acts], default=0)
+    most = min(MOST, max(1, SCREEN // max(1, len(acts)) - 3))
     for finding in in_order(result):
         text, *more = texts(finding)
         if finding in acts:
             start, indent = f"{finding.verdict:6} {finding.what:{width}}  ", (9 + width) * " "
             more = [f"step {finding.step + 1}: {text}", *more]
-            if len(more) > MOST + 1 and not shows_all:
-                more[MOST:] = [f"... and {len(more) - MOST} lines more (--all)"]
+            if len(more) > most + 1 and not shows_all:
+                more[most:] = [f"... and {len(more) - most} lines more (--all)"]
             advice = f"{finding.remedy} ({finding.section})" if finding.remedy else finding.section
             more.append(advice)
             text = source(finding.line) if finding.line else more.pop(0)

@@ -1,7 +1,8 @@
 """What a comparison with one process cannot see, as it is so in both runs, or made alike in them.
 
-To add a rule: a subclass of Rule here, and a row in tests/test_rules.py. `find` gets the notes of
-one process and of each rank; it returns findings, [] if `right` is so, None if nothing was seen."""
+To add a rule: a subclass of Rule here, and a line of tests/test_ddp_check.py's script that ends in
+its name. `find` gets the notes of one process and of each rank; it returns findings, [] if `right`
+is so, None if nothing was seen."""
 
 import re
 from dataclasses import replace

@@ -144,8 +144,8 @@ def compare_samples(one, ranks):
                     text += "be compared"
                 elif are_shares(batch.key, one, ranks):
                     why = "unpaired"
-                    text += ", but elsewhere in the pass: the ranks share all samples, in another "
-                    text += "order or in other batches, so nothing after it can be compared"
+                    text += " in this step, and none is on two: the ranks share the samples, in "
+                    text += "another order or other batches, so nothing after it can be compared"
                 more = {"section": SHARE["section"]} if why else dict(SHARE)
                 if about and about.has_share and not why:
                     more["remedy"] = "the same dataset, split and order on all ranks"
@@ -161,7 +161,8 @@ def are_shares(key, one, ranks):
     ends = [any(note.key == key for _, note in notes[PassEnd]) for notes in (one, *ranks)]
     repeated = len(everyone) - len(set(everyone))
     left_out = len(set(mine) - set(everyone)) if all(ends) else 0
-    return repeated < len(ranks) and left_out < len(ranks)
+    few = min(len(ranks), len(everyone) / len(ranks))
+    return repeated < few and left_out < len(ranks)
 
 
 def indices_of(key, notes):
