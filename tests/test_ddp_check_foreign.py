@@ -5,7 +5,7 @@ from helpers import free_port
 from test_ddp_check import check
 
 HEAD = """\
-import copy, os, random, sys
+import copy, hashlib, os, random, sys
 import numpy as np
 import torch, torch.distributed as dist
 from torch import nn
@@ -144,6 +144,17 @@ ROWS = "generator, rows = np.random.default_rng(rank), torch.zeros(3, 8 // world
 ENVIRONMENT = """\
 for number in range(3): rows[number] = torch.Tensor(generator.random((8 // world, 4)))
         loss = ddp(rows.reshape(-1, 4)).square().mean()"""
+GAMES = """\
+class Games:  # by a seed of each rank, with random numbers that are not Python's
+    number = 0
+    def reset(self): return self.step()
+    def step(self):
+        self.number += 1
+        names = [f"{rank} {self.number} {i}".encode() for i in range(8 // world)]
+        seen = [hashlib.sha512(name).digest()[:4] for name in names]
+        return np.frombuffer(b"".join(seen), np.uint8).reshape(-1, 4) / 255.0
+games = Games()"""
+PLAY = "loss = ddp(torch.Tensor(games.step())).square().mean()"
 BY_TUPLES = "batch_size, sizes = 8, {(1, 2): 8.0}"
 FILE = "open(f'events.{os.getpid()}.0', 'w').write('x')"
 BAD = "WRONG", "look"
@@ -194,6 +205,7 @@ CASES = {  # {name: ({place: text}, {rule: verdict} of those that are WRONG or l
         {"samples": "WRONG", "inputs": "look"},
     ),
     "an environment": ({"BEFORE": ROWS, "LOSS": ENVIRONMENT}, {"inputs": "look"}),
+    "games": ({"BEFORE": GAMES, "LOSS": PLAY}, {"inputs": "look"}),
     "numbers by tuples": ({"BEFORE": BY_TUPLES}, {"samples": "look"}),
     "for GPUs": ({"BETWEEN": GPUS, "BACKEND": CUDA}, {}),
 }

@@ -3,6 +3,7 @@
 import gc
 import inspect
 import multiprocessing
+import os
 import random
 import re
 import types
@@ -126,7 +127,7 @@ def others(run, trained, averages):
 
 def generators(run):
     """{name: checksum of its state} of numpy's and Python's generators that the script has made;
-    and of processes, such as a sampler or an environment, that have their own."""
+    and of what has generators of its own, which are not seen: processes, and environments."""
     kinds, found = (np.random.Generator, np.random.RandomState, random.Random), {}
     functions = random.random, np.random.random_sample  # of the global generators
     known = [inspect.unwrap(function).__self__ for function in functions]
@@ -146,7 +147,13 @@ def generators(run):
         name = f"{names[-1]}, made at {line}" if line else names[-1]
         found[name] = found.get(name, 0) + checksum(state)
     found |= {f"process {child.name}": child.pid for child in multiprocessing.active_children()}
-    return found
+    kinds = {type(thing) for thing in gc.get_objects()}
+    environments = [
+        kind.__name__
+        for kind in kinds
+        if callable(getattr(kind, "reset", None)) and callable(getattr(kind, "step", None))
+    ]
+    return found | {f"environment {name}": os.getpid() for name in environments}
 
 
 def scopes_of(frame):
