@@ -20,14 +20,6 @@ EDITS = [
 ]
 COMMAND = """--cpu --wait 400 --steps 6 --one "--local-num-envs 4" cleanrl/ppo_atari_multigpu.py
     --local-num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 2 --total-timesteps 400"""
-VERDICTS = {
-    "inputs cleanrl/ppo_atari_multigpu.py:304": (
-        "false",
-        "each rank plays games of its own, by a seed of its own, as is intended: what they show "
-        "cannot be compared, and is no share of one process's",
-        "read: args.seed += local_rank, and its comment",
-    ),
-}
 
 if __name__ == "__main__":
     # Of this version of gymnasium, with the games of today's ale_py.
