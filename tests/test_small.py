@@ -516,7 +516,6 @@ def test_who_downloads(name):
         text = run_few(name, "out", "--epochs", 0, more=DOWNLOADS + more, processes=4, gpus=2)
         assert sorted(re.findall(r"rank (\d) downloads", text)) == ranks, text
         Path("downloaded").unlink()
-        shutil.rmtree("out")
 
 
 @pytest.mark.parametrize("name", some_fast(MACHINES, "ddp_multigpu_proc"))
