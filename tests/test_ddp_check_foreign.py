@@ -1,7 +1,7 @@
 """What other people's right scripts do, and ddp_check is not to call WRONG; and faults in them."""
 
 import pytest
-from helpers import free_port
+from helpers import free_port, some_fast
 from test_ddp_check import check
 
 HEAD = """\
@@ -211,7 +211,10 @@ CASES = {  # {name: ({place: text}, {rule: verdict} of those that are WRONG or l
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+FAST = "micro-batches", "an unseeded split", "a batch that is mixed", "drawn late by numpy"
+
+
+@pytest.mark.parametrize("case", some_fast(CASES, *FAST))
 def test_foreign(work, case):
     places, expected = CASES[case]
     usual, script = dict.fromkeys(PLACES, "pass") | {"BACKEND": GLOO}, HEAD + SCRIPT

@@ -665,11 +665,16 @@ def test_cifar10(monkeypatch, capsys):
 
 # ---- The files -----------------------------------------------------------------------------------
 def test_same_text():
-    """Of functions, flags, and the loops of those with DDP. A default or a line that is changed in
-    one script is found, and --fix copies the text of another; so it does with a flag or a function
-    that is new in one of them, and tells whose `main` does not use it."""
+    """Of functions, flags, and the loops of those with DDP."""
     assert [compare(paths) for paths in GROUPS] == [[], []] and shared_loops() + unread() == []
     assert {"main", "load_data", "--lr"} <= definitions(GROUPS[0][0]).keys()
+
+
+@pytest.mark.slow
+def test_fix():
+    """A default or a line that is changed in one script is found, and --fix copies the text of
+    another; so it does with a flag or a function that is new in one of them, and tells whose `main`
+    does not use it."""
     paths = [Path(shutil.copy(path, Path().resolve())) for path in GROUPS[0]]
     for old, new in {"default=0.01": "default=0.1", "MaxPool2d(4)": "MaxPool2d(2)"}.items():
         paths[1].write_text(paths[1].read_text().replace(old, new))
