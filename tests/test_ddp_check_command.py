@@ -123,7 +123,7 @@ def left(user):
     return {path for path in now.keys() - user.keys() if not others.search(str(path))}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_right(user):
     """One JSON document; nothing is left of checkpoints that are rotated, nor said of the user."""
     text = check("--json", "train.py", "{n}", "out/in/new", "workers")
@@ -199,7 +199,7 @@ ENDS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ENDS)
 def test_ends(user, kind):
     """Of the script: it is shown why, and at which line each rank hangs; who is busy is no hang."""
@@ -219,7 +219,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("code", BROKEN)
 def test_broken(work, code):
     Path("train.py").write_text(code)
@@ -274,7 +274,7 @@ def test_spawned(user, how):
     assert "would overwrite out/1.pt" in check("train.py", how, "{n}", "out", status=2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_batch_size_per_process(user):
     """Without a flag: the ranks together are given one process's samples, which is said; the rest
     is right, and it takes no further run. Of an odd number, one process gets all ranks'."""
@@ -287,7 +287,7 @@ def test_batch_size_per_process(user):
     assert "nothing WRONG, 1 to look at" in text, text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_graphs(user):
     """Named before one is recorded: nothing of it could be noted."""
     text = check("train.py", "{n}", "graphs", status=2)
@@ -302,7 +302,7 @@ def test_list(capsys):
     assert re.search(r"^order +.*\n +call sampler.set_epoch\(epoch\)", text, re.M), text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["mp.spawn", "fork"])
 def test_wrong_number_of_processes(user, how):
     Path("train.py").write_text(SPAWNED)
@@ -333,7 +333,7 @@ def install(clone):
     assert name.endswith(f"-{ddp_check.__version__}.dist-info")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", STARTS)
 def test_starts(user, name):
     """As a user types it, with all its processes; nor are our modules confused with the user's."""

@@ -1,7 +1,7 @@
 """What other people's right scripts do, and ddp_check is not to call WRONG; and faults in them."""
 
 import pytest
-from helpers import free_port, some_fast
+from helpers import by_mark, free_port
 from test_ddp_check import check
 
 HEAD = """\
@@ -214,7 +214,7 @@ CASES = {  # {name: ({place: text}, {rule: verdict} of those that are WRONG or l
 FAST = "micro-batches", "an unseeded split", "a batch that is mixed", "drawn late by numpy"
 
 
-@pytest.mark.parametrize("case", some_fast(CASES, *FAST))
+@pytest.mark.parametrize("case", [*FAST, *by_mark(long=[c for c in CASES if c not in FAST])])
 def test_foreign(work, case):
     places, expected = CASES[case]
     usual, script = dict.fromkeys(PLACES, "pass") | {"BACKEND": GLOO}, HEAD + SCRIPT

@@ -31,7 +31,7 @@ import sys
 import pytest
 for name in "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES":  # they are hidden from this fork
     del os.environ[name]
-for name in "helpers", "runs":  # it has imported these
+for name in "helpers", "harness":  # it has imported these
     del sys.modules[name]
 status = pytest.main([{tests!r}, "--collect-only", "-q", "-m", {chosen!r}])
 print(f"status {{status}}, {{count()}} GPUs")

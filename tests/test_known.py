@@ -132,7 +132,7 @@ def test_files_of_known_are_whole():
         assert names <= {script.name for script in scripts}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tables_are_written_and_compared(mirror, tmp_path, monkeypatch, capfd):
     for name in "known", "mended":
         monkeypatch.setitem(known.TABLES, name, tmp_path / f"{name}.csv")
