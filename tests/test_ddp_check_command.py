@@ -259,7 +259,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", by_mark(slow=["mp.spawn", "fork", "forkserver"], long=["spawn"]))
+@pytest.mark.parametrize("how", by_mark(long=["mp.spawn", "fork", "forkserver", "spawn"]))
 def test_spawned(user, how):
     """A script that starts its processes itself; their files are watched, too."""
     Path("train.py").write_text(SPAWNED)
