@@ -56,14 +56,19 @@ def check(args, runs):
     result = judge(one, ranks, **known)
     if args.noise or result.may_be_noise:
         is_clock = all(finding.what == "printed" for finding in result.measured)  # as it may be
-        known["again"] = runs.once_more(0 if is_clock else result.lines)
+        lines = 0 if is_clock else result.lines
+        known["again"] = runs.once_more(lines, further=2 * bool(lines))
         result = judge(one, ranks, **known)
     if result.lines:
         try:
-            result = judge(one, ranks, **known, lines=runs.lines(result.lines))
+            known["lines"] = runs.lines(result.lines)
+            result = judge(one, ranks, **known)
         except NothingCompared as error:
             text = f"the values of lines could not be noted: {error}"
             result.findings.insert(0, Finding("note", "", 0, text))
+        if "again" not in known and result.may_be_rounding:
+            known["again"] = runs.once_more(result.lines)
+            result = judge(one, ranks, **known)
     prepared = {note.loader for _, note in one[Cut]}
     for name, line in scaled.items():
         text = f"a batch size per process, so {args.nproc} times the batch: intended, and "

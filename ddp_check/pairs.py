@@ -64,18 +64,21 @@ class Runs:
             raise NothingCompared(f"no optimizer.step() on one process; then {end}")
         return one
 
-    def once_more(self, lines):
+    def once_more(self, lines, further=0):
         """The notes of another run on one process, with noise; of so many steps with the values of
-        lines, for which there will be a pair."""
+        lines. `further`: how many runs are to follow."""
         self.again.start(replace(self.options, lines=lines))
-        (again,), _ = self.again.run(self.count(2 * bool(lines)))
+        (again,), _ = self.again.run(self.count(further))
         return again
 
     def lines(self, steps):
         """The notes of a further pair, of so many steps, with the values of lines."""
         self.all.say(f"starts again, to name lines: {steps} step{'s' * (steps > 1)}")
-        self.options = replace(self.options, lines=steps, steps=steps)
-        return self.pair()
+        options, self.options = self.options, replace(self.options, lines=steps, steps=steps)
+        try:
+            return self.pair()
+        finally:
+            self.options = options
 
 
 def remove_notes(folder, of=""):

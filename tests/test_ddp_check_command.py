@@ -266,7 +266,7 @@ def test_spawned(user, how):
     user = content()
     alone = ["alone"] * (how == "spawn")  # one process is not started, but the script itself
     text = check("train.py", how, "{n}", "out", "divides", *alone, status=1)
-    assert "6 steps on one process and on 2: 2 WRONG" in text, text
+    assert "6 steps on one process and on 2: 1 WRONG" in text, text
     assert "0.5 times one process's" in " ".join(text.split()), text
     assert not left(user)
     os.mkdir("out")

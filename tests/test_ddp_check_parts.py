@@ -418,7 +418,7 @@ class FakeRuns:
         self.made.append("pair")
         return self.notes
 
-    def once_more(self, lines):
+    def once_more(self, lines, further=0):
         self.made.append("noise" + ", lines" * bool(lines))
         return self.noisy
 

@@ -64,6 +64,7 @@ class Cause:
         text += f" ({', '.join(generators)})" if advice == "unpaired" else ""
         row, line = KINDS.get(what, KINDS[value.kind]), values.line_of(value)
         about = {"remedy": row.remedy if verdict == "WRONG" else "", "section": PAGE + row.section}
+        about["off"] = values.off(value)
         return Finding(verdict, what, step, text, line, more, advice, **about)
 
     def blame(self):

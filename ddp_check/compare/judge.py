@@ -47,6 +47,12 @@ class Result:
         return bool(found) and max(found) < TIMES_NOISE * HIDES
 
     @property
+    def may_be_rounding(self):
+        """Whether a model's outputs differ by so little that a device's rounding may be why, which
+        the batch's size changes."""
+        return any(f.advice == "coupled" and f.off < HIDES for f in self.of("look"))
+
+    @property
     def status(self):
         """1 if something is WRONG, 2 if not even the first step can be compared, else 0."""
         if self.of("WRONG") or not self.steps:
@@ -139,6 +145,8 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
     found += [finding for finding in lengths[:1] if finding.step < lost]
     until = min([lost, *[finding.step for finding in samples[:1]]])  # then, all else follows
     to_explain = steps_to_explain(differences, settings, until)
+    if differences.hidden:  # where the values of lines may tell what gradients do not
+        to_explain += range(int(min(FEW, until)))
     causes, wrong, lost = find_causes(values, differences, variables, sorted(first), samples, lost)
     found, looks = found + causes, [cause for cause in causes if cause.step < wrong]
     firsts = []
@@ -156,9 +164,11 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
     for finding in sorted(firsts, key=lambda finding: finding.step):
         known = [cause for cause in found if follows(finding, cause)]
         if known:
+            for part in known[0].text.split("; ")[1:]:  # is not said again
+                finding.text = finding.text.replace(f"; {part}", "")
             known[0].more += [f"so step {finding.step + 1}: {finding.what}: {finding.text}"]
             known[0].more += finding.more
-            known[0].off = max(known[0].off, finding.off)
+            known[0].off = known[0].off or finding.off
         else:
             found.append(finding)
     if settings:

@@ -2,7 +2,7 @@
 
 from ..script import source
 from .fits import fit, meaning, relative, sides
-from .kinds import KINDS, VALUES, limit_of, paired
+from .kinds import KINDS, VALUES, limit_of, offs, paired
 
 EMPTY = "zeros", "ones", "empty", "full", "new_zeros", "zeros_like", "empty_like", "to", "cuda"
 
@@ -52,6 +52,11 @@ class Values:
             limit = limit_of(value.kind, self.tolerance, noise.get(part, 0.0), sketch)
             results.append(fit(ways, sketch, others, limit))
         return results
+
+    def off(self, value):
+        """How far it is from what fits, as a part of its size."""
+        others = [other.values for other in self.others[value.index] if other]
+        return max(offs(value.kind, value.values, others).values(), default=0.0)
 
     def parts(self, index):
         """{part: its sketches, on one process and on the ranks}"""
