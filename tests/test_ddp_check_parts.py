@@ -29,6 +29,7 @@ from ddp_check.given.draws import Draws
 from ddp_check.kept.made import Made
 from ddp_check.notes import (
     Batch,
+    Collective,
     Cut,
     Drawn,
     End,
@@ -382,6 +383,18 @@ def test_lost_steps():
     result = judge(of(4, 1.0, 0), [of(4, 1.5, 0), of(4, 1.5, 9)], TOLERANCE)
     assert not result.of("WRONG") and result.status == 2 and not result.lines
     assert "give one process a batch of 8, the samples of all ranks" in as_text(result)
+
+
+def test_ranks_that_end_early():
+    """A buffer of steps that they have not made; their runs have ended in a collective call."""
+    buffers = [
+        (step, Seen("buffer", "train.py:9", "model", step, {"mean": sketch(ONE)}))
+        for step in range(4)
+    ]
+    one = notes(*step_notes(), *buffers)
+    call = 1, Collective("broadcast", "train.py:4", "", False)
+    rank = notes(*step_notes([1, 1]), *buffers[:2], call)
+    assert not judge(one, [rank, rank], TOLERANCE).of("look")[1:]
 
 
 def test_printed():
