@@ -1,6 +1,6 @@
 """The tables of articles on data-parallel training, measured on this machine, as Markdown.
 
-python benchmarks/articles.py                  # all: ten minutes on two cores
+python benchmarks/articles.py                  # all: a quarter of an hour on two cores
 python benchmarks/articles.py --quick          # fewer rows, one run each: two minutes
 python benchmarks/articles.py ways start       # these
     ways      one process, DataParallel, DDP by spawn and by torchrun, one process per machine,
