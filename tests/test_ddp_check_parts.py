@@ -356,6 +356,23 @@ def test_loaders(ends):
     assert rule(result, "loaders") == (["ok"] if ends else ["look"])
 
 
+def test_first_batches():
+    """next(iter(loader)) in each step gives the same batch, until set_epoch."""
+
+    def of(orders):
+        found = []
+        for step, order in enumerate(orders):
+            key = ("train.py:1", "train.py:1", step)
+            found.append((step, Pass(key, "train.py:1", "DistributedSampler", True, 8, False, 4)))
+            found.append((step, Batch(key, 0, order, 4, 2, True, {})))
+        return notes(*found, *step_notes([1] * len(orders)))
+
+    same = of([[3, 1, 0, 2]] * 4 + [[7, 5, 6, 4]] * 4)
+    assert rule(judge(same, [same, same], TOLERANCE), "order") == ["look"]
+    other = of([[n + 3, n + 1, n, n + 2] for n in range(8)])
+    assert rule(judge(other, [other, other], TOLERANCE), "order") == ["ok"]
+
+
 def test_uneven_batch():
     """The last batch of an epoch, padded by the sampler, is not compared."""
     key, batches = ("train.py:1", "loader", 0), [[0, 1, 2, 3], [4, 5, 6]]

@@ -77,6 +77,8 @@ class Cause:
             found = [self.finding("outputs", value, "coupled")]
             return found + self.averaging(), "WRONG" if self.unlike else "look"
         found, origin, is_input = self.first_value()
+        for line, name in self.differences.calls.items() if found else ():
+            found[0].more.append(f"this {name} is not differentiated: {source(line)}")
         if branch := self.branch(origin, found[0].verdict if found else "WRONG"):
             found.append(branch)
         is_look = bool(found) and found[0].verdict == "look"

@@ -60,11 +60,12 @@ class Order(Rule):
             if trains:  # a batch that is looked at before is no epoch
                 last[loop] = order
         for batches in single_batches(ranks[0]).values():
-            first, order = batches[0]
             seen = seen or len(batches) > 3
-            if len(batches) > 3 and is_shuffled(order, 3) and all(o == order for _, o in batches):
-                text = f"the first batch of each of {len(batches)} passes, which is always the same"
-                return self.look(0, first[0], text)
+            for order, same in itertools.groupby(batches, key=lambda batch: batch[1]):
+                keys = [key for key, _ in same]
+                if len(keys) > 3 and is_shuffled(order, 3):
+                    text = f"the first batch of each of {len(keys)} passes, which is the same"
+                    return self.look(0, keys[0][0], text)
         return [] if seen else None
 
 
