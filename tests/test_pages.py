@@ -16,7 +16,7 @@ import train
 from helpers import COMPLETE, ROOT, run
 from torch.distributed.run import get_args_parser
 
-FOLDERS = [ROOT, *(ROOT / name for name in ("docs", "large", "slurm", "benchmarks"))]
+FOLDERS = [ROOT, *(ROOT / name for name in ("docs", "complete", "large", "slurm", "benchmarks"))]
 PAGES = {path: path.read_text() for folder in FOLDERS for path in sorted(folder.glob("*.md"))}
 README = PAGES[ROOT / "README.md"]
 CHINESE = PAGES[ROOT / "README.zh-CN.md"]
