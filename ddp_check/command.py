@@ -18,7 +18,7 @@ parser = argparse.ArgumentParser(
     description="Runs a training script with DDP, unchanged, on one process and on two, with the "
     "same samples and random numbers, and says where they part. In the script's flags, {run} is "
     "the name of the run, {n} its number of processes, and {rank} that of the process. No file "
-    "that was there before is changed, and none is left.",
+    "that was there before is changed, and none is left but downloads.",
     epilog=EXITS,
     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
 )
