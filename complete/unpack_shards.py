@@ -25,7 +25,9 @@ def unpack(path, folder):
             if image_path.exists() and image_path.read_bytes() != content:
                 sys.exit(f"{path}: another image has the name {image_path}")
             image_path.parent.mkdir(parents=True, exist_ok=True)
-            image_path.write_bytes(content)
+            unfinished = image_path.with_suffix(".tmp")  # a kill leaves no half image behind
+            unfinished.write_bytes(content)
+            unfinished.rename(image_path)
 
 
 def main():

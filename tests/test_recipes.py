@@ -263,6 +263,24 @@ def test_tar_shards(data):
         assert wanted == {path: path.read_bytes() for path in Path("imagenet/train").glob("*/*")}
 
 
+def test_killed_while_it_unpacks(monkeypatch):
+    """Half an image would look like another one, which the same command then refuses to replace."""
+    Image.new("RGB", (8, 8)).save("key.png")
+    write_tar("train0.tar", [Path("key.png")])
+    write = Path.write_bytes
+
+    def killed(path, content):
+        write(path, content[:20])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
+        changed.setattr(Path, "write_bytes", killed)
+        unpack_shards.unpack(Path("train0.tar"), Path("images"))
+    unpack_shards.unpack(Path("train0.tar"), Path("images"))
+    (image,) = Path("images").rglob("*.*")
+    assert image.read_bytes() == Path("key.png").read_bytes()
+
+
 @pytest.mark.parametrize("other", ["elsewhere/train0.tar", "train0.tar"])
 def test_tar_shards_that_share_a_name(other):
     """Of two images that would have the same name, none replaces the other."""
