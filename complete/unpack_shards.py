@@ -15,6 +15,9 @@ def unpack(path, folder):
     with tarfile.open(path) as shard:
         files = [file for file in shard if file.isfile()]
         contents = {file.name: shard.extractfile(file).read() for file in files}
+        shard.fileobj.seek(shard.offset)  # behind the last file: zeros, where a shard ends
+        if not shard.fileobj.read(1):
+            sys.exit(f"{path} is cut off: copy it again")
     if len(contents) < len(files):
         sys.exit(f"{path} has two files of the same name")
     for name, content in contents.items():

@@ -2,6 +2,7 @@
 what the page says, on one process and on several, also in a run that is resumed."""
 
 import csv
+import gzip
 import io
 import re
 import subprocess
@@ -261,6 +262,21 @@ def test_tar_shards(data):
     for _ in range(2):
         subprocess.run(["bash", "-c", line], check=True)
         assert wanted == {path: path.read_bytes() for path in Path("imagenet/train").glob("*/*")}
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_shard_that_is_cut_off(suffix):
+    """Python's tarfile says nothing of one that ends behind a whole file."""
+    for name in "key.png", "other.png":
+        Image.new("RGB", (8, 8)).save(name)
+    write_tar("whole.tar", [Path("key.png"), Path("other.png")])
+    with tarfile.open("whole.tar") as shard:
+        end = shard.getmembers()[2].offset
+    content = Path("whole.tar").read_bytes()[:end]
+    Path(f"cut.tar{suffix}").write_bytes(gzip.compress(content) if suffix else content)
+    with pytest.raises(SystemExit, match="is cut off: copy it again"):
+        unpack_shards.unpack(Path(f"cut.tar{suffix}"), Path("images"))
+    assert not Path("images").exists()
 
 
 def test_killed_while_it_unpacks(monkeypatch):
