@@ -35,6 +35,8 @@ def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # for names that a terminal cannot show
     if args.folds.exists():
         parser.error(f"{args.folds} exists: remove it, or choose another name")
+    if args.images.resolve() in args.folds.resolve().parents:
+        parser.error(f"{args.folds} would look like a class: choose a place outside {args.images}")
     try:
         names, labels, notes = find_images(args.images)
         patients = find_patients(names, args.patient)

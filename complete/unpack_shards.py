@@ -15,6 +15,9 @@ def unpack(path, folder):
     with tarfile.open(path) as shard:
         files = [file for file in shard if file.isfile()]
         contents = {file.name: shard.extractfile(file).read() for file in files}
+        shard.fileobj.seek(shard.offset)  # behind the last file: zeros, where a shard ends
+        if not shard.fileobj.read(1):
+            sys.exit(f"{path} is cut off: copy it again")
     if len(contents) < len(files):
         sys.exit(f"{path} has two files of the same name")
     for name, content in contents.items():
@@ -25,7 +28,9 @@ def unpack(path, folder):
             if image_path.exists() and image_path.read_bytes() != content:
                 sys.exit(f"{path}: another image has the name {image_path}")
             image_path.parent.mkdir(parents=True, exist_ok=True)
-            image_path.write_bytes(content)
+            unfinished = image_path.with_suffix(".tmp")  # a kill leaves no half image behind
+            unfinished.write_bytes(content)
+            unfinished.rename(image_path)
 
 
 def main():

@@ -54,6 +54,7 @@ PIECE = 100_000  # characters of a document that are tokenized at a time, about
 WORD = 10_000  # characters of the longest word that is not cut
 LINE = 1_000_000_000  # bytes of the longest line of a .jsonl file
 BATCH = 20_000_000  # characters that the processes share at a time
+REPORT_SECONDS = 30  # between two progress lines
 BAD_LINES = 1000  # if most lines are no text, after so many the rest is not read
 END_OF_TEXT = "<|endoftext|>"
 OUTPUTS = ["train.bin", "val.bin", "tokenizer.json", "tokens.json"]
@@ -182,10 +183,12 @@ class Texts:
         for entry in sorted(entries, key=lambda entry: (entry.is_dir(), entry.name)):
             if not entry.is_dir() and not text_suffix(entry.name):
                 self.suffixes[os.path.splitext(entry.name)[1].lower() or "without"] += 1
-            elif identity(entry) in self.known:  # by a link, which may lead to a folder above
+                continue
+            entry_id = identity(entry)  # asks the disk, which may be far away
+            if entry_id in self.known:  # by a link, which may lead to a folder above
                 self.repeated += 1
-            elif identity(entry) != self.output:
-                self.known.add(identity(entry))
+            elif entry_id != self.output:
+                self.known.add(entry_id)
                 yield from self.files_below(entry) if entry.is_dir() else [Path(entry)]
 
     def read_file(self, path):
@@ -379,7 +382,7 @@ def start_worker(description):
     global tokenizer
     tokenizer = build_tokenizer(description)
     if parent := multiprocessing.parent_process():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # see start_pool
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # see start_workers
         threading.Thread(target=end_with, args=[parent], daemon=True).start()
 
 
@@ -542,10 +545,14 @@ def write_parts(args, texts, pool):
     """train.bin and val.bin. Returns what tokens.json says of them."""
     train, val = TokenFile(args.output, "train"), TokenFile(args.output, "val")
     documents, dtype = 0, None
+    reported = time.monotonic()
     for batch in make_batches(texts.pieces()):
         for ids, begins in pool.map(tokenize, batch, chunksize=8):
             documents, dtype = documents + begins, ids.dtype
             (val if documents % args.hold_out == 0 else train).write(ids)
+        if time.monotonic() - reported > REPORT_SECONDS:
+            reported = time.monotonic()
+            print(f"{documents:,} documents, {train.count + val.count:,} tokens", flush=True)
     texts.check_bad_lines()
     for line in texts.left_out():
         print(line, flush=True)

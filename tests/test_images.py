@@ -9,6 +9,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import threading
 import time
 import unicodedata
 from pathlib import Path
@@ -420,6 +421,18 @@ def test_copies(capsys, monkeypatch, most):
     write_parts("apart", {"train/a/1.jpg": photo, "test/a/1.jpg": other})
     paths("apart")
     assert capsys.readouterr().out == ""
+
+
+def test_files_are_asked_for_at_the_same_time():
+    """By two threads, or the first one would wait for ever. Their answers are in order."""
+    meeting = threading.Barrier(2, timeout=60)
+
+    def key(path):
+        if path in (0, 1000):
+            meeting.wait()
+        return path
+
+    assert folders.keys_of(range(1001), key) == [*range(1001)]
 
 
 def test_copies_are_said_before_packing(capsys, monkeypatch):

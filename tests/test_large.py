@@ -205,6 +205,18 @@ def test_prepare_texts(capsys):
     assert "little" not in capsys.readouterr().out
 
 
+def test_progress_lines(monkeypatch, capsys):
+    """Nobody waits for hours without a word."""
+    monkeypatch.setattr(prepare_texts, "BATCH", 4)
+    monkeypatch.setattr(prepare_texts, "REPORT_SECONDS", 0)
+    Path("texts").mkdir()
+    for i in range(3):
+        Path(f"texts/{i}.txt").write_text("word")
+    prepare()
+    said = capsys.readouterr().out
+    assert "\n1 documents, 5 tokens\n2 documents, 10 tokens\n3 documents, 15 tokens\n" in said
+
+
 @pytest.mark.parametrize("name", ["one.txt", "one.jsonl"])
 def test_one_long_line(monkeypatch, name):
     """A document of one line is read in pieces that end with a word, if none is too long."""

@@ -704,6 +704,10 @@ def test_split_by_patient(monkeypatch, capsys, data):
             runpy.run_path(str(ROOT / "complete/split.py"), run_name="__main__")
         said = capsys.readouterr().err
         assert says in said and helpers.content() == before and not Path("other").exists(), said
+    monkeypatch.setattr(sys, "argv", ["split.py", "my_images", "my_images/folds"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "complete/split.py"), run_name="__main__")
+    assert "my_images/folds would look like a class" in capsys.readouterr().err
     for pattern in "x", ".*", "p":
         monkeypatch.setattr(sys, "argv", ["split.py", "my_images", "other", "--patient", pattern])
         with pytest.raises(SystemExit):

@@ -2,6 +2,7 @@
 what the page says, on one process and on several, also in a run that is resumed."""
 
 import csv
+import gzip
 import io
 import re
 import subprocess
@@ -261,6 +262,39 @@ def test_tar_shards(data):
     for _ in range(2):
         subprocess.run(["bash", "-c", line], check=True)
         assert wanted == {path: path.read_bytes() for path in Path("imagenet/train").glob("*/*")}
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_shard_that_is_cut_off(suffix):
+    """Python's tarfile says nothing of one that ends behind a whole file."""
+    for name in "key.png", "other.png":
+        Image.new("RGB", (8, 8)).save(name)
+    write_tar("whole.tar", [Path("key.png"), Path("other.png")])
+    with tarfile.open("whole.tar") as shard:
+        end = shard.getmembers()[2].offset
+    content = Path("whole.tar").read_bytes()[:end]
+    Path(f"cut.tar{suffix}").write_bytes(gzip.compress(content) if suffix else content)
+    with pytest.raises(SystemExit, match="is cut off: copy it again"):
+        unpack_shards.unpack(Path(f"cut.tar{suffix}"), Path("images"))
+    assert not Path("images").exists()
+
+
+def test_killed_while_it_unpacks(monkeypatch):
+    """Half an image would look like another one, which the same command then refuses to replace."""
+    Image.new("RGB", (8, 8)).save("key.png")
+    write_tar("train0.tar", [Path("key.png")])
+    write = Path.write_bytes
+
+    def killed(path, content):
+        write(path, content[:20])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
+        changed.setattr(Path, "write_bytes", killed)
+        unpack_shards.unpack(Path("train0.tar"), Path("images"))
+    unpack_shards.unpack(Path("train0.tar"), Path("images"))
+    (image,) = Path("images").rglob("*.*")
+    assert image.read_bytes() == Path("key.png").read_bytes()
 
 
 @pytest.mark.parametrize("other", ["elsewhere/train0.tar", "train0.tar"])
