@@ -249,7 +249,7 @@ for epoch in range(1, 4):
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sampler_on_ranks_alone(tmp_path):
     """With a seed of its own, from epoch 1 on: the samples are compared all the same."""
     findings = check(tmp_path, SAMPLER)
