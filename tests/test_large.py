@@ -1199,8 +1199,9 @@ def train_step(*words):
 
 @pytest.mark.parametrize("case", by_mark(slow=[(2, 0)], long=[(2, 1), (4, 2)]))
 def test_memory(tokens, case):
-    """What a run says at its start is what a process takes, of the CPU's memory here, within the
-    0.15 GB of torch's own: a step, and a step while a checkpoint is written."""
+    """What a run says at its start is what a process takes, of the CPU's memory here, but for
+    0.15 GB of torch's own, and what is not held at once: a step, and a step while a checkpoint is
+    written."""
     processes, shard = case
     flags = ["--tokens", tokens, "--layers", 8, "--width", 512, "--heads", 4, "--length", 32]
     flags += ["--batch-size", processes, "--steps", 3, "--device", "cpu", "--log-every", 1]
@@ -1209,7 +1210,7 @@ def test_memory(tokens, case):
     said = float(re.search(r"^GB on each: ([\d.]+)", text, re.M)[1])
     copy = float(re.search(r"memory: ([\d.]+) for each rank's part of a checkpoint", text)[1])
     peaks = [float(peak) for peak in re.findall(r"peak ([\d.]+)", text)]
-    assert said - 0.02 < min(peaks) < said + 0.15 and said > 0.25, text
+    assert said - 0.06 < min(peaks) < said + 0.15 and said > 0.25, text
     assert said + 0.8 * copy < max(peaks) < said + copy + 0.15, text
 
 

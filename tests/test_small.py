@@ -576,7 +576,6 @@ def build_model(*words):
 """
 
 
-@pytest.mark.slow
 def test_loader_workers_of_spawn():
     """They start as torchrun's ranks start theirs: by mp.spawn's way, each would import torch."""
     text = run_few("ddp_spawn", "out", "--epochs", 0, more=START_METHOD)
