@@ -72,8 +72,9 @@ def compare(paths, source=None):
         if source is not None:
             path.write_text(text)
     for path in paths:
+        own = definitions(path)
         for name in shared:
-            if name not in definitions(path) and path.name in ONLY.get(name, {path.name}):
+            if name not in own and path.name in ONLY.get(name, {path.name}):
                 differ.append(f"{name}: not in {path.name}")
                 if source is not None:
                     insert(name, source, path)

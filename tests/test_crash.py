@@ -289,7 +289,7 @@ def meanwhile(monkeypatch, module, name):
     monkeypatch.setattr(module, name, replaced)
 
 
-@pytest.mark.parametrize("function", ["load_on_all_ranks", "evaluate", "train_epoch"])
+@pytest.mark.parametrize("function", ["load_on_all_ranks", "evaluate", "train_epoch", "finish"])
 def test_two_lives_in_one_folder(out, fashion, monkeypatch, function):
     """Of one run, as one on a node that was given up but lives: the one that finds that another has
     saved ends before it writes anything."""
@@ -297,9 +297,10 @@ def test_two_lives_in_one_folder(out, fashion, monkeypatch, function):
     saved["progress"]["seconds"] = 1.0  # of the same length
     torch.save(saved, "other.pt")
     wanted = {**content("out"), Path("out/checkpoint.pt"): Path("other.pt").read_bytes()}
-    meanwhile(monkeypatch, script, function)
+    at_the_end = function == "finish"
+    meanwhile(monkeypatch, running.Run if at_the_end else script, function)
     with pytest.raises(SystemExit, match="out/checkpoint.pt was written by another process"):
-        train(*fashion, "--output", "out", "--resume", "--epochs", 4)
+        train(*fashion, "--output", "out", "--resume", "--epochs", 2 if at_the_end else 4)
     assert content("out") == wanted
 
 

@@ -214,7 +214,7 @@ for epoch in range(3):
 """
 
 
-@pytest.mark.parametrize("noise", by_mark(long=["1e-7", "1e-6", "1e-5", "1e-4", "5e-4"]))
+@pytest.mark.parametrize("noise", by_mark(slow=["1e-5"], long=["1e-7", "1e-6", "1e-4", "5e-4"]))
 @pytest.mark.parametrize("kind", ["right", "wrong"])
 def test_noise(tmp_path, noise, kind):
     """A device's rounding is no finding; nor does it hide label smoothing on one rank alone."""
@@ -249,7 +249,7 @@ for epoch in range(1, 4):
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sampler_on_ranks_alone(tmp_path):
     """With a seed of its own, from epoch 1 on: the samples are compared all the same."""
     findings = check(tmp_path, SAMPLER)

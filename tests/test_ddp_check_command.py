@@ -199,8 +199,10 @@ ENDS = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ENDS)
+OTHERS = [kind for kind in ENDS if kind != "hangs"]
+
+
+@pytest.mark.parametrize("kind", by_mark(slow=["hangs"], long=OTHERS))
 def test_ends(user, kind):
     """Of the script: it is shown why, and at which line each rank hangs; who is busy is no hang."""
     status, says, shown = ENDS[kind]
@@ -259,7 +261,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", by_mark(long=["mp.spawn", "fork", "forkserver", "spawn"]))
+@pytest.mark.parametrize("how", by_mark(slow=["mp.spawn"], long=["fork", "forkserver", "spawn"]))
 def test_spawned(user, how):
     """A script that starts its processes itself; their files are watched, too."""
     Path("train.py").write_text(SPAWNED)

@@ -19,7 +19,6 @@ SCRIPTS = {  # {script: (what it needs, its flags to write into a new folder)}
     "tensorboard_ddp": ("tensorboard", ["out"]),
     "wandb_ddp": ("wandb", []),
 }
-PREPARED = "train_dataloader, eval_dataloader, lr_scheduler\n    )"
 CONFIGURED = """from accelerate.utils import DataLoaderConfiguration
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(WITH))"""
 OF_ALL = "batch_size=self.batch_size // self.trainer.world_size, shuffle=True"

@@ -62,7 +62,7 @@ def test_images_or_batches_too_small(out, denied):
     denied("(train.py, line ", "--overwrite --image-size 8")
 
 
-def test_the_model_is_as_before(fashion):
+def test_the_model_is_as_before():
     """Its statistics are those of training alone, also if a batch has tried it before."""
     frozen = torch.nn.Sequential(torch.nn.BatchNorm2d(1), torch.nn.BatchNorm2d(1).eval())
     before = {name: value.clone() for name, value in frozen.state_dict().items()}

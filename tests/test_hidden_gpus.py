@@ -96,9 +96,8 @@ def test_sees():
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1])
-def test_all_processes(gpu_log, monkeypatch, workers):
+@pytest.mark.long
+def test_all_processes(gpu_log, monkeypatch):
     """GPUs are hidden from the tests' process, from what it starts, and from pytest-xdist's
     workers. Tests that would use a GPU pass."""
     pytest.importorskip("xdist")
@@ -109,7 +108,7 @@ def test_all_processes(gpu_log, monkeypatch, workers):
     for name in "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "PYTEST_XDIST_WORKER":
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(Path("site").resolve()))
-    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "-n", workers]
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "-n", 1]
     command += ["-p", "no:cacheprovider", "-k", "sees or test_files", "--basetemp=of"]
     command += ["test_sees.py", ROOT / "tests" / "test_own_loop.py"]
     text = done([Cold(command, "pytest.log")])

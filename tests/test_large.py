@@ -31,7 +31,6 @@ from helpers import (
     by_mark,
     content,
     files,
-    finish,
     free_port,
     here,
     kill_all,
@@ -41,7 +40,6 @@ from helpers import (
     some_fast,
     start,
     together,
-    torchrun,
     wait_for,
     wait_until,
     weights,
@@ -813,7 +811,7 @@ def test_killed_at_each_moment_of_a_save(flags, processes):
     together([*flags, "whole"], path=LM, processes=processes)
     run(LM, *flags, "out", more=STOP + MOMENTS, processes=processes)
     chosen = {}  # one copy for each set of files; with two processes a few of all copies
-    for path in sorted(Path().glob("moment-*"))[:: 7 if processes else 1]:
+    for path in sorted(Path().glob("moment-*"))[:: 15 if processes else 1]:
         names = [re.sub(r"\d+", "N", file.name) for file in path.rglob("*")]
         chosen[path.name if processes else " ".join(sorted(names))] = path.name
     outputs = sorted(chosen.values())
@@ -1188,6 +1186,9 @@ def test_exported_tokenizer(name):
 
 # ---- Memory, machines and GPUs -------------------------------------------------------------------
 MEMORY = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.mallopt(-3, 100_000)  # M_MMAP_THRESHOLD: glibc gives back what is freed
 def held(name):
     [line] = [x for x in open("/proc/self/status") if x.startswith(name)]
     return int(line.split()[1]) * 1024 / 1e9
@@ -1196,6 +1197,7 @@ plain_build, plain_step = build_model, train_step
 def build_model(*words):
     global before
     (torch.ones(300, 300) @ torch.ones(300, 300)).sum()
+    libc.malloc_trim(0)
     before = held("VmRSS")
     return plain_build(*words)
 
@@ -1208,44 +1210,34 @@ def train_step(*words):
 
 
 @pytest.mark.parametrize("case", by_mark(slow=[(2, 0)], long=[(2, 1), (4, 2)]))
-def test_memory(tokens, case, monkeypatch):
-    """What a run says at its start is what a process takes, of the CPU's memory here, within the
-    0.15 GB of torch's own: a step, and a step while a checkpoint is written. (glibc is told to give
-    back what is freed.)"""
+def test_memory(tokens, case):
+    """What a run says at its start is what a process takes, of the CPU's memory here, but for
+    0.15 GB of torch's own, and what is not held at once: a step, and a step while a checkpoint is
+    written."""
     processes, shard = case
-    path = altered(LM, more=MEMORY)
     flags = ["--tokens", tokens, "--layers", 8, "--width", 512, "--heads", 4, "--length", 32]
     flags += ["--batch-size", processes, "--steps", 3, "--device", "cpu", "--log-every", 1]
-    flags += ["--checkpoint-minutes", 0, "--shard", shard, "--output", "out"]
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
-    place = ["--standalone", "--nproc-per-node", processes, path]
-    statuses, text = finish([torchrun(*place, *flags)])
-    assert statuses == [0], text
+    flags += ["--checkpoint-minutes", 0, "--eval-tokens", 32, "--shard", shard, "--output", "out"]
+    text = run(LM, *flags, more=MEMORY, processes=processes)
     said = float(re.search(r"^GB on each: ([\d.]+)", text, re.M)[1])
     copy = float(re.search(r"memory: ([\d.]+) for each rank's part of a checkpoint", text)[1])
     peaks = [float(peak) for peak in re.findall(r"peak ([\d.]+)", text)]
-    assert said - 0.02 < min(peaks) < said + 0.15 and said > 0.25, text
+    assert said - 0.06 < min(peaks) < said + 0.15 and said > 0.25, text
     assert said + 0.8 * copy < max(peaks) < said + copy + 0.15, text
 
 
 @pytest.mark.slow
 def test_two_machines(flags, one):
-    """Two of torchrun's machines with two ranks each share a copy, or have one each; another --lr
-    on one is told, and nothing is written."""
+    """Two machines with two ranks each have a copy each; another --lr on one is told, and nothing
+    is written."""
 
-    def both(*words, other=()):
-        jobs, port = [], free_port()
-        for i in range(2):
-            place = f"--nnodes 2 --node-rank {i} --nproc-per-node 2 --master-addr 127.0.0.1"
-            command = [*place.split(), "--master-port", port, ROOT / LM, *flags, *words]
-            jobs.append(torchrun(*command, *(other if i else [])))
-        return finish(jobs)
+    def another_rate(rank):
+        return [*flags, "differ", *(["--lr", 0.1] if rank > 1 else [])]
 
-    statuses, text = both("copies", "--shard", 2, "--accumulate", 3)
-    assert statuses == [0, 0], text
+    copies = [*flags, "copies", "--shard", 2, "--accumulate", 3]
+    _, text = together(copies, another_rate, path=LM, processes=4, gpus=2, status=1)
     same_losses("copies", one)
-    statuses, text = both("differ", other=["--lr", 0.1])
-    assert 0 not in statuses and "ranks differ in --lr: rank 0 has 0.003" in text, text
+    assert text.count("ranks differ in --lr: rank 0 has 0.003, rank 2 0.1") == 2, text
     assert files("differ") == ["lock"]
 
 

@@ -64,12 +64,14 @@ def test_the_network(hosts):
 
 
 def test_small_scripts(hosts):
-    """Without torchrun, on two hosts: one run, with the flags of the first."""
+    """Without torchrun, as slurm/node0.sh and node1.sh start them: one run, with the flags of the
+    first."""
     path, jobs = helpers.altered("ddp_spawn", more=helpers.few(640, 203)), []
     for i in (0, 1):
-        words = f"{sys.executable} {path} --init-method tcp://10.77.0.1:23456 --world-size 2"
-        words += f" --rank {i} --nproc-per-node 2 --dataset synthetic --workers 0 --epochs {1 + i}"
-        jobs.append(on_host(hosts, i, words, "--batch-size", "60", "--output", "out"))
+        words = f"{sys.executable} {path} --init-method tcp://10.77.0.1:23456 --nnodes 2"
+        words += f" --node-rank {i} --nproc-per-node 2 --dataset synthetic --epochs {1 + i}"
+        flags = "--workers", "0", "--batch-size", "60", "--output", "out"
+        jobs.append(on_host(hosts, i, words, *flags))
     statuses, text = finish(jobs)
     assert statuses == [0, 0] and text.count("epoch 0: ") == 1, text
     assert {f"rank {rank} of 4" in text for rank in range(4)} == {True}, text

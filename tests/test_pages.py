@@ -5,11 +5,9 @@ import runpy
 import shlex
 import shutil
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
-import helpers
 import pytest
 import torch
 import train
@@ -212,11 +210,10 @@ def test_what_ddp_check_prints():
     Path("my_script.py").write_text(text)
     [report] = blocks(README, "console")
     numbers = re.compile(r"\d+(\.\d+)?")
-    words = [sys.executable, ROOT / "ddp_check", "my_script.py"]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=helpers.LIMIT)
-    printed = [numbers.sub("#", line) for line in result.stdout.splitlines()]
+    text = run("tests/check_by_fork.py", "my_script.py", processes=0, status=1)
+    printed = [numbers.sub("#", line) for line in text.splitlines()]
     shown = [numbers.sub("#", line) for line in report.splitlines()[1:] if line != "..."]
-    assert len(shown) > 3 and all(line in printed for line in shown), result.stdout
+    assert len(shown) > 3 and all(line in printed for line in shown), text
 
 
 def without_comments(text):

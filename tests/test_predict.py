@@ -182,7 +182,7 @@ torch.Tensor.double = double
 """
 
 
-def test_a_gpu_without_float64(data, mine, monkeypatch, work):
+def test_a_gpu_without_float64(data, mine, work):
     pytest.importorskip("emulated_accelerator", reason="torch is too old", exc_type=ImportError)
     cards = {"EMULATED_CARDS": 1, "EMULATED_REPORT": work, "processes": 0}
     words = [mine, data / "pictures/test", "--workers", 0]
@@ -191,7 +191,7 @@ def test_a_gpu_without_float64(data, mine, monkeypatch, work):
     assert any("uses card 0" in path.read_text() for path in work.glob("[0-9]*") if path.is_file())
 
 
-def test_two_tables(data, mine, monkeypatch, capsys):
+def test_two_tables(data, mine, monkeypatch):
     """Another predict.py has written --output meanwhile: it stays, and so does this one's table."""
     photos, there = data / "pictures/test", Path("out.csv")
     plain = predict.classify
@@ -258,7 +258,7 @@ def test_ctrl_c(mine, name):
     assert not list(Path().glob("out*"))
 
 
-def test_accents_of_a_mac(data, mine):
+def test_accents_of_a_mac():
     """A folder's name may be written in another way than that of the class."""
     names = [unicodedata.normalize(form, "caf\u00e9") for form in ("NFC", "NFD")]
     for photos, trained in names, names[::-1]:

@@ -52,12 +52,12 @@ def run_few(*words, status=0, **options):
     return done(begin(*words, **options), status)
 
 
-def machines(name, output, *flags, own=((), ()), processes=1, meet=None, **options):
+def machines(name, output, *flags, own, meet):
     """Start a script on several machines, each with flags of its own, as the articles name them."""
     path, jobs = altered(name, more=FEW), []
     for rank, own_flags in enumerate(own):
         words = ["--world-size", len(own), "--rank", rank, "--init-method", meet, *flags]
-        words += ["--nproc-per-node", processes] if name == "ddp_spawn" else []
+        words += ["--nproc-per-node", 1] if name == "ddp_spawn" else []
         runs = [[0, [*FLAGS, output, *words, *own_flags]]]
         jobs.append(Warm(path, runs, f"{output}-{rank}.log", {}))
     return jobs
@@ -555,22 +555,20 @@ def test_without_torchrun(monkeypatch):
 # ---- What users type -----------------------------------------------------------------------------
 @pytest.mark.slow
 def test_what_users_type():
-    """torchrun on two machines without --nproc-per-node, as an article spells its flags; the older
-    launcher, which passes --local_rank; spawn with an article's flags."""
+    """Two machines without --nproc-per-node, as an article spells torchrun's flags; on one of them
+    by the older launcher, which passes --local_rank."""
     path = altered("ddp_torchrun", more=FEW)
-    flags = [path, *FLAGS, "out", "--epochs", 1, "--resume"]
+    flags = [path, *FLAGS, "out", "--epochs", 1]
     place = ["--nnodes", 2, "--master_addr", "127.0.0.1", "--master_port", free_port()]
-    jobs = [helpers.torchrun(*place, "--node_rank", i, *flags) for i in (0, 1)]
-    text = done(jobs)
+    launch = [*helpers.TORCHRUN[:-1], "torch.distributed.launch"]
+    commands = [[*helpers.TORCHRUN, *place, "--node_rank", 0], [*launch, *place, "--node_rank", 1]]
+    text = done([helpers.Cold([*each, *flags], f"{i}.log") for i, each in enumerate(commands)])
     assert text.count("device cpu of 0 GPUs") == 2 and list(epochs(text)) == [0], text
-    place = ["--nproc_per_node", 2, "--master_port", free_port()]
-    words = [*helpers.TORCHRUN[:-1], "torch.distributed.launch", *place, *flags]
-    words += ["--epochs", 2]
-    assert list(epochs(done([helpers.Cold(words, "launch.log")]))) == [1]
 
 
 START_METHOD = """
 import multiprocessing
+multiprocessing.set_start_method("spawn", force=True)  # as in a process of mp.spawn
 silent_model = build_model
 def build_model(*words):
     print("loader workers start by", multiprocessing.get_start_method(), flush=True)
@@ -578,12 +576,9 @@ def build_model(*words):
 """
 
 
-@pytest.mark.slow
 def test_loader_workers_of_spawn():
     """They start as torchrun's ranks start theirs: by mp.spawn's way, each would import torch."""
-    path = altered("ddp_spawn", more=FEW + START_METHOD)
-    flags = ["--epochs", 1, "--nproc-per-node", 2, "--init-method", tcp()]
-    text = done([helpers.Cold([sys.executable, path, *FLAGS, "out", *flags], "spawn.log")])
+    text = run_few("ddp_spawn", "out", "--epochs", 0, more=START_METHOD)
     method = "import multiprocessing as mp; print(mp.get_start_method())"
     usual = helpers.command(sys.executable, "-c", method)
     assert text.count(f"loader workers start by {usual}\n") == 2, text
@@ -667,10 +662,10 @@ def test_cifar10(monkeypatch, capsys):
 def test_same_text():
     """Of functions, flags, and the loops of those with DDP."""
     assert [compare(paths) for paths in GROUPS] == [[], []] and shared_loops() + unread() == []
-    assert {"main", "load_data", "--lr"} <= definitions(GROUPS[0][0]).keys()
+    for paths, name in zip(GROUPS, ("load_data", "validate"), strict=True):
+        assert all({"main", name, "--lr"} <= definitions(path).keys() for path in paths) and paths
 
 
-@pytest.mark.slow
 def test_fix():
     """A default or a line that is changed in one script is found, and --fix copies the text of
     another; so it does with a flag or a function that is new in one of them, and tells whose `main`
@@ -699,5 +694,6 @@ def test_fix():
         assert [line for line in unread(paths) if f"args.new_{own}:" in line] == sorted(
             f"args.new_{own}: not in {path.name}" for path in paths
         )
-    paths[3].write_text(paths[3].read_text().replace("optimizer.step()", "optimizer.step(None)"))
-    assert shared_loops(paths) == ["train_ddp_spawn.py"]
+    for path in paths[3:5]:
+        path.write_text(path.read_text().replace("optimizer.step()", "optimizer.step(None)"))
+    assert shared_loops(paths) == ["train_ddp_spawn.py", "train_ddp_multigpu_proc.py"]

@@ -69,7 +69,7 @@ OF_ALL = {
 }
 
 
-def test_ranks_that_differ(monkeypatch):
+def test_ranks_that_differ():
     """Refused in one line before anything is written; so is what is wrong on all ranks alike."""
     flags = [*TINY, "--batch-size", 6, "--resume", "--dataset"]
     write_folder("pictures", tests=4, side=20)
