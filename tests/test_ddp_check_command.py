@@ -77,6 +77,9 @@ def main(rank, world, share):
                 os.replace(f"{out}/{step % 2}.tmp", f"{out}/{step % 2}.pt")
     if "graphs" in KIND:
         torch.cuda.CUDAGraph()
+    if "deepspeed" in KIND:
+        import deepspeed
+        deepspeed.initialize(model=model)
     report.say("end")
     dist.destroy_process_group()
 
@@ -290,12 +293,20 @@ def test_batch_size_per_process(user):
 
 
 @pytest.mark.long
-def test_graphs(user):
-    """Named before one is recorded: nothing of it could be noted."""
-    text = check("train.py", "{n}", "graphs", status=2)
-    line = 1 + next(i for i, text in enumerate(SCRIPT.splitlines()) if "CUDAGraph()" in text)
-    assert f"nothing can be compared: train.py:{line}: torch.cuda.CUDAGraph()" in text, text
-    assert "not compared: CUDA graphs" in text, text
+@pytest.mark.parametrize(
+    "kind, line, what",
+    [
+        ("graphs", "torch.cuda.CUDAGraph()", "CUDA graphs"),
+        ("deepspeed", "deepspeed.initialize(model=model)", "DeepSpeed"),
+    ],
+)
+def test_not_compared(user, kind, line, what):
+    """Named before it is used: nothing of it could be noted."""
+    Path("deepspeed.py").write_text("def initialize(model): raise ValueError")  # a stand-in
+    text = check("train.py", "{n}", kind, status=2)
+    number = 1 + next(i for i, text in enumerate(SCRIPT.splitlines()) if line in text)
+    assert f"nothing can be compared: train.py:{number}: {line}" in text, text
+    assert f"not compared: {what}" in text, text
 
 
 def test_list(capsys):

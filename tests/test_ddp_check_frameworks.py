@@ -1,29 +1,87 @@
 """ddp_check on scripts with Accelerate, Transformers' Trainer, Lightning and Fabric: right ones,
-and faults of their users. By the real command, as the script imports its framework; each takes a
-minute, and needs pip install accelerate transformers lightning tensorboard wandb."""
+faults of their users; and what scripts with plain DDP use besides. Those that are not changed are
+checked by the real command; in any case, processes import the frameworks themselves."""
 
 import json
-import os
-import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+from helpers import Cold, finish, start
 from same_text import ROOT
+from test_ddp_check import COMMAND
 
-SCRIPTS = {  # {script: (what it needs, its flags to write into a new folder)}
-    "accelerate_cv": ("accelerate", ["--output_dir", "out"]),
-    "accelerate_nlp": ("transformers", ["--output_dir", "out"]),
-    "trainer_lm": ("transformers", ["out"]),
-    "lightning_trainer": ("lightning", ["--output", "out"]),
-    "fabric": ("lightning", ["--output", "out.pt"]),
-    "tensorboard_ddp": ("tensorboard", ["out"]),
-    "wandb_ddp": ("wandb", []),
+NEEDS = "accelerate transformers lightning tensorboard wandb mlflow hydra-core".split()
+missing = [name for name in NEEDS if find_spec(name.removesuffix("-core")) is None]
+needs_all = pytest.mark.skipif(bool(missing), reason=f"pip install {' '.join(missing)}")
+pytestmark = [pytest.mark.long, needs_all]
+
+SCRIPTS = {  # {script: its flags, to write into a new folder}
+    "accelerate_cv": ["--output_dir", "out"],
+    "accelerate_nlp": ["--output_dir", "out"],
+    "trainer_lm": ["out"],
+    "lightning_trainer": ["--output", "out"],
+    "fabric": ["--output", "out.pt"],
+    "plain_ddp": [],
+}
+PLAIN = {  # {what it uses: changes to plain_ddp.py}
+    "tensorboard": {
+        "import torch\n": "import torch\nfrom torch.utils.tensorboard import SummaryWriter\n",
+        "# begin": "writer = SummaryWriter(folder) if rank == 0 else None",
+        "# step": 'writer.add_scalar("loss", mean, step) if rank == 0 else None',
+        "# epoch": 'writer.add_histogram("bias", model[0].bias) if rank == 0 else None',
+        "# end": "writer.close() if rank == 0 else None",
+    },
+    "wandb": {
+        "import torch\n": "import torch\nimport wandb\n",
+        "# begin": 'wandb.init(project="mine", mode="offline") if rank == 0 else None',
+        "# step": 'wandb.log({"loss": mean.item()}) if rank == 0 else None',
+        "# epoch": "torch.save(model, f'{wandb.run.dir}/model.pt') if rank == 0 else None",
+        "# end": "wandb.finish() if rank == 0 else None",
+    },
+    "mlflow": {
+        "import torch\n": "import torch\nimport mlflow\n",
+        "# begin": """\
+if rank == 0:
+        mlflow.set_experiment("mine")
+        mlflow.start_run()
+        mlflow.log_params({"lr": lr, "world": world})""",
+        "# step": 'mlflow.log_metric("loss", mean.item(), step) if rank == 0 else None',
+        "# end": "mlflow.end_run() if rank == 0 else None",
+    },
+    "distributed checkpoints": {
+        "import torch\n": "import torch\nimport torch.distributed.checkpoint as dcp\n",
+        "# begin": """\
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict""",
+        "# epoch": """\
+model_state, optim_state = get_state_dict(ddp, optimizer)
+        states = {"model": model_state, "optim": optim_state}
+        dcp.save(states, checkpoint_id=f"{folder}/{epoch}")
+        dcp.load(states, checkpoint_id=f"{folder}/{epoch}")
+        set_state_dict(
+            ddp, optimizer, model_state_dict=model_state, optim_state_dict=optim_state
+        )""",
+        "# end": "dcp.async_save(states, checkpoint_id=f'{folder}/last').result()",
+    },
+    "hydra": {
+        "import torch\n": "import hydra\nimport torch\n",
+        "# epoch": "torch.save(model, folder) if rank == 0 else None",
+        'main("out", 0.05)': """\
+from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store("config", {"lr": 0.05, "out": "model.pt"})
+    start = hydra.main(version_base=None, config_name="config")
+    start(lambda config: main(config.out, config.lr))()""",
+    },
 }
 CONFIGURED = """from accelerate.utils import DataLoaderConfiguration
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(WITH))"""
 OF_ALL = "batch_size=self.batch_size // self.trainer.world_size, shuffle=True"
 RIGHT = [  # script, name, changes, further flags
-    *[(script, "as it is", {}, []) for script in SCRIPTS],
+    *[(script, "as it is", {}, []) for script in SCRIPTS if script != "plain_ddp"],
+    *[("plain_ddp", name, changes, []) for name, changes in PLAIN.items() if name != "hydra"],
+    ("plain_ddp", "hydra, in a folder of its own", PLAIN["hydra"], ["hydra.job.chdir=True"]),
     (
         "accelerate_cv",
         "split_batches",
@@ -58,7 +116,7 @@ RIGHT = [  # script, name, changes, further flags
 OWN_LOSS = """\
     class Trainer(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-            outputs = model(inputs["input_ids"], inputs["attention_mask"])
+            outputs = model(inputs["input_ids"], attention_mask=inputs["attention_mask"])
             logits, labels = outputs.logits[:, :-1], inputs["labels"][:, 1:]
             cross_entropy = torch.nn.functional.cross_entropy
             loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -209,9 +267,9 @@ FAULTS = [  # script, name, changes, steps, what is found, text of the line that
         "enumerate(train_loader)",
     ),
     (
-        "tensorboard_ddp",
+        "plain_ddp",
         "SummaryWriter on all ranks",
-        {" if rank == 0 else None\ng =": "\ng ="},
+        PLAIN["tensorboard"] | {"# begin": "writer = SummaryWriter(folder)"},
         3,
         "WRONG files",
         "SummaryWriter(",
@@ -227,18 +285,19 @@ def changed(script, changes):
     return text
 
 
-def check(folder, script, changes, steps, more=(), command=(str(ROOT / "ddp_check"),)):
+def check(script, changes, steps, more=()):
     """The report of ddp_check for a changed script, as JSON, and its text."""
-    (folder / "script.py").write_text(text := changed(script, changes))
-    flags = ["--json", "--wait", "300", "--steps", str(steps)]
-    words = [sys.executable, *command, *flags, "script.py", *SCRIPTS[script][1], *more]
-    env = os.environ | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        words, cwd=folder, env=env, stdout=subprocess.PIPE, text=True, timeout=900
-    )
-    left = sorted(path.name for path in folder.iterdir() if path.name != "__pycache__")
-    assert left == ["script.py"], left
-    return json.loads(done.stdout), text
+    Path("script.py").write_text(text := changed(script, changes))
+    flags = ["--json", "--wait", "300", "--steps", steps, "script.py", *SCRIPTS[script], *more]
+    if changes:
+        jobs = start(COMMAND, *flags, processes=0)
+    else:
+        jobs = [Cold([sys.executable, ROOT / "ddp_check", *flags], "command.log")]
+    _, said = finish(jobs)
+    print(said)  # shown if the test fails
+    left = {path.name for path in Path().iterdir() if path.suffix != ".log"}
+    assert left - {"__pycache__"} == {"script.py"}, left
+    return json.loads(said[said.index("{\n") : said.rindex("}") + 1]), text
 
 
 def verify_right(report):
@@ -255,27 +314,31 @@ def verify_fault(report, text, what, line):
         verify_right(report)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("script, name, changes, more", RIGHT, ids=lambda part: str(part)[:40])
-def test_right(tmp_path, script, name, changes, more):
-    pytest.importorskip(SCRIPTS[script][0])
-    verify_right(check(tmp_path, script, changes, 9, more)[0])
+def test_right(work, script, name, changes, more):
+    verify_right(check(script, changes, 9, more)[0])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "script, name, changes, steps, what, line", FAULTS, ids=lambda part: str(part)[:40]
 )
-def test_fault(tmp_path, script, name, changes, steps, what, line):
-    pytest.importorskip(SCRIPTS[script][0])
-    verify_fault(*check(tmp_path, script, changes, steps), what, line)
+def test_fault(work, script, name, changes, steps, what, line):
+    verify_fault(*check(script, changes, steps), what, line)
 
 
-@pytest.mark.long
-def test_dispatched_batches(tmp_path):
-    """Rank 0 reads them for all: that is not compared, and said."""
-    pytest.importorskip("accelerate")
-    options = CONFIGURED.replace("WITH", "dispatch_batches=True")
-    changes = {"accelerator = Accelerator()": options}
-    report, _ = check(tmp_path, "accelerate_cv", changes, 3)
-    assert report["status"] == 2 and "dispatch_batches" in report["error"], report
+@pytest.mark.parametrize(
+    "script, changes, more, what",
+    [
+        (
+            "accelerate_cv",
+            {"accelerator = Accelerator()": CONFIGURED.replace("WITH", "dispatch_batches=True")},
+            [],
+            "dispatch_batches",
+        ),
+        ("plain_ddp", PLAIN["hydra"], ["--multirun", "lr=0.05,0.1"], "multirun"),
+    ],
+)
+def test_not_compared(work, script, changes, more, what):
+    """As one rank reads the batches of all, or several trainings follow each other: it is said."""
+    report, _ = check(script, changes, 3, more)
+    assert report["status"] == 2 and what in report["error"], report

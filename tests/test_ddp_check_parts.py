@@ -419,9 +419,26 @@ def test_printed():
     texts = "accuracy 0.731", "accuracy 0.726"
     one, rank = [notes(*step_notes(), (4, Printed("train.py:20", text))) for text in texts]
     variables, values = Variables(one, [rank, rank]), Values(one, [rank, rank], TOLERANCE, {})
-    assert len(list(compare_printed(one, [rank], values, variables))) == 1
-    assert not list(compare_printed(one, [one], values, variables))
-    assert not list(compare_printed(one, [rank], values, variables, rank))
+    assert len(list(compare_printed(one, [rank], values, variables, {}))) == 1
+    assert not list(compare_printed(one, [one], values, variables, {}))
+    assert not list(compare_printed(one, [rank], values, variables, {}, rank))
+
+
+def test_score_of_repeated_samples():
+    """One of all ranks has to be another one, if a sampler repeats samples: that is said once."""
+    key, call = ("train.py:9", "loader", 0), Collective("all_reduce", "train.py:12", "", False)
+
+    def of(text, ids, *calls):
+        found = [Pass(key, "loader", "DistributedSampler", True, 3, False, 2)]
+        found += [Batch(key, 0, ids, len(ids), 1, False), PassEnd(key, 1), *calls]
+        found += [Printed("train.py:20", text)]
+        return notes(*step_notes(), *[(4, note) for note in found])
+
+    one = of("accuracy 0.731", [0, 1, 2])
+    for calls, expected in (([call], ["test set"]), ([], ["printed", "test set"])):
+        ranks = [of("accuracy 0.726", [0, 2], *calls), of("", [1, 0], *calls)]
+        looks = judge(one, ranks, TOLERANCE).of("WRONG", "look")
+        assert [finding.what for finding in looks] == expected, looks
 
 
 def test_lines_to_trace():

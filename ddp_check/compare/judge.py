@@ -13,7 +13,7 @@ from .frameworks import in_its_words
 from .kinds import HIDES, TENSORS, TIMES_NOISE, VALUES, noise_of
 from .lineage import Values
 from .numbers import Variables, compare_printed
-from .sample_rules import RULES  # all of them
+from .sample_rules import RULES, repeated  # all rules
 from .samples import compare_lengths, compare_samples, passes_per_process
 
 VERDICTS = "note", "WRONG", "look", "ok", "not told", "not seen"  # in the order of the report
@@ -179,7 +179,7 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
         if due or is_scaled or finding.step >= lost:
             finding.verdict = "look"
     found += settings[:1] + differences.hidden
-    printed = compare_printed(one, ranks, values, variables, again or lines[0])
+    printed = compare_printed(one, ranks, values, variables, repeated(ranks), again or lines[0])
     printed = [finding for finding in printed if finding.step < lost][:2]
     last = max([*to_explain, *[finding.step for finding in printed]], default=-1)
     return found + printed, differences.largest, int(last) + 1

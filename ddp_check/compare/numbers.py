@@ -83,9 +83,9 @@ def scores(text, losses):
         yield None if is_short or is_loss else number
 
 
-def compare_printed(one, ranks, values, variables, again=None):
+def compare_printed(one, ranks, values, variables, repeats, again=None):
     """Numbers that rank 0 prints, but not those that another run on one process prints otherwise,
-    such as clocks."""
+    such as clocks; nor by `repeats`, the part of the samples that counts twice before a step."""
     both = []
     for notes in (one, ranks[0], again or one):
         losses = [v.values[0].number for _, v in notes.seen("loss") if v.values.get(0)]
@@ -106,7 +106,8 @@ def compare_printed(one, ranks, values, variables, again=None):
             same = [x == y for x, y in zip(NUMBER.findall(a.text), NUMBER.findall(c.text))]
             pairs = list(zip(scores(a.text, losses), scores(b.text, their), same))
             pairs = [(x, y) for x, y, same in pairs if None not in (x, y) and same]
-            wrong = [(x, y) for x, y in pairs if relative(x, y) > 2e-3]
+            limit = max(2e-3, 2 * repeats.get(step, 0))
+            wrong = [(x, y) for x, y in pairs if relative(x, y) > limit]
             if wrong:
                 text = f"{wrong[0][0]:g} on one process, {wrong[0][1]:g} on rank 0, in "
                 text += f"{a.text.strip()[:100]!r}: of rank 0's share alone, or a mean of means "

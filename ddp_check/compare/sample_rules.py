@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 from ..notes import Batch, Collective, Drawn, Pass, PassEnd, Said, Step
@@ -207,6 +208,25 @@ class Splits(Rule):
         return any(len(of_step) > max(1, len(notes[Step]) / 2) for of_step in times)
 
 
+def calls_after(notes, about):
+    """The collective calls after this pass begins and before what comes next."""
+    later = [n.at for kind in (Batch, Step, Pass) for _, n in notes[kind] if n.key != about.key]
+    end = min([at for at in later if at > about.at], default=math.inf)
+    return [call for _, call in notes[Collective] if about.at < call.at < end]
+
+
+def repeated(ranks):
+    """{step: the part of an evaluation's samples that a sampler gives twice}, where the ranks put
+    together what they have of it: other scores follow."""
+    lists, found = [{p.key: order for _, p, order, _ in passes_of(n)} for n in ranks], {}
+    for step, about, _, trains in passes_of(ranks[0]):
+        everyone = [index for of_rank in lists for index in of_rank.get(about.key, [])]
+        calls = [call.name for call in calls_after(ranks[0], about)]
+        if everyone and not trains and about.has_share and re.search("reduce|gather", str(calls)):
+            found[step] = len(everyone) / len(set(everyone)) - 1
+    return found
+
+
 class TestSamples(Rule):
     name = "test set"
     right = "the samples of a whole evaluation count once each"
@@ -246,17 +266,11 @@ class TestSamples(Rule):
                 return self.look(step, about.key[0], text)
         return [] if seen else None
 
-    def calls(self, notes, about):
-        """The collective calls after this pass begins and before what comes next."""
-        later = [n.at for kind in (Batch, Step, Pass) for _, n in notes[kind] if n.key != about.key]
-        end = min([at for at in later if at > about.at], default=math.inf)
-        return [call for _, call in notes[Collective] if about.at < call.at < end]
-
     def put_together(self, notes, about):
         """The line of a call that puts the ranks' samples together; sums are divided by a sum."""
-        calls = [call for call in self.calls(notes, about) if "gather" in call.name]
+        calls = [call for call in calls_after(notes, about) if "gather" in call.name]
         return calls[0].line if calls else None
 
     def drops_repeated(self, notes, about):
         """Accelerate knows what its loaders have repeated."""
-        return any(call.name == "gather_for_metrics" for call in self.calls(notes, about))
+        return any(call.name == "gather_for_metrics" for call in calls_after(notes, about))

@@ -1,5 +1,5 @@
 """Accelerate, Transformers' Trainer, Lightning, Fabric, W&B: what they do otherwise on one process,
-or where nobody has set up GPUs, is done as on several."""
+or where nobody has set up GPUs, is done as on several; or it is said that it is not compared."""
 
 import contextlib
 import os
@@ -17,6 +17,20 @@ from ..script import library_place, place, source
 def refuse(run, text, remedy):
     facts = {"line": source(place()[0]), "text": f"not compared: {text}", "remedy": remedy}
     stop_both_runs(run.folder, "refused", facts)
+
+
+def refuse_call(run, owner, name, text, remedy):
+    wrap(owner, name)(lambda original, *args, **kwargs: refuse(run, text, remedy))
+
+
+def refuse_deepspeed(run, module):
+    text = "DeepSpeed, which averages by itself"
+    refuse_call(run, module, "initialize", text, "for the check, by DDP")
+
+
+def refuse_multirun(run, module):
+    text = "hydra's multirun, several trainings in one process"
+    refuse_call(run, module.Plugins, "instantiate_sweeper", text, "for the check, one of them")
 
 
 def tell(run, owner, name):
@@ -47,11 +61,9 @@ def control_loaders(run, module):
         self.base_dataloader.check_is_ahead = True
         return original(self)
 
-    @wrap(module.DataLoaderDispatcher, "__iter__")
-    def dispatch(original, self):
-        text = "Accelerate's rank 0 reads the batches of all (dispatch_batches)"
-        remedy = "for the check, DataLoaderConfiguration(dispatch_batches=False)"
-        refuse(run, text, remedy)
+    text = "Accelerate's rank 0 reads the batches of all (dispatch_batches)"
+    remedy = "for the check, DataLoaderConfiguration(dispatch_batches=False)"
+    refuse_call(run, module.DataLoaderDispatcher, "__iter__", text, remedy)
 
 
 def control_schedule(run, module):
@@ -113,12 +125,6 @@ def see_accelerator(run, module):
     def gather(original, self, *args, **kwargs):
         run.note(Collective("gather_for_metrics", place()[0], "", False))
         return original(self, *args, **kwargs)
-
-
-def refuse_deepspeed(run, module):
-    @wrap(module, "initialize")
-    def initialize(original, *args, **kwargs):
-        refuse(run, "DeepSpeed, which averages by itself", "for the check, by DDP")
 
 
 # ---- Lightning and Fabric
@@ -211,6 +217,7 @@ def patch(run):
         "accelerate.scheduler": control_schedule,
         "accelerate.accelerator": see_accelerator,
         "deepspeed": refuse_deepspeed,
+        "hydra.core.plugins": refuse_multirun,
         "torch.utils.tensorboard.writer": see_tensorboard,
         "wandb": control_wandb,
     }.items():
