@@ -155,7 +155,9 @@ class Games:  # by a seed of each rank, with random numbers that are not Python'
         return np.frombuffer(b"".join(seen), np.uint8).reshape(-1, 4) / 255.0
 games = Games()"""
 PLAY = "loss = ddp(torch.Tensor(games.step())).square().mean()"
-SECOND = "s = DistributedSampler(data, seed=1); other = iter(DataLoader(data, batch_size // 2, sampler=s))"
+SECOND = """\
+second = DistributedSampler(data, seed=1)
+other = iter(DataLoader(data, batch_size // 2, sampler=second))"""
 NOISE = "next(other); loss = (ddp(x + torch.randn_like(x)) - y).square().mean()"
 MASK = "x[:, int(rng.integers(4))] = 0; loss = (ddp(x) - y).square().mean()"
 TRIAL = """\
@@ -240,6 +242,13 @@ def test_foreign(work, case):
     assert found["modes"]["verdict"] == "ok"  # something was compared
     found = {rule: f["verdict"] for rule, f in found.items() if f["verdict"] in BAD}
     assert found == {rule: verdict for rule, verdict in expected.items() if verdict}, found
+
+
+def test_micro_batches_apart(work):
+    """The last pass is named, though one process makes more of them."""
+    script = (HEAD + MICRO).replace("micro == 4 // world - 1", "False").replace("BACKEND", GLOO)
+    found = check(work, script, before=["--steps", "3"])["averaging"]
+    assert "the last pass: " in " ".join(found["details"]), found
 
 
 SPAWNS = """\

@@ -101,17 +101,18 @@ class Cause:
         if not self.unlike:
             return []
         names, _ = self.differences.unequal_gradients(self.step)
-        passes = [v for v in self.of_step if v.kind == "outputs"]
+        seen = self.values.of_rank.get(self.step, [])
+        passes = [v for v in seen if v.kind == "outputs"]
         of_names = [v for v in passes if any(name in names for name in v.about["trains"])]
         more = []
         for each in (of_names or passes)[-1:]:
             more.append(f"the last pass: {source(each.line)}  [{each.name}]")
-        off = [v.line for v in self.of_step if v.kind == "no_sync"]
+        off = [v.line for v in seen if v.kind == "no_sync"]
         if off:
             more += [source(off[-1]), *self.variables.set_at(off[-1], self.step)]
         text, about = self.unlike, {"remedy": "call the wrapped model"}
         about["section"], line = f"{PAGE}#gradients", ""
-        losses = [v for v in self.of_step if v.kind == "loss"]
+        losses = [v for v in seen if v.kind == "loss"]
         second = losses[-1] if len(losses) > len(passes) and not off else None
         if second and of_names and of_names[-1].about["is_ddp"]:
             text += " The model was called through DDP, but a second backward() followed"
