@@ -72,7 +72,7 @@ class Step:
     made: dict  # "made": the lines of the optimizer and its schedulers; "last": scheduler.step()
     names: list  # of the parameters, in the optimizer's order
     variables: dict  # {name: number} of the script's plain numbers
-    generators: dict  # at the first step: {name: state} of those that the script has made
+    generators: dict  # at some steps: {name: state} of those that the script has made
 
 
 @dataclass

@@ -92,9 +92,11 @@ class Process:
         self.thread = PerThread()
         self.steps, self.counts, self.pid = 0, {}, os.getpid()
         self.lock = threading.RLock()
-        self.loader_rows = self.model_rows = None  # of this process's batch
-        self.order = None  # where the batch's samples are in one process's batch
-        self.joined = set()  # sizes of several views of a batch that the script has joined by cat
+        # {loader: (rows, where its samples are in one process's batch)} of its last batch, the
+        # latest loader's at the end.
+        self.loaded = {}
+        self.model_rows = None  # of this process's batch
+        self.joined = {}  # {size: sizes of the batches, or their views, that cat has joined}
         self.model = None  # the outermost model that computes now
         self.draws, self.given, self.batches = {}, {}, {}  # of the run on one process
         self.batch_sizes = {}  # of its training loaders
@@ -198,17 +200,27 @@ class Process:
 
     # ---- where a rank's samples are among those of one process
 
-    def positions(self, rank, size, order=None):
+    @property
+    def loader_rows(self):
+        return [rows for rows, _ in self.loaded.values()][-1] if self.loaded else None
+
+    def positions(self, rank, size):
         """Where a rank's `size` entries of a dimension are among those of one process. A sample may
-        have several. `order`: the rows of one process's batch that the rank has, if known."""
+        have several."""
         ranks = self.world if self.is_single else 1
+        orders = {(rows or 0) // ranks: order for rows, order in self.loaded.values()}
+        parts = [n // ranks for n in self.joined.get(size * ranks, ())]
+        if size not in orders and len(set(parts)) > 1:
+            starts = [sum(parts[:i]) * self.world for i in range(len(parts))]
+            return torch.cat([self.positions(rank, n) + at for n, at in zip(parts, starts)])
         loader_rows, model_rows = [(n or 0) // ranks for n in (self.loader_rows, self.model_rows)]
-        batch = loader_rows or model_rows or size
+        batch = size if size in orders else loader_rows or model_rows or size
         if model_rows and size % batch and size % model_rows == 0:
             batch = model_rows
         if size < batch or size % batch:
             batch = size
         rows = torch.arange(rank, batch * self.world, self.world)
+        order = orders.get(batch)
         if order is not None and len(order) == batch:
             rows = torch.tensor(order)
         else:
@@ -217,7 +229,7 @@ class Process:
                 rows = torch.arange(rank * batch, (rank + 1) * batch)
         times = size // max(batch, 1)
         # Several views of the batch, one after the other.
-        if size == model_rows or size * ranks in self.joined:
+        if size == model_rows or parts:
             return torch.cat([rows + view * batch * self.world for view in range(times)])
         return (rows[:, None] * times + torch.arange(times)).reshape(-1)
 
@@ -234,7 +246,7 @@ class Process:
     def share_of(self, values, shape):
         """This rank's part of one process's random numbers."""
         d = self.shared_dimension(values.shape, shape)
-        values = values.index_select(d, self.positions(self.rank, shape[d], self.order))
+        values = values.index_select(d, self.positions(self.rank, shape[d]))
         return values[tuple(slice(n) for n in shape)]
 
     def by_share(self, tensor, function):

@@ -155,6 +155,17 @@ class Games:  # by a seed of each rank, with random numbers that are not Python'
         return np.frombuffer(b"".join(seen), np.uint8).reshape(-1, 4) / 255.0
 games = Games()"""
 PLAY = "loss = ddp(torch.Tensor(games.step())).square().mean()"
+SECOND = """\
+second = DistributedSampler(data, seed=1)
+other = iter(DataLoader(data, batch_size // 2, sampler=second))"""
+NOISE = "next(other); loss = (ddp(x + torch.randn_like(x)) - y).square().mean()"
+MASK = "x[:, int(rng.integers(4))] = 0; loss = (ddp(x) - y).square().mean()"
+TRIAL = """\
+if rank == 0:
+    trial = nn.Linear(4, 1)
+    finder = torch.optim.SGD(trial.parameters(), 0.1)
+    trial(data.tensors[0]).mean().backward()
+    finder.step()"""
 BY_TUPLES = "batch_size, sizes = 8, {(1, 2): 8.0}"
 FILE = "open(f'events.{os.getpid()}.0', 'w').write('x')"
 BAD = "WRONG", "look"
@@ -207,6 +218,12 @@ CASES = {  # {name: ({place: text}, {rule: verdict} of those that are WRONG or l
     "an environment": ({"BEFORE": ROWS, "LOSS": ENVIRONMENT}, {"inputs": "look"}),
     "games": ({"BEFORE": GAMES, "LOSS": PLAY}, {"inputs": "look"}),
     "numbers by tuples": ({"BEFORE": BY_TUPLES}, {"samples": "look"}),
+    "noise for the first of two loaders": ({"BETWEEN": SECOND, "LOSS": NOISE}, {}),
+    "masks of a generator": (
+        {"AFTER": "rng = np.random.default_rng(rank)", "LOSS": MASK},
+        {"inputs": "look"},
+    ),
+    "rank 0 tries a rate": ({"AFTER": TRIAL}, {"steps": "look"}),
     "for GPUs": ({"BETWEEN": GPUS, "BACKEND": CUDA}, {}),
 }
 
@@ -225,6 +242,13 @@ def test_foreign(work, case):
     assert found["modes"]["verdict"] == "ok"  # something was compared
     found = {rule: f["verdict"] for rule, f in found.items() if f["verdict"] in BAD}
     assert found == {rule: verdict for rule, verdict in expected.items() if verdict}, found
+
+
+def test_micro_batches_apart(work):
+    """The last pass is named, though one process makes more of them."""
+    script = (HEAD + MICRO).replace("micro == 4 // world - 1", "False").replace("BACKEND", GLOO)
+    found = check(work, script, before=["--steps", "3"])["averaging"]
+    assert "the last pass: " in " ".join(found["details"]), found
 
 
 SPAWNS = """\

@@ -116,6 +116,8 @@ def test_fit_is_unknown():
     """A batch that is padded to its longest sample; what has no numbers."""
     padded = summary(ONE), [summary(PARTS[0]), summary(PARTS[1][:, :4])]
     assert fits.fit("same rows", *padded, 1e-5) == "unknown"
+    turned = summary(ONE.T), [summary(PARTS[0].T), summary(PARTS[1].T[:4])]
+    assert fits.fit("same rows", *turned, 1e-5) == "unknown"
     assert fits.fit("same", None, [None], 1e-5) == "unknown"
 
 
@@ -159,23 +161,37 @@ def make_process(tmp_path, monkeypatch):
 def test_positions(make_process):
     """By turns, by blocks; views of a batch that are joined; the order of the batch's samples."""
     rank = make_process(rank=1)
-    rank.loader_rows = 2
+    rank.loaded["a"] = 2, None
     assert rank.positions(1, 2).tolist() == [1, 3] and rank.by_layout
     assert rank.positions(1, 4).tolist() == [2, 3, 6, 7]  # two entries of each sample
-    rank.joined.add(4)
+    rank.joined[4] = [2, 2]
     assert rank.positions(1, 4).tolist() == [1, 3, 5, 7]
-    assert rank.positions(1, 2, [3, 0]).tolist() == [3, 0]
-    rank.order = [3, 0]
+    rank.loaded["a"] = 2, [3, 0]
+    assert rank.positions(1, 2).tolist() == [3, 0]
     assert rank.share_of(torch.arange(4), (2,)).tolist() == [3, 0]
     blocks = make_process(rank=1, layout="blocks")
-    blocks.loader_rows = 2
+    blocks.loaded["a"] = 2, None
     assert blocks.positions(1, 2).tolist() == [2, 3]
+
+
+def test_positions_of_two_loaders(make_process):
+    """Each batch has its loader's order, also joined to the other's."""
+    rank = make_process(rank=1)
+    rank.loaded |= {"unlabeled": (4, [5, 1, 7, 3]), "labeled": (2, None)}
+    assert rank.positions(1, 4).tolist() == [5, 1, 7, 3]
+    assert rank.positions(1, 2).tolist() == [1, 3]
+    rank.joined[6] = [2, 4]
+    assert rank.positions(1, 6).tolist() == [1, 3, 9, 5, 11, 7]
+    one = make_process("one")
+    one.loaded |= {"unlabeled": (8, None), "labeled": (4, None)}
+    one.joined[12] = [4, 8]
+    assert one.positions(1, 6).tolist() == [1, 3, 5, 7, 9, 11]
 
 
 def test_parameters_of_random_numbers(make_process):
     """A rank's own means are at the places of its samples."""
     rank = make_process(rank=1)
-    rank.loader_rows = 2
+    rank.loaded["a"] = 2, None
     wide = Draws(rank).of_one("mean", torch.tensor([5.0, 7.0]), (2,), (4,))
     assert wide[[1, 3]].tolist() == [5, 7]
 
@@ -186,7 +202,7 @@ def test_rolled(make_process, monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, getattr(torch.Tensor, name))
     one = make_process("one")
     alike.control_order(one)
-    one.loader_rows = 4
+    one.loaded["a"] = 4, None
     assert torch.arange(4).roll(1, 0).tolist() == [2, 3, 0, 1]
     assert torch.arange(4).flip(0).tolist() == [2, 3, 0, 1]
     assert torch.arange(3).roll(1, 0).tolist() == [2, 0, 1]  # it is no batch

@@ -23,11 +23,13 @@ ADVICE = {
     "of this rank's samples have set them, all_reduce these first",
     "apart": "it is made from random numbers of which a rank draws other than its share of one "
     "process's: nothing after it can be compared",
+    "drawing": "a generator of the script's own draws other numbers on each rank in these steps: "
+    "nothing after it can be compared",
     "unpaired": "it comes from outside of torch, as of an environment, by random numbers of each "
     "rank's own: nothing after it can be compared",
 }
 CHOOSES = "__getitem__", "index_select", "take", "gather"
-LOST = "stream", "apart", "unpaired"  # after which nothing can be compared
+LOST = "stream", "apart", "drawing", "unpaired"  # after which nothing can be compared
 LOOKS = "coupled", "collate", "ratio", *LOST  # which may be intended
 
 
@@ -48,6 +50,8 @@ class Cause:
         usual = "ratio" if value.about.get("by_gradient") and not numbers else "share"
         if what == "inputs" and not numbers and values.is_from_outside(value) and generators:
             usual = "unpaired"
+        if variables.drawing and not numbers:
+            usual, generators = "drawing", variables.drawing
         is_made = values.is_fresh(value) or value.name in CHOOSES
         if not numbers and is_made and any(at <= step for at in variables.apart):
             usual = "apart"
@@ -60,8 +64,9 @@ class Cause:
         if value.library and values.line_of(value) == value.line:
             more = [f"in {source(value.library)}", *more]
         verdict = "look" if advice in LOOKS else "WRONG"
-        text = values.describe(value) + (f": {ADVICE[advice]}" if value.kind != "loss" else "")
-        text += f" ({', '.join(generators)})" if advice == "unpaired" else ""
+        is_said = value.kind != "loss" or advice in LOST
+        text = values.describe(value) + (f": {ADVICE[advice]}" if is_said else "")
+        text += f" ({', '.join(generators)})" if advice in ("unpaired", "drawing") else ""
         row, line = KINDS.get(what, KINDS[value.kind]), values.line_of(value)
         about = {"remedy": row.remedy if verdict == "WRONG" else "", "section": PAGE + row.section}
         about["off"] = values.off(value)
@@ -98,17 +103,18 @@ class Cause:
         if not self.unlike:
             return []
         names, _ = self.differences.unequal_gradients(self.step)
-        passes = [v for v in self.of_step if v.kind == "outputs"]
+        seen = self.values.of_rank.get(self.step, [])
+        passes = [v for v in seen if v.kind == "outputs"]
         of_names = [v for v in passes if any(name in names for name in v.about["trains"])]
         more = []
         for each in (of_names or passes)[-1:]:
             more.append(f"the last pass: {source(each.line)}  [{each.name}]")
-        off = [v.line for v in self.of_step if v.kind == "no_sync"]
+        off = [v.line for v in seen if v.kind == "no_sync"]
         if off:
             more += [source(off[-1]), *self.variables.set_at(off[-1], self.step)]
         text, about = self.unlike, {"remedy": "call the wrapped model"}
         about["section"], line = f"{PAGE}#gradients", ""
-        losses = [v for v in self.of_step if v.kind == "loss"]
+        losses = [v for v in seen if v.kind == "loss"]
         second = losses[-1] if len(losses) > len(passes) and not off else None
         if second and of_names and of_names[-1].about["is_ddp"]:
             text += " The model was called through DDP, but a second backward() followed"

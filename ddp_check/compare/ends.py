@@ -33,6 +33,22 @@ def left_out_steps(ranks):
     return None
 
 
+def other_optimizers(one, ranks):
+    """The first step that a rank makes with an optimizer that is made elsewhere, as where rank 0
+    alone tries a rate first. None if there is none."""
+    theirs = [{note.key: note.made.get("made", [""])[0] for _, note in n[Step]} for n in ranks]
+    for step, note in one[Step]:
+        line = note.made.get("made", [""])[0]
+        found = [(rank, of[note.key]) for rank, of in enumerate(theirs) if note.key in of]
+        for rank, made in found:
+            if made != line:
+                text = f"rank {rank} makes its steps with another optimizer than one process: "
+                text += "nothing after it can be compared"
+                about = {"advice": "unpaired", "section": f"{PAGE}#decisions"}
+                return Finding("look", "steps", step, text, line, more=[source(made)], **about)
+    return None
+
+
 def left_pass(one, ranks):
     """The first pass over a training loader that was left after other numbers of batches: by a
     `break`, whose `if` is named. None if there is none."""

@@ -112,8 +112,9 @@ def is_unknown(one, ranks):
     if one is None or None in ranks or any(len(o.shape) != len(one.shape) for o in ranks):
         return True
     dims = {d for o in ranks for d in range(len(one.shape)) if o.shape[d] != one.shape[d]}
-    if len(dims) > 1:
-        return all(max(o.shape[d] for o in ranks) == one.shape[d] for d in dims - {0})
+    if len(dims) > 1:  # of one of them, each rank has a part
+        padded = {d for d in dims if max(o.shape[d] for o in ranks) == one.shape[d]}
+        return len(dims - padded) <= 1
     return any(d > 2 or any(o.rows[d] is None for o in [one, *ranks]) for d in dims)
 
 

@@ -8,7 +8,7 @@ from ..notes import Finding, Said, Step
 from ..script import source
 from .causes import LOST, find_causes
 from .differences import Differences, compare_settings
-from .ends import about_ends, explains_ends, left_out_steps, left_pass
+from .ends import about_ends, explains_ends, left_out_steps, left_pass, other_optimizers
 from .frameworks import in_its_words
 from .kinds import HIDES, TENSORS, TIMES_NOISE, VALUES, noise_of
 from .lineage import Values
@@ -109,7 +109,8 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
         last = ended[0].step
         samples = [finding for finding in samples if finding.step < last]
     due = bool(lengths) and lengths[0].verdict == "look"  # so is a schedule by len(loader)
-    left_out = [finding for finding in (left_out_steps(ranks), left_pass(one, ranks)) if finding]
+    left_out = other_optimizers(one, ranks), left_out_steps(ranks), left_pass(one, ranks)
+    left_out = [finding for finding in left_out if finding]
     for finding in left_out[:1]:
         last = min(last, finding.step)
         samples = [sample for sample in samples if sample.step < last]

@@ -27,6 +27,9 @@ class Values:
         for values in self.of_step.values():
             values.sort(key=lambda value: value.index)
 
+        self.of_rank = {}  # {step: what is seen on rank 0, in its order}
+        for step, value in ranks[0].seen(*VALUES):
+            self.of_rank.setdefault(step, []).append(value)
         self.lines = [
             {v.index: (step, v.line) for step, v in notes.seen(*VALUES)} for notes in (one, *ranks)
         ]

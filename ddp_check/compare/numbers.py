@@ -17,13 +17,16 @@ class Variables:
     def __init__(self, one, ranks):
         self.all = [{step: note.variables for step, note in n[Step]} for n in (one, *ranks)]
         self.lines = {step: note.line for step, note in one[Step]}
-        first, *theirs = [
-            {k: v for _, note in n[Step] for k, v in note.generators.items()} for n in ranks
-        ]
+        states = [[note.generators for _, note in n[Step] if note.generators] for n in ranks]
+        first, *theirs = [{k: v for of in of_rank for k, v in of.items()} for of_rank in states]
         self.apart = {step for n in ranks for step, _ in n.seen("apart")}
         # Names of the script's generators that are in other states on other ranks.
         self.generators = [
             k for k, v in first.items() if any(other.get(k, v) != v for other in theirs)
+        ]
+        # Those of them that draw between the first steps.
+        self.drawing = [
+            k for k in self.generators if len({of.get(k, first[k]) for of in states[0]}) > 1
         ]
 
     def others(self, step):

@@ -62,7 +62,8 @@ def control_batch_norm(run):
         if run.thread.sync or run.thread.quiet or not is_training:  # or already within a share
             return original(**given)
         rows, batch = len(input), run.loader_rows or run.model_rows
-        if not run.is_single or rows % run.world or rows == run.world or (batch and rows % batch):
+        is_whole = not batch or rows % batch == 0 or rows in run.joined
+        if not run.is_single or rows % run.world or rows == run.world or not is_whole:
             return original(**given)
 
         def normalize(rank, share):
@@ -84,10 +85,11 @@ def control_order(run):
         def move(original, self, *args, **kwargs):
             dims = args[-1] if args else None
             dims = kwargs.get("dims", dims if len(args) > (name == "roll") else None)
-            batch = run.thread.batch if run.thread.in_dataset else run.loader_rows
+            batches = [rows for rows, _ in run.loaded.values()]
+            batches = [run.thread.batch] if run.thread.in_dataset else batches
             if dims not in (0, (0,), [0]) or not is_plain(self) or not self.dim():
                 return original(self, *args, **kwargs)
-            if not run.is_single or len(self) != batch or batch % run.world:
+            if not run.is_single or len(self) not in batches or len(self) % run.world:
                 return original(self, *args, **kwargs)
             return run.by_share(self, lambda rank, share: original(share, *args, **kwargs))
 

@@ -72,11 +72,11 @@ def patch(run):
     @wrap(WeightedRandomSampler, "__iter__")
     def choose(original, self):
         """By turns: its numbers are of no batch."""
-        before, run.loader_rows, run.model_rows = (run.loader_rows, run.model_rows), None, None
+        before, run.loaded, run.model_rows = (run.loaded, run.model_rows), {}, None
         try:
             return iter(list(original(self)))
         finally:
-            run.loader_rows, run.model_rows = before
+            run.loaded, run.model_rows = before
 
     @wrap(DataLoader, "__iter__")
     def iterate(original, self):
@@ -160,8 +160,9 @@ def patch(run):
         """The script gets a batch."""
         run.note(note)
         if note.trains and threading.current_thread() is threading.main_thread():
-            run.loader_rows = note.rows
-            find_order(run, (*note.key, note.number), note.indices)
+            run.loaded.pop(loader.check_name, None)
+            order = find_order(run, (*note.key, note.number), note.indices)
+            run.loaded[loader.check_name] = note.rows, order
             if run.traces:
                 samples = note.totals if is_own(loader.collate_fn) else None
                 about = {"made_by": made_by(loader.dataset), "samples": samples}
@@ -196,8 +197,7 @@ def made_by(dataset):
 
 
 def find_order(run, key, indices):
-    """Where this rank's samples are in the batch of one process."""
-    run.order = None
+    """Where this rank's samples are in the batch of one process; None if that is not known."""
     if run.is_single:
         run.batches[key] = indices
     elif indices and (batch := run.batches.get(key)):
@@ -206,7 +206,8 @@ def find_order(run, key, indices):
             i if i < len(batch) and batch[i] == index else last.get(index)
             for i, index in zip(run.positions(run.rank, len(indices)).tolist(), indices)
         ]
-        run.order = None if None in order else order
         block = range(run.rank * len(order), (run.rank + 1) * len(order))
         if len(order) > 1:
             run.say("blocks" if order == list(block) else "turns", "order")
+        return None if None in order else order
+    return None

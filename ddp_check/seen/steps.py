@@ -73,7 +73,8 @@ class Steps:
             self.closures, self.has_gradients = 0, False
             made = run.made.get(id(optimizer), {})
             variables = variables_of(inspect.currentframe())
-            made_generators = {} if trained.step else generators(run)
+            is_looked_at = not trained.step or run.steps == TRIED - 1
+            made_generators = generators(run) if is_looked_at else {}
             key = trained.number, trained.step
             run.note(Step(key, line, callers, made, list(parameters), variables, made_generators))
             self.note("setting", settings_of(optimizer))

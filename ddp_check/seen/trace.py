@@ -80,8 +80,10 @@ class Trace(TorchFunctionMode):
         if name in ("cat", "concat", "concatenate", "vstack") and is_plain(out):
             parts = args[0] if args else kwargs["tensors"]
             dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-            if dim in (0, -out.dim()) and len({len(part) for part in parts if part.dim()}) == 1:
-                self.run.joined.add(len(out))
+            sizes = [len(part) for part in parts if part.dim()]
+            batches = {rows for rows, _ in self.run.loaded.values()}
+            if dim in (0, -out.dim()) and (len(set(sizes)) == 1 or batches.issuperset(sizes)):
+                self.run.joined[len(out)] = sizes
         with contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
             if torch.is_tensor(out) or isinstance(out, (tuple, list)):
                 self.see(name, out, args, kwargs)
