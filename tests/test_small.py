@@ -568,8 +568,10 @@ def test_what_users_type():
 
 START_METHOD = """
 import multiprocessing
-multiprocessing.set_start_method("spawn", force=True)  # as in a process of mp.spawn
-silent_model = build_model
+silent_model, plain_train = build_model, train
+def train(*words):  # in a process of mp.spawn; that of a test is a fork
+    multiprocessing.set_start_method("spawn", force=True)
+    plain_train(*words)
 def build_model(*words):
     print("loader workers start by", multiprocessing.get_start_method(), flush=True)
     return silent_model(*words)
