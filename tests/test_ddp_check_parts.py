@@ -389,6 +389,20 @@ def test_first_batches():
     assert rule(judge(other, [other, other], TOLERANCE), "order") == ["ok"]
 
 
+def test_shares_of_a_test_set():
+    """A sample that is on no rank is a look."""
+    key = ("train.py:9", "test", 0)
+
+    def of(indices):
+        found = [(3, Pass(key, "test", "Own", False, 5, False, 5))]
+        found += [(3, Batch(key, 0, indices, len(indices), 1, False)), (3, PassEnd(key, 1))]
+        return notes(*step_notes(), *found)
+
+    for first, verdicts in ([0, 2, 4], ["ok"]), ([0, 2], ["look"]):
+        result = judge(of([0, 1, 2, 3, 4]), [of(first), of([1, 3])], TOLERANCE)
+        assert rule(result, "test set") == verdicts
+
+
 def test_uneven_batch():
     """The last batch of an epoch, padded by the sampler, is not compared."""
     key, batches = ("train.py:1", "loader", 0), [[0, 1, 2, 3], [4, 5, 6]]

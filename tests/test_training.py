@@ -351,13 +351,13 @@ def test_data(monkeypatch, data):
         assert train_set[0][0].shape == (3, stored, stored)
 
 
-def as_it_is(args, batch, device, train):
+def as_it_is(args, batch, device, train=False):
     return batch
 
 
 def test_order(monkeypatch):
-    """Each rank has its share of it, from any step on, in whole steps. Two seeds, and two epochs of
-    each, have nothing in common."""
+    """Each rank has its share of it, from any step on, in whole steps, and tests on its own share.
+    Two seeds, and two epochs of each, have nothing in common."""
     orders = set()
     for seed, epoch in itertools.product(range(4), repeat=2):
         args = parse("--seed", seed, "--batch-size", 4, "--workers", 0)
@@ -373,6 +373,8 @@ def test_order(monkeypatch):
             for first in 0, 1:
                 found = torch.cat(list(loader.batches(epoch, first))).tolist()
                 assert found == [*whole[4 * first + rank : 8 : 2]]
+            tested = script.TestLoader(args, range(11), script.collate, as_it_is, loader.device)
+            assert torch.cat(list(tested)).tolist() == [*range(rank, 11, 2)]
 
 
 @pytest.mark.parametrize("size", [14, 20, 40])
