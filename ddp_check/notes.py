@@ -86,6 +86,14 @@ class Collective:
 
 
 @dataclass
+class Averages:
+    """The script tells DDP whether to average gradients from the next pass on."""
+
+    line: str
+    does: bool
+
+
+@dataclass
 class Drawn:
     """How often each line has drawn random numbers in training."""
 
@@ -136,6 +144,7 @@ class File:
     path: str
     line: str = ""
     mode: str = "w"
+    callers: list = field(default_factory=list)  # the script's lines that have called its function
 
 
 @dataclass

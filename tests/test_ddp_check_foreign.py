@@ -67,6 +67,46 @@ for step in range(6):
         with torch.no_grad():
             ddp.module(data.tensors[0][torch.randint(64, (4,))])
 sys.exit()"""
+LATE = MICRO.replace(
+    "        ddp.require_backward_grad_sync = micro == 4 // world - 1\n", ""
+).replace(
+    "(ddp(x) - 1).square().mean().div(4 // world).backward()",
+    """loss = (ddp(x) - 1).square().mean().div(4 // world)
+        ddp.require_backward_grad_sync = micro == 4 // world - 1
+        loss.backward()""",
+)
+CONTEXT = MICRO.replace(
+    "ddp.require_backward_grad_sync = micro == 4 // world - 1",
+    "context = ddp.no_sync if micro == 4 // world - 1 else torch.enable_grad",
+).replace("(ddp(x)", "with context():\n            (ddp(x)")
+METHOD = """\
+class Line(nn.Linear):
+    def loss(self, x): return self.outputs(x).square().mean()
+    def outputs(self, x): return self(x)
+model, ddp = None, nn.parallel.DistributedDataParallel(Line(4, 1))
+optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+for x, y in loader:
+    loss = ddp.module.loss(x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+sys.exit()"""
+FEW = "data = TensorDataset(*[t[:SIZE] for t in data.tensors])\nbatch_size = SIZE // 2 // world"
+NO_EPOCH = "sampler.set_epoch = lambda epoch: None"
+AGAIN = """\
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+batches = iter(loader)
+for step in range(6):
+    assert len(batches) == 2
+    torch.manual_seed(step * world + rank)
+    try: x, y = next(batches)
+    except StopIteration:
+        SET
+        batches = iter(loader)
+        x, y = next(batches)
+    loss = (ddp(x) - y).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+sys.exit()"""
 STATE = "state = random.getstate(); random.seed(0); loss = loss * random.random(); "
 STATE += "random.setstate(state)"
 INNER = "with torch.no_grad(): MODEL.eval()(x)\n        MODEL.train()"
@@ -126,6 +166,12 @@ class Share(torch.utils.data.Sampler):
     def __len__(self): return 64 // world
     def __iter__(self): return iter(torch.randperm(64)[rank::world].tolist())
 loader = DataLoader(data, batch_size, sampler=Share())"""
+EARLY_SHARE = """\
+class Share(torch.utils.data.Sampler):
+    def __init__(self): self.ids = torch.randperm(64)[rank::world].tolist()
+    def __len__(self): return 64 // world
+    def __iter__(self): return iter(self.ids)
+loader = DataLoader(data, batch_size, sampler=Share())"""
 BUCKETS = """\
 class Buckets(DistributedSampler):
     def __len__(self): return 64 // batch_size // world
@@ -167,9 +213,11 @@ if rank == 0:
     trial(data.tensors[0]).mean().backward()
     finder.step()"""
 BY_TUPLES = "batch_size, sizes = 8, {(1, 2): 8.0}"
+LOG = "def log(): open('log.txt', 'w').write('x')\nlog()"
 FILE = "open(f'events.{os.getpid()}.0', 'w').write('x')"
 BAD = "WRONG", "look"
-CASES = {  # {name: ({place: text}, {rule: verdict} of those that are WRONG or look)}
+# {name: ({place: text}, {rule: verdict} of those that are WRONG or look, what is said of them)}
+CASES = {
     "a batch is looked at before an epoch": ({"PEEK": "next(iter(loader))"}, {}),
     "DDP is evaluated": ({"EVAL": INNER.replace("MODEL", "ddp")}, {}),
     "the model is evaluated": ({"EVAL": INNER.replace("MODEL", "model")}, {"evaluation": "look"}),
@@ -178,11 +226,45 @@ CASES = {  # {name: ({place: text}, {rule: verdict} of those that are WRONG or l
     "a batch that is mixed": ({"BETWEEN": COLLATE}, {"inputs": "look", "gradient": ""}),
     "micro-batches": ({"BETWEEN": MICRO}, {}),
     "micro-batches, all alike": ({"BETWEEN": MICRO.replace(" + rank", "")}, {"random": "WRONG"}),
+    "averaged too late": (
+        {"BETWEEN": LATE},
+        {"averaging": "WRONG"},
+        "ddp.require_backward_grad_sync = micro == 4 // world - 1 each rank has",
+        "This line comes after the pass",
+    ),
+    "not averaged in a context": (
+        {"BETWEEN": CONTEXT},
+        {"averaging": "WRONG"},
+        "context = ddp.no_sync if",
+    ),
+    "a method of the model": (
+        {"BETWEEN": METHOD},
+        {"averaging": "WRONG"},
+        "loss = ddp.module.loss(x)",
+    ),
+    "few samples": ({"BEFORE": FEW.replace("SIZE", "8")}, {}),
+    "few, always in one order": (
+        {"BEFORE": FEW.replace("SIZE", "8"), "BETWEEN": NO_EPOCH},
+        {"order": "WRONG"},
+    ),
+    "an iterator that is made again": (
+        {"BEFORE": FEW.replace("SIZE", "16"), "AFTER": AGAIN.replace("SET", "pass")},
+        {"order": "WRONG"},
+        "the earlier one: ",
+    ),
+    "one with another order": (
+        {
+            "BEFORE": FEW.replace("SIZE", "16"),
+            "AFTER": AGAIN.replace("SET", "sampler.set_epoch(1)"),
+        },
+        {},
+    ),
     "a state that is kept": ({"BEFORE": "random.seed(rank)", "LOSS": STATE}, {}),
     "flags": ({"LOSS": "with torch.backends.cudnn.flags(enabled=False): pass"}, {}),
     "a hook": ({"AFTER": HOOK}, {}),
     "an unseeded split": ({"BEFORE": "data, _ = random_split(data, [48, 16])"}, {"split": "WRONG"}),
     "a share of an unseeded order": ({"BETWEEN": SHARE}, {"split": "WRONG"}),
+    "a share that a sampler is made with": ({"BETWEEN": EARLY_SHARE}, {"split": "WRONG"}),
     "drawn late": ({"AFTER": "model[0].weight.data.normal_()"}, {"others": "look"}),
     "copied early": ({"BETWEEN": "ema = copy.deepcopy(model)"}, {"others": "look"}),
     "drawn late by numpy": ({"AFTER": BY_NUMPY}, {"others": "look"}),
@@ -195,6 +277,7 @@ CASES = {  # {name: ({place: text}, {rule: verdict} of those that are WRONG or l
     "a pass left early": ({"EVAL": "if rank and loss.item() < 99: break"}, {"steps": "WRONG"}),
     "counted twice as fast": ({"BEFORE": "count = 0", "EVAL": COUNT}, {"counts": "look"}),
     "a file of each rank": ({"AFTER": FILE}, {"files": "look"}),
+    "a file that a function writes": ({"AFTER": LOG}, {"files": "WRONG"}, ": log()"),
     "draws that are no share": ({"AFTER": ANTITHETIC}, {"inputs": "look"}),
     "numpy's order of a batch": ({"LOSS": NUMPY_ORDER}, {}),
     "samples in lists": (
@@ -233,13 +316,15 @@ FAST = "micro-batches", "an unseeded split", "a batch that is mixed", "drawn lat
 
 @pytest.mark.parametrize("case", [*FAST, *by_mark(long=[c for c in CASES if c not in FAST])])
 def test_foreign(work, case):
-    places, expected = CASES[case]
+    places, expected, *texts = CASES[case]
     usual, script = dict.fromkeys(PLACES, "pass") | {"BACKEND": GLOO}, HEAD + SCRIPT
     for place, text in (usual | places).items():
         script = script.replace(place, text)
     flags = ["--steps", "5", *["--cpu"] * (case == "for GPUs")]
     found = check(work, script, "{rank}", before=flags)
     assert found["modes"]["verdict"] == "ok"  # something was compared
+    said = [" ".join([f"{f['source']} {f['text']}", *f["details"]]) for f in found.values()]
+    assert not [text for text in texts if not any(text in of_rule for of_rule in said)], said
     found = {rule: f["verdict"] for rule, f in found.items() if f["verdict"] in BAD}
     assert found == {rule: verdict for rule, verdict in expected.items() if verdict}, found
 

@@ -105,21 +105,32 @@ class Cause:
         names, _ = self.differences.unequal_gradients(self.step)
         seen = self.values.of_rank.get(self.step, [])
         passes = [v for v in seen if v.kind == "outputs"]
+        losses = [v for v in seen if v.kind == "loss"]
         of_names = [v for v in passes if any(name in names for name in v.about["trains"])]
         more = []
         for each in (of_names or passes)[-1:]:
             more.append(f"the last pass: {source(each.line)}  [{each.name}]")
-        off = [v.line for v in seen if v.kind == "no_sync"]
-        if off:
-            more += [source(off[-1]), *self.variables.set_at(off[-1], self.step)]
+            if not each.about["is_ddp"]:
+                more += [f"called at {source(line)}" for line in each.about["callers"]]
+        told, is_late = self.differences.told.get(self.step, ("", False))
+        if told and not is_late:
+            more += [source(told), *self.variables.set_at(told, self.step)]
         text, about = self.unlike, {"remedy": "call the wrapped model"}
         about["section"], line = f"{PAGE}#gradients", ""
-        losses = [v for v in seen if v.kind == "loss"]
-        second = losses[-1] if len(losses) > len(passes) and not off else None
+        if not passes:  # as of an optimizer that steps inside of a model
+            more += [source(v.line) for v in losses[-1:]]
+            more.append(f"the step: {source(self.variables.lines[self.step])}")
+        second = losses[-1] if len(losses) > len(passes) and not told else None
         if second and of_names and of_names[-1].about["is_ddp"]:
             text += " The model was called through DDP, but a second backward() followed"
             line, about["remedy"] = second.line, "call backward() once, of the sum of the losses"
             about["section"] = f"{PAGE}#one-backward-for-each-forward-pass"
+        if told:
+            about["remedy"] = "let the last pass before the step average"
+            about["section"] = f"{PAGE}#gradient-accumulation"
+        if is_late:
+            text += " This line comes after the pass, which was told not to average"
+            line, about["remedy"] = told, "set it before the model is called"
         return [Finding("WRONG", "averaging", self.step, text, line, more, **about)]
 
     def first_value(self):
@@ -174,6 +185,18 @@ class Cause:
         by_rank = re.search("rank|world|master|main|distributed", test)
         by_values = re.search(r"\.item\(|\bfloat\(|loss", test)
         return by_rank and not by_values and not self.variables.behind([branch], self.step, 0)
+
+
+def first_behind(values, finding):
+    """In words: of what a line sets a buffer to, the first value that is not one process's."""
+    of_line = [v for v in values.find(finding.step, "value") if v.line == finding.line]
+    for value in of_line[-1:]:
+        origin = values.origin(value)
+        called = origin.about.get("called_at")
+        texts = [f"from {source(origin.line)}  {values.describe(origin)}"]
+        texts += [f"called at {source(called)}"] * bool(called)
+        return [*texts, *values.behind(origin)]
+    return []
 
 
 def find_causes(values, differences, variables, steps, samples, lost):

@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 
-from ..notes import NOISE, Collective, Finding, Step
+from ..notes import NOISE, Averages, Collective, Finding, Step
 from ..script import lines_that_set, source
 from .fits import meaning, same, sides, size
 from .kinds import HIDES, KINDS, PAGE, TENSORS, misfits, offs, paired
@@ -25,6 +25,16 @@ def parts_of(names, depth=None):
     return ", ".join(dict.fromkeys(".".join(part[:depth]) for part in parts))
 
 
+def told_to_average(notes):
+    """{step: (the last line that tells DDP whether to average, whether it does so only after the
+    last pass, which was told not to)}"""
+    passes, told, last = {step: note.at for step, note in notes.seen("outputs")}, {}, True
+    for step, note in notes[Averages]:
+        is_late = note.does and not last and note.at > passes.get(step, math.inf)
+        told[step], last = (note.line, is_late), note.does
+    return told
+
+
 class Differences:
     """Of what the optimizers' steps have, as findings."""
 
@@ -35,6 +45,7 @@ class Differences:
         calls = [(step, call) for step, call in calls if call.at < losses.get(step, math.inf)]
         # {line: name} of collective calls in a step, before its backward()
         self.calls = {call.line: call.name for step, call in calls if step == calls[0][0]}
+        self.told = told_to_average(ranks[0])
         self.factors = set()  # steps in which all gradients are the same number of times as large
         self.less = set()  # and those in which it is 1 / N
         self.hidden = []  # of noise

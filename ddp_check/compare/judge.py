@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..notes import Finding, Said, Step
 from ..script import source
-from .causes import LOST, find_causes
+from .causes import LOST, find_causes, first_behind
 from .differences import Differences, compare_settings
 from .ends import about_ends, explains_ends, left_out_steps, left_pass, other_optimizers
 from .frameworks import in_its_words
@@ -161,6 +161,8 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
             finding.text += f" (in {len({f.step for f in of_kind})} steps)"
             if finding.step < wrong and looks:
                 finding.verdict = "look"
+            if kind == "buffer":
+                finding.more += first_behind(values, finding)
             firsts.append(finding)
     for finding in sorted(firsts, key=lambda finding: finding.step):
         known = [cause for cause in found if follows(finding, cause)]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from . import fits
 
 TENSORS = "weight", "gradient", "update", "buffer"  # in the order of causes
-VALUES = "value", "inputs", "outputs", "loss", "no_sync"
+VALUES = "value", "inputs", "outputs", "loss"
 
 PAGE = "docs/your_loop.md"
 
@@ -32,7 +32,6 @@ KINDS = {
     "inputs": Kind("same mean sum rows", 0.1, 0, "WRONG", "#loader", WHOLE),
     "outputs": Kind("same mean sum rows", 0.1, 0, "WRONG", "#what-depends-on-the-whole-batch"),
     "loss": Kind("same mean", 0.1, 0, "WRONG", "#loss", MEAN),
-    "no_sync": Kind("", 0, 0),  # where the script has said so
     "gradient": Kind("same", 1, 1e-2, "WRONG", "#loss"),
     "weight": Kind("same", 1, 1e-2, "WRONG", "#model", "build and load the same on all ranks"),
     "update": Kind("same", 1, 1e-2, "WRONG", "#optimizer", "the same settings on all ranks"),

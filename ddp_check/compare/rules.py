@@ -240,6 +240,8 @@ class Files(Rule):
                 verdict = "look" if "a" in note.mode else "WRONG"
                 text = f"ranks {sorted(writers)} write {path}"
                 found += self.wrong(step, note.line, text, verdict)
+                if note.callers:  # where it is decided who writes
+                    found[-1].more.append(f"called at {source(note.callers[0])}")
         found.sort(key=lambda one: one.verdict)  # WRONG first
         found = found or self.beside(written)
         return found[:1] if found or written else None

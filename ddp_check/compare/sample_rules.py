@@ -1,12 +1,13 @@
 """Rules on samples: their order, each rank's share, what counts them."""
 
+import ast
 import itertools
 import math
 import re
 from dataclasses import replace
 
 from ..notes import Batch, Collective, Drawn, Pass, PassEnd, Said, Step
-from ..script import source, tests_with
+from ..script import source, statement_at, tests_with
 from .fits import relative, sides
 from .kinds import misfits
 from .rules import RULES, Rule, among, is_marked, own_draws  # noqa: F401
@@ -36,6 +37,21 @@ def single_batches(notes):
     return found
 
 
+def loop_of(about):
+    """The same of all passes of a loop: they begin in one line, or an iterator of one name is made
+    again once it has ended: `batches = iter(loader)`."""
+    line, loader, _ = about.key
+    node = function = statement_at(line)
+    if isinstance(node, ast.Assign):
+        while function is not None and not isinstance(function, (ast.FunctionDef, ast.Module)):
+            function = getattr(function, "parent", None)
+        return loader, function, *map(ast.unparse, node.targets)
+    return loader, line
+
+
+ENOUGH = 5  # samples, of all ranks, whose order is hardly the same by chance
+
+
 def is_shuffled(order, least=6):
     if len(order) < least or None in order:
         return False
@@ -50,16 +66,23 @@ class Order(Rule):
 
     def find(self, one, ranks):
         seen, last = False, {}
-        for step, about, order, trains in passes_of(ranks[0]):
-            loop = about.key[:2]  # another loop over it, as to find a rate, is no epoch
-            size = min(len(order), len(earlier := last.get(loop, [])))
-            if trains and is_shuffled(order[:size]):
+        lists = [{p.key: order for _, p, order, _ in passes_of(notes)} for notes in ranks]
+        for step, about, _, trains in passes_of(ranks[0]):
+            loop = loop_of(about)  # another loop over it, as to find a rate, is no epoch
+            orders = [of.get(about.key, []) for of in lists]
+            line, earlier = last.get(loop, ("", [[]]))
+            size = min(map(len, [*orders, *earlier]))
+            now, before = [[order[:size] for order in of] for of in (orders, earlier)]
+            if trains and is_shuffled(now[0], 3) and len({*itertools.chain(*now)}) >= ENOUGH:
                 seen = True
-                if order[:size] == earlier[:size]:
+                if now == before:
                     text = f"pass {about.key[2] + 1} has the order of an earlier one"
-                    return self.wrong(step, about.key[0], text)
+                    found = self.wrong(step, about.key[0], text)
+                    if line != about.key[0]:
+                        found[0].more.append(f"the earlier one: {source(line)}")
+                    return found
             if trains:  # a batch that is looked at before is no epoch
-                last[loop] = order
+                last[loop] = about.key[0], orders
         for batches in single_batches(ranks[0]).values():
             seen = seen or len(batches) > 3
             for order, same in itertools.groupby(batches, key=lambda batch: batch[1]):

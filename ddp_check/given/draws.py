@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import Sampler
 
 from ..notes import Seen
 from ..process import wrap
@@ -135,6 +136,12 @@ def of_own_generator(run, name, values):
     return run.share_of(run.given[key], shape)
 
 
+def in_sampler():
+    """Whether we are called from a method of a sampler, such as its __init__."""
+    frames = traceback.walk_stack(inspect.currentframe())
+    return any(isinstance(frame.f_locals.get("self"), Sampler) for frame, _ in frames)
+
+
 def permutation(run, name, n, generator, state):
     """If it may be one of the batch: within each share, as N processes do."""
     key, (total,), _ = pair(run, name, (n,), state)
@@ -148,7 +155,7 @@ def permutation(run, name, n, generator, state):
         return shuffled(run.rank, n)
     if not run.steps and run.model is None:
         # Another order may be one of a few samples that are only looked at.
-        is_of_samples = "shuffle" in name or is_running("random_split", "__iter__")
+        is_of_samples = "shuffle" in name or is_running("random_split", "__iter__") or in_sampler()
         note_draw(run, ORDER, generator, state, n if is_of_samples else 0)
         run.last_order = place()[0]
     if n % run.world or run.world > share:

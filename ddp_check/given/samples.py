@@ -33,6 +33,24 @@ def length(sized):
         return None
 
 
+class Iterator:
+    """What iter(loader) gives; torch's has these, too."""
+
+    _num_workers = 0
+
+    def __init__(self, loader, batches):
+        self.loader, self.batches = loader, batches
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
 def patch(run):
     """The samples of each batch, and the batches of each pass. There are no workers: samples are
     made where random numbers and files are watched."""
@@ -85,7 +103,7 @@ def patch(run):
         line = place()[0]
         key = line, self.check_name, run.nth("pass", line, self.check_name)
         run.note(pass_of(run, self, key))
-        return batches(self, key)
+        return Iterator(self, batches(self, key))
 
     @wrap(torch.utils.data, "get_worker_info")
     def worker_info(original):

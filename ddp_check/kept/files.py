@@ -108,9 +108,9 @@ class Guard:
         self.note_line(path, mode)
 
     def note_line(self, path, mode):
-        lines, line = self.lines.setdefault(path, set()), place()[0]
+        lines, (line, *callers) = self.lines.setdefault(path, set()), place()
         if mode and line not in lines:
-            self.process.note(File("again" if lines else "created", path, line, mode))
+            self.process.note(File("again" if lines else "created", path, line, mode, callers))
             lines.add(line)
 
     def before_open(self, path, mode, flags):

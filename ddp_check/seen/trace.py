@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import Subset
 
 from ..given.alike import keep_precise
-from ..notes import Collective, Seen
+from ..notes import Averages, Collective, Seen
 from ..process import stop_both_runs, wrap
 from ..script import FOLDER, UNKNOWN, own_file, own_lines, place, source
 from ..sketch import is_plain, leaves_of, sketches
@@ -171,7 +171,7 @@ def patch(run):
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         if not any(True for _ in inner.parameters()):
             return original(module, *args, **kwargs)
-        name, line = type(inner).__name__, place()[0]
+        name, (line, *callers) = type(inner).__name__, place()
         tensors = [t for t in leaves_of((args, kwargs)) if torch.is_tensor(t) and t.dim()]
         if tensors:
             run.model_rows = len(tensors[0])
@@ -186,6 +186,7 @@ def patch(run):
             run.model = None
         of_lines = outputs if run.traces else ()
         about = {"trains": run.names_in(inner), "is_ddp": inner is not module}
+        about["callers"] = callers[:2]
         run.note_value("outputs", line, name, of_lines, [*indices_in(outputs), index], **about)
         return outputs
 
@@ -197,8 +198,16 @@ def patch(run):
 
     @wrap(DistributedDataParallel, "no_sync")
     def no_sync(original, self):
-        run.note_value("no_sync", place()[0], "no_sync", ())
+        run.note(Averages(place()[0], False))
         return original(self)
+
+    @wrap(DistributedDataParallel, "__setattr__")
+    def set_attribute(original, self, name, value):
+        original(self, name, value)
+        if name == "require_backward_grad_sync":
+            setter = inspect.currentframe().f_back.f_back.f_code.co_filename
+            if not setter.startswith(TORCH):  # as in no_sync
+                run.note(Averages(place()[0], bool(value)))
 
     @wrap(torch.autograd, "backward")
     def backward(original, tensors, *args, **kwargs):
