@@ -5,7 +5,7 @@ from made import image_folder
 REPOSITORY = "pytorch/examples"
 BEFORE, AFTER = "15e2771^", "15e2771"
 FAULT = "every process writes the checkpoint (pull request 462)"
-LINES = ["main.py:296", "main.py:238"]
+LINES = ["main.py:238"]
 PATHS, FOLDER = ["imagenet"], "imagenet"
 EDITS = [
     ("imagenet/main.py", "RandomResizedCrop(224)", "RandomResizedCrop(64)"),

@@ -5,7 +5,7 @@ from made import own_loop
 REPOSITORY = "Wuziyi616/nerv"
 BEFORE, AFTER = "ccc8a8d^", "ccc8a8d"
 FAULT = "each rank takes its share of a permutation of its own (SlotFormer's issue 9)"
-LINES = ["nerv/training/datamodule.py:136", "own_sampler.py:16", "own_sampler.py:14"]
+LINES = ["nerv/training/datamodule.py:136"]
 REMARK = "true: the mended sampler draws the second epoch's order before it knows its number"
 PATHS = ["nerv/training"]
 ENVIRONMENT = {"PYTHONPATH": PATHS[0]}

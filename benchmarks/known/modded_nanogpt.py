@@ -10,10 +10,15 @@ COMMAND = """--cpu --steps 6 --one "--batch_size 8" train_gpt2.py --input_bin tr
     --num_iterations 8 --val_loss_every 3 --val_max_steps 4 --warmup_iters 2 --warmdown_iters 2
     --save_every 100"""
 
-if __name__ == "__main__":
+
+def make_data():
     for seed, split in enumerate(["train", "val"]):
         header = np.zeros(256, np.int32)
         header[:3] = 20240520, 1, 6000
         tokens = np.random.default_rng(seed).integers(0, 50257, 6000).astype(np.uint16)
         with open(f"{split}.bin", "wb") as file:
             file.write(header.tobytes() + tokens.tobytes())
+
+
+if __name__ == "__main__":
+    make_data()
