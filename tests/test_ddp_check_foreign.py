@@ -143,6 +143,16 @@ made += 1
         if made == 2 + rank and loss.item() < 99:
             loss.backward()
             continue"""
+BANK = """\
+class Bank(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+        self.register_buffer("bank", torch.zeros(4))
+    def forward(self, x):
+        share = x.detach().mean(0)
+        self.bank.copy_(self.bank / 2 + share.square())
+        return super().forward(x)
+model = Bank()"""
 BY_KEYWORDS = """\
 nn.functional.batch_norm(x, running_mean=None, running_var=None, training=True)"""
 NO_ELEMENTS = "model.register_buffer('bank', torch.empty(0, 256))"
@@ -283,6 +293,11 @@ CASES = {
     "samples in lists": (
         {"BETWEEN": IN_LISTS, "AFTER": STACKED, "LOSS": LARGEST},
         {"value": "WRONG"},
+    ),
+    "a bank of the share's": (
+        {"BETWEEN": BANK},
+        {"buffer": "WRONG", "others": "look"},
+        "right up to",
     ),
     "copied late": ({"AFTER": "ema = copy.deepcopy(model)"}, {}),
     "a constant loss": ({"LOSS": "loss = loss * 0"}, {"parameters": "WRONG"}),
