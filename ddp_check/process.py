@@ -204,15 +204,16 @@ class Process:
     def loader_rows(self):
         return [rows for rows, _ in self.loaded.values()][-1] if self.loaded else None
 
-    def positions(self, rank, size):
+    def positions(self, rank, size, known=True):
         """Where a rank's `size` entries of a dimension are among those of one process. A sample may
-        have several."""
+        have several. Not `known`: as the layout has them, whichever samples this rank has, so that
+        the places of all ranks together are all there are."""
         ranks = self.world if self.is_single else 1
         orders = {(rows or 0) // ranks: order for rows, order in self.loaded.values()}
         parts = [n // ranks for n in self.joined.get(size * ranks, ())]
         if size not in orders and len(set(parts)) > 1:
             starts = [sum(parts[:i]) * self.world for i in range(len(parts))]
-            return torch.cat([self.positions(rank, n) + at for n, at in zip(parts, starts)])
+            return torch.cat([self.positions(rank, n, known) + at for n, at in zip(parts, starts)])
         loader_rows, model_rows = [(n or 0) // ranks for n in (self.loader_rows, self.model_rows)]
         batch = size if size in orders else loader_rows or model_rows or size
         if model_rows and size % batch and size % model_rows == 0:
@@ -221,7 +222,7 @@ class Process:
             batch = size
         rows = torch.arange(rank, batch * self.world, self.world)
         order = orders.get(batch)
-        if order is not None and len(order) == batch:
+        if known and order is not None and len(order) == batch:
             rows = torch.tensor(order)
         else:
             self.by_layout = True

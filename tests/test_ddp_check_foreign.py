@@ -178,7 +178,11 @@ class Share(torch.utils.data.Sampler):
 loader = DataLoader(data, batch_size, sampler=Share())"""
 EARLY_SHARE = """\
 class Share(torch.utils.data.Sampler):
-    def __init__(self): self.ids = torch.randperm(64)[rank::world].tolist()
+    def __init__(self): self.draw()
+    def draw(self): self.ids = torch.randperm(64)[rank::world].tolist()
+    def each(self):
+        yield from list(self.ids)
+        self.draw()
     def __len__(self): return 64 // world
     def __iter__(self): return iter(self.ids)
 loader = DataLoader(data, batch_size, sampler=Share())"""
@@ -274,6 +278,13 @@ CASES = {
     "a hook": ({"AFTER": HOOK}, {}),
     "an unseeded split": ({"BEFORE": "data, _ = random_split(data, [48, 16])"}, {"split": "WRONG"}),
     "a share of an unseeded order": ({"BETWEEN": SHARE}, {"split": "WRONG"}),
+    "an order that is drawn as a pass ends": (
+        {
+            "BEFORE": FEW.replace("SIZE", "16") + "\ntorch.manual_seed(0)",
+            "BETWEEN": EARLY_SHARE.replace("64", "16").replace("iter(self.ids)", "self.each()"),
+        },
+        {},
+    ),
     "a share that a sampler is made with": ({"BETWEEN": EARLY_SHARE}, {"split": "WRONG"}),
     "drawn late": ({"AFTER": "model[0].weight.data.normal_()"}, {"others": "look"}),
     "copied early": ({"BETWEEN": "ema = copy.deepcopy(model)"}, {"others": "look"}),

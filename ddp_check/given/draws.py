@@ -162,7 +162,7 @@ def permutation(run, name, n, generator, state):
         return shuffled(0, n)
     values = torch.empty(n, dtype=torch.long)
     for rank in range(run.world):
-        at = run.positions(rank, share)
+        at = run.positions(rank, share, known=False)
         values[at] = at[shuffled(rank, share)]
     return values
 
