@@ -4,8 +4,6 @@ REPOSITORY = "rasbt/LLMs-from-scratch"
 BEFORE, AFTER = "7513360^", "7513360"
 FAULT = "no set_epoch: each epoch has the same order"
 LINES = ["DDP-script.py:112", "DDP-script.py:138"]
-REMARK = """five samples in batches of two: ranks that are given one process's samples end their
-    first epoch a step later, after which nothing is compared"""
 PATHS = ["appendix-A"]
 FOLDER = "appendix-A/01_main-chapter-code"
 COMMAND = "--cpu --steps 6 DDP-script.py"
