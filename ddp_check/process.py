@@ -141,6 +141,8 @@ class Process:
             parts = leaves_of(by_sample(tree, self.loader_rows))
             parts = [part for part in parts if torch.is_tensor(part)][:MANY_PARTS]
             values = {number: summary(part) for number, part in enumerate(parts)}
+            integers = [n for n, part in enumerate(parts) if not part.is_floating_point()]
+            about = about | {"integers": integers}
         number = self.nth("value", self.steps, kind, line, name)
         index, about = self.nth("values"), about | {"model": self.model}
         made_from, library = list(made_from), library_place()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_check import command, process
 from ddp_check import sketch as sketching
-from ddp_check.compare import fits
+from ddp_check.compare import fits, sample_rules
 from ddp_check.compare.differences import same_ray
 from ddp_check.compare.judge import judge
 from ddp_check.compare.kinds import TIMES_NOISE, limit_of, misfits
@@ -235,6 +235,20 @@ def test_samples(make_process):
     assert batches(rank, Random(), sampler=[1, 3]) == [[b, d]] and len({a, b, c, d}) == 4
     (a, b), (c, d) = batches(one, RandomStream(4))
     assert batches(rank, RandomStream(2)) == [[b, d]] and len({a, b, c, d}) == 4
+
+
+def test_stream_of_all():
+    """Most samples of a stream are on both ranks, as where each has all shards."""
+
+    def notes(rows, marks):
+        key = ("train.py:1", "loader", 0)
+        return {Batch: [(0, Batch(key, 0, None, rows, None, totals={m: m for m in marks}))]}
+
+    one, first = notes(6, range(6)), notes(3, [5, 1, 3])
+    rule = sample_rules.Inputs()
+    assert rule.copies(one, [first, notes(3, [3, 0, 1])])
+    assert not rule.copies(one, [first, notes(3, [3, 0, 2])])
+    assert not rule.copies(notes(3, [5, 1, 3]), [first, first])  # of which each takes its part
 
 
 class Net(nn.Module):

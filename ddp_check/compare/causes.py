@@ -23,6 +23,8 @@ ADVICE = {
     "of this rank's samples have set them, all_reduce these first",
     "apart": "it is made from random numbers of which a rank draws other than its share of one "
     "process's: nothing after it can be compared",
+    "copied": "all ranks have the same, from outside of torch, as of environments or generators "
+    "with one seed. Seed them by rank",
     "drawing": "a generator of the script's own draws other numbers on each rank in these steps: "
     "nothing after it can be compared",
     "unpaired": "it comes from outside of torch, as of an environment, by random numbers of each "
@@ -57,8 +59,11 @@ class Cause:
             usual = "apart"
         if values.has_same_samples(value):
             usual = "collate"
-        advice = advice or ("stream" if value.name == STREAM else usual)
-        numbers = numbers or values.behind(value) + variables.behind(lines, step)
+        usual = "stream" if value.name == STREAM else usual
+        if what == "inputs" and values.is_from_outside(value) and values.is_copied(value):
+            usual = "copied"
+        advice = advice or usual
+        numbers += values.behind(value) + (variables.behind(lines, step) if not numbers else [])
         called = value.about.get("called_at")
         more = [f"called at {source(called)}", *numbers] if called else numbers
         if value.library and values.line_of(value) == value.line:
@@ -130,6 +135,8 @@ class Cause:
         inputs = values.find(step, "inputs")
         if wrong := inputs + values.find(step, "loss"):
             origin = values.origin(wrong[0])
+            if inputs and (other := values.beside_places(origin, wrong[len(inputs) :])):
+                origin, inputs = other, []
             found = [self.finding("inputs" if inputs else origin.kind, origin)]
             return found, origin if origin.kind != "loss" else None, bool(inputs)
         is_scaled = step in self.differences.factors - self.differences.less
