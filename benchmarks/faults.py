@@ -808,7 +808,7 @@ STRANGERS = [
         "self.place = 0",
         "half of the pieces, twice",
         "strangers",
-        shows="inputs, targets = stream.next()",
+        shows="ddp(inputs)",
     ),
     Fault(
         "stream",

@@ -206,15 +206,15 @@ class Process:
     def loader_rows(self):
         return [rows for rows, _ in self.loaded.values()][-1] if self.loaded else None
 
-    def positions(self, rank, size):
+    def positions(self, rank, size, own=False):
         """Where a rank's `size` entries of a dimension are among those of one process. A sample may
-        have several."""
+        have several. `own`: this rank's, whose batches may have another order."""
         ranks = self.world if self.is_single else 1
         orders = {(rows or 0) // ranks: order for rows, order in self.loaded.values()}
         parts = [n // ranks for n in self.joined.get(size * ranks, ())]
         if size not in orders and len(set(parts)) > 1:
             starts = [sum(parts[:i]) * self.world for i in range(len(parts))]
-            return torch.cat([self.positions(rank, n) + at for n, at in zip(parts, starts)])
+            return torch.cat([self.positions(rank, n, own) + at for n, at in zip(parts, starts)])
         loader_rows, model_rows = [(n or 0) // ranks for n in (self.loader_rows, self.model_rows)]
         batch = size if size in orders else loader_rows or model_rows or size
         if model_rows and size % batch and size % model_rows == 0:
@@ -222,7 +222,7 @@ class Process:
         if size < batch or size % batch:
             batch = size
         rows = torch.arange(rank, batch * self.world, self.world)
-        order = orders.get(batch)
+        order = orders.get(batch) if own else None
         if order is not None and len(order) == batch:
             rows = torch.tensor(order)
         else:
@@ -248,7 +248,7 @@ class Process:
     def share_of(self, values, shape):
         """This rank's part of one process's random numbers."""
         d = self.shared_dimension(values.shape, shape)
-        values = values.index_select(d, self.positions(self.rank, shape[d]))
+        values = values.index_select(d, self.positions(self.rank, shape[d], True))
         return values[tuple(slice(n) for n in shape)]
 
     def by_share(self, tensor, function):

@@ -4,7 +4,7 @@ import math
 import re
 
 from ..notes import STREAM, Finding
-from ..script import branch_of, lines_inside, source
+from ..script import branch_of, lines_inside, lines_that_set, source
 from .kinds import KINDS, PAGE
 
 ADVICE = {
@@ -71,7 +71,10 @@ class Cause:
         verdict = "look" if advice in LOOKS else "WRONG"
         is_said = value.kind != "loss" or advice in LOST
         text = values.describe(value) + (f": {ADVICE[advice]}" if is_said else "")
-        text += f" ({', '.join(generators)})" if advice in ("unpaired", "drawing") else ""
+        if advice in ("unpaired", "drawing"):
+            text += f" ({', '.join(generators)})"
+            names = [name.partition(",")[0].rpartition(".")[2] for name in generators]
+            more = [source(at) for name in names for at in lines_that_set(value.line, name)] + more
         row, line = KINDS.get(what, KINDS[value.kind]), values.line_of(value)
         about = {"remedy": row.remedy if verdict == "WRONG" else "", "section": PAGE + row.section}
         about["off"] = values.off(value)
