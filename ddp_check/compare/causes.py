@@ -60,7 +60,11 @@ class Cause:
         if values.has_same_samples(value):
             usual = "collate"
         usual = "stream" if value.name == STREAM else usual
-        if what == "inputs" and values.is_from_outside(value) and values.is_copied(value):
+        known = [i for i in value.made_from if i in values.all]
+        is_filled = bool(known) and known == list(value.made_from)
+        is_filled = is_filled or value.name in ("tensor", "as_tensor", "from_numpy")
+        is_outside = is_filled and values.is_from_outside(value)  # and not drawn by torch
+        if what == "inputs" and is_outside and values.is_copied(value):
             usual = "copied"
         advice = advice or usual
         numbers += values.behind(value) + (variables.behind(lines, step) if not numbers else [])
