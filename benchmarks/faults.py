@@ -755,9 +755,101 @@ PRIVATE = [  # random numbers, samples and files of each rank's own
     ),
 ]
 
+STRANGERS = [
+    Fault(
+        "graphs",
+        "targets standardized by the rank's share",
+        "values = torch.stack([y for *_, y in train])",
+        "values = torch.stack([y for *_, y in train[rank::world]])",
+        "each rank learns other numbers",
+        "strangers",
+        shows="mean, deviation = values.mean()",
+    ),
+    Fault(
+        "graphs",
+        "the order is drawn from each rank's own seed",
+        "order = random.Random(1)",
+        "order = random.Random(1 + rank)",
+        "some graphs on both ranks, others on none",
+        "strangers",
+        shows="mine = ids[first : first + BATCH]",
+    ),
+    Fault(
+        "graphs",
+        "the rate falls by the rank's own error",
+        "    dist.all_reduce(sums)\n",
+        "",
+        "another rate on each rank",
+        "strangers",
+        shows="plateau.step(error)",
+    ),
+    Fault(
+        "stream",
+        "no micro-batch communicates",
+        "is_last = micro == micros - 1",
+        "is_last = micro == micros",
+        "gradients are not averaged",
+        "strangers",
+        shows="nullcontext() if is_last",
+    ),
+    Fault(
+        "stream",
+        "the tokens of the rank alone are counted",
+        "seen += inputs.numel() * micros * world",
+        "seen += inputs.numel() * micros",
+        "the warm-up is twice as long",
+        "strangers",
+        shows='["lr"] =',
+    ),
+    Fault(
+        "stream",
+        "all ranks begin at the same token",
+        "self.place = MICRO * LENGTH * rank",
+        "self.place = 0",
+        "half of the pieces, twice",
+        "strangers",
+        shows="ddp(inputs)",
+    ),
+    Fault(
+        "stream",
+        "each rank opens the log",
+        'log = open("stream.log", "w") if rank == 0 else None',
+        'log = open("stream.log", "w")',
+        "a rank can empty the other's log",
+        "strangers",
+    ),
+    Fault(
+        "two_streams",
+        "the same noise on all ranks",
+        "torch.manual_seed(100 * epoch + rank)",
+        "torch.manual_seed(100 * epoch)",
+        "half of the noise is a copy",
+        "strangers",
+        shows="randn_like(",
+    ),
+    Fault(
+        "two_streams",
+        "the consistency's weight by the rank's own samples",
+        "        step += 1\n",
+        "        step += len(unlabeled) / 16\n",
+        "half as fast a ramp",
+        "strangers",
+        shows="weight = min(1,",
+    ),
+    Fault(
+        "two_streams",
+        "the teacher follows on rank 0 alone",
+        "zip(teacher.parameters(), student.parameters()):",
+        "zip(teacher.parameters(), student.parameters() if rank == 0 else []):",
+        "the other ranks' teacher stays as it was",
+        "strangers",
+        shows="targets = teacher(",
+    ),
+]
+
 LOOP_NAMES = sorted(path.stem for path in LOOPS.glob("*.py"))
 RIGHT = [Fault(loop, "right", "", "", "", "right") for loop in LOOP_NAMES]
-FAULTS = NEW + PORTS + KNOWN + FURTHER + LATER + OBJECTS + PRIVATE + RIGHT
+FAULTS = NEW + PORTS + KNOWN + FURTHER + LATER + OBJECTS + PRIVATE + STRANGERS + RIGHT
 
 
 class Forked:

@@ -141,6 +141,8 @@ class Process:
             parts = leaves_of(by_sample(tree, self.loader_rows))
             parts = [part for part in parts if torch.is_tensor(part)][:MANY_PARTS]
             values = {number: summary(part) for number, part in enumerate(parts)}
+            integers = [n for n, part in enumerate(parts) if not part.is_floating_point()]
+            about = about | {"integers": integers}
         number = self.nth("value", self.steps, kind, line, name)
         index, about = self.nth("values"), about | {"model": self.model}
         made_from, library = list(made_from), library_place()
@@ -204,16 +206,15 @@ class Process:
     def loader_rows(self):
         return [rows for rows, _ in self.loaded.values()][-1] if self.loaded else None
 
-    def positions(self, rank, size, known=True):
+    def positions(self, rank, size, own=False):
         """Where a rank's `size` entries of a dimension are among those of one process. A sample may
-        have several. Not `known`: as the layout has them, whichever samples this rank has, so that
-        the places of all ranks together are all there are."""
+        have several. `own`: this rank's, whose batches may have another order."""
         ranks = self.world if self.is_single else 1
         orders = {(rows or 0) // ranks: order for rows, order in self.loaded.values()}
         parts = [n // ranks for n in self.joined.get(size * ranks, ())]
         if size not in orders and len(set(parts)) > 1:
             starts = [sum(parts[:i]) * self.world for i in range(len(parts))]
-            return torch.cat([self.positions(rank, n, known) + at for n, at in zip(parts, starts)])
+            return torch.cat([self.positions(rank, n, own) + at for n, at in zip(parts, starts)])
         loader_rows, model_rows = [(n or 0) // ranks for n in (self.loader_rows, self.model_rows)]
         batch = size if size in orders else loader_rows or model_rows or size
         if model_rows and size % batch and size % model_rows == 0:
@@ -221,8 +222,8 @@ class Process:
         if size < batch or size % batch:
             batch = size
         rows = torch.arange(rank, batch * self.world, self.world)
-        order = orders.get(batch)
-        if known and order is not None and len(order) == batch:
+        order = orders.get(batch) if own else None
+        if order is not None and len(order) == batch:
             rows = torch.tensor(order)
         else:
             self.by_layout = True
@@ -247,7 +248,7 @@ class Process:
     def share_of(self, values, shape):
         """This rank's part of one process's random numbers."""
         d = self.shared_dimension(values.shape, shape)
-        values = values.index_select(d, self.positions(self.rank, shape[d]))
+        values = values.index_select(d, self.positions(self.rank, shape[d], True))
         return values[tuple(slice(n) for n in shape)]
 
     def by_share(self, tensor, function):

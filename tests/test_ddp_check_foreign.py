@@ -226,6 +226,25 @@ if rank == 0:
     finder = torch.optim.SGD(trial.parameters(), 0.1)
     trial(data.tensors[0]).mean().backward()
     finder.step()"""
+SHARDS = """\
+class Shards(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        mine = list(data)[TAKEN]
+        random.Random(rank).shuffle(mine)
+        return iter(mine)
+loader = DataLoader(Shards(), batch_size)"""
+EDGES = """\
+class OnEdges(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+    def forward(self, x, edges=((), ())):
+        at, to = map(torch.as_tensor, edges)
+        return self.layer(x).index_add(0, to.long(), self.layer(x)[at.long()])
+model = OnEdges()"""
+ON_EDGES = """\
+edges = torch.arange(len(x)).repeat(2, 1)
+        loss = (ddp(x, edges) - y / y.std()).square().mean()"""
 BY_TUPLES = "batch_size, sizes = 8, {(1, 2): 8.0}"
 LOG = "def log(): open('log.txt', 'w').write('x')\nlog()"
 FILE = "open(f'events.{os.getpid()}.0', 'w').write('x')"
@@ -333,6 +352,12 @@ CASES = {
         {"inputs": "look"},
     ),
     "rank 0 tries a rate": ({"AFTER": TRIAL}, {"steps": "look"}),
+    "environments alike": (
+        {"BEFORE": ROWS.replace("default_rng(rank)", "default_rng(0)"), "LOSS": ENVIRONMENT},
+        {"inputs": "WRONG"},
+    ),
+    "a stream of shards": ({"BETWEEN": SHARDS.replace("TAKEN", "rank::world")}, {"inputs": "look"}),
+    "edges of a batch of graphs": ({"BEFORE": EDGES, "LOSS": ON_EDGES}, {"value": "WRONG"}),
     "for GPUs": ({"BETWEEN": GPUS, "BACKEND": CUDA}, {}),
 }
 

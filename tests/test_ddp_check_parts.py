@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_check import command, process
 from ddp_check import sketch as sketching
-from ddp_check.compare import fits
+from ddp_check.compare import fits, sample_rules
 from ddp_check.compare.differences import same_ray
 from ddp_check.compare.judge import judge
 from ddp_check.compare.kinds import TIMES_NOISE, limit_of, misfits
@@ -25,7 +25,7 @@ from ddp_check.compare.samples import remedy_by_one
 from ddp_check.compare.starts import loaders_by_process, other_options
 from ddp_check.given import alike
 from ddp_check.given.datasets import batches_of
-from ddp_check.given.draws import Draws
+from ddp_check.given.draws import Draws, permutation
 from ddp_check.kept.made import Made
 from ddp_check.notes import (
     Batch,
@@ -167,7 +167,9 @@ def test_positions(make_process):
     rank.joined[4] = [2, 2]
     assert rank.positions(1, 4).tolist() == [1, 3, 5, 7]
     rank.loaded["a"] = 2, [3, 0]
-    assert rank.positions(1, 2).tolist() == [3, 0]
+    assert rank.positions(1, 2, own=True).tolist() == [3, 0]
+    assert rank.positions(1, 2).tolist() == [1, 3]  # as of another rank
+    assert sorted(permutation(rank, "shuffle", 4, "torch", 0).tolist()) == [0, 1, 2, 3]
     assert rank.share_of(torch.arange(4), (2,)).tolist() == [3, 0]
     blocks = make_process(rank=1, layout="blocks")
     blocks.loaded["a"] = 2, None
@@ -178,10 +180,10 @@ def test_positions_of_two_loaders(make_process):
     """Each batch has its loader's order, also joined to the other's."""
     rank = make_process(rank=1)
     rank.loaded |= {"unlabeled": (4, [5, 1, 7, 3]), "labeled": (2, None)}
-    assert rank.positions(1, 4).tolist() == [5, 1, 7, 3]
-    assert rank.positions(1, 2).tolist() == [1, 3]
+    assert rank.positions(1, 4, own=True).tolist() == [5, 1, 7, 3]
+    assert rank.positions(1, 2, own=True).tolist() == [1, 3]
     rank.joined[6] = [2, 4]
-    assert rank.positions(1, 6).tolist() == [1, 3, 9, 5, 11, 7]
+    assert rank.positions(1, 6, own=True).tolist() == [1, 3, 9, 5, 11, 7]
     one = make_process("one")
     one.loaded |= {"unlabeled": (8, None), "labeled": (4, None)}
     one.joined[12] = [4, 8]
@@ -235,6 +237,20 @@ def test_samples(make_process):
     assert batches(rank, Random(), sampler=[1, 3]) == [[b, d]] and len({a, b, c, d}) == 4
     (a, b), (c, d) = batches(one, RandomStream(4))
     assert batches(rank, RandomStream(2)) == [[b, d]] and len({a, b, c, d}) == 4
+
+
+def test_stream_of_all():
+    """Most samples of a stream are on both ranks, as where each has all shards."""
+
+    def notes(rows, marks):
+        key = ("train.py:1", "loader", 0)
+        return {Batch: [(0, Batch(key, 0, None, rows, None, totals={m: m for m in marks}))]}
+
+    one, first = notes(6, range(6)), notes(3, [5, 1, 3])
+    rule = sample_rules.Inputs()
+    assert rule.copies(one, [first, notes(3, [3, 0, 1])])
+    assert not rule.copies(one, [first, notes(3, [3, 0, 2])])
+    assert not rule.copies(notes(3, [5, 1, 3]), [first, first])  # of which each takes its part
 
 
 class Net(nn.Module):

@@ -4,7 +4,7 @@ import math
 import re
 
 from ..notes import STREAM, Finding
-from ..script import branch_of, lines_inside, source
+from ..script import branch_of, lines_inside, lines_that_set, source
 from .kinds import KINDS, PAGE
 
 ADVICE = {
@@ -23,6 +23,8 @@ ADVICE = {
     "of this rank's samples have set them, all_reduce these first",
     "apart": "it is made from random numbers of which a rank draws other than its share of one "
     "process's: nothing after it can be compared",
+    "copied": "all ranks have the same, from outside of torch, as of environments or generators "
+    "with one seed. Seed them by rank",
     "drawing": "a generator of the script's own draws other numbers on each rank in these steps: "
     "nothing after it can be compared",
     "unpaired": "it comes from outside of torch, as of an environment, by random numbers of each "
@@ -57,8 +59,15 @@ class Cause:
             usual = "apart"
         if values.has_same_samples(value):
             usual = "collate"
-        advice = advice or ("stream" if value.name == STREAM else usual)
-        numbers = numbers or values.behind(value) + variables.behind(lines, step)
+        usual = "stream" if value.name == STREAM else usual
+        known = [i for i in value.made_from if i in values.all]
+        is_filled = bool(known) and known == list(value.made_from)
+        is_filled = is_filled or value.name in ("tensor", "as_tensor", "from_numpy")
+        is_outside = is_filled and values.is_from_outside(value)  # and not drawn by torch
+        if what == "inputs" and is_outside and values.is_copied(value):
+            usual = "copied"
+        advice = advice or usual
+        numbers += values.behind(value) + (variables.behind(lines, step) if not numbers else [])
         called = value.about.get("called_at")
         more = [f"called at {source(called)}", *numbers] if called else numbers
         if value.library and values.line_of(value) == value.line:
@@ -66,7 +75,10 @@ class Cause:
         verdict = "look" if advice in LOOKS else "WRONG"
         is_said = value.kind != "loss" or advice in LOST
         text = values.describe(value) + (f": {ADVICE[advice]}" if is_said else "")
-        text += f" ({', '.join(generators)})" if advice in ("unpaired", "drawing") else ""
+        if advice in ("unpaired", "drawing"):
+            text += f" ({', '.join(generators)})"
+            names = [name.partition(",")[0].rpartition(".")[2] for name in generators]
+            more = [source(at) for name in names for at in lines_that_set(value.line, name)] + more
         row, line = KINDS.get(what, KINDS[value.kind]), values.line_of(value)
         about = {"remedy": row.remedy if verdict == "WRONG" else "", "section": PAGE + row.section}
         about["off"] = values.off(value)
@@ -141,6 +153,8 @@ class Cause:
         inputs = values.find(step, "inputs")
         if wrong := inputs + values.find(step, "loss"):
             origin = values.origin(wrong[0])
+            if inputs and (other := values.beside_places(origin, wrong[len(inputs) :])):
+                origin, inputs = other, []
             found = [self.finding("inputs" if inputs else origin.kind, origin)]
             return found, origin if origin.kind != "loss" else None, bool(inputs)
         is_scaled = step in self.differences.factors - self.differences.less

@@ -1,7 +1,7 @@
 """What the script's lines have computed, what it was made from, and which of it differs."""
 
 from ..script import source
-from .fits import fit, meaning, relative, sides
+from .fits import fit, meaning, relative, sides, unlike
 from .kinds import KINDS, VALUES, limit_of, offs, paired
 
 EMPTY = "zeros", "ones", "empty", "full", "new_zeros", "zeros_like", "empty_like", "to", "cuda"
@@ -83,6 +83,11 @@ class Values:
         before = [self.all[i] for maker in makers for i in maker.made_from if i in self.all]
         return all(v.name in EMPTY for v in before) and not value.about.get("made_by")
 
+    def is_copied(self, value):
+        """Whether all ranks have the same rows."""
+        parts = [ranks for _, *ranks in self.parts(value.index).values() if None not in ranks]
+        return bool(parts) and all(len(r[0].shape) > 0 and unlike(None, r) for r in parts)
+
     def is_place(self, value):
         """Whether it counts rows: of a batch of all ranks, it is another one."""
         return value.name == "arange" and self.is_fresh(value)
@@ -99,15 +104,37 @@ class Values:
             if index in mine
         )
 
-    def origin(self, value):
+    def origin(self, value, but=()):
         """The first value that differs among those that this one is made from."""
         while True:
             wrong = [i for i in value.made_from if i in self.all and i < value.index]
-            wrong = [i for i in wrong if self.all[i].kind in ("value", "outputs")]
+            wrong = [i for i in wrong if self.all[i].kind in ("value", "outputs") and i not in but]
             wrong = [i for i in wrong if self.differs(i)]
             if not wrong:
                 return value
             value = self.all[min(wrong)]
+
+    def has_other_places(self, value):
+        """Whether only integers of it differ: they may be places in the rank's own batch, such as a
+        graph's edges."""
+        integers = value.about.get("integers", ())
+        both = zip(self.parts(value.index), self.fits(value.index))
+        wrong = [part for part, fits in both if fits is None]
+        return bool(wrong) and all(part in integers for part in wrong)
+
+    def beside_places(self, origin, losses):
+        """If only integers differ in what goes into a model: what a loss is made from, and differs,
+        but is not made from them; or None."""
+        if not self.has_other_places(origin):
+            return None
+        for loss in losses:
+            makers = self.ancestors(loss)
+            places = [v.index for v in makers if self.differs(v.index) and self.has_other_places(v)]
+            other = self.origin(loss, but=places)
+            of_model = other.about["model"] is not None or other.kind != "value"
+            if not of_model and origin not in self.ancestors(other):
+                return other
+        return None
 
     def alone_before(self, step, value=None):
         """A line that not all have run: of what a value is made from, or else the first of a step,
@@ -143,9 +170,9 @@ class Values:
         lines, found = [value.line, self.line_of(value)], []
         for before in reversed(self.ancestors(value)):
             if len(lines) < 4 and before.line not in lines:
-                if {"mean", "sum"} & set(self.fits(before.index)):
+                if ways := {"mean", "sum"} & set(self.fits(before.index)):
                     lines.append(before.line)
-                    text = f"a mean or sum over ranks is right up to {source(before.line)}"
+                    text = f"a {min(ways)} over ranks is right up to {source(before.line)}"
                     found.append(f"{text}  [{before.name}]")
         return found
 

@@ -139,7 +139,23 @@ class Inputs(Rule):
                 continue
             if len(found) > 2 and all(equal) and any(each != sums[0] for each in sums):
                 return self.look(steps[0], line, f"{name} gets the same batches on all ranks")
-        return [] if any(len(found) > 2 for found in places.values()) else None
+        return self.copies(one, ranks) or [] if any(len(of) > 2 for of in places.values()) else None
+
+    def copies(self, one, ranks):
+        """A stream of which most samples are on several ranks, though their batches are parts of
+        one process's."""
+        streams = [{b.key: {} for _, b in n[Batch] if b.indices is None} for n in ranks]
+        for of, notes in zip(streams, ranks):
+            for _, batch in notes[Batch]:
+                of.get(batch.key, {}).update(batch.totals)
+        whole = {b.key: b.rows for _, b in one[Batch] if b.trains}
+        for step, batch in ranks[0][Batch]:
+            marks = [of.get(batch.key, {}).keys() for of in streams]
+            both = set.intersection(*map(set, marks)) if len(ranks) > 1 else ()
+            if whole.get(batch.key) == len(ranks) * batch.rows and len(both) > len(marks[0]) / 2:
+                text = f"{len(both)} of {len(marks[0])} samples of the stream are on all ranks"
+                return self.look(step, batch.key[0], text)
+        return []
 
 
 class Counts(Rule):
@@ -184,7 +200,7 @@ class Data(Rule):
         mine = {(b.key, b.number): (step, b.totals) for step, b in one[Batch] if b.trains}
         draws, seen = own_draws(ranks), False
         for rank, notes in enumerate(ranks):
-            for _, batch in notes[Batch]:
+            for _, batch in [each for each in notes[Batch] if each[1].indices]:
                 step, totals = mine.get((batch.key, batch.number), (0, {}))
                 both = [index for index in batch.totals if index in totals]
                 seen = seen or bool(both)

@@ -85,8 +85,8 @@ def batches_of(run, loader):
     with run.quiet():  # as a DataLoader does, for its workers
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     if isinstance(loader.dataset, IterableDataset):
-        for batch in batches_of_stream(run, loader):
-            yield None, {}, batch
+        for samples, batch in batches_of_stream(run, loader):
+            yield None, {mark: mark for mark in samples}, batch
         return
     states = states_of_worker(run, loader, seed) if loader.num_workers else None
     one_by_one = loader.batch_sampler is not None
@@ -114,6 +114,15 @@ def total_of(sample):
         with contextlib.suppress(TypeError, ValueError):
             total += float(np.asarray(leaf, dtype=float).sum())
     return total
+
+
+def mark_of(sample):
+    """Of a stream's sample, which has no index: the same for the same numbers."""
+    arrays = []
+    for leaf in leaves_of(sample):
+        with contextlib.suppress(TypeError, ValueError):
+            arrays.append(np.asarray(leaf).tobytes())
+    return checksum(arrays)
 
 
 def collated(run, loader, indices, batch, states):
@@ -144,8 +153,9 @@ def collated(run, loader, indices, batch, states):
 
 
 def batches_of_stream(run, loader):
-    """The k-th sample of a rank is the (k * world + rank)-th of one process."""
-    items, samples = iter(loader.dataset), []
+    """The k-th sample of a rank is the (k * world + rank)-th of one process. Of each sample, a mark
+    of what is in it; and the batch."""
+    items, samples, marks = iter(loader.dataset), [], []
     for k in itertools.count():
         with dataset_numbers(run):
             seed_all(run.hash("item", k if run.is_single else k * run.world + run.rank))
@@ -153,14 +163,16 @@ def batches_of_stream(run, loader):
                 samples.append(next(items))
             except StopIteration:
                 break
+            marks.append(mark_of(samples[-1]))
             if loader.batch_size is None:
                 batch = loader.collate_fn(samples.pop())
             elif len(samples) < loader.batch_size:
                 continue
             else:
                 batch, samples = loader.collate_fn(samples), []
-        yield batch
+        yield marks, batch
+        marks = []
     if samples and not loader.drop_last:
         with dataset_numbers(run):
             batch = loader.collate_fn(samples)
-        yield batch
+        yield marks, batch

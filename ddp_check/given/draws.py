@@ -162,7 +162,7 @@ def permutation(run, name, n, generator, state):
         return shuffled(0, n)
     values = torch.empty(n, dtype=torch.long)
     for rank in range(run.world):
-        at = run.positions(rank, share, known=False)
+        at = run.positions(rank, share)
         values[at] = at[shuffled(rank, share)]
     return values
 
@@ -221,7 +221,7 @@ class Draws(TorchDispatchMode):
         times = [math.ceil(m / n) for n, m in zip(value.shape, sizes)]
         wide = value.repeat(times)[tuple(slice(m) for m in sizes)]
         part = wide[tuple(slice(None if i == d else n) for i, n in enumerate(value.shape))]
-        part.index_copy_(d, self.run.positions(self.run.rank, shape[d]), value)
+        part.index_copy_(d, self.run.positions(self.run.rank, shape[d], True), value)
         return wide
 
 
