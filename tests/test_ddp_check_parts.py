@@ -574,6 +574,19 @@ def test_other_options():
     assert other_options(found, right, [blocks, blocks]) is None
 
 
+def test_order_of_a_batch():
+    """By which a rank's share is told; nothing is told by a batch that a sampler has filled up."""
+    said, known = [], {"whole": [4, 5, 6, 7], "filled up": [0, 1, 2]}
+    run = argparse.Namespace(is_single=False, rank=1, batches=known)
+    run.positions, run.say = (
+        lambda rank, size: torch.tensor([1, 3]),
+        lambda *words: said.append(words),
+    )
+    assert find_order(run, "filled up", [2, 9]) is None and not said
+    assert find_order(run, "whole", [6, 7]) == [2, 3] and said == [("blocks", "order")]
+    assert find_order(run, "whole", [5, 7]) == [1, 3] and said[-1] == ("turns", "order")
+
+
 def test_turns():
     """Where one process draws as many times as often, the ranks take turns."""
 

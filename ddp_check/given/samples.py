@@ -224,8 +224,10 @@ def find_order(run, key, indices):
             i if i < len(batch) and batch[i] == index else last.get(index)
             for i, index in zip(run.positions(run.rank, len(indices)).tolist(), indices)
         ]
+        if None in order:  # as of a batch that is filled up
+            return None
         block = range(run.rank * len(order), (run.rank + 1) * len(order))
         if len(order) > 1:
             run.say("blocks" if order == list(block) else "turns", "order")
-        return None if None in order else order
+        return order
     return None
