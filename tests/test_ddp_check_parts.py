@@ -26,6 +26,7 @@ from ddp_check.compare.starts import loaders_by_process, other_options
 from ddp_check.given import alike
 from ddp_check.given.datasets import batches_of
 from ddp_check.given.draws import Draws, permutation
+from ddp_check.given.samples import find_order
 from ddp_check.kept.made import Made
 from ddp_check.notes import (
     Batch,
