@@ -241,7 +241,7 @@ def test_interrupted(user, number):
     assert wait_until(Path("out/new/0.pt").exists, 60)  # the last before it waits
     Path("out/of another job").touch()
     os.kill(job.pid, number)
-    assert wait_until(lambda: not marked() and not list(Path().glob("ddp_check-*")), 30)
+    assert wait_until(lambda: not marked() and not list(Path().glob("ddp_check-*")), 120)
     assert wait_until(lambda: job.status() is not None, 30)
     assert job.status() == (130 if number == signal.SIGINT else -number)
     assert left(user) == {Path("out/of another job")}

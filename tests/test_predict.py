@@ -447,17 +447,17 @@ def test_report_in_any_letters(capsys, monkeypatch, report_classes):
 
     monkeypatch.setattr(report_classes.module, "letters", letters)
     manager = report_classes.module.font_manager.fontManager
-    squares = mock.Mock(fname="squares.ttf")
-    squares.name = "Last Resort"
-    monkeypatch.setattr(manager, "ttflist", [squares])
+    usual = [font for font in manager.ttflist if font.name.startswith("DejaVu")]
+    entry = report_classes.module.font_manager.FontEntry
+    squares = entry(fname=usual[0].fname, name="Last Resort")
+    chinese = entry(fname="cjk.ttf", name="cjk")
+    monkeypatch.setattr(manager, "ttflist", [*usual, squares])
     report_classes("test.csv", "numbers.png")
     said = capsys.readouterr().out
     assert re.search("^ +0 \u732b ", said, re.M) and "numbers.png has the numbers" in said
-    chinese = mock.Mock(fname="cjk.ttf")
-    chinese.name = "CJK"
-    monkeypatch.setattr(manager, "ttflist", [squares, chinese])
+    monkeypatch.setattr(manager, "ttflist", [*usual, squares, chinese])
     families = report_classes.module.fonts_for(classes)
-    assert families[-1] == "CJK" and len(families) == 2
+    assert families[-1] == "cjk" and len(families) == 2
     assert report_classes.module.fonts_for(classes[2:]) == families[:1]
 
 
