@@ -653,7 +653,7 @@ def train_step(args, model, *words):
 """
 
 
-@pytest.mark.parametrize("processes", some_fast(WAYS, 4))
+@pytest.mark.parametrize("processes", some_fast(WAYS, 3))
 def test_same_losses(flags, finished, processes):
     """On any number of ranks, however sharded and accumulated; without updates the weights are the
     same bit for bit, so those that it starts with are. With --keep-gathered a step gathers once and
