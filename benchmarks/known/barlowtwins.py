@@ -12,7 +12,7 @@ EDITS = [
 COMMAND = """--cpu --wait 500 --steps 2 main.py data --workers 1 --epochs 2 --batch-size 8
     --projector 32-32 --checkpoint-dir out/{run} --print-freq 1"""
 VERDICTS = {
-    "gradient main.py:133": (
+    "gradient main.py:216": (
         "true",
         "the all_reduce at main.py:216 is not differentiated: each gradient is 1/N",
         "shows.py barlowtwins; lightly's copy of the loss was mended for it, issue 1977",
