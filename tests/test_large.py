@@ -515,7 +515,7 @@ def test_killed_while_it_prepares(monkeypatch):
 SLOW = """
 class Bytes(Bytes):
     def encode(self, text):
-        os.write(1, b"encodes\n")  # a whole line, beside other processes
+        os.write(1, b"encodes\\n")  # a whole line, beside other processes
         time.sleep(0.4)
         return super().encode(text)
 """
