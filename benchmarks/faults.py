@@ -808,7 +808,7 @@ STRANGERS = [
         "self.place = 0",
         "half of the pieces, twice",
         "strangers",
-        shows="ddp(inputs)",
+        shows="inputs, targets = stream.next()",
     ),
     Fault(
         "stream",
