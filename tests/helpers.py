@@ -97,13 +97,23 @@ def load_data(args):
 """
 
 
+def heed_ctrl_c():
+    """A shell lets what it starts by `&` ignore SIGINT, tests and what they start, too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# What Python ends by then: that signal, or where a thread of its own takes it up later, its number
+ENDED_BY_CTRL_C = -signal.SIGINT, 128 + signal.SIGINT
+
+
 class Cold:
-    """A command as a user types it; `log` gets what it prints."""
+    """A command as a user types it in a terminal; `log` gets what it prints."""
 
     def __init__(self, words, log, **options):
         self.log = Path(log).resolve()
         with open(self.log, "wb") as file:
             options |= {"stdout": file, "stderr": file, "start_new_session": True}
+            options |= {"preexec_fn": heed_ctrl_c}
             process = subprocess.Popen([str(word) for word in words], **options)
         self.pid, self.status = process.pid, process.poll
 
@@ -304,8 +314,12 @@ def together(*runs, path=COMPLETE, status=0, processes=2, **options):
 
 
 def wait_for(text, *jobs):
-    """Until `text` is in a log of these."""
-    wait_until(lambda: text in logs(jobs) or None not in [job.status() for job in jobs])
+    """Until `text` is in a log of these, in a line that is written to its end."""
+
+    def written():
+        return any(text in job.log.read_text().rpartition("\n")[0] for job in jobs)
+
+    wait_until(lambda: written() or None not in [job.status() for job in jobs])
     assert text in logs(jobs), (text, logs(jobs))
 
 

@@ -127,6 +127,7 @@ def stand_in():
     return python
 
 
+@pytest.mark.slow
 def test_a_part_ends(stand_in):
     """With all that it has started. What does not end by itself is ended 30 s after its time: that
     is no failure, but of a test that has failed before."""
@@ -142,6 +143,7 @@ def test_a_part_ends(stand_in):
     assert "FAILED" in gpu_sh("tests", fails=True, PYTHON=stand_in, PRINTS="FAILED test_x", **more)
 
 
+@pytest.mark.slow
 def test_some_minutes(stand_in):
     """All parts share them, and what is least known comes first; or those that are named do."""
     text = gpu_sh("--minutes", "3", "small", "saving", PYTHON=stand_in)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import finish, free_port, start
+from helpers import finish, free_port, some_fast, start
 from same_text import ROOT
 from test_ddp_check_command import COMMAND
 
@@ -164,7 +164,7 @@ ENDS = {  # {a line in the training loop: what is said, and the exit status}
 }
 
 
-@pytest.mark.parametrize("line", ENDS)
+@pytest.mark.parametrize("line", some_fast(ENDS, "pool = torch.cuda.MemPool()"))
 def test_started_by_the_number_of_gpus(work, line):
     """Without a flag; and what is not imitated is named, with its line."""
     Path("train.py").write_text(STARTED.replace("PORT", str(free_port())).replace("LINE", line))

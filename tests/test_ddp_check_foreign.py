@@ -362,10 +362,11 @@ CASES = {
 }
 
 
-FAST = "micro-batches", "an unseeded split", "a batch that is mixed", "drawn late by numpy"
+FAST, SLOW = "an unseeded split", ["micro-batches", "a batch that is mixed", "drawn late by numpy"]
+LONG = [case for case in CASES if case not in [FAST, *SLOW]]
 
 
-@pytest.mark.parametrize("case", [*FAST, *by_mark(long=[c for c in CASES if c not in FAST])])
+@pytest.mark.parametrize("case", [FAST, *by_mark(slow=SLOW, long=LONG)])
 def test_foreign(work, case):
     places, expected, *texts = CASES[case]
     usual, script = dict.fromkeys(PLACES, "pass") | {"BACKEND": GLOO}, HEAD + SCRIPT
@@ -380,6 +381,7 @@ def test_foreign(work, case):
     assert found == {rule: verdict for rule, verdict in expected.items() if verdict}, found
 
 
+@pytest.mark.slow
 def test_micro_batches_apart(work):
     """The last pass is named, though one process makes more of them."""
     script = (HEAD + MICRO).replace("micro == 4 // world - 1", "False").replace("BACKEND", GLOO)
@@ -415,6 +417,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_imported_by_name(work):
     """In processes that the script starts, which import it before it can be watched."""
     found = check(work, SPAWNS.replace("PORT", str(free_port())), before=["--cpu"])

@@ -212,6 +212,7 @@ def test_all_files_are_on_the_page():
     assert names and names == set(re.findall(r"\[(\w+\.sh)\]\(\1\)", page))
 
 
+@pytest.mark.slow
 def test_ports(run):
     """Two jobs on a node do not share one, nor two starts of a job; the two of a pair do."""
     for name in "ddp_spawn", "ddp_multigpu_proc", "ddp_torchrun_nodes", "long":
@@ -436,10 +437,10 @@ LIVES = {  # environment, exit status, what the log says, requeues, failures in 
     ),
     "one life more, by Slurm": ({"RESTARTS": "8"}, 2, "this was the last of 8 lives", 0, None),
 }
-WAITING = "away at the warning", "away for ever"  # some seconds
+USUAL = "ends well", "saves, then fails", "fails at once, the first time", "warned, saved"
 
 
-@pytest.mark.parametrize("life", some_fast(LIVES, *(life for life in LIVES if life not in WAITING)))
+@pytest.mark.parametrize("life", some_fast(LIVES, *USUAL))
 def test_life(run, life):
     environment, status, text, requeues, failures = LIVES[life]
     done = run("long", "runs/mine", **environment)
@@ -448,6 +449,7 @@ def test_life(run, life):
     assert not (done.words and status == 2)  # nothing is trained after a refusal
 
 
+@pytest.mark.slow
 def test_failures_in_a_row(run):
     """Three end the job. A checkpoint begins the count again, also that of a life that Slurm has
     ended; a preemption is no failure; a job submitted by the same command has three again."""
@@ -467,6 +469,7 @@ def test_failures_in_a_row(run):
     assert run("long", "runs/new", TRAIN="exit(3)").requeues == 1
 
 
+@pytest.mark.slow
 def test_checkpoints(run):
     """A pattern; the folder of a sharded one counts when it is complete. Any name of FOLDER."""
     edit("slurm/long.sh", "checkpoint=checkpoint.pt ", 'checkpoint="*/.metadata" ')
@@ -478,6 +481,7 @@ def test_checkpoints(run):
     assert not Path("x").exists()
 
 
+@pytest.mark.slow
 def test_one_job_per_folder(run):
     """A second one ends while the first waits or runs, while Slurm does not answer, and where Slurm
     cannot know: on another cluster. Once the first is over, it waits for one that Slurm still
@@ -501,6 +505,7 @@ def test_one_job_per_folder(run):
         assert run("long", "runs/mine", UNFINISHED="77 78").words
 
 
+@pytest.mark.slow
 def test_arrays(run):
     """A folder for each task. The last task has the array's number, which to Slurm is all of its
     tasks. A job that is submitted by a task is no task."""
@@ -540,6 +545,7 @@ def test_flags(run):
     assert done.calls.index("scancel") < done.calls.index("requeue")
 
 
+@pytest.mark.slow
 def test_cpus_and_gpus(run):
     """All CPUs of the job, also where none are asked for. A step has the GPUs of --gres, a whole
     node's job may have more: the log says so."""

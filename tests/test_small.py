@@ -32,7 +32,7 @@ from torchvision import datasets
 
 DISTRIBUTED, BY_TORCHRUN = SMALL[2:], ["ddp_torchrun", "fsdp2"]
 MACHINES = ["ddp_spawn", "ddp_multigpu_proc"]  # with --nnodes
-KINDS = ["single", "ddp_torchrun", "fsdp2"]  # in the others, the lines are those of these
+KINDS = ["single", "ddp_torchrun"]  # in the others, most lines are those of these
 FLAGS = ["--dataset", "synthetic", "--batch-size", 60, "--lr", 0.03, "--workers", 0, "--output"]
 LINE = r"^epoch (\d+): loss (\d+\.\d{4}) accuracy ([01]\.\d{4}) \d+ images/s$"
 FEW = few(640, 203)
@@ -329,7 +329,7 @@ F.cross_entropy = cross_entropy
 """
 
 
-@pytest.mark.parametrize("name", some_fast(SMALL, "single", "ddp_torchrun"))
+@pytest.mark.parametrize("name", some_fast(SMALL, "ddp_torchrun"))
 def test_a_loss_that_is_not_finite(name):
     """It ends the run, whose last checkpoint stays, and from which it continues."""
     text = run_few(name, "out", "--epochs", 2, more=INFINITE, status=1)
@@ -483,7 +483,8 @@ def test_ranks_that_differ(data, name):
     assert not list(Path().glob("**/mine"))
 
 
-@pytest.mark.parametrize("name", some_fast(["ddp_torchrun", "ddp_multigpu_proc"], "ddp_torchrun"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp_torchrun", "ddp_multigpu_proc"])
 def test_resumed_without_a_shared_disk(name):
     """Rank 0's checkpoint is every rank's, whether another machine has none or an old one."""
     run_few(name, "out", "--epochs", 1)
@@ -593,7 +594,8 @@ EMULATED = "torch.cuda.", "torch.emu.", '"cuda"', '"emu"'
 NO_NCCL = '"nccl"', '"gloo"'
 
 
-@pytest.mark.parametrize("name", some_fast(SMALL[:5], "ddp_torchrun"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL[:5])
 def test_two_cards(monkeypatch, single, name):
     """On two make-believe GPUs each process uses its own, DataParallel both; no step waits for its
     GPU. A checkpoint of a CPU continues there."""

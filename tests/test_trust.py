@@ -283,6 +283,7 @@ def build_model(args, inputs, classes):
 """
 
 
+@pytest.mark.slow
 def test_pretrained(data, pretrained, capsys):
     """A run has torchvision's weights on all ranks, but for the last layer, which is named. Where
     it is resumed, where another run starts from its best.pt, and in the scores of that, inputs
