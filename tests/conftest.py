@@ -12,6 +12,8 @@ def pytest_configure(config):
         # To HIP, "" is all.
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
     os.environ["OMP_NUM_THREADS"] = "1"  # threads of several processes fight for the cores
+    # It writes a line in pieces, between which another process's may come.
+    os.environ.pop("PYTHONUNBUFFERED", None)
     config.pluginmanager.import_plugin("all_fixtures")
 
 
