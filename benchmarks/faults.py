@@ -957,6 +957,8 @@ def save(rows):
 def main():
     words, reports = sys.argv[1:], os.environ.get("REPORTS")
     faults = [f for f in FAULTS if all(w in f"{f.loop} {f.kind} {f.name}" for w in words)]
+    if not faults:
+        raise SystemExit(f"no fault has all of these words: {' '.join(words)}")
     words = ["git", "-C", str(LOOPS), "describe", "--always", "--dirty"]
     commit = subprocess.run(words, capture_output=True, text=True).stdout.strip()
     rows = []
