@@ -71,6 +71,7 @@ class Step:
     callers: list  # the script's lines that have called the function of this line
     made: dict  # "made": the lines of the optimizer and its schedulers; "last": scheduler.step()
     names: list  # of the parameters, in the optimizer's order
+    averaged: list  # the names of those whose gradients a DDP of all ranks averages
     variables: dict  # {name: number} of the script's plain numbers
     generators: dict  # at some steps: {name: state} of those that the script has made
 

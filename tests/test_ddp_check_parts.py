@@ -340,7 +340,7 @@ def step_notes(factors=(1.0,) * 4, line="train.py:9"):
     """Of steps whose gradients are so many times as large."""
     found = []
     for step, factor in enumerate(factors):
-        found.append((step, Step((0, step), line, [], {}, ["w"], {}, {})))
+        found.append((step, Step((0, step), line, [], {}, ["w"], [], {}, {})))
         values = {"w": sketch(ONE * factor)}
         found.append((step, Seen("gradient", line, "optimizer 0", step, values)))
     return found
@@ -619,7 +619,7 @@ def test_remedy_by_one():
     """A flag, if one of the script's numbers is named as such; not a keyword of torch's."""
 
     def of(name):
-        return notes((0, Cut("loader", 4)), (0, Step((0, 0), "", [], {}, [], {name: 4.0}, {})))
+        return notes((0, Cut("loader", 4)), (0, Step((0, 0), "", [], {}, [], [], {name: 4.0}, {})))
 
     assert '--one "--batch_size 8"' in remedy_by_one(of("batch_size"), 2)
     assert "--one" not in remedy_by_one(of("batched_grad_copy"), 2)

@@ -147,16 +147,20 @@ class OtherWeights(Rule):
     def drawn(self, ranks):
         """Weights of each rank's own random numbers."""
         draws = own_draws(ranks)
+        averaged = {name for _, note in ranks[0][Step] for name in note.averaged}
         for kind in ("weight", "other", "buffer") if draws else ():
             for step, note, others in paired(kind, ranks[0], ranks):
                 off = offs(kind, note.values, [other.values for other in others.values()], "same")
                 marked = [part for part in off if is_marked(off[part])]
+                marked.sort(key=lambda part: part not in averaged)
                 lines = [seen.line for at, seen in draws if at <= step]
                 if marked and lines:
-                    text = f"{marked[0]} has each rank's own random numbers: drawn after DDP has "
-                    text += "sent rank 0's, or of what DDP does not send"
                     line = note.about.get(marked[0].rstrip("'")) or lines[-1]
-                    return self.look(step, line, text)
+                    text = f"{marked[0]} has each rank's own random numbers"
+                    if marked[0] in averaged:
+                        text += ", drawn after DDP has sent rank 0's: it averages gradients only"
+                        return self.wrong(step, line, text)
+                    return self.look(step, line, f"{text}, and DDP does not send it")
         return []
 
 

@@ -76,7 +76,9 @@ class Steps:
             is_looked_at = not trained.step or run.steps == TRIED - 1
             made_generators = generators(run) if is_looked_at else {}
             key = trained.number, trained.step
-            run.note(Step(key, line, callers, made, list(parameters), variables, made_generators))
+            averaged = [name for name, p in parameters.items() if id(p) in trained.averaged]
+            names = list(parameters), averaged
+            run.note(Step(key, line, callers, made, *names, variables, made_generators))
             self.note("setting", settings_of(optimizer))
             self.note("mode", trained.modes())
             self.weights = sketches(parameters)
