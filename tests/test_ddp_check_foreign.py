@@ -306,6 +306,12 @@ CASES = {
     ),
     "a share that a sampler is made with": ({"BETWEEN": EARLY_SHARE}, {"split": "WRONG"}),
     "drawn late": ({"AFTER": "model[0].weight.data.normal_()"}, {"others": "WRONG"}),
+    "a layer after wrapping": (
+        {"AFTER": "model.append(nn.Linear(1, 1))"},
+        {"averaging": "WRONG", "others": "look"},
+        "DDP does not average these",
+        "wrapped at train.py:",
+    ),
     "copied early": ({"BETWEEN": "ema = copy.deepcopy(model)"}, {"others": "look"}),
     "drawn late by numpy": ({"AFTER": BY_NUMPY}, {"others": "WRONG"}),
     "noise on weights": ({"EVAL": "model[0].weight.data += torch.rand(8, 4)"}, {"others": "WRONG"}),

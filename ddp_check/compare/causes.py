@@ -5,6 +5,7 @@ import re
 
 from ..notes import STREAM, Finding
 from ..script import branch_of, lines_inside, lines_that_set, source
+from .differences import parts_of
 from .kinds import KINDS, PAGE
 
 ADVICE = {
@@ -140,6 +141,13 @@ class Cause:
         if told:
             about["remedy"] = "let the last pass before the step average"
             about["section"] = f"{PAGE}#gradient-accumulation"
+        outside, lines = self.differences.outside(self.step, names)
+        if outside:
+            those = "these" if outside == names else parts_of(outside)
+            text += f" DDP does not average {those}: not in it, or frozen, when it wrapped"
+            more += [f"{what} at {source(at)}" for at, what in lines]
+            about["remedy"] = "wrap all that is trained, after it is added, replaced or thawed"
+            about["section"] = f"{PAGE}#model"
         if is_late:
             text += " This line comes after the pass, which was told not to average"
             line, about["remedy"] = told, "set it before the model is called"

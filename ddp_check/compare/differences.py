@@ -46,6 +46,8 @@ class Differences:
         # {line: name} of collective calls in a step, before its backward()
         self.calls = {call.line: call.name for step, call in calls if step == calls[0][0]}
         self.told = told_to_average(ranks[0])
+        self.steps = {step: note for step, note in ranks[0][Step]}
+        self.set_at = {step: seen.about for step, seen in ranks[0].seen("weight")}
         self.factors = set()  # steps in which all gradients are the same number of times as large
         self.less = set()  # and those in which it is 1 / N
         self.hidden = []  # of noise
@@ -138,6 +140,16 @@ class Differences:
                 is_unequal = same(found[0], found[1:] or found) > 1e-3 * largest
                 (unequal if is_unequal else equal).append(name)
         return unequal, equal
+
+    def outside(self, step, names):
+        """Those of `names` that no DDP averages, if it averages others; [(line, what it did)]."""
+        note = self.steps.get(step)
+        if note is None or not note.averaged:
+            return [], []
+        names = [name for name in names if name not in note.averaged]
+        lines = [(line, "wrapped") for line in note.made["wrapped"]]
+        set_at = [self.set_at.get(step, {}).get(name) for name in names]
+        return names, lines + [(line, "set") for line in dict.fromkeys(set_at) if line][:2]
 
     def unlike(self, step):
         """How the ranks' gradients of a step differ from each other; None if they do not."""

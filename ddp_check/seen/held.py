@@ -10,7 +10,6 @@ import types
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
@@ -27,14 +26,6 @@ def outer_modules():
     modules = [module for module in modules if not isinstance(module, DistributedDataParallel)]
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]
-
-
-def averaged_by_ddp():
-    """The ids of parameters whose gradients a DDP of all ranks averages."""
-    wrappers = [thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel]
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    wrappers = [ddp for ddp in wrappers if ddp.process_group.size() == world]
-    return {id(p) for ddp in wrappers for p in ddp._module_parameters}
 
 
 def on_cpu(tensor):
@@ -65,7 +56,6 @@ class Trained:
         modules = [m for m in outer_modules() if any(id(p) in order for p in m.parameters())]
         modules.sort(key=lambda m: min(order.get(id(p), len(order)) for p in m.parameters()))
         variables = modules_of(inspect.currentframe())
-        self.averaged = averaged_by_ddp()
         self.owners, self.names = {}, {}
         for module in modules:
             of = variables.get(id(module), type(module).__name__)

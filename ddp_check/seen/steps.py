@@ -5,8 +5,11 @@ import inspect
 import os
 import re
 import shutil
+import weakref
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import (
     Optimizer,
@@ -40,6 +43,7 @@ class Steps:
     def __init__(self, run):
         self.run, self.optimizers = run, {}
         self.inside = None  # the optimizer that makes a step, and the frame that has called it
+        self.wrapped = weakref.WeakKeyDictionary()  # {DDP: (its line, ids of what it averages)}
         self.line, self.library = "", ""  # of this step
         self.closures = 0  # how often this step has called its closure
         self.has_gradients = False  # whether those of this step are noted
@@ -54,6 +58,11 @@ class Steps:
                 return True
             frame = frame.f_back
         return False
+
+    def averaged(self, parameters):
+        """The names of those whose gradients a DDP averages."""
+        ids = {key for _, of_ddp in self.wrapped.values() for key in of_ddp}
+        return [name for name, p in parameters.items() if id(p) in ids]
 
     def begin(self, optimizer, args, kwargs):
         if self.is_nested():
@@ -72,12 +81,13 @@ class Steps:
             self.line, self.library = line, library_place()
             self.closures, self.has_gradients = 0, False
             made = run.made.get(id(optimizer), {})
+            wrapped = dict.fromkeys(line for line, _ in self.wrapped.values())
+            made = made | {"wrapped": list(wrapped)}
             variables = variables_of(inspect.currentframe())
             is_looked_at = not trained.step or run.steps == TRIED - 1
             made_generators = generators(run) if is_looked_at else {}
             key = trained.number, trained.step
-            averaged = [name for name, p in parameters.items() if id(p) in trained.averaged]
-            names = list(parameters), averaged
+            names = list(parameters), self.averaged(parameters)
             run.note(Step(key, line, callers, made, *names, variables, made_generators))
             self.note("setting", settings_of(optimizer))
             self.note("mode", trained.modes())
@@ -218,6 +228,13 @@ def patch(run):
     def make(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
         run.made[id(self)] = {"made": [place()[0]]}
+
+    @wrap(DistributedDataParallel, "__init__")
+    def wrap_model(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if self.process_group.size() == dist.get_world_size():
+            ids = [id(p) for p in self._module_parameters if p.requires_grad]
+            steps.wrapped[self] = place()[0], ids
 
     def watch_schedule(kind):
         @wrap(kind, "__init__")
