@@ -44,6 +44,16 @@ class Batches:
         batches = [ids[i:i + 4] for i in range(0, len(ids), 4)]
         return iter([batches[i] for i in torch.randperm(len(batches), generator=g).tolist()])
 loader = DataLoader(data, batch_sampler=Batches())"""
+SEEDED_BY_RANK = """\
+class Own(torch.utils.data.Sampler):
+    def __len__(self): return 64 // world
+    def __iter__(self):
+        g = torch.Generator().manual_seed(rank)
+        return iter(torch.randperm(64, generator=g).tolist()[rank::world])
+loader = DataLoader(data, batch_size, sampler=Own())"""
+UNSEEDED_ORDER = """\
+order = np.random.default_rng().permutation(64)
+data = TensorDataset(*[tensor[order] for tensor in data.tensors])"""
 SHARD = """\
 data = TensorDataset(*[tensor[rank::world] for tensor in data.tensors])
 loader = DataLoader(data, 4, shuffle=True)"""
@@ -306,6 +316,16 @@ CASES = {
     ),
     "a share that a sampler is made with": ({"BETWEEN": EARLY_SHARE}, {"split": "WRONG"}),
     "drawn late": ({"AFTER": "model[0].weight.data.normal_()"}, {"others": "WRONG"}),
+    "a sampler that is seeded by rank": (
+        {"BETWEEN": SEEDED_BY_RANK},
+        {"samples": "look"},
+        "its order is drawn at train.py:",
+    ),
+    "an order by a generator without a seed": (
+        {"BEFORE": UNSEEDED_ORDER},
+        {"inputs": "WRONG"},
+        "without a seed, each rank draws its own: train.py:",
+    ),
     "a layer after wrapping": (
         {"AFTER": "model.append(nn.Linear(1, 1))"},
         {"averaging": "WRONG", "others": "look"},

@@ -73,6 +73,9 @@ class Cause:
         more = [f"called at {source(called)}", *numbers] if called else numbers
         if value.library and values.line_of(value) == value.line:
             more = [f"in {source(value.library)}", *more]
+        if what == "inputs":
+            lines = [source(line) for line in variables.unseeded[:2]]
+            more += [f"without a seed, each rank draws its own: {line}" for line in lines]
         verdict = "look" if advice in LOOKS else "WRONG"
         is_said = value.kind != "loss" or advice in LOST
         text = values.describe(value) + (f": {ADVICE[advice]}" if is_said else "")

@@ -3,7 +3,7 @@
 import math
 import re
 
-from ..notes import Finding, Printed, Step
+from ..notes import Finding, Printed, Said, Step
 from ..script import lines_that_set, names_at, source
 from .fits import relative, sides
 from .kinds import PAGE, SCORES
@@ -19,6 +19,7 @@ class Variables:
         self.lines = {step: note.line for step, note in one[Step]}
         states = [[note.generators for _, note in n[Step] if note.generators] for n in ranks]
         first, *theirs = [{k: v for of in of_rank for k, v in of.items()} for of_rank in states]
+        self.unseeded = [note.text for _, note in ranks[0][Said] if note.kind == "unseeded"]
         self.apart = {step for n in ranks for step, _ in n.seen("apart")}
         # Names of the script's generators that are in other states on other ranks.
         self.generators = [

@@ -4,7 +4,8 @@ import math
 import re
 from dataclasses import replace
 
-from ..notes import Batch, Cut, Drawn, Finding, Pass, PassEnd, Step
+from ..notes import Batch, Cut, Drawn, Finding, Pass, PassEnd, Said, Step
+from ..script import source
 from .kinds import PAGE
 
 SIZE = r"batch$|batch_?size|\bbs$|per_(device|gpu)"  # of a flag's name
@@ -132,7 +133,7 @@ def compare_samples(one, ranks):
                 only = len(set(map(repr, batch.indices)) - set(map(repr, union)))
                 text = f"batch {number} of pass {batch.key[2] + 1}: {only} of "
                 text += f"{batch.rows} samples of one process are on no rank"
-                about, why = samplers.get(batch.key), ""
+                about, why, drawn = samplers.get(batch.key), "", []
                 lengths = [of.get(batch.key) for of in sizes]
                 if len(set(lengths)) > 1:
                     why = "unpaired"
@@ -142,6 +143,8 @@ def compare_samples(one, ranks):
                     why = "unpaired"
                     text += f": each rank draws its own ({about.sampler}), so nothing after it can "
                     text += "be compared"
+                    said = [note for _, note in ranks[0][Said] if note.kind == "own order"]
+                    drawn = [f"its order is drawn at {source(note.text)}" for note in said]
                 elif are_shares(batch.key, one, ranks):
                     why = "unpaired"
                     text += " in this step, and none is on two: the ranks share the samples, in "
@@ -149,7 +152,7 @@ def compare_samples(one, ranks):
                 more = {"section": SHARE["section"]} if why else dict(SHARE)
                 if about and about.has_share and not why:
                     more["remedy"] = "the same dataset, split and order on all ranks"
-                found.append(Finding("look", "samples", step, text, line, advice=why, **more))
+                found.append(Finding("look", "samples", step, text, line, drawn, why, **more))
     return found, uneven, trains
 
 

@@ -183,8 +183,11 @@ class Draws(TorchDispatchMode):
             return out
         generator = kwargs.get("generator")  # here, also the default one is another object
         if generator is not None and generator._cdata != torch.default_generator._cdata:
-            is_order = name == "aten::randperm"  # of other samples on each rank
-            return out if is_order else out.copy_(of_own_generator(run, name, out))
+            if name == "aten::randperm":  # of other samples on each rank
+                if is_running("__iter__"):  # of a sampler
+                    run.say(place()[0], "own order")
+                return out
+            return out.copy_(of_own_generator(run, name, out))
         if name == "aten::randperm":
             return out.copy_(permutation(run, name, len(out), "torch", state))
         shape = tuple(out.shape)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..process import wrap
-from ..script import place
+from ..script import UNKNOWN, place
 from .draws import LOOP, ORDER, SCRIPT_STATES, marked, note_draw, pair, permutation, state_of
 
 LIBRARIES = {
@@ -124,8 +124,11 @@ def patch(run):
 
     @wrap(np.random, "default_rng")
     def make(original, *args, **kwargs):
-        generator = original(*args, **kwargs)
-        run.made.setdefault(id(generator), place()[0])
+        generator, line = original(*args, **kwargs), place()[0]
+        run.made.setdefault(id(generator), line)
+        is_unseeded = all(seed is None for seed in (*args, *kwargs.values()))
+        if is_unseeded and line != UNKNOWN and not run.thread.in_dataset and not run.is_fork():
+            run.say(line, "unseeded")
         return generator
 
     def restore():
