@@ -120,7 +120,9 @@ def compare_printed(one, ranks, values, variables, repeats, again=None):
                 text += "over unequal shares?"
                 if value := values.printed(step, wrong[0][0]):
                     about = f"{source(values.line_of(value))}  {values.describe(value)}"
-                    more = [about, *values.behind(value)]
+                    called = value.about.get("called_at")
+                    about = [about, f"called at {source(called)}"] if called else [about]
+                    more = [*about, *values.behind(value)]
                 else:
                     more = variables.behind([a.line], step)
                 more = {"line": a.line, "more": more, "remedy": SCORES, "section": f"{PAGE}#scores"}
