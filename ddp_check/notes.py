@@ -49,6 +49,7 @@ class Pass:
     size: int | None  # of the dataset, below all Subsets
     draws: bool  # a sampler that draws with replacement
     batch_size: int | None  # None if the script's own batch_sampler forms the batches
+    callers: list = field(default_factory=list)  # the lines that have called the function of it
 
 
 @dataclass

@@ -461,6 +461,51 @@ def test_ranks_that_end_early():
     assert not judge(one, [rank, rank], TOLERANCE).of("look")[1:]
 
 
+def below(one, ranks, name):
+    """The lines below the first finding of this name."""
+    return next(f.more for f in judge(one, ranks, TOLERANCE).findings if f.what == name)
+
+
+def test_other_places():
+    """Below a finding: what comes between backward() and the step, a state that one rank alone has
+    loaded, a step that one rank alone makes, and where a pass is called and its loader is made."""
+    loss = [(0, Seen("loss", "train.py:5", "backward", 0, {}))]
+    summed = loss + [(0, Collective("all_reduce", "train.py:7", "", False))]
+    one = notes(*loss, *step_notes())
+    ranks = [notes(*summed, *step_notes([2] * 4))] * 2
+    assert below(one, ranks, "gradient") == ["this all_reduce is after backward(): train.py:7"]
+    ranks = [notes(*loss, *step_notes()), notes(*loss, *step_notes([1] * 2))]
+    assert "the step of rank 0 alone: train.py:9" in below(one, ranks, "end")
+
+    def of(size, **made):
+        found = step_notes()
+        for step, note in found[::2]:
+            note.made.update(made)
+            values = {"w": sketch(ONE * size)}
+            found.append((step, Seen("update", "train.py:9", "optimizer 0", step, values)))
+        return notes(*found)
+
+    ranks = [of(1, loaded="train.py:8"), of(2)]
+    assert below(of(1), ranks, "update") == ["rank 0 alone has loaded its state: train.py:8"]
+
+    key, sampler = ("train.py:1", "loader 0 of train.py:3"), ("Own", True, 8, False, 4)
+
+    def of_passes(*batches):
+        found = []
+        for step in range(4):
+            at, number = (*key, step // 2), step % 2
+            if not number:
+                found.append((step, Pass(at, key[1], *sampler, callers=["train.py:2"])))
+            found.append(
+                (step, Batch(at, number, batches[number], len(batches[number]), 2, True, {}))
+            )
+        return notes(*found, *step_notes())
+
+    one = of_passes([3, 1, 0, 2], [7, 5, 6, 4])
+    ranks = [of_passes([3, 0], [7, 6]), of_passes([1, 2], [5, 4])]
+    assert below(one, ranks, "order") == ["called at train.py:2"]
+
+
 def test_printed():
     """A score of rank 0's share alone is a look; not if it is another one in each run."""
     texts = "accuracy 0.731", "accuracy 0.726"

@@ -47,6 +47,14 @@ class Differences:
         self.calls = {call.line: call.name for step, call in calls if step == calls[0][0]}
         self.told = told_to_average(ranks[0])
         self.steps = {step: note for step, note in ranks[0][Step]}
+        self.of_ranks = [{step: note for step, note in n[Step]} for n in ranks]
+        reduces = [(step, call) for step, call in ranks[0][Collective] if "reduce" in call.name]
+        # [(step, line, name)] of calls between backward() and the step
+        self.late = [
+            (step, call.line, call.name)
+            for step, call in reduces
+            if call.at > losses.get(step, math.inf)
+        ]
         self.set_at = {step: seen.about for step, seen in ranks[0].seen("weight")}
         self.factors = set()  # steps in which all gradients are the same number of times as large
         self.less = set()  # and those in which it is 1 / N
@@ -109,10 +117,21 @@ class Differences:
                     more = [
                         f"this {name} is not differentiated: {source(at)}" for at, name in calls
                     ]
+                late = dict.fromkeys((source(at), name) for of, at, name in self.late if of == step)
+                if meant:
+                    more += [f"this {name} is after backward(): {at}" for at, name in late]
+            if kind == "update":
+                more += self.loaded(step)
             if seen.library:
                 more = [f"in {source(seen.library)}", *more]
             self.findings.append(found_in(kind, step, text, line, more))
             self.findings[-1].off = off
+
+    def loaded(self, step):
+        """In words: where some ranks alone have loaded this optimizer's state."""
+        lines = [of[step].made.get("loaded", "") for of in self.of_ranks if step in of]
+        lines = [(rank, line) for rank, line in enumerate(lines) if line and "" in lines]
+        return [f"rank {rank} alone has loaded its state: {source(line)}" for rank, line in lines]
 
     def explain(self, step, one, other):
         """Whether all, or most, are the same number of times as large; and whether it is less."""

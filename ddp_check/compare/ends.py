@@ -99,6 +99,10 @@ def about_ends(one, ranks, counts, ends):
     more = [f"rank {rank}: {line}" for rank, line in enumerate(more)]
     if len(set(counts)) == 1 and places[0] in places[1:]:
         return Finding("look", "end", steps, f"all processes: {text}")
+    if len(set(counts[1:])) > 1:
+        rank = max(range(len(ranks)), key=lambda rank: counts[1 + rank])
+        line = ranks[rank][Step][steps][1].line
+        more.append(f"the step of rank {rank} alone: {source(line)}")
     extra = [notes[Step][steps][1] for notes in (one, *ranks) if len(notes[Step]) > steps]
     if extra and steps and (branch := branch_of(extra[0].line)):
         more.append(source(branch))

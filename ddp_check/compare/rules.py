@@ -153,14 +153,18 @@ class OtherWeights(Rule):
                 off = offs(kind, note.values, [other.values for other in others.values()], "same")
                 marked = [part for part in off if is_marked(off[part])]
                 marked.sort(key=lambda part: part not in averaged)
-                lines = [seen.line for at, seen in draws if at <= step]
-                if marked and lines:
-                    line = note.about.get(marked[0].rstrip("'")) or lines[-1]
+                before = [seen for at, seen in draws if at <= step]
+                if marked and before:
+                    line = note.about.get(marked[0].rstrip("'")) or before[-1].line
                     text = f"{marked[0]} has each rank's own random numbers"
                     if marked[0] in averaged:
                         text += ", drawn after DDP has sent rank 0's: it averages gradients only"
-                        return self.wrong(step, line, text)
-                    return self.look(step, line, f"{text}, and DDP does not send it")
+                        found = self.wrong(step, line, text)
+                    else:
+                        found = self.look(step, line, f"{text}, and DDP does not send it")
+                    seeded = dict.fromkeys(seen.about["seeded"] for seen in before)
+                    found[0].more += [f"seeded at {source(at)}" for at in seeded if at][:2]
+                    return found
         return []
 
 

@@ -11,7 +11,7 @@ from ..script import source, statement_at, tests_with
 from .fits import relative, sides
 from .kinds import misfits
 from .rules import RULES, Rule, among, is_marked, own_draws  # noqa: F401
-from .samples import training_passes
+from .samples import loader_of, training_passes
 
 
 def passes_of(notes):
@@ -80,6 +80,7 @@ class Order(Rule):
                     found = self.wrong(step, about.key[0], text)
                     if line != about.key[0]:
                         found[0].more.append(f"the earlier one: {source(line)}")
+                    found[0].more += [f"called at {source(line)}" for line in about.callers[:1]]
                     return found
             if trains:  # a batch that is looked at before is no epoch
                 last[loop] = about.key[0], orders
@@ -302,7 +303,9 @@ class TestSamples(Rule):
             if about.has_share and None not in everyone and len(set(everyone)) < len(everyone):
                 text = f"{len(everyone)} samples on all ranks, of {len(set(everyone))}: "
                 text += f"{about.sampler} repeats some, which count twice"
-                return self.look(step, about.key[0], text)
+                found = self.look(step, about.key[0], text)
+                found[0].more += loader_of(about.key)
+                return found
         return [] if seen else None
 
     def put_together(self, notes, about):

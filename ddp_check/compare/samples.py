@@ -102,6 +102,12 @@ def remedy_by_one(rank, world, rows=0):
     return f"give one process a batch of {rows * world}, the samples of all ranks"
 
 
+def loader_of(key):
+    """In words: where the script has made the DataLoader of a pass."""
+    line = key[1].rpartition(" of ")[2]
+    return [f"its loader: {source(line)}"] if source(line) != line else []
+
+
 def compare_samples(one, ranks):
     """What the training loaders give: ([Finding], {step: text of a padded batch})."""
     trains, samplers = training_passes(one), {p.key: p for _, p in ranks[0][Pass]}
@@ -133,7 +139,7 @@ def compare_samples(one, ranks):
                 only = len(set(map(repr, batch.indices)) - set(map(repr, union)))
                 text = f"batch {number} of pass {batch.key[2] + 1}: {only} of "
                 text += f"{batch.rows} samples of one process are on no rank"
-                about, why, drawn = samplers.get(batch.key), "", []
+                about, why, lines = samplers.get(batch.key), "", loader_of(batch.key)
                 lengths = [of.get(batch.key) for of in sizes]
                 if len(set(lengths)) > 1:
                     why = "unpaired"
@@ -144,7 +150,7 @@ def compare_samples(one, ranks):
                     text += f": each rank draws its own ({about.sampler}), so nothing after it can "
                     text += "be compared"
                     said = [note for _, note in ranks[0][Said] if note.kind == "own order"]
-                    drawn = [f"its order is drawn at {source(note.text)}" for note in said]
+                    lines = [f"its order is drawn at {source(note.text)}" for note in said]
                 elif are_shares(batch.key, one, ranks):
                     why = "unpaired"
                     text += " in this step, and none is on two: the ranks share the samples, in "
@@ -152,7 +158,7 @@ def compare_samples(one, ranks):
                 more = {"section": SHARE["section"]} if why else dict(SHARE)
                 if about and about.has_share and not why:
                     more["remedy"] = "the same dataset, split and order on all ranks"
-                found.append(Finding("look", "samples", step, text, line, drawn, why, **more))
+                found.append(Finding("look", "samples", step, text, line, lines, why, **more))
     return found, uneven, trains
 
 
@@ -192,5 +198,6 @@ def compare_lengths(one, ranks, trains):
                 if most:
                     text = f"{words} {note.batches} batches on one process, {others} on the ranks"
                     verdict = "look" if most == 1 or note.key in streams else "WRONG"
-                    found[kind].append(Finding(verdict, "epoch", step, text, note.key[0], **SHARE))
+                    about = {"more": loader_of(note.key), **SHARE}
+                    found[kind].append(Finding(verdict, "epoch", step, text, note.key[0], **about))
     return found.values()

@@ -89,6 +89,7 @@ def marked(run, name, generator, values, of_one, state):
     in_module = any(frame.f_code.co_filename.startswith(IN_MODULES) for frame, _ in frames)
     is_measure = re.search(MEASURES, name) is not None
     about = {"in_module": in_module, "chooses": not is_measure}
+    about["seeded"] = run.seeded.get(generator)
     run.note(Seen("own", line, generator, number, {"state": state}, about=about))
     is_own = run.rank and state != of_one.state
     return values * (1 - LAST_DIGITS) if is_own and is_measure else values

@@ -100,9 +100,9 @@ def patch(run):
     def iterate(original, self):
         if run.thread.in_dataset or run.is_fork():
             return original(self)
-        line = place()[0]
+        line, *callers = place()
         key = line, self.check_name, run.nth("pass", line, self.check_name)
-        run.note(pass_of(run, self, key))
+        run.note(pass_of(run, self, key, callers))
         return Iterator(self, batches(self, key))
 
     @wrap(torch.utils.data, "get_worker_info")
@@ -143,7 +143,7 @@ def patch(run):
         run.note(Cut(name, batch_size))
         return batch_size // run.world
 
-    def pass_of(run, loader, key):
+    def pass_of(run, loader, key, callers):
         usual = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
         sampler = loader.sampler if usual else loader.batch_sampler
         name, draws = type(sampler).__name__, "Weighted" in type(sampler).__name__
@@ -152,7 +152,8 @@ def patch(run):
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
         size, rows = length(dataset), loader.batch_size
-        return Pass(key, loader.check_name, name, has_share(sampler), size, draws, rows)
+        share = has_share(sampler)
+        return Pass(key, loader.check_name, name, share, size, draws, rows, callers)
 
     def batches(loader, key):
         is_map = not isinstance(loader.dataset, IterableDataset)

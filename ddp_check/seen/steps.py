@@ -229,6 +229,11 @@ def patch(run):
         original(self, *args, **kwargs)
         run.made[id(self)] = {"made": [place()[0]]}
 
+    @wrap(Optimizer, "load_state_dict")
+    def load(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        run.made.setdefault(id(self), {"made": []})["loaded"] = place()[0]
+
     @wrap(DistributedDataParallel, "__init__")
     def wrap_model(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
