@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 from ..notes import Batch, Collective, Drawn, Pass, PassEnd, Said, Step
-from ..script import source, statement_at, tests_with
+from ..script import loops_around, source, statement_at, tests_with
 from .fits import relative, sides
 from .kinds import misfits
 from .rules import RULES, Rule, among, is_marked, own_draws  # noqa: F401
@@ -80,7 +80,8 @@ class Order(Rule):
                     found = self.wrong(step, about.key[0], text)
                     if line != about.key[0]:
                         found[0].more.append(f"the earlier one: {source(line)}")
-                    found[0].more += [f"called at {source(line)}" for line in about.callers[:1]]
+                    epochs = [line for line in about.callers[:1] if loops_around(line)]
+                    found[0].more += [f"called at {source(line)}" for line in epochs]
                     return found
             if trains:  # a batch that is looked at before is no epoch
                 last[loop] = about.key[0], orders

@@ -238,7 +238,9 @@ def patch(run):
     def wrap_model(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
         if self.process_group.size() == dist.get_world_size():
-            ids = [id(p) for p in self._module_parameters if p.requires_grad]
+            names = self.parameters_to_ignore
+            all_named = self.module.named_parameters()
+            ids = [id(p) for name, p in all_named if p.requires_grad and name not in names]
             steps.wrapped[self] = place()[0], ids
 
     def watch_schedule(kind):
