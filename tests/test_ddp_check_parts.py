@@ -489,15 +489,16 @@ def test_other_places():
     ranks = [of(1, loaded="train.py:8"), of(2)]
     assert below(of(1), ranks, "update") == ["rank 0 alone has loaded its state: train.py:8"]
 
-    Path("of_passes.py").write_text("for x in loader: pass\nfor epoch in range(2):\n    train()\n")
-    key, sampler = ("of_passes.py:1", "loader 0 of train.py:3"), ("Own", True, 8, False, 4)
+    script = Path("train.py").resolve()
+    script.write_text("for x in loader: pass\nfor epoch in range(2):\n    train()\n")
+    key, sampler = (f"{script}:1", f"loader 0 of {script}:3"), ("Own", True, 8, False, 4)
 
     def of_passes(*batches):
         found = []
         for step in range(4):
             at, number = (*key, step // 2), step % 2
             if not number:
-                found.append((step, Pass(at, key[1], *sampler, callers=["of_passes.py:3"])))
+                found.append((step, Pass(at, key[1], *sampler, callers=[f"{script}:3"])))
             found.append(
                 (step, Batch(at, number, batches[number], len(batches[number]), 2, True, {}))
             )
@@ -505,7 +506,7 @@ def test_other_places():
 
     one = of_passes([3, 1, 0, 2], [7, 5, 6, 4])
     ranks = [of_passes([3, 0], [7, 6]), of_passes([1, 2], [5, 4])]
-    assert below(one, ranks, "order") == ["called at of_passes.py:3: train()"]
+    assert below(one, ranks, "order") == [f"called at {script}:3: train()"]
 
 
 def test_printed():
