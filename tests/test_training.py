@@ -293,6 +293,12 @@ def test_float16(data, monkeypatch):
     assert scalers[0] == scalers[1] and scalers[0]["scale"] == 2.0**15
     assert scalers[0]["_growth_tracker"] == 15  # of 16 steps
     close("out", "bfloat16", 0.02, ("train_loss", "test_loss"))
+    norms = []  # of momenta: the clipped gradients of the last steps
+    for output in "out", "bfloat16":
+        states = checkpoint(output)["optimizer"]["state"].values()
+        momenta = [state["momentum_buffer"] for state in states]
+        norms.append(nn.utils.get_total_norm(momenta).item())
+    assert norms[0] == pytest.approx(norms[1], rel=0.2)
 
 
 def test_which_half_precision(monkeypatch):
