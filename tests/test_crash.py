@@ -206,11 +206,19 @@ def test_saves_by_minutes(fashion, monkeypatch, saves):
         noise = np.random.rand() + random.random() if train else 0
         return images + noise / 10, labels
 
+    plain_save = saving.Files.save
+
+    def save(files, progress):
+        seconds[0] += 0.01  # which are not training
+        plain_save(files, progress)
+
     monkeypatch.setattr(script, "prepare", prepare)
+    monkeypatch.setattr(saving.Files, "save", save)
     flags = [*fashion, "--batch-size", 8, "--log-every", 1000, "--checkpoint-minutes", 0.25]
     flags += ["--epochs", 1, "--augment", "--resume", "--output"]
     train(*flags, "whole")
     assert saves == [(0, 10), (0, 25), (0, 40), (0, 55), (0, 70), (1, 0)]
+    assert metrics("whole")[0]["seconds"] == pytest.approx(80, abs=1e-3)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(running.Run, "end_epoch", raise_interrupt)
         train(*flags, "out")

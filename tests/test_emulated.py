@@ -85,14 +85,28 @@ def test_nothing_waits_between_progress_lines(monkeypatch, data, fashion, flags)
     close("cards", "cpu", 1e-5)
 
 
+CLOCK = """
+import run
+from types import SimpleNamespace
+clock, plain_prepare = [0.0], prepare
+run.time = SimpleNamespace(perf_counter=lambda: clock[0])
+def prepare(args, batch, device, train=False):
+    clock[0] += train  # a step takes a second
+    return plain_prepare(args, batch, device, train)
+"""
+
+
 def test_nothing_waits_between_saves(monkeypatch, fashion):
-    """A new run's first save is soon; when the next will be is known from then on."""
+    """A new run's first save is soon; when the next will be is known from then on, by rank 0's
+    clock. On two machines with a card each."""
     flags = [*fashion, "--batch-size", 16, "--epochs", 1, "--log-every", 40]
-    launch(monkeypatch, "cards", *flags, processes=2)
+    flags += ["--checkpoint-minutes", 0.25]
+    launch(monkeypatch, "cards", *flags, processes=2, gpus=1, cards=1, more=CLOCK)
     for path in Path("cards-report").iterdir():
         told = re.split(r"^\S+ updated\n", path.read_text(), flags=re.M)[-41:]
+        assert "uses card 1" not in path.read_text()
         if len(told) == 41:
-            assert [i for i, part in enumerate(told) if "waits" in part][1:] == [10, 40], told
+            assert [i for i, part in enumerate(told) if "waits" in part][1:] == [10, 25, 40], told
 
 
 def test_copies_on_a_stream_of_their_own(monkeypatch):

@@ -642,10 +642,16 @@ for name in [name for name in vars(dist) if name.startswith(("all_gather_", "red
     if name.endswith(("_single", "_tensor")):
         setattr(dist, name, counted(getattr(dist, name)))
 
+class Checkpoints(Checkpoints):
+    def steps_until_due(self, step_seconds):
+        assert dist.get_rank() == 0  # by one clock: what ranks say is added
+        return super().steps_until_due(step_seconds)
+
 plain_step = train_step
 def train_step(args, model, *words):
     global sent
     sent = 0
+    print("seed", torch.initial_seed(), flush=True)
     found = plain_step(args, model, *words)
     whole = 4 * sum(p.numel() for p in model.parameters())
     print(f"sent {sent / whole:.2f} times", flush=True)
@@ -664,6 +670,8 @@ def test_same_losses(flags, finished, processes):
     for (output, way), text in zip(runs.items(), texts):
         same_losses(output, finished / "one")
         sent = {float(times) for times in re.findall(r"sent (\S+) times", text)}
+        seeds = re.findall(r"^seed (\d+)", text, re.M)
+        assert len(set(seeds)) == len(seeds) == 8 * processes, text
         parts = way[way.index("--accumulate") + 1] if "--accumulate" in way else 1
         if "--keep-gathered" in way:
             assert max(sent) < 2.1, text

@@ -76,7 +76,8 @@ def last(output, name="last.pt"):
 
 def check_same(a, b, **tolerance):
     """Two files have the same content, bit by bit; or the same tensors, up to rounding."""
-    numbers = [[content.pop(name, 0) for name in ("scheduler", "progress")] for content in (a, b)]
+    names = "scheduler", "scaler", "progress"
+    numbers = [[content.pop(name, 0) for name in names] for content in (a, b)]
     assert tolerance or numbers[0] == numbers[1]
     torch.testing.assert_close(a, b, **tolerance or {"rtol": 0, "atol": 0})
 
@@ -116,12 +117,20 @@ AllDiscs.__getitem__ = sample
 """
 
 
+SCALES = """
+plain_scaler = torch.amp.GradScaler
+torch.amp.GradScaler = lambda device, enabled: plain_scaler(device)  # as on a GPU
+"""
+
+
 def test_processes():
-    """However the valid pixels fall on the ranks, 1, 2 and 3 processes compute the same. A run that
-    ends on two and is resumed on three ends where one process does."""
-    whole = epochs(done(after("whole", "--epochs", 2, processes=1, more=ALIKE + VALID)))
-    text = done(after("out", "--epochs", 1, more=ALIKE + VALID))
-    text += done(after("out", "--epochs", 2, "--resume", processes=3, more=ALIKE + VALID))
+    """However the valid pixels fall on the ranks, 1, 2 and 3 processes compute the same, also where
+    the loss is scaled. A run that ends on two and is resumed on three ends where one process does.
+    """
+    more = ALIKE + VALID
+    whole = epochs(done(after("whole", "--epochs", 2, processes=1, more=more)))
+    text = done(after("out", "--epochs", 1, more=more + SCALES))
+    text += done(after("out", "--epochs", 2, "--resume", processes=3, more=more + SCALES))
     for epoch, scores in whole.items():
         assert epochs(text)[epoch] == pytest.approx(scores, abs=1e-3), (epoch, whole, text)
     check_same(last("whole"), last("out"), rtol=1e-3, atol=1e-4)

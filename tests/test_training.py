@@ -40,17 +40,40 @@ from torchvision import datasets
 from torchvision.transforms import functional
 
 
-def test_same_losses(fashion):
+def numbers(text):
+    """Loss and norm of each progress line."""
+    found = re.findall(r" loss ([\d.]+) lr .* gradient norm (\S+)", text)
+    return [float(number) for line in found for number in line]
+
+
+DOWNLOADS = """
+import images
+plain_load = images.load_torchvision
+def load_torchvision(*words):
+    if not os.path.exists("downloaded"):
+        print(f"rank {dist.get_rank()} downloads\\n", end="", flush=True)
+        time.sleep(0.3)
+        open("downloaded", "w").close()
+    return plain_load(*words)
+images.load_torchvision = load_torchvision
+"""
+
+
+def test_same_losses(fashion, capsys):
     """On two and three processes, and in micro-batches: the same samples in the same order (what is
     left over after 10 steps are others in each epoch), one step of the gradient, clipped as a
-    whole, and 203 test images counted once each."""
+    whole, and 203 test images counted once each. All print the same, too; one of them downloads."""
     flags = [*fashion, "--epochs", 2, "--batch-size", 60, "--lr", 0.5, "--clip-norm", 0.2]
     flags += ["--weight-decay", 0.01, "--output"]
     train(*flags, "one")
-    texts = together([*flags, "two"], [*flags, "halves", "--accumulate", 2])
+    printed = numbers(capsys.readouterr().out)
+    more = f"import os, time{DOWNLOADS}"
+    texts = together([*flags, "two"], [*flags, "halves", "--accumulate", 2], more=more)
     texts += together([*flags, "three", "--accumulate", 2], processes=3)
+    assert re.findall(r"rank (\d) downloads", "".join(texts)) == ["0"], texts
     for text, output in zip(texts, ["two", "halves", "three"]):
         assert text.count("samples/s") == 2  # one process speaks
+        assert numbers(text) == pytest.approx(printed, rel=0.02)
         close(output, "one")
     assert metrics("one")[0]["train_loss"] > metrics("one")[1]["train_loss"] + 1e-3
     args, device = parse(*flags, "one"), torch.device("cpu")
@@ -185,6 +208,7 @@ def test_metrics_of_ones_own():
     model = Segments.build_model(args, images, 10)
     model.load_state_dict(weights("out"))
     wanted = Segments.metrics(Segments.count(model(images), labels))
+    wanted["loss"] = script.loss_function(model(images), labels)
     first, last = csv.DictReader(Path("out/metrics.csv").read_text().splitlines())
     assert first["test_macro_f1"] == ""
     for name, value in wanted.items():
@@ -203,6 +227,8 @@ def test_what_a_run_says_and_writes(fashion, capsys, monkeypatch):
     norms, plain = [], torch.optim.SGD.step
 
     def step(optimizer, *words):
+        cosine = (1 + math.cos(math.pi * len(norms) / 80)) / 2
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * cosine)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         norms.append(nn.utils.get_total_norm(grads).item())
         return plain(optimizer, *words)
@@ -267,6 +293,12 @@ def test_float16(data, monkeypatch):
     assert scalers[0] == scalers[1] and scalers[0]["scale"] == 2.0**15
     assert scalers[0]["_growth_tracker"] == 15  # of 16 steps
     close("out", "bfloat16", 0.02, ("train_loss", "test_loss"))
+    norms = []  # of momenta: the clipped gradients of the last steps
+    for output in "out", "bfloat16":
+        states = checkpoint(output)["optimizer"]["state"].values()
+        momenta = [state["momentum_buffer"] for state in states]
+        norms.append(nn.utils.get_total_norm(momenta).item())
+    assert norms[0] == pytest.approx(norms[1], rel=0.2)
 
 
 def test_which_half_precision(monkeypatch):

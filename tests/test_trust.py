@@ -330,11 +330,14 @@ def test_weights_that_do_not_fit():
         assert "best.pt is not of this model: conv1.weight" in problem
 
 
-def test_init(fashion):
-    """The weights of another run, whichever of its files has them, or of a plain state_dict."""
+def test_init(fashion, monkeypatch):
+    """The weights of another run, whichever of its files has them, or of a plain state_dict; also
+    where this machine has no GPU, and they are of one."""
     flags = [*fashion, "--batch-size", 320, "--epochs", 1]
     train(*flags, "--output", "first")
-    torch.save(weights("first"), "plain.pt")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.save(weights("first"), "plain.pt")
     torch.save(weights("first"), "legacy.pt", _use_new_zipfile_serialization=False)
     files = ["first/model.pt", "first/best.pt", "first/checkpoint.pt", "plain.pt", "legacy.pt"]
     flags += ["--lr", 0, "--seed", 1, "--init"]
