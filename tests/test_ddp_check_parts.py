@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_check import command, process
 from ddp_check import sketch as sketching
-from ddp_check.compare import fits, sample_rules
+from ddp_check.compare import fits, rules, sample_rules
 from ddp_check.compare.differences import same_ray
 from ddp_check.compare.judge import judge
 from ddp_check.compare.kinds import TIMES_NOISE, limit_of, misfits
@@ -507,6 +507,27 @@ def test_other_places():
     one = of_passes([3, 1, 0, 2], [7, 5, 6, 4])
     ranks = [of_passes([3, 0], [7, 6]), of_passes([1, 2], [5, 4])]
     assert below(one, ranks, "order") == [f"called at {script}:3: train()"]
+
+
+@pytest.mark.parametrize("wrapped", [0, 2])
+def test_weights_of_a_rank(wrapped):
+    """Those that each rank has drawn are WRONG where DDP averages their gradients in this step; a
+    DDP that wraps them later sends rank 0's."""
+
+    def of(state, factor):
+        about = {"chooses": False, "in_module": False, "seeded": None}
+        found = [(0, Seen("own", "train.py:3", "torch", 0, {"state": state}, about=about))]
+        for step, note in step_notes():
+            if isinstance(note, Step):
+                note.averaged.extend(["w"] * (step >= wrapped))
+                values = {"w": sketch(ONE * (factor if step < 2 else 1))}
+                found.append((step, Seen("weight", "train.py:9", "optimizer 0", step, values)))
+            found.append((step, note))
+        return notes(*found)
+
+    ranks = [of(1, 1.0), of(2, 1 - 1e-6)]
+    (found,) = rules.OtherWeights().drawn(ranks)
+    assert found.verdict == ("look" if wrapped else "WRONG"), found
 
 
 def test_printed():

@@ -147,11 +147,12 @@ class OtherWeights(Rule):
     def drawn(self, ranks):
         """Weights of each rank's own random numbers."""
         draws = own_draws(ranks)
-        averaged = {name for _, note in ranks[0][Step] for name in note.averaged}
+        of_steps = {step: note.averaged for step, note in ranks[0][Step]}  # may be wrapped later
         for kind in ("weight", "other", "buffer") if draws else ():
             for step, note, others in paired(kind, ranks[0], ranks):
                 off = offs(kind, note.values, [other.values for other in others.values()], "same")
                 marked = [part for part in off if is_marked(off[part])]
+                averaged = of_steps.get(step, [])
                 marked.sort(key=lambda part: part not in averaged)
                 before = [seen for at, seen in draws if at <= step]
                 if marked and before:
