@@ -155,7 +155,7 @@ def patch_distributed():
     def by_gloo(original, *args, **kwargs):
         """Of functions with `backend`, and options for nccl alone."""
         given = inspect.signature(original).bind(*args, **kwargs)
-        if "nccl" in str(given.arguments.get("backend")):
+        if "nccl" in str(given.arguments.get("backend")).lower():
             given.arguments["backend"] = "gloo"
         for name in "device_id", "pg_options":
             given.arguments.pop(name, None)

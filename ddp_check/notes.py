@@ -12,6 +12,8 @@ from .script import own_file, source
 TRIED = 3  # steps after which the ranks are looked at: is this start of any use?
 NOISE = 1e-5  # in the layers' outputs: above a float32's, so that it flips more ReLUs
 STREAM = "a batch of an IterableDataset"
+MANY_EVALUATIONS = 20  # of a line that are noted
+PASS = "a pass through DDP, which sends buffers"  # as a collective call
 
 
 @dataclass
@@ -85,6 +87,8 @@ class Collective:
     line: str
     drawn: str  # the line that has drawn its random numbers
     has_grad: bool  # it is not differentiated, though its tensor is, but by a backward of its own
+    of_all: bool = True  # of the group of all ranks
+    callers: list = field(default_factory=list)  # the script's lines that have called its function
 
 
 @dataclass
@@ -133,7 +137,8 @@ class Said:
     """Something for the user to know ("note"); the "order" of a batch's samples over ranks; a
     loader that gives one process the batches of all ranks ("scaled"); a "framework" that is used;
     the line and the name of a sampler that one has "replaced"; the line of a generator that has no
-    seed ("unseeded"), or of an order by a generator of the script's ("own order")."""
+    seed ("unseeded"), or of an order by a generator of the script's ("own order"); a "file" of the
+    script's."""
 
     kind: str
     text: str

@@ -105,6 +105,8 @@ class Process:
         self.last_order = ""  # the line that has drawn an order of all before the first step
         self.seeded = {}  # {generator: the script's line that has seeded it last}
         self.written = {}  # {where a tensor is: the line that has set it last}
+        self.called_at = {}  # {such a line: the line that has called its function}
+        self.mode_set = ()  # the line that has called train() or eval() last, and who has called it
         self.trained = {}  # {id: name} of what an optimizer has
         self.made = {}  # {id: the lines that made it} of optimizers, a line of a generator
         self.settle = lambda: None  # of files

@@ -35,6 +35,17 @@ for epoch in range(2):
         EVAL
 """
 PLACES = "BEFORE BETWEEN AFTER PEEK LOSS EVAL".split()
+TWO_OWNERS = """\
+import gc
+class Scaled(nn.Module):
+    def __init__(self, by, model=model):
+        super().__init__()
+        self.model = model
+        self.register_buffer("by", torch.tensor(by))
+    def forward(self, x): return self.model(x * self.by)
+model = Scaled(1.0)
+if world > 1: gc.collect()  # by which Python's list of objects has another order
+for_tests = Scaled(9.0, model.model)"""
 BATCHES = """\
 class Batches:
     def __len__(self): return 64 // 4 // world
@@ -355,6 +366,7 @@ CASES = {
         {"buffer": "WRONG", "others": "look"},
         "right up to",
     ),
+    "two modules of the same weights": ({"BETWEEN": TWO_OWNERS}, {}),
     "copied late": ({"AFTER": "ema = copy.deepcopy(model)"}, {}),
     "a constant loss": ({"LOSS": "loss = loss * 0"}, {"parameters": "WRONG"}),
     "batch norm by keywords": ({"BETWEEN": NO_ELEMENTS, "LOSS": BY_KEYWORDS}, {}),

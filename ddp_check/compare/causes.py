@@ -51,11 +51,12 @@ class Cause:
         lines = lines_inside(made_by) if made_by else [value.line]
         numbers, generators = variables.behind(lines, step, further=0), variables.generators
         usual = "ratio" if value.about.get("by_gradient") and not numbers else "share"
-        if what == "inputs" and not numbers and values.is_from_outside(value) and generators:
+        is_outside = values.is_from_outside(value)
+        if what == "inputs" and not numbers and is_outside and generators:
             usual = "unpaired"
         if variables.drawing and not numbers:
             usual, generators = "drawing", variables.drawing
-        is_made = values.is_fresh(value) or value.name in CHOOSES
+        is_made = values.is_fresh(value) or value.name in CHOOSES or is_outside
         if not numbers and is_made and any(at <= step for at in variables.apart):
             usual = "apart"
         if values.has_same_samples(value):
@@ -64,8 +65,8 @@ class Cause:
         known = [i for i in value.made_from if i in values.all]
         is_filled = bool(known) and known == list(value.made_from)
         is_filled = is_filled or value.name in ("tensor", "as_tensor", "from_numpy")
-        is_outside = is_filled and values.is_from_outside(value)  # and not drawn by torch
-        if what == "inputs" and is_outside and values.is_copied(value):
+        # It is not drawn by torch.
+        if what == "inputs" and is_filled and is_outside and values.is_copied(value):
             usual = "copied"
         advice = advice or usual
         numbers += values.behind(value) + (variables.behind(lines, step) if not numbers else [])
@@ -77,6 +78,8 @@ class Cause:
             lines = [source(line) for line in variables.unseeded[:2]]
             more += [f"without a seed, each rank draws its own: {line}" for line in lines]
         verdict = "look" if advice in LOOKS else "WRONG"
+        if verdict == "WRONG" and (is_outside or value.about.get("made_by")):
+            more += variables.other_data()
         is_said = value.kind != "loss" or advice in LOST
         text = values.describe(value) + (f": {ADVICE[advice]}" if is_said else "")
         if advice in ("unpaired", "drawing"):
@@ -174,7 +177,8 @@ class Cause:
         last = losses[-1].index if losses else -1
         near = [v for loss in losses for v in values.ancestors(loss) if values.differs(v.index)]
         later = [v for v in values.find(step, "value") if v.index > last]
-        origins = [values.origin(value) for value in near[-1:] + later]
+        inside = [v for v in values.find(step, "value") if v.about["model"] is not None]
+        origins = [values.origin(value) for value in near[-1:] + later + inside[:1]]
         for origin in [each for each in origins if not values.is_place(each)][:1]:
             found = [self.finding("value", origin, "same loss" if losses else None)]
             return found, origin, False
@@ -196,11 +200,14 @@ class Cause:
         if not alone:
             return None
         line, on = alone
-        if (branch := branch_of(line)) and self.is_by_rank(branch):
+        lines = [line, *filter(None, [self.values.called_at.get(line)])]
+        branches = [branch for branch in map(branch_of, lines) if branch]
+        if any(self.is_by_rank(branch) for branch in branches):
             return None
-        text, more = f"computed on {on} alone: {ADVICE['branch']}", []
-        if branch:
-            more = [source(branch), *self.variables.behind([branch], self.step)]
+        text = f"computed on {on} alone: {ADVICE['branch']}"
+        more = [f"called at {source(at)}" for at in lines[1:]]
+        for branch in branches[:1]:
+            more += [source(branch), *self.variables.behind([branch], self.step)]
         about = {"remedy": "decide by numbers of all ranks", "section": f"{PAGE}#decisions"}
         return Finding(verdict, "branch", self.step, text, line, more, "branch", **about)
 

@@ -106,6 +106,9 @@ def about_ends(one, ranks, counts, ends):
     extra = [notes[Step][steps][1] for notes in (one, *ranks) if len(notes[Step]) > steps]
     if extra and steps and (branch := branch_of(extra[0].line)):
         more.append(source(branch))
-    for line in [extra[0].line, *extra[0].callers] if extra and steps else []:
-        more += [f"in the loop of {source(loop)}" for loop in loops_around(line)]
+    callers = [extra[0].line, *extra[0].callers] if extra and steps else []
+    loops = [loop for line in callers for loop in loops_around(line)]
+    breaks = [branch_of(at) for loop in loops[:2] for at in lines_inside(loop) if is_break(at)]
+    more += [f"it ends early by {source(at)}" for at in dict.fromkeys(breaks) if at]
+    more += [f"in the loop of {source(loop)}" for loop in loops]
     return Finding("WRONG", "end", steps, f"one process: {text}", more=more)

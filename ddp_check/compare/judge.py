@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..notes import Finding, Said, Step
 from ..script import source
+from . import calls  # noqa: F401  a rule
 from .causes import LOST, find_causes, first_behind
 from .differences import Differences, compare_settings
 from .ends import about_ends, explains_ends, left_out_steps, left_pass, other_optimizers

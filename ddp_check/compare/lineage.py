@@ -33,6 +33,10 @@ class Values:
         self.lines = [
             {v.index: (step, v.line) for step, v in notes.seen(*VALUES)} for notes in (one, *ranks)
         ]
+        called = [
+            (v.line, v.about.get("called_at")) for n in (one, *ranks) for _, v in n.seen(*VALUES)
+        ]
+        self.called_at = {line: at for line, at in called if at}  # of the line's function
         names = ["one process", *[f"rank {rank}" for rank in range(len(ranks))]]
         ran = [dict.fromkeys(lines.values()) for lines in self.lines]
         for step_and_line in (key for lines in ran for key in lines):
@@ -77,11 +81,13 @@ class Values:
         return not any(i in self.all for i in value.made_from) and not value.about.get("made_by")
 
     def is_from_outside(self, value):
-        """Whether torch has computed none of its numbers, also if they were written into a tensor
-        of zeros, as observations of an environment are."""
+        """Whether torch has computed none of its numbers but from such as were written into a
+        tensor of zeros, as observations of an environment are."""
         makers = [value, *self.ancestors(value)]
         before = [self.all[i] for maker in makers for i in maker.made_from if i in self.all]
-        return all(v.name in EMPTY for v in before) and not value.about.get("made_by")
+        roots = [v for v in before if v.kind != "value" or self.is_fresh(v)]
+        is_made = value.about.get("made_by") or any(v.about.get("made_by") for v in roots)
+        return all(v.name in EMPTY for v in roots) and not is_made
 
     def is_copied(self, value):
         """Whether all ranks have the same rows."""

@@ -3,11 +3,12 @@
 import math
 import re
 
-from ..notes import Finding, Printed, Said, Step
-from ..script import lines_that_set, names_at, source
+from ..notes import Drawn, Finding, Printed, Said, Step
+from ..script import divisions_behind, lines_that_set, names_at, sets_in_order, shares_in, source
 from .fits import relative, sides
 from .kinds import PAGE, SCORES
 
+SAME = 2e-3  # of printed numbers
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.I)
 
 
@@ -20,7 +21,9 @@ class Variables:
         states = [[note.generators for _, note in n[Step] if note.generators] for n in ranks]
         first, *theirs = [{k: v for of in of_rank for k, v in of.items()} for of_rank in states]
         self.unseeded = [note.text for _, note in ranks[0][Said] if note.kind == "unseeded"]
+        self.files = files_of(ranks[0])
         self.apart = {step for n in ranks for step, _ in n.seen("apart")}
+        self.apart |= uneven_draws(one, ranks)
         # Names of the script's generators that are in other states on other ranks.
         self.generators = [
             k for k, v in first.items() if any(other.get(k, v) != v for other in theirs)
@@ -71,11 +74,46 @@ class Variables:
         lines = [at for name in names for at in lines_that_set(line, name)]
         return [source(line) for line in lines[:3]]
 
+    def divided(self, line):
+        """In words: where the functions divide whose results a line prints."""
+        lines = [line, *[at for name in names_at(line) for at in lines_that_set(line, name)]]
+        found = [at for each in lines for at in divisions_behind(each, self.files)]
+        return [f"divided at {source(at)}" for at in dict.fromkeys(found)][:3]
+
+    def other_data(self):
+        """In words: lines by which the ranks' data may be other than one process's."""
+        sets = [line for file in self.files for line in sets_in_order(file)][:2]
+        texts = [f"a set of strings has another order in each process: {source(at)}" for at in sets]
+        return texts + shares_of(self.files)
+
     def describe(self, name, text, step, line):
         numbers = [of_step.get(step, {}).get(name, math.nan) for of_step in self.all]
         set_at = lines_that_set(line, name)
         text = f"{text} is {sides(*numbers)}"
         return f"{text}; set at {', '.join(set_at)}" if set_at else text
+
+
+def files_of(notes):
+    return [note.text for _, note in notes[Said] if note.kind == "file"]
+
+
+def shares_of(files):
+    """In words: where a rank takes its share of something."""
+    lines = [line for file in files for line in shares_in(file)]
+    return [f"a share by the rank: {source(line)}" for line in lines][:3]
+
+
+def uneven_draws(one, ranks):
+    """Steps in which a line draws other numbers of times on the ranks, and not its part of the
+    times."""
+    mine, *theirs = [n[Drawn][-1][1].times if n[Drawn] else {} for n in (one, *ranks)]
+    last, found = min(len(notes[Step]) for notes in (one, *ranks)), set()
+    for key, of_one in mine.items():
+        for step, number in of_one.items():
+            numbers = {of.get(key, {}).get(step, 0) for of in theirs}
+            if step < last and numbers not in ({number}, {number / len(ranks)}):
+                found.add(step)
+    return found
 
 
 def scores(text, losses):
@@ -109,10 +147,11 @@ def compare_printed(one, ranks, values, variables, repeats, again=None):
                 continue
             if step != other:
                 break
-            same = [x == y for x, y in zip(NUMBER.findall(a.text), NUMBER.findall(c.text))]
+            both_of_one = zip(NUMBER.findall(a.text), NUMBER.findall(c.text))
+            same = [relative(float(x), float(y)) < SAME for x, y in both_of_one]
             pairs = list(zip(scores(a.text, losses), scores(b.text, their), same))
             pairs = [(x, y) for x, y, same in pairs if None not in (x, y) and same]
-            limit = max(2e-3, 2 * repeats.get(step, 0))
+            limit = max(SAME, 2 * repeats.get(step, 0))
             wrong = [(x, y) for x, y in pairs if relative(x, y) > limit]
             if wrong:
                 text = f"{wrong[0][0]:g} on one process, {wrong[0][1]:g} on rank 0, in "
@@ -124,7 +163,7 @@ def compare_printed(one, ranks, values, variables, repeats, again=None):
                     about = [about, f"called at {source(called)}"] if called else [about]
                     more = [*about, *values.behind(value)]
                 else:
-                    more = variables.behind([a.line], step)
+                    more = variables.behind([a.line], step) + variables.divided(a.line)
                 more = {"line": a.line, "more": more, "remedy": SCORES, "section": f"{PAGE}#scores"}
                 yield Finding("look", "printed", step, text, **more)
                 break

@@ -7,9 +7,10 @@ is so, None if nothing was seen."""
 import re
 from dataclasses import replace
 
-from ..notes import Collective, File, Finding, Step
-from ..script import UNKNOWN, source
+from ..notes import MANY_EVALUATIONS, Collective, File, Finding, Step
+from ..script import UNKNOWN, branch_of, source
 from .kinds import PAGE, misfits, offs, paired
+from .numbers import Variables
 
 RULES = []  # in the order of the report
 NUMBER = re.compile(r"\d+")
@@ -116,6 +117,14 @@ def is_marked(off):
     return 1e-12 < off < 1e-5
 
 
+def callers_of(seen, line):
+    """In words: where the function of a line that has set a tensor was called, and the `if` of
+    that."""
+    called = seen.about.get(line)
+    branch = branch_of(called) if called else None
+    return [f"called at {source(called)}", *[source(branch)] * bool(branch)] if called else []
+
+
 class OtherWeights(Rule):
     name = "others"
     right = "weights and buffers that no optimizer has are those of one process"
@@ -133,7 +142,13 @@ class OtherWeights(Rule):
                 for part, off, _ in misfits("other", note.values, [of_rank], 3e-4)[:1]:
                     text = f"{part} on rank {rank} differs from one process's by {off:.0e}"
                     text += self.who(rank, part, values)
-                    return self.look(step, note.about.get(part.rstrip("'"), ""), text)
+                    line = note.about.get(part.rstrip("'"), "")
+                    found = self.look(step, line, text)
+                    called = note.about.get(line)
+                    found[0].more += callers_of(note, line)
+                    lines = [at for at in (line, called) if at]
+                    found[0].more += Variables(one, ranks).behind(lines, step)
+                    return found
         return [] if seen else None
 
     def who(self, rank, part, values):
@@ -163,6 +178,7 @@ class OtherWeights(Rule):
                         found = self.wrong(step, line, text)
                     else:
                         found = self.look(step, line, f"{text}, and DDP does not send it")
+                    found[0].more += callers_of(note, line)
                     seeded = dict.fromkeys(seen.about["seeded"] for seen in before)
                     found[0].more += [f"seeded at {source(at)}" for at in seeded if at][:2]
                     return found
@@ -203,8 +219,33 @@ class Evaluation(Rule):
         for step, seen, found in evaluations:
             for part, _, _ in found[:1]:
                 text = f"{part} is another one on each rank: right if only rank 0's score counts"
-                return self.look(step, seen.line, text)
-        return [] if evaluations else None
+                found = self.look(step, seen.line, text)
+                found[0].more += [f"called at {source(line)}" for line in seen.about["callers"]]
+                return found
+        return self.at_other_steps(one, ranks) or [] if evaluations else None
+
+    def at_other_steps(self, one, ranks):
+        """A line that evaluates after other steps than on one process."""
+        theirs = [{} for _ in (one, *ranks)]  # of each process: {line: {steps}}
+        for of, notes in zip(theirs, (one, *ranks)):
+            for step, seen in notes.seen("evaluation"):
+                of.setdefault(seen.line, {}).setdefault(step, seen)
+        last = min(len(notes[Step]) for notes in (one, *ranks))
+        for line, of_one in theirs[0].items():
+            both = [sorted(step for step in of.get(line, {}) if step < last) for of in theirs]
+            if all(both[1:]) and both[0] != both[1] and len(of_one) < MANY_EVALUATIONS:
+                text = (
+                    f"evaluated after {both[0][:4]} steps on one process, {both[1][:4]} on rank 0"
+                )
+                found = self.look(min(both[0] + both[1]), line, text)
+                called = of_one[min(of_one)].about["callers"]
+                branches = [branch for branch in map(branch_of, [line, *called]) if branch]
+                found[0].more += [f"called at {source(at)}" for at in called]
+                for branch in branches[:1]:
+                    numbers = Variables(one, ranks).behind([branch], min(of_one))
+                    found[0].more += [source(branch), *numbers]
+                return [replace(found[0], remedy="count what all ranks have done")]
+        return []
 
 
 class Modes(Rule):
@@ -223,7 +264,14 @@ class Modes(Rule):
                     name = found[0].part
                     where = "one process" if modes[name] else f"rank {rank}"
                     text = f"{name} (of {len(found)}) is in evaluation mode on {where} alone"
-                    return self.wrong(step, seen.line, text)
+                    found = self.wrong(step, seen.line, text)
+                    for on, lines in (
+                        ("one process", seen.about["set"]),
+                        (f"rank {rank}", other.about["set"]),
+                    ):
+                        words = " < ".join([source(line) for line in lines[:1]] + list(lines[1:]))
+                        found[0].more.append(f"last train() or eval() on {on}: {words}")
+                    return found
         return [] if any(others for _, _, others in pairs) else None
 
 

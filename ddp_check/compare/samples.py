@@ -7,6 +7,7 @@ from dataclasses import replace
 from ..notes import Batch, Cut, Drawn, Finding, Pass, PassEnd, Said, Step
 from ..script import source
 from .kinds import PAGE
+from .numbers import files_of, shares_of
 
 SIZE = r"batch$|batch_?size|\bbs$|per_(device|gpu)"  # of a flag's name
 SHARE = {
@@ -145,13 +146,14 @@ def compare_samples(one, ranks):
                     why = "unpaired"
                     text = f"its dataset has {lengths[0]} samples on one process, {lengths[1:]} on "
                     text += "the ranks, as one that takes its share itself: nothing can be compared"
+                    lines = shares_of(files_of(ranks[0])) + lines
                 elif about and about.draws and not about.has_share:
                     why = "unpaired"
                     text += f": each rank draws its own ({about.sampler}), so nothing after it can "
                     text += "be compared"
                     said = [note for _, note in ranks[0][Said] if note.kind == "own order"]
                     lines = [f"its order is drawn at {source(note.text)}" for note in said]
-                elif are_shares(batch.key, one, ranks):
+                elif are_shares(batch.key, about and about.size, one, ranks):
                     why = "unpaired"
                     text += " in this step, and none is on two: the ranks share the samples, in "
                     text += "another order or other batches, so nothing after it can be compared"
@@ -162,15 +164,16 @@ def compare_samples(one, ranks):
     return found, uneven, trains
 
 
-def are_shares(key, one, ranks):
+def are_shares(key, size, one, ranks):
     """Whether the ranks' samples of a pass are parts of the same whole as one process's: none is on
-    two ranks, but for those that a sampler repeats; where the pass has ended, none is left out."""
-    everyone = [repr(index) for notes in ranks for index in indices_of(key, notes)]
-    mine = [repr(index) for index in indices_of(key, one)]
+    two ranks, but for those that a sampler repeats; where the pass has ended, and had all samples
+    on one process, none is left out. `size`: of the dataset."""
+    theirs = [{repr(index) for index in indices_of(key, notes)} for notes in ranks]
+    everyone, mine = set().union(*theirs), {repr(index) for index in indices_of(key, one)}
     ends = [any(note.key == key for _, note in notes[PassEnd]) for notes in (one, *ranks)]
-    repeated = len(everyone) - len(set(everyone))
-    left_out = len(set(mine) - set(everyone)) if all(ends) else 0
-    few = min(len(ranks), len(everyone) / len(ranks))
+    repeated = sum(map(len, theirs)) - len(everyone)
+    left_out = len(mine - everyone) if all(ends) and len(mine) == size else 0
+    few = min(len(ranks), sum(map(len, theirs)) / len(ranks))
     return repeated < few and left_out < len(ranks)
 
 

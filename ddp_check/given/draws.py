@@ -36,18 +36,19 @@ class Draw(NamedTuple):
     state: int  # of the script's own generator
 
 
-def pair(run, name, shape, state):
-    """Which draw of one process this is. It has the same lines, from the innermost to the
-    outermost, so that what one rank alone draws does not count; or else the same innermost line,
-    or else any. Of these, it is the n-th in the step. Where one process draws as many times as
-    often, as for micro-batches, the ranks take turns. Where there is none, what it makes cannot be
-    compared."""
+def pair(run, name, shape, state, chosen_from=None):
+    """Which draw of one process this is. It chooses from the same, as of a node's neighbours; or
+    has the same lines, from the innermost to the outermost, so that what one rank alone draws does
+    not count; or else the same innermost line, or else any. Of these, it is the n-th in the step.
+    Where one process draws as many times as often, as for micro-batches, the ranks take turns.
+    Where there is none, what it makes cannot be compared."""
     lines, trains = place(), torch.is_grad_enabled()
+    places = [(lines, chosen_from)] * bool(chosen_from) + [lines, lines[0], "any"]
     ways = [
         (run.steps, where, name, trains, run.nth("draw", run.steps, where, name, trains))
-        for where in (lines, lines[0], "any")
+        for where in places
     ]
-    key = ways[1]
+    key = ways[0] if chosen_from else ways[1]
     turn = run.nth("turn", lines[0], name) if trains else 0
     draw = Draw(key, shape, state)
     if run.is_single:

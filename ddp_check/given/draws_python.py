@@ -11,7 +11,17 @@ import torch
 
 from ..process import wrap
 from ..script import UNKNOWN, place
-from .draws import LOOP, ORDER, SCRIPT_STATES, marked, note_draw, pair, permutation, state_of
+from .draws import (
+    LOOP,
+    ORDER,
+    SCRIPT_STATES,
+    checksum,
+    marked,
+    note_draw,
+    pair,
+    permutation,
+    state_of,
+)
 
 LIBRARIES = {
     "random": (random, "getstate", "setstate"),
@@ -32,6 +42,15 @@ def script_state(generator):
     finally:
         SCRIPT_STATES[generator] = get()
         set_to(given)
+
+
+def chosen_from(name, args):
+    """A checksum of the numbers or words that a function chooses from, if they are few."""
+    if name not in ("sample", "choice", "choices") or not args:
+        return None
+    things = args[0].tolist() if isinstance(args[0], np.ndarray) else args[0]
+    is_short = isinstance(things, (list, tuple)) and 0 < len(things) <= 1000
+    return checksum(things) if is_short and {*map(type, things)} <= {int, float, str} else None
 
 
 def patch(run):
@@ -73,7 +92,7 @@ def patch(run):
             size = args[size_at] if len(args) > size_at else kwargs.get("size")
             shape = () if size is None else tuple(map(int, np.ravel(size)))
             state = state_of(generator)
-            of_one = pair(run, f"{owner.__name__}.{name}", shape, state)
+            of_one = pair(run, f"{owner.__name__}.{name}", shape, state, chosen_from(name, args))
             key, shape_of_one, _ = of_one
             with script_state(generator):
                 original(*args, **kwargs)

@@ -54,11 +54,14 @@ class Trained:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         order = {id(p): i for i, p in enumerate(parameters)}
         modules = [m for m in outer_modules() if any(id(p) in order for p in m.parameters())]
-        modules.sort(key=lambda m: min(order.get(id(p), len(order)) for p in m.parameters()))
         variables = modules_of(inspect.currentframe())
+        named = [(variables.get(id(m), type(m).__name__), m) for m in modules]
+
+        def place_of(both):  # the same in each process, also where several have the same parameters
+            return min(order.get(id(p), len(order)) for p in both[1].parameters()), both[0]
+
         self.owners, self.names = {}, {}
-        for module in modules:
-            of = variables.get(id(module), type(module).__name__)
+        for of, module in sorted(named, key=place_of):
             while of in self.owners:
                 of += "'"
             self.owners[of] = module

@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import shutil
+import sys
 import weakref
 
 import torch
@@ -20,7 +21,7 @@ from torch.optim.optimizer import (
 from ..given.draws import seed_all
 from ..notes import TRIED, Seen, Step
 from ..process import wrap
-from ..script import library_place, place
+from ..script import library_place, own_file, place
 from ..sketch import moved, sketches
 from .held import (
     Trained,
@@ -32,7 +33,7 @@ from .held import (
     tensors_of,
     variables_of,
 )
-from .written import line_of
+from .written import line_of, with_callers
 
 BATCH_NORM = r"running_mean$|running_var$|num_batches_tracked$"  # averages: each rank's own
 
@@ -137,7 +138,10 @@ class Steps:
         trained = self.optimizers[self.inside[0]]
         name, about = f"optimizer {trained.number}", {}
         if tensors:
-            about = {name: line_of(self.run, tensor) for name, tensor in tensors.items()}
+            lines = {name: line_of(self.run, tensor) for name, tensor in tensors.items()}
+            about = with_callers(self.run, lines)
+        if kind == "mode":
+            about = {"set": self.run.mode_set}
         seen = Seen(kind, self.line, name, trained.step, values, about=about)
         seen.library = self.library
         self.run.note(seen)
@@ -168,6 +172,9 @@ class Steps:
                 run.note(Seen("attribute", "", "at a step", 0, kept))
         if run.steps == TRIED:
             run.note_drawn()
+            for module in list(sys.modules.values()):
+                if file := own_file(getattr(module, "__file__", None) or "<"):
+                    run.say(file, "file")
         seed_all(run.hash("step", run.steps), torch_too=False)
         if run.steps >= run.options["steps"]:
             run.end("--steps")
@@ -183,7 +190,8 @@ class Steps:
     def note_others(self):
         known = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
         values, lines = others(self.run, known, BATCH_NORM)
-        self.run.note(Seen("other", "", "at a step", 0, values, about=lines))
+        about = with_callers(self.run, lines)
+        self.run.note(Seen("other", "", "at a step", 0, values, about=about))
 
     def path(self, what):
         trained = self.optimizers[self.inside[0]]

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import Subset
 
 from ..given.alike import keep_precise
-from ..notes import Averages, Collective, Seen
+from ..notes import MANY_EVALUATIONS, PASS, Averages, Collective, Seen
 from ..process import stop_both_runs, wrap
 from ..script import FOLDER, UNKNOWN, own_file, own_lines, place, source
 from ..sketch import is_plain, leaves_of, sketches
@@ -27,13 +27,15 @@ NOT_THE_SCRIPTS = tuple(
 )
 
 
-def note_evaluation(run, module, line):
+def note_evaluation(run, module, line, callers):
     """The buffers with which a module is evaluated: batch norm's averages are each rank's own."""
-    number = run.nth("evaluation", run.steps, line)
-    if number == 0 and run.nth("evaluations", line) < 20:
+    is_first = run.nth("evaluation", run.steps, line, id(module)) == 0
+    if is_first and run.nth("evaluations", line) < MANY_EVALUATIONS:
         buffers = [each for each in module.named_buffers() if each[1].is_floating_point()]
         buffers = {f"{type(module).__name__}.{name}": buffer for name, buffer in buffers}
-        run.note(Seen("evaluation", line, type(module).__name__, 0, sketches(buffers)))
+        number, about = run.nth("modules", run.steps, line), {"callers": callers[:1]}
+        name, values = type(module).__name__, sketches(buffers)
+        run.note(Seen("evaluation", line, name, number, values, about=about))
 
 
 def sum_of_weights(run, module):
@@ -44,6 +46,10 @@ def sum_of_weights(run, module):
 def indices_in(tree):
     """Of the values that are among the arguments of a function."""
     return [leaf.compare_index for leaf in leaves_of(tree) if hasattr(leaf, "compare_index")]
+
+
+def is_group(thing):
+    return isinstance(thing, torch.distributed.ProcessGroup)
 
 
 def in_function():
@@ -113,7 +119,11 @@ class Trace(TorchFunctionMode):
             if frame.f_code.co_filename.startswith(NOT_THE_SCRIPTS):
                 return
             frame = frame.f_back
-        file = None if frame is None or "empty" in name else own_file(frame.f_code.co_filename)
+        file = (
+            None
+            if frame is None or "empty" in name or name == "new"
+            else own_file(frame.f_code.co_filename)
+        )
         leaves = [leaf for leaf in leaves_of(out) if torch.is_tensor(leaf)]
         if file is None and name in self.SCALED and len(made_from) == 1 and is_plain(out):
             out.compare_index = made_from[0]  # as a framework divides a loss by its number of parts
@@ -163,7 +173,8 @@ def patch(run):
                 return original(module, *args, **kwargs)
             run.thread.evaluates = True
             try:
-                note_evaluation(run, module, place()[0])
+                line, *callers = place()
+                note_evaluation(run, module, line, callers)
                 return original(module, *args, **kwargs)
             finally:
                 run.thread.evaluates = False
@@ -189,6 +200,13 @@ def patch(run):
         about["callers"] = callers[:2]
         run.note_value("outputs", line, name, of_lines, [*indices_in(outputs), index], **about)
         return outputs
+
+    @wrap(nn.Module, "train")  # eval() calls it, too, and it those of the parts
+    def train(original, self, mode=True):
+        caller = inspect.currentframe().f_back.f_back.f_code
+        if caller.co_name != "train" or not caller.co_filename.startswith(TORCH):
+            run.mode_set = place()[:2]
+        return original(self, mode)
 
     @wrap(Subset, "__init__")
     def choose(original, self, dataset, indices):
@@ -217,19 +235,32 @@ def patch(run):
         run.note_value("loss", place()[0], "backward", value, indices_in(leaves))
         return original(tensors, *args, **kwargs)
 
+    def is_first_of_many(line):
+        return not run.thread.quiet and run.nth("collective", run.steps, line) < MANY_VALUES
+
     def watch_collective(name):
         @wrap(torch.distributed, name)
         def collective(original, *args, **kwargs):
-            line = place()[0]
-            if not run.thread.quiet and run.nth("collective", run.steps, line) < MANY_VALUES:
+            line, *callers = place()
+            if is_first_of_many(line):
                 drawn = getattr((*args, None)[0], "check_line", "")
                 if "object_list" in name:  # a list of what is no tensor
                     drawn = run.last_order
                 tensors = leaves_of((args[:2], list(kwargs.values())))
                 has_grad = any(getattr(tensor, "requires_grad", False) for tensor in tensors)
                 has_grad = has_grad and (torch.is_grad_enabled() or in_function())
-                run.note(Collective(name, line, drawn, has_grad))
+                groups = [each for each in (*args, *kwargs.values()) if is_group(each)]
+                of_all = all(group.size() == run.world for group in groups)
+                run.note(Collective(name, line, drawn, has_grad, of_all, callers[:2]))
             return original(*args, **kwargs)
+
+    @wrap(DistributedDataParallel, "_sync_buffers")
+    def sync_buffers(original, self):
+        line, *callers = place()
+        if is_first_of_many(line):
+            of_all = self.process_group.size() == run.world
+            run.note(Collective(PASS, line, "", False, of_all, callers[:2]))
+        return original(self)
 
     names = "all_reduce reduce all_gather all_gather_into_tensor all_gather_object gather "
     names += "gather_object broadcast broadcast_object_list scatter_object_list"

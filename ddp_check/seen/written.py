@@ -18,13 +18,19 @@ def line_of(run, tensor):
     return run.written.get(tensor.data_ptr(), "") if is_plain(tensor) else ""
 
 
+def with_callers(run, lines):
+    """{name: the line that has set it}, and {that line: the line that has called its function}."""
+    return lines | {line: run.called_at[line] for line in lines.values() if line in run.called_at}
+
+
 def patch(run):
     def note(tensor):
         is_script = not (run.thread.quiet or run.thread.in_dataset or run.thread.stepping)
         if is_script and is_plain(tensor) and tensor.layout == torch.strided:
-            line = place()[0]
+            line, *callers = place()
             if line != UNKNOWN:
                 run.written[tensor.data_ptr()] = line
+                run.called_at |= dict(zip([line], callers))
 
     def watch(owner, name, made=False):
         """A method that sets its tensor; or what it returns."""
