@@ -85,17 +85,18 @@ class Guard:
         """Whether there is such a file or folder, which the script has not created."""
         return os.path.lexists(path) and not self.is_ignored(path) and not self.made.owns(path)
 
-    def check(self, what, path, remedy=""):
+    def check(self, what, path):
         """Before a file or folder is changed or removed."""
         if self.is_users(path):
-            self.refuse(what, path, remedy)
+            self.refuse(what, path)
 
-    def refuse(self, what, path, remedy=""):
+    def refuse(self, what, path):
         """End both runs, before anything is done to the file."""
         shown = min(path, os.path.relpath(path), key=len)
         text = f"would {what} {shown}, which was there before; nothing was changed"
-        facts = {"line": source(place()[0]), "text": text, "path": path, "remedy": remedy}
-        stop_both_runs(self.process.folder, "refused", facts | {"steps": self.process.steps})
+        steps = self.process.steps
+        facts = {"line": source(place()[0]), "text": text, "path": path, "steps": steps}
+        stop_both_runs(self.process.folder, "refused", facts)
 
     def note(self, path, mode="w"):
         """What is written; and is created in a moment, if it is not there yet."""
