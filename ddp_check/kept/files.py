@@ -139,7 +139,7 @@ class Guard:
                     f"{os.path.relpath(path)} is downloaded or prepared data: it stays"
                 )
 
-    def before_rename(self, old, new, old_folder=-1, new_folder=-1):
+    def before_rename(self, old, new, old_folder, new_folder):
         old, new = full(old, old_folder), full(new, new_folder)
         self.check("rename", old)
         self.check("overwrite", new)
