@@ -14,13 +14,11 @@ from ..process import stop_both_runs, wrap
 from ..script import library_place, place, source
 
 
-def refuse(run, text, remedy):
-    facts = {"line": source(place()[0]), "text": f"not compared: {text}", "remedy": remedy}
-    stop_both_runs(run.folder, "refused", facts)
-
-
 def refuse_call(run, owner, name, text, remedy):
-    wrap(owner, name)(lambda original, *args, **kwargs: refuse(run, text, remedy))
+    @wrap(owner, name)
+    def refuse(original, *args, **kwargs):
+        facts = {"line": source(place()[0]), "text": f"not compared: {text}", "remedy": remedy}
+        stop_both_runs(run.folder, "refused", facts)
 
 
 def refuse_deepspeed(run, module):
