@@ -168,7 +168,6 @@ def is_watched(module, name):
 def see_samplers(run, owner):
     """Whether it takes a sampler for an order only, which does more."""
     name = "_get_distributed_sampler"
-    decorate = staticmethod if isinstance(vars(owner)[name], staticmethod) else lambda f: f
 
     @wrap(owner, name)
     def make(original, dataloader, *args, **kwargs):
@@ -181,7 +180,7 @@ def see_samplers(run, owner):
             run.say(f"{place()[0]} {type(sampler).__name__}", "replaced")
         return given
 
-    setattr(owner, name, decorate(getattr(owner, name)))
+    setattr(owner, name, staticmethod(getattr(owner, name)))  # Fabric is a class
 
 
 # ---- trackers
