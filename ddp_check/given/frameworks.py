@@ -31,15 +31,6 @@ def refuse_multirun(run, module):
     refuse_call(run, module.Plugins, "instantiate_sweeper", text, "for the check, one of them")
 
 
-def tell(run, owner, name):
-    """That the script uses it."""
-
-    @wrap(owner, "__init__")
-    def make(original, self, *args, **kwargs):
-        run.say(name, "framework")
-        original(self, *args, **kwargs)
-
-
 # ---- Accelerate, and so the Trainer
 
 
@@ -109,11 +100,17 @@ def totals_of(scheduler):
     return {name: found[name] for name in names if isinstance(found.get(name), int)}
 
 
-def see_accelerator(run, module):
-    tell(run, module.Accelerator, "accelerate")
+def see_trainer(run, module):
+    @wrap(module.Trainer, "__init__")
+    def make(original, self, *args, **kwargs):
+        run.say("transformers", "framework")
+        original(self, *args, **kwargs)
 
+
+def see_accelerator(run, module):
     @wrap(module.Accelerator, "__init__")
     def make(original, self, *args, **kwargs):
+        run.say("accelerate", "framework")
         original(self, *args, **kwargs)
         wants = kwargs.get("fsdp_plugin") or os.environ.get("ACCELERATE_USE_FSDP")
         if wants and not torch.accelerator.is_available():
@@ -216,10 +213,10 @@ def patch(run):
         "deepspeed": refuse_deepspeed,
         "hydra.core.plugins": refuse_multirun,
         "torch.utils.tensorboard.writer": see_tensorboard,
+        "transformers.trainer": see_trainer,
         "wandb": control_wandb,
     }.items():
         when_imported(name, lambda module, call=call: call(run, module))
-    when_imported("transformers.trainer", lambda m: tell(run, m.Trainer, "transformers"))
     for name in "lightning.pytorch", "pytorch_lightning":
         connectors = f"{name}.trainer.connectors"
         when_imported(
