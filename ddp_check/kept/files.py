@@ -35,7 +35,7 @@ class Guard:
     """Asked before the script opens, renames or removes something."""
 
     def __init__(self, process):
-        self.process, self.made, self.lines = process, Made(process.folder), {}
+        self.process, self.made = process, Made(process.folder)
         self.thread = PerThread()
         caches = [os.path.expanduser(path) for path in CACHES]
         caches += [os.environ[name] for name in CACHE_VARIABLES if os.environ.get(name)]
@@ -109,10 +109,9 @@ class Guard:
         self.note_line(path, mode)
 
     def note_line(self, path, mode):
-        lines, (line, *callers) = self.lines.setdefault(path, set()), place()
-        if mode and line not in lines:
-            self.process.note(File("again" if lines else "created", path, line, mode, callers))
-            lines.add(line)
+        line, *callers = place()
+        if mode:
+            self.process.note_once(File("created", path, line, mode, callers))
 
     def before_open(self, path, mode, flags):
         if isinstance(path, int) or path is None or not flags & WRITES and not self.made.paths:
