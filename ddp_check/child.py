@@ -66,7 +66,6 @@ def say_where(process, ended):
 @contextlib.contextmanager
 def watching(process):
     """The script has the random numbers of one process, and what it does is noted."""
-    find_script(options())
     cpu.install(options(), process.say)
     files.patch(process)
     for watch in WATCHES:
@@ -184,12 +183,12 @@ def child():
         time.sleep(0.05)
         if os.getppid() != parent:  # the command was killed
             LEAVE(1)
+    find_script(args)
     cpu.install(args)
     sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
     control_spawn(args)
     control_processes()
     if args.spawns:
-        find_script(args)
         files.patch(Process("parent"))
         run_script(args)
     else:

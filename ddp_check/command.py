@@ -10,8 +10,6 @@ from . import __version__, launchers
 from .kept.made import Janitor
 from .script import find_script
 
-EXITS = "exit status: 1 if something is WRONG, 2 if nothing could be compared, else 0"
-
 parser = argparse.ArgumentParser(
     prog="ddp_check",
     usage="python ddp_check [flags] my_script.py [its flags]",
@@ -19,7 +17,7 @@ parser = argparse.ArgumentParser(
     "same samples and random numbers, and says where they part. In the script's flags, {run} is "
     "the name of the run, {n} its number of processes, and {rank} that of the process. No file "
     "that was there before is changed, and none is left but downloads.",
-    epilog=EXITS,
+    epilog="exit status: 1 if something is WRONG, 2 if nothing could be compared, else 0",
     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
 )
 parser.add_argument("--steps", type=int, default=20, help="optimizer steps to compare")

@@ -89,14 +89,14 @@ class Generator(type(torch.Generator)):
 
 def install(options, say=None):
     """Once in each process; and who notes that it was needed."""
-    if options.cpu or not torch.cuda.is_available() or MODES:
-        if not MODES:
-            MODES.append(OnCpu())
-            MODES[0].__enter__()
-            patch_devices(options)
-            patch_torch()
-            patch_distributed()
-        MODES[0].say = say or MODES[0].say
+    if not MODES and (options.cpu or not torch.cuda.is_available()):
+        MODES.append(OnCpu())
+        MODES[0].__enter__()
+        patch_devices(options)
+        patch_torch()
+        patch_distributed()
+    if MODES and say:
+        MODES[0].say = say
 
 
 def needs_gpu(error):

@@ -25,8 +25,8 @@ class WhenImported(importlib.abc.MetaPathFinder):
 
 def when_imported(name, call):
     """Now, if it is imported already."""
-    if not any(isinstance(finder, WhenImported) for finder in sys.meta_path):
+    if not CALLS:
         sys.meta_path.insert(0, WhenImported())
+    CALLS.setdefault(name, []).append(call)
     if name in sys.modules:
         call(sys.modules[name])
-    CALLS.setdefault(name, []).append(call)

@@ -69,12 +69,12 @@ def environment(rank, nproc, port):
     return {name: str(value) for name, value in values.items()}
 
 
-def visible_gpus(nproc, needed, count=None):
-    """The environment in which a run sees so many GPUs, of those that this process sees; none if
-    they are fewer than the larger run needs. AMD's have a variable of their own."""
+def visible_gpus(nproc, needed, cpu=False):
+    """The environment in which a run sees so many GPUs, of those that this process sees; none by
+    --cpu, or if they are fewer than the larger run needs. AMD's have a variable of their own."""
     names = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
-    count = torch.cuda.device_count() if count is None else count
-    if count < needed:
+    count = torch.cuda.device_count()
+    if cpu or count < needed:
         return dict(zip(names, ("", "-1")))  # "" is all to HIP
     visible = [os.environ[name] for name in reversed(names) if os.environ.get(name)]
     gpus = visible[0].split(",") if visible else [str(gpu) for gpu in range(count)]
@@ -120,7 +120,7 @@ class Run:
         facts = vars(self.args) | {"folder": self.folder, "run": self.name} | asdict(options)
         env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         env["WANDB_MODE"] = "disabled"  # it would send both runs
-        env |= visible_gpus(self.nproc, self.args.nproc, 0 if self.args.cpu else None)
+        env |= visible_gpus(self.nproc, self.args.nproc, self.args.cpu)
         env.setdefault("OMP_NUM_THREADS", "1")
         for rank in range(1 if self.spawns else self.nproc):
             path = f"{self.folder}/{self.name}.{rank}"

@@ -156,15 +156,13 @@ def moved(before, after):
 
 def summary(tensor):
     """Of a value that a line has computed; None of what has no numbers of its own."""
-    if not torch.is_tensor(tensor) or isinstance(tensor, nn.Parameter):
-        return None
-    if tensor.layout != torch.strided or not is_plain(tensor) or not tensor.numel():
+    if isinstance(tensor, nn.Parameter) or not all_plain([tensor]) or not tensor.numel():
         return None
     shape, tensor, eps = tuple(tensor.shape), torch.atleast_1d(tensor.detach()), half_eps(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    signs, parts = column_signs(tensor.device), {}
-    for d in range(min(3, tensor.dim())):
+    signs, parts, dims = column_signs(tensor.device), {}, range(min(3, tensor.dim()))
+    for d in dims:
         if tensor.shape[d] > MANY_COLUMNS and d:
             continue
         rows = tensor.movedim(d, 0).reshape(tensor.shape[d], -1)
@@ -175,7 +173,6 @@ def summary(tensor):
         marks, norms = finite @ signs[: rows.shape[1]], torch.linalg.vector_norm(finite, dim=1)
         parts[d] = torch.stack([marks, sums, norms])
     parts = copied(parts)
-    dims = [parts[d].reshape(3, -1) if d in parts else None for d in range(min(3, tensor.dim()))]
-    marks, _, norms = dims[0]
-    dims = [dim if dim is None else tuple(dim) for dim in dims]
-    return Sketch(shape, float(np.linalg.norm(norms)), marks, tuple(dims), None, eps)
+    rows = [tuple(parts[d].reshape(3, -1)) if d in parts else None for d in dims]
+    marks, _, norms = rows[0]
+    return Sketch(shape, float(np.linalg.norm(norms)), marks, tuple(rows), None, eps)

@@ -46,7 +46,7 @@ def watched(code, steps=1):
             script.own_file.cache_clear()
             process = SimpleNamespace(folder=str(notes), steps=steps)
             process.say = lambda text: print(text, file=said, flush=True)
-            process.note = lambda note: None
+            process.note_once = lambda note: None
             files.patch(process)
             exec(compile(START + code, os.path.abspath("script.py"), "exec"), {"process": process})
             process.settle()

@@ -39,8 +39,8 @@ def other_optimizers(one, ranks):
     theirs = [{note.key: note.made.get("made", [""])[0] for _, note in n[Step]} for n in ranks]
     for step, note in one[Step]:
         line = note.made.get("made", [""])[0]
-        found = [(rank, of[note.key]) for rank, of in enumerate(theirs) if note.key in of]
-        for rank, made in found:
+        for rank, of in enumerate(theirs):
+            made = of.get(note.key, line)
             if made != line:
                 text = f"rank {rank} makes its steps with another optimizer than one process: "
                 text += "nothing after it can be compared"

@@ -64,7 +64,7 @@ def as_text(result, shows_all=False):
             continue
         lines += wrapped(text, start, indent)
         for line in more:
-            lines += wrapped(line, indent, indent) if line else []
+            lines += wrapped(line, indent, indent)
     for verdict, words in BRIEF.items() if not shows_all else ():
         if names := dict.fromkeys(finding.what for finding in result.of(verdict)):
             lines += wrapped(f"{', '.join(names)}{words}", f"{verdict:8}  ", 10 * " ")

@@ -14,13 +14,11 @@ from ..process import stop_both_runs, wrap
 from ..script import library_place, place, source
 
 
-def refuse(run, text, remedy):
-    facts = {"line": source(place()[0]), "text": f"not compared: {text}", "remedy": remedy}
-    stop_both_runs(run.folder, "refused", facts)
-
-
 def refuse_call(run, owner, name, text, remedy):
-    wrap(owner, name)(lambda original, *args, **kwargs: refuse(run, text, remedy))
+    @wrap(owner, name)
+    def refuse(original, *args, **kwargs):
+        facts = {"line": source(place()[0]), "text": f"not compared: {text}", "remedy": remedy}
+        stop_both_runs(run.folder, "refused", facts)
 
 
 def refuse_deepspeed(run, module):
@@ -31,15 +29,6 @@ def refuse_deepspeed(run, module):
 def refuse_multirun(run, module):
     text = "hydra's multirun, several trainings in one process"
     refuse_call(run, module.Plugins, "instantiate_sweeper", text, "for the check, one of them")
-
-
-def tell(run, owner, name):
-    """That the script uses it."""
-
-    @wrap(owner, "__init__")
-    def make(original, self, *args, **kwargs):
-        run.say(name, "framework")
-        original(self, *args, **kwargs)
 
 
 # ---- Accelerate, and so the Trainer
@@ -111,11 +100,17 @@ def totals_of(scheduler):
     return {name: found[name] for name in names if isinstance(found.get(name), int)}
 
 
-def see_accelerator(run, module):
-    tell(run, module.Accelerator, "accelerate")
+def see_trainer(run, module):
+    @wrap(module.Trainer, "__init__")
+    def make(original, self, *args, **kwargs):
+        run.say("transformers", "framework")
+        original(self, *args, **kwargs)
 
+
+def see_accelerator(run, module):
     @wrap(module.Accelerator, "__init__")
     def make(original, self, *args, **kwargs):
+        run.say("accelerate", "framework")
         original(self, *args, **kwargs)
         wants = kwargs.get("fsdp_plugin") or os.environ.get("ACCELERATE_USE_FSDP")
         if wants and not torch.accelerator.is_available():
@@ -170,7 +165,6 @@ def is_watched(module, name):
 def see_samplers(run, owner):
     """Whether it takes a sampler for an order only, which does more."""
     name = "_get_distributed_sampler"
-    decorate = staticmethod if isinstance(vars(owner)[name], staticmethod) else lambda f: f
 
     @wrap(owner, name)
     def make(original, dataloader, *args, **kwargs):
@@ -183,7 +177,7 @@ def see_samplers(run, owner):
             run.say(f"{place()[0]} {type(sampler).__name__}", "replaced")
         return given
 
-    setattr(owner, name, decorate(getattr(owner, name)))
+    setattr(owner, name, staticmethod(getattr(owner, name)))  # Fabric is a class
 
 
 # ---- trackers
@@ -219,10 +213,10 @@ def patch(run):
         "deepspeed": refuse_deepspeed,
         "hydra.core.plugins": refuse_multirun,
         "torch.utils.tensorboard.writer": see_tensorboard,
+        "transformers.trainer": see_trainer,
         "wandb": control_wandb,
     }.items():
         when_imported(name, lambda module, call=call: call(run, module))
-    when_imported("transformers.trainer", lambda m: tell(run, m.Trainer, "transformers"))
     for name in "lightning.pytorch", "pytorch_lightning":
         connectors = f"{name}.trainer.connectors"
         when_imported(

@@ -14,24 +14,20 @@ MANY_THINGS = 300  # that a dataset holds and that are searched
 
 
 def get_state(generator):
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state()
-    return generator.getstate()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state()  # of torch, and of numpy's RandomState
 
 
 def set_state(generator, state):
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, np.random.Generator):
+    if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
+    elif isinstance(generator, random.Random):
         generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 def seed(generator, number):

@@ -35,7 +35,7 @@ class Guard:
     """Asked before the script opens, renames or removes something."""
 
     def __init__(self, process):
-        self.process, self.made, self.lines = process, Made(process.folder), {}
+        self.process, self.made = process, Made(process.folder)
         self.thread = PerThread()
         caches = [os.path.expanduser(path) for path in CACHES]
         caches += [os.environ[name] for name in CACHE_VARIABLES if os.environ.get(name)]
@@ -85,17 +85,18 @@ class Guard:
         """Whether there is such a file or folder, which the script has not created."""
         return os.path.lexists(path) and not self.is_ignored(path) and not self.made.owns(path)
 
-    def check(self, what, path, remedy=""):
+    def check(self, what, path):
         """Before a file or folder is changed or removed."""
         if self.is_users(path):
-            self.refuse(what, path, remedy)
+            self.refuse(what, path)
 
-    def refuse(self, what, path, remedy=""):
+    def refuse(self, what, path):
         """End both runs, before anything is done to the file."""
         shown = min(path, os.path.relpath(path), key=len)
         text = f"would {what} {shown}, which was there before; nothing was changed"
-        facts = {"line": source(place()[0]), "text": text, "path": path, "remedy": remedy}
-        stop_both_runs(self.process.folder, "refused", facts | {"steps": self.process.steps})
+        steps = self.process.steps
+        facts = {"line": source(place()[0]), "text": text, "path": path, "steps": steps}
+        stop_both_runs(self.process.folder, "refused", facts)
 
     def note(self, path, mode="w"):
         """What is written; and is created in a moment, if it is not there yet."""
@@ -108,10 +109,9 @@ class Guard:
         self.note_line(path, mode)
 
     def note_line(self, path, mode):
-        lines, (line, *callers) = self.lines.setdefault(path, set()), place()
-        if mode and line not in lines:
-            self.process.note(File("again" if lines else "created", path, line, mode, callers))
-            lines.add(line)
+        line, *callers = place()
+        if mode:
+            self.process.note_once(File("created", path, line, mode, callers))
 
     def before_open(self, path, mode, flags):
         if isinstance(path, int) or path is None or not flags & WRITES and not self.made.paths:
@@ -138,7 +138,7 @@ class Guard:
                     f"{os.path.relpath(path)} is downloaded or prepared data: it stays"
                 )
 
-    def before_rename(self, old, new, old_folder=-1, new_folder=-1):
+    def before_rename(self, old, new, old_folder, new_folder):
         old, new = full(old, old_folder), full(new, new_folder)
         self.check("rename", old)
         self.check("overwrite", new)

@@ -24,7 +24,7 @@ def full(path, folder=-1):
     open file, its path."""
     if isinstance(path, int):
         return open_path(path)
-    start = open_path(folder) if isinstance(folder, int) and folder >= 0 else os.getcwd()
+    start = open_path(folder) if folder >= 0 else os.getcwd()
     path = os.path.join(start, os.fsdecode(path))
     return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 

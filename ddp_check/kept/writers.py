@@ -66,15 +66,15 @@ def watch_writer(module, function, guard):
     @wrap(owner, function)
     def write(original, *args, **kwargs):
         path = argument(args, kwargs, position, name)
-        reads = bool(mode) and argument(args, kwargs, *mode) in (None, False, "r", "rb")
-        if isinstance(path, (str, bytes, os.PathLike)) and not reads:
-            guard.hook("open", (path, "w", NEW))
+        reads = mode and argument(args, kwargs, *mode) in (None, False, "r", "rb")
+        if reads or not isinstance(path, (str, bytes, os.PathLike)):
+            return original(*args, **kwargs)
+        guard.hook("open", (path, "w", NEW))
         try:
             return original(*args, **kwargs)
         finally:
             guard.made.settle()
-            if isinstance(path, (str, bytes, os.PathLike)) and not reads:
-                note_renamed(guard.made, os.path.realpath(os.fsdecode(path)))
+            note_renamed(guard.made, os.path.realpath(os.fsdecode(path)))
 
     if not classes:  # others may have imported it by its name
         for other in list(sys.modules.values()):
@@ -167,9 +167,8 @@ def patch(guard):
             return original(path, flags, mode, dir_fd=dir_fd)
 
     for name in "mkfifo", "mknod":
-        make = wrap(os, name)
 
-        @make
+        @wrap(os, name)
         def make_file(original, path, *args, dir_fd=None, **kwargs):
             guard.note(full(path, -1 if dir_fd is None else dir_fd))
             original(path, *args, dir_fd=dir_fd, **kwargs)
