@@ -77,7 +77,8 @@ def watching(process):
     if process.rank == 0:
         sys.stdout, sys.stderr = Tee(process, sys.stdout), Tee(process, sys.stderr)
     wrap(os, "_exit")(functools.partial(before_exit, process, ended))
-    faulthandler.enable()  # a crash prints its lines
+    crash = open(f"{process.folder}/{process.name}.{process.rank}.crash", "w")
+    faulthandler.enable(crash)  # its lines: the log is that of all that mp.spawn starts
     try:
         with trace.Trace(process):
             yield

@@ -52,6 +52,7 @@ class Pass:
     draws: bool  # a sampler that draws with replacement
     batch_size: int | None  # None if the script's own batch_sampler forms the batches
     callers: list = field(default_factory=list)  # the lines that have called the function of it
+    made: str = ""  # the line that has made a DistributedSampler
 
 
 @dataclass
@@ -173,8 +174,8 @@ class Notes:
                     note.at = number  # in the order of this process
                     self.of.setdefault(type(note), []).append((step, note))
         self.crash = self.where = ""
-        with contextlib.suppress(FileNotFoundError), open(f"{path}.log", errors="replace") as log:
-            self.crash = log.read().partition("Fatal Python error")[2]
+        with contextlib.suppress(FileNotFoundError), open(f"{path}.crash") as file:
+            self.crash = file.read()
         with contextlib.suppress(FileNotFoundError), open(f"{path}.where") as file:
             self.where = file.read()
 

@@ -72,6 +72,11 @@ def patch(run):
         original(self, *args, **kwargs)
         self.check_has_own = self.generator is not None  # Accelerate adds one later, on ranks
 
+    @wrap(DistributedSampler, "__init__")
+    def make_share(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        run.made[id(self)] = place()[0]
+
     epochs = {}  # {seed of a DistributedSampler: the epochs that it was given}
 
     @wrap(DistributedSampler, "__iter__")
@@ -153,7 +158,8 @@ def patch(run):
             dataset = dataset.dataset
         size, rows = length(dataset), loader.batch_size
         share = has_share(sampler)
-        return Pass(key, loader.check_name, name, share, size, draws, rows, callers)
+        made = run.made.get(id(sampler), "")
+        return Pass(key, loader.check_name, name, share, size, draws, rows, callers, made)
 
     def batches(loader, key):
         is_map = not isinstance(loader.dataset, IterableDataset)

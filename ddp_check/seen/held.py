@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset
 
 from ..given.draws import checksum
 from ..script import own_file
-from ..sketch import sketches, whole
+from ..sketch import is_plain, sketches, whole
 from .written import line_of
 
 
@@ -110,6 +110,7 @@ def others(run, trained, averages):
     for module in outer_modules():
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             is_known = id(tensor) in trained or re.search(averages, name)
+            is_known = is_known or is_plain(tensor) and tensor.data_ptr() in run.of_datasets
             if not is_known and tensor.is_floating_point() and not tensor.is_meta:
                 full = f"{type(module).__name__}.{name}"
                 found[full, len(found)] = tensor

@@ -201,6 +201,13 @@ def patch(run):
         run.note_value("outputs", line, name, of_lines, [*indices_in(outputs), index], **about)
         return outputs
 
+    @wrap(nn.utils, "clip_grad_norm_")
+    def clip(original, *args, **kwargs):
+        norm = original(*args, **kwargs)
+        if run.traces:  # of the rank's own gradients, if they are averaged later
+            run.note_value("value", place()[0], "clip_grad_norm_", norm)
+        return norm
+
     @wrap(nn.Module, "train")  # eval() calls it, too, and it those of the parts
     def train(original, self, mode=True):
         caller = inspect.currentframe().f_back.f_back.f_code
