@@ -40,8 +40,9 @@ class Tee:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and os.getpid() == self.process.pid:
             *lines, self.text = (self.text + text).split("\n")
+            at, *callers = place() if lines else ("",)
             for line in lines:
-                self.process.note(Printed(place()[0], line.split("\r")[-1]))
+                self.process.note(Printed(at, line.split("\r")[-1], callers[:1]))
         return self.stream.write(text)
 
     def __getattr__(self, name):

@@ -131,6 +131,7 @@ class Unprepared:
 class Printed:
     line: str
     text: str
+    callers: list = field(default_factory=list)  # the line that has called the function of it
 
 
 @dataclass

@@ -74,10 +74,12 @@ class Variables:
         lines = [at for name in names for at in lines_that_set(line, name)]
         return [source(line) for line in lines[:3]]
 
-    def divided(self, line):
-        """In words: where the functions divide whose results a line prints."""
-        lines = [line, *[at for name in names_at(line) for at in lines_that_set(line, name)]]
-        found = [at for each in lines for at in divisions_behind(each, self.files)]
+    def divided(self, lines):
+        """In words: where the functions divide whose results these lines print."""
+        made = [
+            at for line in lines for name in names_at(line) for at in lines_that_set(line, name)
+        ]
+        found = [at for line in (*lines, *made) for at in divisions_behind(line, self.files)]
         return [f"divided at {source(at)}" for at in dict.fromkeys(found)][:3]
 
     def other_data(self):
@@ -163,7 +165,8 @@ def compare_printed(one, ranks, values, variables, repeats, again=None):
                     about = [about, f"called at {source(called)}"] if called else [about]
                     more = [*about, *values.behind(value)]
                 else:
-                    more = variables.behind([a.line], step) + variables.divided(a.line)
+                    more = variables.behind([a.line], step)
+                    more += variables.divided([a.line, *a.callers])
                 more = {"line": a.line, "more": more, "remedy": SCORES, "section": f"{PAGE}#scores"}
                 yield Finding("look", "printed", step, text, **more)
                 break
