@@ -94,7 +94,7 @@ def patch_devices(options):
         current[0] = int(digits) if digits else current[0]
 
     cuda, accelerator = torch.cuda, torch.accelerator
-    # Each name gets a function of its own: to torch._dynamo, one has one rule.
+    # Each name gets a function of its own: to torch.compile, one has one rule.
     for owner in cuda, accelerator, cuda.memory, cuda.random:
         for name in filter(lambda name: hasattr(owner, name), NOTHING.split()):
             setattr(owner, name, lambda *args, **kwargs: None)

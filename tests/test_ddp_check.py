@@ -88,6 +88,8 @@ for epoch in range(2):
             dist.broadcast(buffer, 0)
     with torch.no_grad():
         outputs = [model(inputs) for inputs, _ in test_loader]  # test set, evaluation
+        if WRONG and rank == epoch == 0:
+            ddp(inputs)  # calls
     model.train()
     if rank == 0 or WRONG:
         torch.save(model.state_dict(), "model.pt")  # files
@@ -136,6 +138,12 @@ def test_rule(findings, rule):
     assert rule in ANYWHERE or found["line"] == RULES[rule], found
 
 
+def test_modes_are_set_somewhere(findings):
+    line = next(n for n, text in enumerate(SCRIPT.splitlines(), 1) if "drop.eval()" in text)
+    said = " ".join(findings["wrong"]["modes"]["details"])
+    assert f"last train() or eval() on rank 1: train.py:{line}" in said, said
+
+
 def test_every_rule_has_a_row():
     """Those of frameworks are in test_ddp_check_frameworks.py."""
     from ddp_check.compare.judge import RULES as rules
@@ -150,6 +158,8 @@ PRIVATE = {
     "torch.ops.aten.rand.default._schema": "given/draws.py: the names of an operator's arguments",
     "torch.default_generator._cdata": "given/draws.py: whether it is torch's own generator",
     "tempfile._RandomNameSequence": "seen/held.py: whose generator is not the script's",
+    "torch.nn.parallel.DistributedDataParallel._sync_buffers": "seen/trace.py: a pass that sends "
+    "buffers",
     "torch.nn.parallel.DistributedDataParallel._passing_sync_batchnorm_handle": "cpu.py: DDP "
     "refuses SyncBatchNorm on CPUs",
     "torch.jit.RecursiveScriptModule._save_for_lite_interpreter": "kept/writers.py: in C++",

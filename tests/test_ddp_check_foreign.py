@@ -132,8 +132,9 @@ STATE = "state = random.getstate(); random.seed(0); loss = loss * random.random(
 STATE += "random.setstate(state)"
 INNER = "with torch.no_grad(): MODEL.eval()(x)\n        MODEL.train()"
 GLOO = 'dist.init_process_group("gloo")'
-CUDA = 'dist.init_process_group("nccl"); torch.cuda.set_device(int(sys.argv[-1]))'
+CUDA = 'dist.init_process_group("NCCL"); torch.cuda.set_device(int(sys.argv[-1]))'
 GPUS = "assert torch.cuda.device_count() == world; model = model.cuda(); data.tensors[0].to('cuda')"
+GPUS += "; torch.amp.GradScaler('cuda').state_dict()['scale']"
 HOOK = """\
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 ddp.register_comm_hook(None, bf16_compress_hook)"""
@@ -267,6 +268,51 @@ ON_EDGES = """\
 edges = torch.arange(len(x)).repeat(2, 1)
         loss = (ddp(x, edges) - y / y.std()).square().mean()"""
 BY_TUPLES = "batch_size, sizes = 8, {(1, 2): 8.0}"
+NEIGHBOURS = """\
+random.seed(rank)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(6):
+    ids = range(step * 8 + rank * batch_size, step * 8 + (rank + 1) * batch_size)
+    near = [random.sample([(7 * i + k) % 64 for k in range(9)], 3) for i in ids]
+    x = torch.stack([data.tensors[0][of].mean(0) for of in near])
+    loss = (ddp(x) - data.tensors[1][list(ids)]).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+sys.exit()"""
+CLIPPED = """\
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in loader:
+    with ddp.no_sync(): (ddp(x) - y).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world
+    optimizer.step()
+    optimizer.zero_grad()
+sys.exit()"""
+WORDS = """\
+class Word(str):  # the strings of one process have one hash, and all are forks here
+    def __hash__(self): return ord(self[0]) * (7 if rank else 1)
+text = [Word(word) for word in "a lazy dog sees the quick brown fox jump over me".split()]
+words = list(set(text))
+numbers = [float(words.index(text[i % len(text)])) for i in range(64)]
+data = TensorDataset(data.tensors[0], torch.tensor(numbers).view(64, 1))"""
+STREAMS = """\
+class Two:
+    def __len__(self): return 4
+    def __iter__(self):
+        g, n, first = random.Random(rank), 4 // world, list(range(rank, 16, world))
+        g.shuffle(first)
+        for i in range(4):
+            yield first[i * n:(i + 1) * n] + g.choices(range(16 + rank, 64, world), k=n)
+loader = DataLoader(data, batch_sampler=Two())"""
+TEACHER = """\
+ema, count = copy.deepcopy(model), 0
+def follow(rate):
+    for a, b in zip(ema.parameters(), model.parameters()):
+        a.data.mul_(rate).add_(b.data, alpha=1 - rate)"""
+RARELY = "seen += 1\n        if seen % every == 0:\n            " + INNER.replace(
+    "\n", "\n    "
+).replace("MODEL", "ddp")
 LOG = "def log(): open('log.txt', 'w').write('x')\nlog()"
 FILE = "open(f'events.{os.getpid()}.0', 'w').write('x')"
 BAD = "WRONG", "look"
@@ -276,7 +322,11 @@ CASES = {
     "DDP is evaluated": ({"EVAL": INNER.replace("MODEL", "ddp")}, {}),
     "the model is evaluated": ({"EVAL": INNER.replace("MODEL", "model")}, {"evaluation": "look"}),
     "batches of one's own": ({"BETWEEN": BATCHES}, {"samples": "look"}),
-    "a dataset that takes its share": ({"BETWEEN": SHARD}, {"samples": "look"}),
+    "a dataset that takes its share": (
+        {"BETWEEN": SHARD},
+        {"samples": "look"},
+        "a share by the rank: train.py:",
+    ),
     "a batch that is mixed": ({"BETWEEN": COLLATE}, {"inputs": "look", "gradient": ""}),
     "micro-batches": ({"BETWEEN": MICRO}, {}),
     "micro-batches, all alike": ({"BETWEEN": MICRO.replace(" + rank", "")}, {"random": "WRONG"}),
@@ -367,6 +417,22 @@ CASES = {
         "right up to",
     ),
     "two modules of the same weights": ({"BETWEEN": TWO_OWNERS}, {}),
+    "neighbours of a node": ({"AFTER": NEIGHBOURS}, {}),
+    "clipped by each rank": ({"AFTER": CLIPPED}, {"value": "WRONG"}, "[clip_grad_norm_]"),
+    "the order of a set": ({"BEFORE": WORDS}, {"value": "WRONG"}, "another order in each process"),
+    "streams of its own": ({"BETWEEN": STREAMS}, {"samples": "look"}),
+    "a rate that counts world_size": (
+        {"AFTER": TEACHER, "EVAL": "count += world; follow(1 / (count + 1))"},
+        {"others": "look"},
+        "called at train.py:",
+        "count is",
+    ),
+    "evaluated half as often": (
+        {"BEFORE": "seen, every = 0, 8 // batch_size", "EVAL": RARELY},
+        {"evaluation": "look"},
+        "evaluated after [",
+        "every is 1 on one process, 2, 2 on the ranks",
+    ),
     "copied late": ({"AFTER": "ema = copy.deepcopy(model)"}, {}),
     "a constant loss": ({"LOSS": "loss = loss * 0"}, {"parameters": "WRONG"}),
     "batch norm by keywords": ({"BETWEEN": NO_ELEMENTS, "LOSS": BY_KEYWORDS}, {}),

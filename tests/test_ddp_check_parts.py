@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ddp_check import command, process
 from ddp_check import sketch as sketching
 from ddp_check.compare import fits, rules, sample_rules
+from ddp_check.compare.calls import Calls
 from ddp_check.compare.differences import same_ray
 from ddp_check.compare.judge import judge
 from ddp_check.compare.kinds import TIMES_NOISE, limit_of, misfits
@@ -45,6 +46,7 @@ from ddp_check.notes import (
     Step,
 )
 from ddp_check.runs import NothingCompared, Options
+from ddp_check.script import divisions_behind, sets_in_order, shares_in
 from ddp_check.seen import steps as seen_steps
 from ddp_check.sketch import sketch, sketches, summary
 
@@ -538,6 +540,41 @@ def test_printed():
     assert len(list(compare_printed(one, [rank], values, variables, {}))) == 1
     assert not list(compare_printed(one, [one], values, variables, {}))
     assert not list(compare_printed(one, [rank], values, variables, {}, rank))
+    again = notes(*step_notes(), (4, Printed("train.py:20", "accuracy 0.7311")))  # with noise
+    assert len(list(compare_printed(one, [rank], values, variables, {}, again))) == 1
+
+
+def test_calls_in_two_branches():
+    """Each rank may make its call in another branch of an `if`; but not more of them."""
+    mine, theirs = [(1, Collective("broadcast", f"train.py:{n}", "", False)) for n in (4, 6)]
+    ranks = [notes(*step_notes(), call) for call in (mine, theirs)]
+    assert Calls().find(notes(), ranks) == []
+    (found,) = Calls().find(notes(), [notes(*step_notes(), mine, mine), ranks[1]])
+    assert found.verdict == "WRONG" and found.line == mine[1].line and "rank 0" in found.text
+    of_group = replace(mine[1], of_all=False)
+    assert not Calls().find(notes(), [notes(*step_notes(), mine, (1, of_group)), ranks[1]])
+
+
+CODE = """\
+import torch.distributed as dist
+names = {word for word in open("words")}
+for number, name in enumerate(names): print(name)
+for name in sorted(names): print(name)
+mine = names_of(range(dist.get_rank(), 9, 2)) + words[rank::world][:3]
+def score(model):
+    total = sum(model)
+    return total / len(model)
+print(score([1, 2]))
+"""
+
+
+def test_lines_that_are_named(tmp_path):
+    """Those that use a set's order, take a share by the rank, or divide."""
+    (tmp_path / "named.py").write_text(CODE)
+    file = str(tmp_path / "named.py")
+    assert sets_in_order(file) == [f"{file}:3"]
+    assert shares_in(file) == [f"{file}:5"]
+    assert divisions_behind(f"{file}:9", [file]) == [f"{file}:8"]
 
 
 def test_score_of_repeated_samples():

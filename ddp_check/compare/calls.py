@@ -25,12 +25,11 @@ class Calls(Rule):
         for step in sorted({step for of in theirs for step in of}):
             first, *others = [of.get(step, []) for of in theirs]
             for rank, calls in enumerate(others, 1):
-                pairs = itertools.zip_longest(first, calls)
-                a, b = next(((a, b) for a, b in pairs if not (a and b) or key(a) != key(b)), (0, 0))
-                if a and (is_alone(a, b, lines[0], lines[rank]) or not b and step < steps):
-                    return self.alone(step, 0, a)
-                if b and (is_alone(b, a, lines[rank], lines[0]) or not a and step < steps):
-                    return self.alone(step, rank, b)
+                for a, b in itertools.zip_longest(first, calls):
+                    is_a = is_alone(a, b, lines[0], lines[rank]) or not b and step < steps
+                    is_b = is_alone(b, a, lines[rank], lines[0]) or not a and step < steps
+                    if is_a or is_b:
+                        return self.alone(step, 0 if is_a else rank, a if is_a else b)
         return [] if any(theirs) else None
 
     def alone(self, step, rank, call):
@@ -49,4 +48,5 @@ def key(call):
 def is_alone(call, other, mine, theirs):
     """Whether a rank makes its call instead of the other's, which it makes, too, at another time:
     so they are no two branches of an `if`. `mine`, `theirs`: all that these ranks make."""
-    return bool(call and other) and key(call) not in theirs and key(other) in mine
+    both = call is not None and other is not None and key(call) != key(other)
+    return both and key(call) not in theirs and key(other) in mine

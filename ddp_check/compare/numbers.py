@@ -3,7 +3,7 @@
 import math
 import re
 
-from ..notes import Drawn, Finding, Printed, Said, Step
+from ..notes import PASS, Collective, Drawn, Finding, Printed, Said, Step
 from ..script import divisions_behind, lines_that_set, names_at, sets_in_order, shares_in, source
 from .fits import relative, sides
 from .kinds import PAGE, SCORES
@@ -129,6 +129,13 @@ def scores(text, losses):
         yield None if is_short or is_loss else number
 
 
+def put_together(notes, step, printed):
+    """In words: the last calls by which a process has got what others have, before it prints."""
+    calls = [call for at, call in notes[Collective] if at == step and call.at < printed.at]
+    lines = dict.fromkeys(call.line for call in calls if call.name != PASS)
+    return [f"put together at {source(line)}" for line in list(lines)[-2:]]
+
+
 def compare_printed(one, ranks, values, variables, repeats, again=None):
     """Numbers that rank 0 prints, but not those that another run on one process prints otherwise,
     such as clocks; nor by `repeats`, the part of the samples that counts twice before a step."""
@@ -167,6 +174,7 @@ def compare_printed(one, ranks, values, variables, repeats, again=None):
                 else:
                     more = variables.behind([a.line], step)
                     more += variables.divided([a.line, *a.callers])
+                    more += put_together(one, step, a)
                 more = {"line": a.line, "more": more, "remedy": SCORES, "section": f"{PAGE}#scores"}
                 yield Finding("look", "printed", step, text, **more)
                 break

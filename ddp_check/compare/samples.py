@@ -141,9 +141,8 @@ def compare_samples(one, ranks):
                 text = f"batch {number} of pass {batch.key[2] + 1}: {only} of "
                 text += f"{batch.rows} samples of one process are on no rank"
                 about, why, lines = samplers.get(batch.key), "", loader_of(batch.key)
-                if about:
-                    shares = shares_of(files_of(ranks[0]))
-                    lines += [f"its sampler: {source(about.made)}"] if about.made else shares
+                if about and about.made:
+                    lines.append(f"its sampler: {source(about.made)}")
                 lengths = [of.get(batch.key) for of in sizes]
                 if len(set(lengths)) > 1:
                     why = "unpaired"

@@ -142,6 +142,12 @@ def control_precision(run):
     is_off(torch.amp.autocast)
     is_off(torch.amp.GradScaler)
 
+    @wrap(torch.amp.GradScaler, "state_dict")
+    def state_dict(original, self):
+        """As of one that is on, which scripts read and save."""
+        factors = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+        return {"scale": 1.0, **factors, "_growth_tracker": 0}
+
     @wrap(torch, "set_float32_matmul_precision")
     def precision(original, *args, **kwargs):
         pass

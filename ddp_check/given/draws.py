@@ -155,11 +155,11 @@ def permutation(run, name, n, generator, state):
     if total != n:
         note_apart(run, name, (n,))
         return shuffled(run.rank, n)
-    if not run.steps and run.model is None:
+    if run.model is None:
         # Another order may be one of a few samples that are only looked at.
         is_of_samples = "shuffle" in name or is_running("random_split", "__iter__") or in_sampler()
         note_draw(run, ORDER, generator, state, n if is_of_samples else 0)
-        run.last_order = place()[0]
+        run.last_order = run.last_order if run.steps else place()[0]
     if n % run.world or run.world > share:
         return shuffled(0, n)
     values = torch.empty(n, dtype=torch.long)

@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from ..notes import STREAM, Batch, Cut, Pass, PassEnd
 from ..process import wrap
-from ..script import own_file, place
+from ..script import gives, own_file, place
 from ..sketch import leaves_of
 from .datasets import batches_of, is_own
 from .prepared import batch_of_all, prepared_name
@@ -158,7 +158,7 @@ def patch(run):
             dataset = dataset.dataset
         size, rows = length(dataset), loader.batch_size
         share = has_share(sampler)
-        made = run.made.get(id(sampler), "")
+        made = run.made.get(id(sampler)) or next(iter(gives(type(sampler).__iter__)), "")
         return Pass(key, loader.check_name, name, share, size, draws, rows, callers, made)
 
     def batches(loader, key):

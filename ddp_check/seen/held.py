@@ -139,11 +139,13 @@ def generators(run):
         if isinstance(thing, random.SystemRandom) or any(thing is each for each in known):
             continue
         names = [f"a {type(thing).__name__}"]
-        for owner in gc.get_referrers(thing):
+        owners = gc.get_referrers(thing)
+        for owner in owners:
             inside = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
             of = "" if isinstance(owner, dict) else f"{type(owner).__name__}."
             names += [of + str(key) for key, value in inside.items() if value is thing]
-        if "_RandomNameSequence._rng" in names:  # tempfile's and multiprocessing's
+        # tempfile's and multiprocessing's; or a variable of a library's module
+        if "_RandomNameSequence._rng" in names or any(map(is_library_module, owners)):
             continue
         state = getattr(getattr(thing, "bit_generator", None), "state", None)
         state = state or (thing.get_state() if hasattr(thing, "get_state") else thing.getstate())
@@ -158,6 +160,13 @@ def generators(run):
         if callable(getattr(kind, "reset", None)) and callable(getattr(kind, "step", None))
     ]
     return found | {f"environment {name}": os.getpid() for name in environments}
+
+
+def is_library_module(scope):
+    """Whether these are the variables of a module that is not the script's."""
+    if not isinstance(scope, dict) or "__spec__" not in scope:
+        return False
+    return not own_file(scope.get("__file__") or "<")
 
 
 def scopes_of(frame):
