@@ -103,6 +103,9 @@ class Cause:
         found, origin, is_input = self.first_value()
         for line, name in self.differences.calls.items() if found else ():
             found[0].more.append(f"this {name} is not differentiated: {source(line)}")
+        for line in self.differences.gathered.get(self.step, ()) if found else ():
+            if line not in self.differences.calls:
+                found[0].more.append(f"before it, this gathers: {source(line)}")
         if branch := self.branch(origin, found[0].verdict if found else "WRONG"):
             found.append(branch)
         is_look = bool(found) and found[0].verdict == "look"

@@ -45,6 +45,10 @@ class Differences:
         calls = [(step, call) for step, call in calls if call.at < losses.get(step, math.inf)]
         # {line: name} of collective calls in a step, before its backward()
         self.calls = {call.line: call.name for step, call in calls if step == calls[0][0]}
+        self.gathered = {}  # {step: the lines that gather something before its last backward()}
+        for step, call in ranks[0][Collective]:
+            if "gather" in call.name and call.at < losses.get(step, -1):
+                self.gathered.setdefault(step, {})[call.line] = None
         self.told = told_to_average(ranks[0])
         self.steps = {step: note for step, note in ranks[0][Step]}
         self.of_ranks = [{step: note for step, note in n[Step]} for n in ranks]
