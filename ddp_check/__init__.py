@@ -2,13 +2,15 @@
 
 In all processes:
 
-script     the script's files and lines, and the names in them
+script     the script's files and lines, and how it is run
+text       what stands in them: names, branches, divisions
 notes      what is noted, as dataclasses; written in each process, read when all have ended
 sketch     what is noted of a tensor
 imports    functions that are called when a module is imported
 
 In those of a run:
 
+patches    functions that are replaced
 process    what the process knows, and the notes that it takes
 gpus       what it is told of GPUs that are not there
 cpu        scripts for GPUs, on CPUs

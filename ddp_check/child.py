@@ -19,11 +19,12 @@ from . import cpu
 from .given import alike, draws, draws_python, frameworks, samples
 from .kept import files
 from .notes import Printed
-from .process import LEAVE, Process, replace_names, stop_both_runs, wrap
+from .patches import LEAVE, replace_names, stop_both_runs, wrap
+from .process import Process
 from .script import find_script, own_lines, place, run_script, source
-from .seen import steps, trace, written
+from .seen import calls, steps, trace, written
 
-WATCHES = draws, draws_python, alike, samples, frameworks, trace, written, steps
+WATCHES = draws, draws_python, alike, samples, frameworks, trace, calls, written, steps
 
 
 def options():

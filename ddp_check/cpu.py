@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .gpus import Nothing, is_own, patch_devices
-from .process import wrap
+from .patches import wrap
 from .script import FOLDER
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import types
 
 import torch
 
-from .process import wrap
+from .patches import wrap
 from .script import FOLDER, own_file
 
 TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -1,70 +1,24 @@
 """What a process of a run knows, the notes that it takes, and where its samples are."""
 
 import contextlib
-import functools
 import json
 import os
 import pickle
+import shutil
 import sys
 import threading
 import time
-import types
 import zlib
 
 import torch
 from torch import nn
 
 from .notes import NOISE, Drawn, End, Said, Seen
+from .patches import LEAVE
 from .script import library_place, own_file
 from .sketch import by_sample, is_plain, leaves_of, summary
 
-LEAVE = os._exit
-STOPPED = 76  # exit status
 MANY_PARTS = 8  # tensors of a value that are noted
-REPLACED = {}  # {id of a function: (the function, what has replaced it)}
-
-
-def wrap(owner, name):
-    """A decorator: the function replaces owner.name, and gets the original as its first argument.
-    What torch.compile traces is left alone."""
-
-    def decorate(function):
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def replacement(*args, **kwargs):
-            if torch.compiler.is_compiling():
-                return original(*args, **kwargs)
-            return function(original, *args, **kwargs)
-
-        setattr(owner, name, replacement)
-        REPLACED[id(original)] = original, replacement
-
-    return decorate
-
-
-def replace_names():
-    """Also where the script has imported a function by its name before it was replaced, as it has
-    in a process that it starts itself."""
-    for module in list(sys.modules.values()):
-        if not own_file(getattr(module, "__file__", None) or "<"):
-            continue
-        functions = [f for f in vars(module).values() if isinstance(f, types.FunctionType)]
-        own = [f.__globals__ for f in functions if own_file(f.__code__.co_filename)]
-        for scope in (vars(module), *own):
-            for name, value in list(scope.items()):
-                while id(value) in REPLACED:
-                    scope[name] = value = REPLACED[id(value)][1]
-
-
-def stop_both_runs(folder, name, facts):
-    """Before the script does something. The command ends all processes as soon as there is a file
-    of this name, "refused" or "spawns"."""
-    new = f"{folder}/{name}.{os.getpid()}"
-    with open(new, "w") as file:
-        json.dump(facts, file)
-    os.replace(new, f"{folder}/{name}")
-    LEAVE(STOPPED)
 
 
 class PerThread(threading.local):
@@ -181,7 +135,21 @@ class Process:
         finally:
             self.thread.quiet = before
 
+    def keep_space(self, paths):
+        """Fewer steps, if those to come would take more than half of what is free on the disk.
+        `paths`: of what a step has written."""
+        size, free = sum(map(os.path.getsize, paths)), shutil.disk_usage(self.folder).free
+        steps = self.steps + 1 + int(free / 2 / size)
+        if steps < self.options["steps"]:
+            self.options["steps"] = steps
+            text = f"{steps} steps only: each writes {size / 1e9:.2g} GB to {self.folder}, where "
+            self.say(f"{text}{free / 1e9:.2g} GB are free; another TMPDIR may have more")
+
     def note_drawn(self):
+        """And the script's files."""
+        for module in list(sys.modules.values()):
+            if file := own_file(getattr(module, "__file__", None) or "<"):
+                self.say(file, "file")
         drawn = {}
         for (what, *key), number in self.counts.items():
             if what == "draw" and isinstance(key[1], str) and key[3]:  # a line, in training

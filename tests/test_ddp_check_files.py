@@ -20,7 +20,7 @@ from helpers import wait_until
 from ddp_check import script
 from ddp_check.kept import files
 from ddp_check.kept.made import Janitor, Made, identity, remove_made
-from ddp_check.process import STOPPED
+from ddp_check.patches import STOPPED
 
 START = """\
 import csv, dbm, io, json, logging, logging.handlers, mmap, os, pickle, shelve, shutil, sqlite3

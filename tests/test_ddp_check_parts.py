@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_check import command, process
 from ddp_check import sketch as sketching
-from ddp_check.compare import fits, rules, sample_rules
+from ddp_check.compare import fits, sample_rules, state_rules
 from ddp_check.compare.calls import Calls
 from ddp_check.compare.differences import same_ray
 from ddp_check.compare.judge import judge
@@ -46,9 +46,9 @@ from ddp_check.notes import (
     Step,
 )
 from ddp_check.runs import NothingCompared, Options
-from ddp_check.script import divisions_behind, sets_in_order, shares_in
 from ddp_check.seen import steps as seen_steps
 from ddp_check.sketch import sketch, sketches, summary
+from ddp_check.text import divisions_behind, sets_in_order, shares_in
 
 TOLERANCE = 3e-4
 
@@ -298,7 +298,7 @@ def test_steps(make_process):
 def test_disk(make_process, monkeypatch):
     """Fewer steps, if those to come would take more than half of what is free."""
     usage = argparse.Namespace(free=20_000)
-    monkeypatch.setattr(seen_steps.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(process.shutil, "disk_usage", lambda path: usage)
     one = make_process("one")
     make_step(one, 1.0)
     assert 1 < one.options["steps"] < 15
@@ -528,7 +528,7 @@ def test_weights_of_a_rank(wrapped):
         return notes(*found)
 
     ranks = [of(1, 1.0), of(2, 1 - 1e-6)]
-    (found,) = rules.OtherWeights().drawn(ranks)
+    (found,) = state_rules.OtherWeights().drawn(ranks)
     assert found.verdict == ("look" if wrapped else "WRONG"), found
 
 

@@ -4,7 +4,8 @@ hang, or get what was meant for another call."""
 import itertools
 
 from ..notes import Collective, Step
-from ..script import branch_of, source
+from ..script import source
+from ..text import branch_of
 from .rules import Rule
 
 

@@ -4,7 +4,8 @@ import math
 import re
 
 from ..notes import STREAM, Finding
-from ..script import branch_of, lines_inside, lines_that_set, source
+from ..script import source
+from ..text import branch_of, lines_inside, lines_that_set
 from .differences import parts_of
 from .kinds import KINDS, PAGE
 

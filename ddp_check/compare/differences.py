@@ -6,7 +6,8 @@ import os
 import numpy as np
 
 from ..notes import NOISE, Averages, Collective, Finding, Step
-from ..script import lines_that_set, source
+from ..script import source
+from ..text import lines_that_set
 from .fits import meaning, same, sides, size
 from .kinds import HIDES, KINDS, PAGE, TENSORS, misfits, offs, paired
 

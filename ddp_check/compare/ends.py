@@ -4,7 +4,8 @@ import ast
 import re
 
 from ..notes import Batch, Finding, PassEnd, Step
-from ..script import branch_of, lines_inside, loops_around, source, statement_at
+from ..script import source
+from ..text import branch_of, lines_inside, loops_around, statement_at
 from .fits import sides
 from .kinds import PAGE
 from .samples import training_passes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..notes import Finding, Said, Step
 from ..script import source
-from . import calls  # noqa: F401  a rule
+from . import calls, file_rules, state_rules  # noqa: F401, I001  rules, in their order
 from .causes import LOST, find_causes, first_behind
 from .differences import Differences, compare_settings
 from .ends import about_ends, explains_ends, left_out_steps, left_pass, other_optimizers
@@ -14,8 +14,9 @@ from .frameworks import in_its_words
 from .kinds import HIDES, TENSORS, TIMES_NOISE, VALUES, noise_of
 from .lineage import Values
 from .numbers import Variables, compare_printed
-from .sample_rules import RULES, repeated  # all rules
+from .rules import RULES
 from .samples import compare_lengths, compare_samples, passes_per_process
+from .score_rules import repeated  # the last of all rules
 
 VERDICTS = "note", "WRONG", "look", "ok", "not told", "not seen"  # in the order of the report
 FEW = 3  # steps that differ, whose lines are looked at: the first may be as it is meant to be

@@ -4,7 +4,8 @@ import math
 import re
 
 from ..notes import PASS, Collective, Drawn, Finding, Printed, Said, Step
-from ..script import divisions_behind, lines_that_set, names_at, sets_in_order, shares_in, source
+from ..script import source
+from ..text import divisions_behind, lines_that_set, names_at, sets_in_order, shares_in
 from .fits import relative, sides
 from .kinds import PAGE, SCORES
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import cpu
-from ..process import wrap
+from ..patches import wrap
 from ..sketch import is_plain
-from .draws import MODEL, note_draw, state_of
+from .pairing import MODEL, note_draw, state_of
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 

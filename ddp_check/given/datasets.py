@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import IterableDataset, Subset
 
 from ..sketch import leaves_of
-from .draws import DATASET, SCRIPT_STATES, checksum, note_draw, seed_all, state_of
+from .draws import seed_all
 from .generators import OwnGenerators
+from .pairing import DATASET, SCRIPT_STATES, checksum, note_draw, state_of
 
 
 @contextlib.contextmanager

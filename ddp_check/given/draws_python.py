@@ -9,19 +9,10 @@ import random
 import numpy as np
 import torch
 
-from ..process import wrap
+from ..patches import wrap
 from ..script import UNKNOWN, place
-from .draws import (
-    LOOP,
-    ORDER,
-    SCRIPT_STATES,
-    checksum,
-    marked,
-    note_draw,
-    pair,
-    permutation,
-    state_of,
-)
+from .draws import permutation
+from .pairing import LOOP, ORDER, SCRIPT_STATES, checksum, marked, note_draw, pair, state_of
 
 LIBRARIES = {
     "random": (random, "getstate", "setstate"),

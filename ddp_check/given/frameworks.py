@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from ..imports import when_imported
 from ..notes import Collective, File, Seen, Unprepared
-from ..process import stop_both_runs, wrap
+from ..patches import stop_both_runs, wrap
 from ..script import library_place, place, source
 
 

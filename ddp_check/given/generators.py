@@ -6,7 +6,7 @@ import types
 import numpy as np
 import torch
 
-from .draws import checksum
+from .pairing import checksum
 
 KINDS = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 NO_OWNERS = torch.Tensor, np.ndarray, str, type, types.ModuleType

@@ -18,9 +18,10 @@ from torch.utils.data import (
 )
 
 from ..notes import STREAM, Batch, Cut, Pass, PassEnd
-from ..process import wrap
-from ..script import gives, own_file, place
+from ..patches import wrap
+from ..script import own_file, place
 from ..sketch import leaves_of
+from ..text import gives
 from .datasets import batches_of, is_own
 from .prepared import batch_of_all, prepared_name
 

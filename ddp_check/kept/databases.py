@@ -6,7 +6,7 @@ import sqlite3
 import urllib.parse
 
 from ..imports import when_imported
-from ..process import wrap
+from ..patches import wrap
 
 # What a statement of SQL would do, by the numbers of SQLite's authorizer
 ATTACH, DELETE, INSERT, UPDATE = 24, 9, 18, 23

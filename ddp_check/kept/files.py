@@ -15,7 +15,7 @@ import sys
 import threading
 
 from ..notes import File
-from ..process import stop_both_runs
+from ..patches import stop_both_runs
 from ..script import UNKNOWN, place, source
 from .made import Made, full, identity
 

@@ -7,7 +7,7 @@ import os
 import sys
 
 from ..imports import when_imported
-from ..process import wrap
+from ..patches import wrap
 from .made import full, identity, open_path
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC

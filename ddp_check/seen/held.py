@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
-from ..given.draws import checksum
+from ..given.pairing import checksum
 from ..script import own_file
 from ..sketch import is_plain, sketches, whole
 from .written import line_of

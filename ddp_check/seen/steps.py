@@ -4,8 +4,6 @@ the run on one process, so that each step is a test of its own, and rounding can
 import inspect
 import os
 import re
-import shutil
-import sys
 import weakref
 
 import torch
@@ -20,8 +18,8 @@ from torch.optim.optimizer import (
 
 from ..given.draws import seed_all
 from ..notes import TRIED, Seen, Step
-from ..process import wrap
-from ..script import library_place, own_file, place
+from ..patches import wrap
+from ..script import library_place, place
 from ..sketch import moved, sketches
 from .held import (
     Trained,
@@ -159,7 +157,7 @@ class Steps:
             self.note_after(parameters, buffers)
             if run.saves:
                 self.save("after", parameters | buffers)
-                self.keep_space()
+                run.keep_space([self.path(what) for what in ("gradients", "after")])
             elif os.path.exists(self.path("after")):
                 self.set_to_one(parameters, buffers)
         self.inside = None
@@ -172,9 +170,6 @@ class Steps:
                 run.note(Seen("attribute", "", "at a step", 0, kept))
         if run.steps == TRIED:
             run.note_drawn()
-            for module in list(sys.modules.values()):
-                if file := own_file(getattr(module, "__file__", None) or "<"):
-                    run.say(file, "file")
         seed_all(run.hash("step", run.steps), torch_too=False)
         if run.steps >= run.options["steps"]:
             run.end("--steps")
@@ -206,16 +201,6 @@ class Steps:
         if saved.keys() != names.keys() and len(saved) == len(names):
             return dict(zip(names, saved.values()))
         return saved
-
-    def keep_space(self):
-        """Fewer steps, if those to come would take more than half of what is free on the disk."""
-        run, free = self.run, shutil.disk_usage(self.run.folder).free
-        size = sum(os.path.getsize(self.path(what)) for what in ("gradients", "after"))
-        steps = run.steps + 1 + int(free / 2 / size)
-        if steps < run.options["steps"]:
-            run.options["steps"] = steps
-            text = f"{steps} steps only: each writes {size / 1e9:.2g} GB to {run.folder}, where "
-            run.say(f"{text}{free / 1e9:.2g} GB are free; another TMPDIR may have more")
 
     def set_to_one(self, parameters, buffers):
         """What one process had after this step; but its own gradients."""

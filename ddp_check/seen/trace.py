@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import os
-import traceback
 
 import torch
 from torch import nn
@@ -12,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import Subset
 
 from ..given.alike import keep_precise
-from ..notes import MANY_EVALUATIONS, PASS, Averages, Collective, Seen
-from ..process import stop_both_runs, wrap
+from ..notes import MANY_EVALUATIONS, Seen
+from ..patches import stop_both_runs, wrap
 from ..script import FOLDER, UNKNOWN, own_file, own_lines, place, source
 from ..sketch import is_plain, leaves_of, sketches
 
@@ -46,20 +45,6 @@ def sum_of_weights(run, module):
 def indices_in(tree):
     """Of the values that are among the arguments of a function."""
     return [leaf.compare_index for leaf in leaves_of(tree) if hasattr(leaf, "compare_index")]
-
-
-def is_group(thing):
-    return isinstance(thing, torch.distributed.ProcessGroup)
-
-
-def in_function():
-    """Whether we are in the forward method of an autograd.Function that is not torch's."""
-    for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        if frame.f_code.co_name == "forward" and not frame.f_code.co_filename.startswith(TORCH):
-            first = frame.f_locals.get(*frame.f_code.co_varnames[:1], None)
-            if isinstance(first, torch.autograd.function.FunctionCtx):
-                return True
-    return False
 
 
 class Trace(TorchFunctionMode):
@@ -221,19 +206,6 @@ def patch(run):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # not a list of numbers
             run.note_value("value", place()[0], "Subset", torch.tensor(list(indices)))
 
-    @wrap(DistributedDataParallel, "no_sync")
-    def no_sync(original, self):
-        run.note(Averages(place()[0], False))
-        return original(self)
-
-    @wrap(DistributedDataParallel, "__setattr__")
-    def set_attribute(original, self, name, value):
-        original(self, name, value)
-        if name == "require_backward_grad_sync":
-            setter = inspect.currentframe().f_back.f_back.f_code.co_filename
-            if not setter.startswith(TORCH):  # as in no_sync
-                run.note(Averages(place()[0], bool(value)))
-
     @wrap(torch.autograd, "backward")
     def backward(original, tensors, *args, **kwargs):
         leaves = [t for t in leaves_of(tensors) if torch.is_tensor(t)]
@@ -241,38 +213,6 @@ def patch(run):
             value = sum(t.double().sum() for t in leaves)
         run.note_value("loss", place()[0], "backward", value, indices_in(leaves))
         return original(tensors, *args, **kwargs)
-
-    def is_first_of_many(line):
-        return not run.thread.quiet and run.nth("collective", run.steps, line) < MANY_VALUES
-
-    def watch_collective(name):
-        @wrap(torch.distributed, name)
-        def collective(original, *args, **kwargs):
-            line, *callers = place()
-            if is_first_of_many(line):
-                drawn = getattr((*args, None)[0], "check_line", "")
-                if "object_list" in name:  # a list of what is no tensor
-                    drawn = run.last_order
-                tensors = leaves_of((args[:2], list(kwargs.values())))
-                has_grad = any(getattr(tensor, "requires_grad", False) for tensor in tensors)
-                has_grad = has_grad and (torch.is_grad_enabled() or in_function())
-                groups = [each for each in (*args, *kwargs.values()) if is_group(each)]
-                of_all = all(group.size() == run.world for group in groups)
-                run.note(Collective(name, line, drawn, has_grad, of_all, callers[:2]))
-            return original(*args, **kwargs)
-
-    @wrap(DistributedDataParallel, "_sync_buffers")
-    def sync_buffers(original, self):
-        line, *callers = place()
-        if is_first_of_many(line):
-            of_all = self.process_group.size() == run.world
-            run.note(Collective(PASS, line, "", False, of_all, callers[:2]))
-        return original(self)
-
-    names = "all_reduce reduce all_gather all_gather_into_tensor all_gather_object gather "
-    names += "gather_object broadcast broadcast_object_list scatter_object_list"
-    for name in names.split():
-        watch_collective(name)
 
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
 

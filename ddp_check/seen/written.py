@@ -5,7 +5,7 @@ import re
 import torch
 from torch import nn
 
-from ..process import wrap
+from ..patches import wrap
 from ..script import UNKNOWN, place
 from ..sketch import is_plain
 

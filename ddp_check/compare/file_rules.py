@@ -1,0 +1,57 @@
+"""The rule on files that ranks write."""
+
+import re
+
+from ..notes import File
+from ..script import UNKNOWN, source
+from .rules import Rule
+
+NUMBER = re.compile(r"\d+")
+SHARED = r"\.lock$|torchinductor|triton|huggingface|/\.hydra/"
+
+
+class Files(Rule):
+    name = "files"
+    right = "no file is written by several ranks"
+    needs = "a file that the script writes"
+    remedy = "print, log and save under `if rank == 0:`", "#rank-0"
+
+    def find(self, one, ranks):
+        written = {}
+        for rank, notes in enumerate(ranks):
+            for step, note in notes[File]:
+                if re.search("[wxa+]", note.mode) and note.kind != "downloaded":
+                    path = re.sub(r"(tfevents)\..*", r"\1", note.path)  # its name has the process
+                    if path == note.path or note.line != UNKNOWN:  # else of TensorBoard's thread
+                        written.setdefault(path, {}).setdefault(rank, (step, note))
+        found = []
+        for path, writers in written.items():
+            is_shared = re.search(SHARED, path)  # a lock, or a cache with one
+            if len(writers) > 1 and not is_shared:
+                step, note = min(writers.values(), key=lambda each: each[0])
+                verdict = "look" if "a" in note.mode else "WRONG"
+                text = f"ranks {sorted(writers)} write {path}"
+                found += self.wrong(step, note.line, text, verdict)
+                if note.callers:  # where it is decided who writes
+                    found[-1].more.append(f"called at {source(note.callers[0])}")
+        found.sort(key=lambda one: one.verdict)  # WRONG first
+        found = found or self.beside(written)
+        return found[:1] if found or written else None
+
+    def beside(self, written):
+        """A file of each rank, with names that differ in numbers which are not the rank, such as a
+        time or a process's number: event files in one folder, checkpoints named by a loss."""
+        alike = {}  # {name without numbers: {rank: (its numbers, its path, step, note)}}
+        for path, writers in written.items():
+            rank = min(writers)
+            if len(writers) == 1 and not re.search(SHARED, path):
+                of_rank = alike.setdefault(NUMBER.sub("#", path), {})
+                of_rank[rank] = NUMBER.findall(path), path, *writers[rank]
+        for of_rank in alike.values():
+            places = zip(*[numbers for numbers, *_ in of_rank.values()])
+            says_rank = list(of_rank) in [list(map(int, numbers)) for numbers in places]
+            if len(of_rank) > 1 and not says_rank:
+                _, path, step, note = of_rank[min(of_rank)]
+                text = f"each of ranks {sorted(of_rank)} writes a file of its own, such as {path}"
+                return self.look(step, note.line, text)
+        return []

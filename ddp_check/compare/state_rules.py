@@ -1,0 +1,168 @@
+"""Rules on what the script keeps: weights that no optimizer has, buffers, tensors, modes."""
+
+from dataclasses import replace
+
+from ..notes import MANY_EVALUATIONS, Step
+from ..script import source
+from ..text import branch_of
+from .kinds import misfits, offs, paired
+from .numbers import Variables
+from .rules import Rule, among, is_marked, own_draws
+
+
+def callers_of(seen, line):
+    """In words: where the function of a line that has set a tensor was called, and the `if` of
+    that."""
+    called = seen.about.get(line)
+    branch = branch_of(called) if called else None
+    return [f"called at {source(called)}", *[source(branch)] * bool(branch)] if called else []
+
+
+class OtherWeights(Rule):
+    name = "others"
+    right = "weights and buffers that no optimizer has are those of one process"
+    needs = "a teacher, an average of weights, a bank, a codebook"
+    remedy = "build and update them alike on all ranks, from what all ranks have", "#model"
+
+    def find(self, one, ranks):
+        if found := self.drawn(ranks):
+            return found
+        seen = False
+        for step, note, others in paired("other", one, ranks):
+            values = [other.values for other in others.values()]
+            seen = seen or bool(note.values and values)
+            for rank, of_rank in enumerate(values):
+                for part, off, _ in misfits("other", note.values, [of_rank], 3e-4)[:1]:
+                    text = f"{part} on rank {rank} differs from one process's by {off:.0e}"
+                    text += self.who(rank, part, values)
+                    line = note.about.get(part.rstrip("'"), "")
+                    found = self.look(step, line, text)
+                    called = note.about.get(line)
+                    found[0].more += callers_of(note, line)
+                    lines = [at for at in (line, called) if at]
+                    found[0].more += Variables(one, ranks).behind(lines, step)
+                    return found
+        return [] if seen else None
+
+    def who(self, rank, part, values):
+        """Which ranks have the same."""
+        if rank:
+            return ", and rank 0's does not: right if only rank 0 uses it"
+        if not misfits("attribute", {part: values[0][part]}, values[1:], 3e-4):
+            return ", but is alike on all ranks: does a rate or a count contain world_size?"
+        return ""
+
+    def drawn(self, ranks):
+        """Weights of each rank's own random numbers."""
+        draws = own_draws(ranks)
+        of_steps = {step: note.averaged for step, note in ranks[0][Step]}  # may be wrapped later
+        for kind in ("weight", "other", "buffer") if draws else ():
+            for step, note, others in paired(kind, ranks[0], ranks):
+                off = offs(kind, note.values, [other.values for other in others.values()], "same")
+                marked = [part for part in off if is_marked(off[part])]
+                averaged = of_steps.get(step, [])
+                marked.sort(key=lambda part: part not in averaged)
+                before = [seen for at, seen in draws if at <= step]
+                if marked and before:
+                    line = note.about.get(marked[0].rstrip("'")) or before[-1].line
+                    text = f"{marked[0]} has each rank's own random numbers"
+                    if marked[0] in averaged:
+                        text += ", drawn after DDP has sent rank 0's: it averages gradients only"
+                        found = self.wrong(step, line, text)
+                    else:
+                        found = self.look(step, line, f"{text}, and DDP does not send it")
+                    found[0].more += callers_of(note, line)
+                    seeded = dict.fromkeys(seen.about["seeded"] for seen in before)
+                    found[0].more += [f"seeded at {source(at)}" for at in seeded if at][:2]
+                    return found
+        return []
+
+
+class Attributes(Rule):
+    name = "attributes"
+    right = "tensors that the script's objects keep are those of one process, or add up to them"
+    needs = "an object with a tensor as an attribute: a queue, a center, a running mean"
+    remedy = "gather or all_reduce what it is made from", "#buffers"
+
+    def find(self, one, ranks):
+        seen = False
+        for step, note, others in paired("attribute", one, ranks):
+            values = [other.values for other in others.values()]
+            if len(values) < len(ranks):
+                continue
+            shapes = {part: sketch.shape for part, sketch in note.values.items()}
+            for of in values:  # one that has other shapes is of a batch
+                shapes = {k: v for k, v in shapes.items() if k in of and of[k].shape == v}
+            seen = seen or bool(shapes)
+            kept = {part: note.values[part] for part in shapes}
+            for part, off, _ in misfits("attribute", kept, values, 3e-4):
+                text = f"{part} differs from one process's by {off:.0e}, and is neither "
+                return self.look(step, "", f"{text}its mean nor its sum")
+        return [] if seen else None
+
+
+class Evaluation(Rule):
+    name = "evaluation"
+    right = "a model's buffers are equal on all ranks when it is evaluated"
+    needs = "a pass through a model after eval(): --short 10"
+    remedy = "broadcast rank 0's buffers before it", "#buffers"
+
+    def find(self, one, ranks):
+        evaluations = among("evaluation", ranks)  # none if only rank 0 evaluates
+        for step, seen, found in evaluations:
+            for part, _, _ in found[:1]:
+                text = f"{part} is another one on each rank: right if only rank 0's score counts"
+                found = self.look(step, seen.line, text)
+                found[0].more += [f"called at {source(line)}" for line in seen.about["callers"]]
+                return found
+        return self.at_other_steps(one, ranks) or [] if evaluations else None
+
+    def at_other_steps(self, one, ranks):
+        """A line that evaluates after other steps than on one process."""
+        theirs = [{} for _ in (one, *ranks)]  # of each process: {line: {steps}}
+        for of, notes in zip(theirs, (one, *ranks)):
+            for step, seen in notes.seen("evaluation"):
+                of.setdefault(seen.line, {}).setdefault(step, seen)
+        last = min(len(notes[Step]) for notes in (one, *ranks))
+        for line, of_one in theirs[0].items():
+            both = [sorted(step for step in of.get(line, {}) if step < last) for of in theirs]
+            if all(both[1:]) and both[0] != both[1] and len(of_one) < MANY_EVALUATIONS:
+                text = (
+                    f"evaluated after {both[0][:4]} steps on one process, {both[1][:4]} on rank 0"
+                )
+                found = self.look(min(both[0] + both[1]), line, text)
+                called = of_one[min(of_one)].about["callers"]
+                branches = [branch for branch in map(branch_of, [line, *called]) if branch]
+                found[0].more += [f"called at {source(at)}" for at in called]
+                for branch in branches[:1]:
+                    numbers = Variables(one, ranks).behind([branch], min(of_one))
+                    found[0].more += [source(branch), *numbers]
+                return [replace(found[0], remedy="count what all ranks have done")]
+        return []
+
+
+class Modes(Rule):
+    name = "modes"
+    right = "all ranks train the same modules in training mode as one process does"
+    needs = "an optimizer.step()"
+    remedy = "call train() and eval() on all ranks alike", "#decisions"
+
+    def find(self, one, ranks):
+        pairs = list(paired("mode", one, ranks))
+        for step, seen, others in pairs:
+            for rank, other in others.items():
+                modes = other.values
+                found = misfits("mode", seen.values, [modes], 0)
+                if found and modes.keys() == seen.values.keys():
+                    name = found[0].part
+                    where = "one process" if modes[name] else f"rank {rank}"
+                    text = f"{name} (of {len(found)}) is in evaluation mode on {where} alone"
+                    found = self.wrong(step, seen.line, text)
+                    for on, lines in (
+                        ("one process", seen.about["set"]),
+                        (f"rank {rank}", other.about["set"]),
+                    ):
+                        words = " < ".join([source(line) for line in lines[:1]] + list(lines[1:]))
+                        found[0].more.append(f"last train() or eval() on {on}: {words}")
+                    return found
+        return [] if any(others for _, _, others in pairs) else None

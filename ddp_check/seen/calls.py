@@ -1,0 +1,74 @@
+"""Collective calls, and what DDP is told to average."""
+
+import inspect
+import traceback
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ..notes import PASS, Averages, Collective
+from ..patches import wrap
+from ..script import place
+from ..sketch import leaves_of
+from .trace import MANY_VALUES, TORCH
+
+
+def is_group(thing):
+    return isinstance(thing, torch.distributed.ProcessGroup)
+
+
+def in_function():
+    """Whether we are in the forward method of an autograd.Function that is not torch's."""
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        if frame.f_code.co_name == "forward" and not frame.f_code.co_filename.startswith(TORCH):
+            first = frame.f_locals.get(*frame.f_code.co_varnames[:1], None)
+            if isinstance(first, torch.autograd.function.FunctionCtx):
+                return True
+    return False
+
+
+def patch(run):
+    @wrap(DistributedDataParallel, "no_sync")
+    def no_sync(original, self):
+        run.note(Averages(place()[0], False))
+        return original(self)
+
+    @wrap(DistributedDataParallel, "__setattr__")
+    def set_attribute(original, self, name, value):
+        original(self, name, value)
+        if name == "require_backward_grad_sync":
+            setter = inspect.currentframe().f_back.f_back.f_code.co_filename
+            if not setter.startswith(TORCH):  # as in no_sync
+                run.note(Averages(place()[0], bool(value)))
+
+    def is_first_of_many(line):
+        return not run.thread.quiet and run.nth("collective", run.steps, line) < MANY_VALUES
+
+    def watch_collective(name):
+        @wrap(torch.distributed, name)
+        def collective(original, *args, **kwargs):
+            line, *callers = place()
+            if is_first_of_many(line):
+                drawn = getattr((*args, None)[0], "check_line", "")
+                if "object_list" in name:  # a list of what is no tensor
+                    drawn = run.last_order
+                tensors = leaves_of((args[:2], list(kwargs.values())))
+                has_grad = any(getattr(tensor, "requires_grad", False) for tensor in tensors)
+                has_grad = has_grad and (torch.is_grad_enabled() or in_function())
+                groups = [each for each in (*args, *kwargs.values()) if is_group(each)]
+                of_all = all(group.size() == run.world for group in groups)
+                run.note(Collective(name, line, drawn, has_grad, of_all, callers[:2]))
+            return original(*args, **kwargs)
+
+    @wrap(DistributedDataParallel, "_sync_buffers")
+    def sync_buffers(original, self):
+        line, *callers = place()
+        if is_first_of_many(line):
+            of_all = self.process_group.size() == run.world
+            run.note(Collective(PASS, line, "", False, of_all, callers[:2]))
+        return original(self)
+
+    names = "all_reduce reduce all_gather all_gather_into_tensor all_gather_object gather "
+    names += "gather_object broadcast broadcast_object_list scatter_object_list"
+    for name in names.split():
+        watch_collective(name)
