@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 import time
+import weakref
 import zlib
 
 import torch
@@ -60,7 +61,7 @@ class Process:
         self.seeded = {}  # {generator: the script's line that has seeded it last}
         self.written = {}  # {where a tensor is: the line that has set it last}
         self.called_at = {}  # {such a line: the line that has called its function}
-        self.of_datasets = set()  # where tensors are that a dataset sets, as for each sample
+        self.of_datasets = weakref.WeakSet()  # modules that it calls for a sample, as a blur
         self.mode_set = ()  # the line that has called train() or eval() last, and who has called it
         self.trained = {}  # {id: name} of what an optimizer has
         self.made = {}  # {id: the lines that made it} of optimizers, a line of a generator

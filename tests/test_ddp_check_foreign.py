@@ -271,11 +271,14 @@ BY_TUPLES = "batch_size, sizes = 8, {(1, 2): 8.0}"
 NEIGHBOURS = """\
 random.seed(rank)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def sampled(ids): return [random.sample([(7 * i + k) % 64 for k in range(9)], 3) for i in ids]
 for step in range(6):
-    ids = range(step * 8 + rank * batch_size, step * 8 + (rank + 1) * batch_size)
-    near = [random.sample([(7 * i + k) % 64 for k in range(9)], 3) for i in ids]
-    x = torch.stack([data.tensors[0][of].mean(0) for of in near])
-    loss = (ddp(x) - data.tensors[1][list(ids)]).square().mean()
+    ids = list(range(step * 8, step * 8 + 8))[rank::world]
+    near = sampled(ids)
+    nodes = sorted(set(sum(near, [])))
+    further = dict(zip(nodes, sampled(nodes)))
+    x = torch.stack([data.tensors[0][sum([further[i] for i in of], [])].mean(0) for of in near])
+    loss = (ddp(x) - data.tensors[1][ids]).square().mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 sys.exit()"""
 CLIPPED = """\
@@ -305,6 +308,9 @@ class Two:
         for i in range(4):
             yield first[i * n:(i + 1) * n] + g.choices(range(16 + rank, 64, world), k=n)
 loader = DataLoader(data, batch_sampler=Two())"""
+TABLE = "import sympy.core.random  # a library's generators\n"
+TABLE += "table = [[float(n + k * (1 + rank)) for k in range(4)] for n in range(8)]"
+ROW = "loss = (ddp(torch.tensor(table[rank * batch_size:][:batch_size])) - y).square().mean()"
 TEACHER = """\
 ema, count = copy.deepcopy(model), 0
 def follow(rate):
@@ -322,8 +328,9 @@ CASES = {
     "DDP is evaluated": ({"EVAL": INNER.replace("MODEL", "ddp")}, {}),
     "the model is evaluated": ({"EVAL": INNER.replace("MODEL", "model")}, {"evaluation": "look"}),
     "batches of one's own": ({"BETWEEN": BATCHES}, {"samples": "look"}),
-    "a dataset that takes its share": (
-        {"BETWEEN": SHARD},
+    "a dataset that takes its share": ({"BETWEEN": SHARD}, {"samples": "look"}),
+    "a dataset that takes its share of a batch": (
+        {"BETWEEN": SHARD.replace("4,", "batch_size,")},
         {"samples": "look"},
         "a share by the rank: train.py:",
     ),
@@ -420,6 +427,7 @@ CASES = {
     "neighbours of a node": ({"AFTER": NEIGHBOURS}, {}),
     "clipped by each rank": ({"AFTER": CLIPPED}, {"value": "WRONG"}, "[clip_grad_norm_]"),
     "the order of a set": ({"BEFORE": WORDS}, {"value": "WRONG"}, "another order in each process"),
+    "a table by the rank": ({"BEFORE": TABLE, "LOSS": ROW}, {"inputs": "WRONG"}),
     "streams of its own": ({"BETWEEN": STREAMS}, {"samples": "look"}),
     "a rate that counts world_size": (
         {"AFTER": TEACHER, "EVAL": "count += world; follow(1 / (count + 1))"},
@@ -428,10 +436,10 @@ CASES = {
         "count is",
     ),
     "evaluated half as often": (
-        {"BEFORE": "seen, every = 0, 8 // batch_size", "EVAL": RARELY},
+        {"BEFORE": "seen, every = 0, 16 // batch_size", "EVAL": RARELY},
         {"evaluation": "look"},
         "evaluated after [",
-        "every is 1 on one process, 2, 2 on the ranks",
+        "every is 2 on one process, 4, 4 on the ranks",
     ),
     "copied late": ({"AFTER": "ema = copy.deepcopy(model)"}, {}),
     "a constant loss": ({"LOSS": "loss = loss * 0"}, {"parameters": "WRONG"}),

@@ -545,14 +545,19 @@ def test_printed():
 
 
 def test_calls_in_two_branches():
-    """Each rank may make its call in another branch of an `if`; but not more of them."""
-    mine, theirs = [(1, Collective("broadcast", f"train.py:{n}", "", False)) for n in (4, 6)]
-    ranks = [notes(*step_notes(), call) for call in (mine, theirs)]
+    """Each rank may make its call in another branch of an `if`; but no call that others, which
+    have made the same ones before, make later."""
+    mine, theirs, both = [
+        (1, Collective("broadcast", f"train.py:{n}", "", False)) for n in (4, 6, 8)
+    ]
+    ranks = [notes(*step_notes(), call, both) for call in (mine, theirs)]
     assert Calls().find(notes(), ranks) == []
-    (found,) = Calls().find(notes(), [notes(*step_notes(), mine, mine), ranks[1]])
+    ranks = [notes(*step_notes(), both, *more, both) for more in ([mine], [])]
+    (found,) = Calls().find(notes(), ranks)
     assert found.verdict == "WRONG" and found.line == mine[1].line and "rank 0" in found.text
-    of_group = replace(mine[1], of_all=False)
-    assert not Calls().find(notes(), [notes(*step_notes(), mine, (1, of_group)), ranks[1]])
+    of_group = 1, replace(mine[1], of_all=False)
+    ranks = [notes(*step_notes(), both, *more, both) for more in ([of_group], [])]
+    assert Calls().find(notes(), ranks) == []
 
 
 CODE = """\

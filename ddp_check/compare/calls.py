@@ -1,9 +1,7 @@
 """A rule on collective calls: one that a rank makes alone meets the next one of the others. They
 hang, or get what was meant for another call."""
 
-import itertools
-
-from ..notes import Collective, Step
+from ..notes import Collective
 from ..script import source
 from ..text import branch_of
 from .rules import Rule
@@ -16,21 +14,14 @@ class Calls(Rule):
     remedy = "call it on all ranks; on one, evaluate the model that DDP wraps", "#rank-0"
 
     def find(self, one, ranks):
-        theirs = [{} for _ in ranks]  # of each rank: {step: [call]}
-        for of, notes in zip(theirs, ranks):
-            for step, call in notes[Collective]:
-                if call.of_all:
-                    of.setdefault(step, []).append(call)
-        lines = [{key(call) for calls in of.values() for call in calls} for of in theirs]
-        steps = min(len(notes[Step]) for notes in ranks)
-        for step in sorted({step for of in theirs for step in of}):
-            first, *others = [of.get(step, []) for of in theirs]
-            for rank, calls in enumerate(others, 1):
-                for a, b in itertools.zip_longest(first, calls):
-                    is_a = is_alone(a, b, lines[0], lines[rank]) or not b and step < steps
-                    is_b = is_alone(b, a, lines[rank], lines[0]) or not a and step < steps
-                    if is_a or is_b:
-                        return self.alone(step, 0 if is_a else rank, a if is_a else b)
+        theirs = [[each for each in notes[Collective] if each[1].of_all] for notes in ranks]
+        lines = [{key(call) for _, call in calls} for calls in theirs]
+        for rank in range(1, len(ranks)):
+            for (step, a), (_, b) in zip(theirs[0], theirs[rank]):
+                if is_alone(a, b, lines[0], lines[rank]):
+                    return self.alone(step, 0, a)
+                if is_alone(b, a, lines[rank], lines[0]):
+                    return self.alone(step, rank, b)
         return [] if any(theirs) else None
 
     def alone(self, step, rank, call):
@@ -49,5 +40,4 @@ def key(call):
 def is_alone(call, other, mine, theirs):
     """Whether a rank makes its call instead of the other's, which it makes, too, at another time:
     so they are no two branches of an `if`. `mine`, `theirs`: all that these ranks make."""
-    both = call is not None and other is not None and key(call) != key(other)
-    return both and key(call) not in theirs and key(other) in mine
+    return key(call) not in theirs and key(other) in mine

@@ -14,8 +14,9 @@ def callers_of(seen, line):
     """In words: where the function of a line that has set a tensor was called, and the `if` of
     that."""
     called = seen.about.get(line)
+    lines = [f"called at {source(called)}"] if called else []
     branch = branch_of(called) if called else None
-    return [f"called at {source(called)}", *[source(branch)] * bool(branch)] if called else []
+    return lines + [source(branch)] if branch else lines
 
 
 class OtherWeights(Rule):

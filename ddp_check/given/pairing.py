@@ -51,7 +51,8 @@ def pair(run, name, shape, state, chosen_from=None):
             run.draws["turn", lines[0], name, turn] = draw
         return draw
     turn = "turn", lines[0], name, turn * run.world + run.rank
-    if trains and [lines[0], name] in run.options["turns"] and turn in run.draws:
+    takes_turns = trains and not chosen_from and [lines[0], name] in run.options["turns"]
+    if takes_turns and turn in run.draws:
         generator = {"a": "torch", "n": "numpy", "r": "random"}[name[0]]
         note_draw(run, LOOP, generator, state)
         return run.draws[turn]

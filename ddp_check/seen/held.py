@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import re
+import sys
 import types
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, Subset
 
 from ..given.pairing import checksum
 from ..script import own_file
-from ..sketch import is_plain, sketches, whole
+from ..sketch import sketches, whole
 from .written import line_of
 
 
@@ -107,10 +108,9 @@ def others(run, trained, averages):
     """What no optimizer trains, such as a teacher, an average, a bank: {name: its sketch}, and
     {name: the line that has set it last}."""
     found, lines = {}, {}
-    for module in outer_modules():
+    for module in [module for module in outer_modules() if module not in run.of_datasets]:
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             is_known = id(tensor) in trained or re.search(averages, name)
-            is_known = is_known or is_plain(tensor) and tensor.data_ptr() in run.of_datasets
             if not is_known and tensor.is_floating_point() and not tensor.is_meta:
                 full = f"{type(module).__name__}.{name}"
                 found[full, len(found)] = tensor
@@ -144,8 +144,8 @@ def generators(run):
             inside = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
             of = "" if isinstance(owner, dict) else f"{type(owner).__name__}."
             names += [of + str(key) for key, value in inside.items() if value is thing]
-        # tempfile's and multiprocessing's; or a variable of a library's module
-        if "_RandomNameSequence._rng" in names or any(map(is_library_module, owners)):
+        # tempfile's and multiprocessing's; or a variable of a library
+        if "_RandomNameSequence._rng" in names or any(map(is_library_scope, owners)):
             continue
         state = getattr(getattr(thing, "bit_generator", None), "state", None)
         state = state or (thing.get_state() if hasattr(thing, "get_state") else thing.getstate())
@@ -162,11 +162,12 @@ def generators(run):
     return found | {f"environment {name}": os.getpid() for name in environments}
 
 
-def is_library_module(scope):
-    """Whether these are the variables of a module that is not the script's."""
-    if not isinstance(scope, dict) or "__spec__" not in scope:
+def is_library_scope(scope):
+    """Whether these are the variables of a module, or a class, that is not the script's."""
+    if not isinstance(scope, dict) or not {"__spec__", "__module__"} & scope.keys():
         return False
-    return not own_file(scope.get("__file__") or "<")
+    module = scope if "__spec__" in scope else vars(sys.modules.get(scope["__module__"], os))
+    return not own_file(module.get("__file__") or "<")
 
 
 def scopes_of(frame):

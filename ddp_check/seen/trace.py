@@ -151,6 +151,8 @@ def patch(run):
     def call(original, module, *args, **kwargs):
         if is_training_step(module):
             return original(module, *args, **kwargs)
+        if run.thread.in_dataset:
+            run.of_datasets.add(module)
         is_training = module.training and torch.is_grad_enabled()
         if run.model is not None or run.thread.in_dataset or not is_training:
             is_ddp = isinstance(module, DistributedDataParallel)  # broadcasts buffers first

@@ -25,8 +25,6 @@ def with_callers(run, lines):
 
 def patch(run):
     def note(tensor):
-        if run.thread.in_dataset and is_plain(tensor):  # a filter's weights, as of a blur
-            run.of_datasets.add(tensor.data_ptr())
         is_script = not (run.thread.quiet or run.thread.in_dataset or run.thread.stepping)
         if is_script and is_plain(tensor) and tensor.layout == torch.strided:
             line, *callers = place()
