@@ -315,7 +315,7 @@ TEACHER = """\
 ema, count = copy.deepcopy(model), 0
 def follow(rate):
     for a, b in zip(ema.parameters(), model.parameters()):
-        a.data.mul_(rate).add_(b.data, alpha=1 - rate)"""
+        a.data = a.data * rate + b.data * (1 - rate)"""
 RARELY = "seen += 1\n        if seen % every == 0:\n            " + INNER.replace(
     "\n", "\n    "
 ).replace("MODEL", "ddp")

@@ -94,8 +94,9 @@ def judge(one, ranks, tolerance, again=None, scaled=(), lines=None):
     in_its_words(found, ranks[0])
     found.sort(key=lambda finding: VERDICTS.index(finding.verdict))
     lost = min([f.step for f in found if f.advice in LOST], default=math.inf)
-    if not lost:  # nor what the script keeps
-        found = [f for f in found if f.what != "attributes" or f.verdict != "look"]
+    # Nor can what the script keeps, nor an order that it draws later.
+    later = {"attributes": 0, "split": 1}
+    found = [f for f in found if f.verdict != "look" or f.step < lost + later.get(f.what, math.inf)]
     return Result(found, steps, len(ranks), largest, lost, to_trace)
 
 

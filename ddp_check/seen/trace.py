@@ -15,6 +15,7 @@ from ..notes import MANY_EVALUATIONS, Seen
 from ..patches import stop_both_runs, wrap
 from ..script import FOLDER, UNKNOWN, own_file, own_lines, place, source
 from ..sketch import is_plain, leaves_of, sketches
+from .written import note_set
 
 LAYERS = "linear conv1d conv2d conv3d conv_transpose2d matmul __matmul__ mm bmm addmm baddbmm "
 LAYERS += "einsum batch_norm layer_norm group_norm scaled_dot_product_attention lstm gru"
@@ -68,6 +69,8 @@ class Trace(TorchFunctionMode):
             out = args[0]  # it is another value now
         if self.run.thread.quiet or self.run.thread.in_dataset:
             return out
+        if name == "__set__":  # tensor.data = other
+            note_set(self.run, args[0])
         if name in ("cat", "concat", "concatenate", "vstack") and is_plain(out):
             parts = args[0] if args else kwargs["tensors"]
             dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)

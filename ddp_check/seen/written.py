@@ -1,4 +1,5 @@
-"""Which of the script's lines has set a tensor last, in place; not an optimizer's step."""
+"""Which of the script's lines has set a tensor last, in place, or its `data` (trace); not an
+optimizer's step."""
 
 import re
 
@@ -23,22 +24,24 @@ def with_callers(run, lines):
     return lines | {line: run.called_at[line] for line in lines.values() if line in run.called_at}
 
 
-def patch(run):
-    def note(tensor):
-        is_script = not (run.thread.quiet or run.thread.in_dataset or run.thread.stepping)
-        if is_script and is_plain(tensor) and tensor.layout == torch.strided:
-            line, *callers = place()
-            if line != UNKNOWN:
-                run.written[tensor.data_ptr()] = line
-                run.called_at |= dict(zip([line], callers))
+def note_set(run, tensor):
+    """By a line of the script."""
+    is_script = not (run.thread.quiet or run.thread.in_dataset or run.thread.stepping)
+    if is_script and is_plain(tensor) and tensor.layout == torch.strided:
+        line, *callers = place()
+        if line != UNKNOWN:
+            run.written[tensor.data_ptr()] = line
+            run.called_at |= dict(zip([line], callers))
 
+
+def patch(run):
     def watch(owner, name, made=False):
         """A method that sets its tensor; or what it returns."""
 
         @wrap(owner, name)
         def set_in_place(original, self, *args, **kwargs):
             out = original(self, *args, **kwargs)
-            note(out if made else self)
+            note_set(run, out if made else self)
             return out
 
     for name in dir(torch.Tensor):
@@ -51,7 +54,7 @@ def patch(run):
         @wrap(nn.Module, name)
         def register(original, self, *args, **kwargs):
             for tensor in (*args, *kwargs.values()):
-                note(tensor)
+                note_set(run, tensor)
             return original(self, *args, **kwargs)
 
     watch_module("register_parameter")
