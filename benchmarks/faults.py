@@ -35,6 +35,7 @@ sys.path.insert(0, str(LOOPS.parents[1]))
 
 from ddp_check import command, pairs, runs  # noqa: E402
 from ddp_check import script as check_script  # noqa: E402
+from ddp_check import text as check_text  # noqa: E402
 from ddp_check.compare.report import as_text  # noqa: E402
 
 
@@ -845,6 +846,39 @@ STRANGERS = [
         "strangers",
         shows="targets = teacher(",
     ),
+    Fault(
+        "two_streams",
+        "the teacher's rate counts the ranks",
+        "old.lerp_(new.detach(), 0.1)",
+        "old.lerp_(new.detach(), 0.1 * world)",
+        "the teacher follows twice as fast",
+        "blind",
+    ),
+    Fault(
+        "neighbours",
+        "rank 0 alone evaluates the wrapped model",
+        "(model(list(range(80, NODES)))",
+        "(ddp(list(range(80, NODES)))",
+        "DDP sends buffers to ranks that send gradients: a hang",
+        "blind",
+    ),
+    Fault(
+        "neighbours",
+        "the order is drawn like the neighbours",
+        "nodes = order.sample(",
+        "nodes = random.sample(",
+        "some nodes on both ranks, others on none",
+        "blind",
+    ),
+    Fault(
+        "neighbours",
+        "the loss is weighted by the share's own labels",
+        "loss = F.cross_entropy(ddp(share), labels[share])",
+        "loss = F.cross_entropy(ddp(share), labels[share], 1.0 / "
+        "(1 + labels[share].bincount(minlength=CLASSES)))",
+        "other weights of classes on each rank",
+        "blind",
+    ),
 ]
 
 LOOP_NAMES = sorted(path.stem for path in LOOPS.glob("*.py"))
@@ -902,7 +936,7 @@ def run_check(script):
     """The report, as `python ddp_check script.py` prints it."""
     runs.launch, check_script.START = Forked, os.getcwd()
     linecache.clearcache()
-    check_script.statements.cache_clear()
+    check_text.statements.cache_clear()
     check_script.own_file.cache_clear()
     args = command.parser.parse_args(["--wait", "40", str(script)])
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,8 @@ import linecache
 import os
 import re
 
-from .script import START, own_file
+from . import script
+from .script import own_file
 
 
 @functools.cache
@@ -15,7 +16,7 @@ def statements(file):
     """Those of a file, each of which knows what it is in; the innermost last."""
     found = []
     with contextlib.suppress(SyntaxError):
-        tree = ast.parse("".join(linecache.getlines(os.path.join(START, file))))
+        tree = ast.parse("".join(linecache.getlines(os.path.join(script.START, file))))
         for node in ast.walk(tree):
             for child in ast.iter_child_nodes(node):
                 child.parent = node

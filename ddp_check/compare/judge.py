@@ -130,7 +130,9 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
     kinds = "gradient", "parameters", "weight", "update"
     first = {finding.step for finding in differences.of(*kinds)}
     if differences.hidden:  # the gradients tell less, but the losses may tell it
-        first |= {step for step in values.of_step if values.find(step, "loss")}
+        # Without DDP, the ranks' gradients may be added up, and so may be their losses.
+        averaged = [step for step, note in ranks[0][Step] if note.averaged]
+        first |= {step for step in averaged if values.find(step, "loss")}
     if not samples and (first or not scaled):
         samples = passes_per_process(one, ranks, trains, scaled)
     settings = list(compare_settings(one, ranks, variables))

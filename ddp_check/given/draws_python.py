@@ -91,8 +91,8 @@ def patch(run):
             if shape == shape_of_one:
                 is_split = name == "choice" and (kwargs.get("replace"), *args[2:3])[-1] is False
                 is_order = name == "sample" or is_split
-                if is_order and not run.steps and run.model is None:
-                    run.last_order = place()[0]
+                if is_order and run.model is None:
+                    run.last_order = run.last_order if run.steps else place()[0]
                     note_draw(run, ORDER, generator, state)
                 values = original(*args, **kwargs)
                 return marked(run, name, generator, values, of_one, state)
