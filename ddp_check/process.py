@@ -153,7 +153,7 @@ class Process:
                 self.say(file, "file")
         drawn = {}
         for (what, *key), number in self.counts.items():
-            if what == "draw" and isinstance(key[1], str) and key[3]:  # a line, in training
+            if what == "draw" and isinstance(key[1], str) and key[1] != "any" and key[3]:  # trains
                 drawn.setdefault((key[1], key[2]), {})[key[0]] = number + 1
         self.note(Drawn(drawn, self.by_layout))
 

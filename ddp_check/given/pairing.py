@@ -36,7 +36,9 @@ def pair(run, name, shape, state, chosen_from=None):
     Where one process draws as many times as often, as for micro-batches, the ranks take turns.
     Where there is none, what it makes cannot be compared."""
     lines, trains = place(), torch.is_grad_enabled()
-    places = [(lines, chosen_from)] * bool(chosen_from) + [lines, lines[0], "any"]
+    places = [lines, lines[0], "any"]
+    if chosen_from:  # by no turns: its place alone does not count
+        places[:2] = (lines, chosen_from), lines
     ways = [
         (run.steps, where, name, trains, run.nth("draw", run.steps, where, name, trains))
         for where in places
@@ -51,11 +53,12 @@ def pair(run, name, shape, state, chosen_from=None):
             run.draws["turn", lines[0], name, turn] = draw
         return draw
     turn = "turn", lines[0], name, turn * run.world + run.rank
-    takes_turns = trains and not chosen_from and [lines[0], name] in run.options["turns"]
-    if takes_turns and turn in run.draws:
+    if trains and [lines[0], name] in run.options["turns"] and turn in run.draws:
         generator = {"a": "torch", "n": "numpy", "r": "random"}[name[0]]
         note_draw(run, LOOP, generator, state)
         return run.draws[turn]
+    if chosen_from and ways[0] not in run.draws:
+        note_apart(run, name, shape)
     found = [run.draws[way] for way in ways if way in run.draws]
     found = found[:-1] or found
     for of_one in found:
