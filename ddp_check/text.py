@@ -127,14 +127,15 @@ def sets_in_order(file):
 
 
 def shares_in(file):
-    """The lines that take a share by the rank: x[rank::world], range(rank, n, world), or
-    i % world == rank."""
+    """The lines that take a share by the rank: x[rank::world], x.chunk(world)[rank],
+    range(rank, n, world), or i % world == rank."""
     found = []
     for node in [node for each in statements(file) for node in own_nodes(each)]:
         is_call = isinstance(node, ast.Call) and name_of(node.func) in ("range", "islice")
         inside = list(ast.walk(node))
         is_turn = isinstance(node, ast.Compare) and any(isinstance(n, ast.Mod) for n in inside)
-        if is_call or is_turn or isinstance(node, ast.Slice):
+        is_part = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call)
+        if is_call or is_turn or is_part or isinstance(node, ast.Slice):
             if any("rank" in str(name_of(part)) for part in inside):
                 found.append(f"{file}:{node.lineno}")
     return list(dict.fromkeys(found))

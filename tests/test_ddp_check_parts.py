@@ -566,6 +566,7 @@ names = {word for word in open("words")}
 for number, name in enumerate(names): print(name)
 for name in sorted(names): print(name)
 mine = names_of(range(dist.get_rank(), 9, 2)) + words[rank::world][:3]
+part, place = words.chunk(world)[rank], places[rank]
 def score(model):
     total = sum(model)
     return total / len(model)
@@ -578,8 +579,8 @@ def test_lines_that_are_named(tmp_path):
     (tmp_path / "named.py").write_text(CODE)
     file = str(tmp_path / "named.py")
     assert sets_in_order(file) == [f"{file}:3"]
-    assert shares_in(file) == [f"{file}:5"]
-    assert divisions_behind(f"{file}:9", [file]) == [f"{file}:8"]
+    assert shares_in(file) == [f"{file}:5", f"{file}:6"]
+    assert divisions_behind(f"{file}:10", [file]) == [f"{file}:9"]
 
 
 def test_score_of_repeated_samples():

@@ -109,6 +109,8 @@ class Differences:
             text = f"{len(found)} of {len(seen.values)} differ{on}; worst {name}, by "
             text += f"{off:.2g} of its size (limit {limit:.1g})"
             more, line = [], seen.line
+            if kind == "weight" and (set_at := seen.about.get(name)):
+                more = [f"set at {source(set_at)}"]
             if kind == "buffer":
                 line = seen.about.get(name) or line
                 ratio, is_same, _ = common_ratio({name: seen.values[name]}, values)

@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 from ..given.alike import keep_precise
 from ..notes import MANY_EVALUATIONS, Seen
 from ..patches import stop_both_runs, wrap
-from ..script import FOLDER, UNKNOWN, own_file, own_lines, place, source
+from ..script import FOLDER, UNKNOWN, is_running, own_file, own_lines, place, source
 from ..sketch import is_plain, leaves_of, sketches
 from .written import note_set
 
@@ -69,8 +69,10 @@ class Trace(TorchFunctionMode):
             out = args[0]  # it is another value now
         if self.run.thread.quiet or self.run.thread.in_dataset:
             return out
-        if name == "__set__":  # tensor.data = other
+        if name == "__set__" and not is_running("_apply"):  # tensor.data = other; not by to()
             note_set(self.run, args[0])
+        if name == "embedding" and any((*args[3:4], kwargs.get("max_norm"))):  # sets its weight
+            note_set(self.run, args[1])
         if name in ("cat", "concat", "concatenate", "vstack") and is_plain(out):
             parts = args[0] if args else kwargs["tensors"]
             dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
