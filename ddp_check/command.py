@@ -84,6 +84,10 @@ def check(args, runs):
 
 
 def main(words=None):
+    words = list(sys.argv[1:] if words is None else words)
+    if "--one" in words[:-1]:  # argparse takes a single flag after it for one of its own
+        at = words.index("--one")
+        words[at : at + 2] = [f"--one={words[at + 1]}"]
     args = parser.parse_args(words)
     sys.stdout.reconfigure(errors="backslashreplace")  # for a script's text in any terminal
     if args.list:

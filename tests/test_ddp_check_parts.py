@@ -749,3 +749,9 @@ def test_many_findings():
     assert len(text.splitlines()) < 50
     assert all(f"{word} {number}" in text for word in ("text", "remedy") for number in range(10))
     assert sum("lines more (--all)" in line for line in text.splitlines()) == 10
+
+
+def test_a_single_flag_for_one_process(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--one", "--batch-size=8"])
+    assert "which script?" in capsys.readouterr().err
