@@ -24,7 +24,8 @@ CPU = torch.device("cpu")
 MODES = []  # those of this process, one
 WHAT = 'on CPUs: "cuda" is the CPU, nccl gloo, SyncBatchNorm BatchNorm; kernels, mixed precision '
 WHAT += "and what only happens on GPUs are not checked"
-NEEDS = re.compile(r"\b(CUDA|NVIDIA|NVML|triton|GPUs?)\b|cuda|0 active drivers", re.IGNORECASE)
+NEEDS = r"\b(CUDA|NVIDIA|NVML|triton|GPUs?)\b|cuda|0 active drivers|ProcessGroupGloo|gloo does not|"
+NEEDS = re.compile(NEEDS + "getFuture not implemented", re.IGNORECASE)
 
 
 def is_cuda(device):

@@ -311,6 +311,10 @@ loader = DataLoader(data, batch_sampler=Two())"""
 TABLE = "import sympy.core.random  # a library's generators\n"
 TABLE += "table = [[float(n + k * (1 + rank)) for k in range(4)] for n in range(8)]"
 ROW = "loss = (ddp(torch.tensor(table[rank * batch_size:][:batch_size])) - y).square().mean()"
+TEXTS = "words = [[(3 * n + k * (1 + rank)) % 50 for k in range(4)] for n in range(8)]"
+BAG = "model = nn.Sequential(nn.EmbeddingBag(50, 4), nn.Linear(4, 1))"
+LINES = "inner, n = ddp, batch_size\n"
+LINES += "def ddp(x): return inner(torch.tensor(words[rank * n:][:n]))"
 TEACHER = """\
 ema, count = copy.deepcopy(model), 0
 def follow(rate):
@@ -428,6 +432,11 @@ CASES = {
     "clipped by each rank": ({"AFTER": CLIPPED}, {"value": "WRONG"}, "[clip_grad_norm_]"),
     "the order of a set": ({"BEFORE": WORDS}, {"value": "WRONG"}, "another order in each process"),
     "a table by the rank": ({"BEFORE": TABLE, "LOSS": ROW}, {"inputs": "WRONG"}),
+    "texts of each rank": (
+        {"BEFORE": TEXTS, "BETWEEN": BAG, "AFTER": LINES},
+        {"inputs": "look"},
+        "a share by the rank: train.py:",
+    ),
     "streams of its own": ({"BETWEEN": STREAMS}, {"samples": "look"}),
     "a rate that counts world_size": (
         {"AFTER": TEACHER, "EVAL": "count += world; follow(1 / (count + 1))"},

@@ -53,6 +53,8 @@ class Cause:
         numbers, generators = variables.behind(lines, step, further=0), variables.generators
         usual = "ratio" if value.about.get("by_gradient") and not numbers else "share"
         is_outside = values.is_from_outside(value)
+        if what == "inputs" and is_outside and values.has_other_places(value):
+            usual = "stream"  # words, which each rank may read from files of its own
         if what == "inputs" and not numbers and is_outside and generators:
             usual = "unpaired"
         if variables.drawing and not numbers:
@@ -79,7 +81,8 @@ class Cause:
             lines = [source(line) for line in variables.unseeded[:2]]
             more += [f"without a seed, each rank draws its own: {line}" for line in lines]
         verdict = "look" if advice in LOOKS else "WRONG"
-        if verdict == "WRONG" and (is_outside or value.about.get("made_by")):
+        is_data = is_outside or value.about.get("made_by")
+        if is_data and (verdict == "WRONG" or advice == "stream"):
             more += variables.other_data()
         is_said = value.kind != "loss" or advice in LOST
         text = values.describe(value) + (f": {ADVICE[advice]}" if is_said else "")

@@ -67,7 +67,7 @@ class Differences:
         for kind in TENSORS:
             self.hide(kind, noise)
             for step, seen, others in paired(kind, one, ranks):
-                if kind == "gradient":
+                if kind == "gradient" and others:
                     self.gradients.setdefault(step, []).extend(o.values for o in others.values())
                 before = len(self.findings)
                 for rank, other in others.items():
