@@ -161,7 +161,7 @@ if __name__ == "__main__":
 ENDS = {  # {a line in the training loop: what is said, and the exit status}
     "pass": ("nothing WRONG", 0),
     "pool = torch.cuda.MemPool()": ("needs a GPU: ", 2),
-    "torch.distributed.reduce_scatter_tensor(x[0, :1], x[:world, 0], async_op=True).get_future()": (
+    "torch.distributed.reduce_scatter_tensor(y[0], y[:world], async_op=True).get_future()": (
         "needs a GPU: ",
         2,
     ),
