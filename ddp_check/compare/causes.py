@@ -186,7 +186,7 @@ class Cause:
         later = [v for v in values.find(step, "value") if v.index > last]
         inside = [v for v in values.find(step, "value") if v.about["model"] is not None]
         origins = [values.origin(value) for value in near[-1:] + later + inside[:1]]
-        for origin in [each for each in origins if not values.is_place(each)][:1]:
+        for origin in [each for each in origins if not values.says_nothing(each)][:1]:
             found = [self.finding("value", origin, "same loss" if losses else None)]
             return found, origin, False
         return [], None, False

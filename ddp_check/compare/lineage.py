@@ -94,9 +94,12 @@ class Values:
         parts = [ranks for _, *ranks in self.parts(value.index).values() if None not in ranks]
         return bool(parts) and all(len(r[0].shape) > 0 and unlike(None, r) for r in parts)
 
-    def is_place(self, value):
-        """Whether it counts rows: of a batch of all ranks, it is another one."""
-        return value.name == "arange" and self.is_fresh(value)
+    def says_nothing(self, value):
+        """Whether it counts rows, of which a batch of all ranks has others; or it is a norm that
+        all ranks have, as they have averaged their gradients."""
+        norms = {other.values[0].number for other in self.others[value.index] if other}
+        is_norm = value.name == "clip_grad_norm_" and len(norms) == 1
+        return is_norm or value.name == "arange" and self.is_fresh(value)
 
     def has_same_samples(self, value):
         """Whether a batch is made from the same samples in both runs, by a collate_fn of one's

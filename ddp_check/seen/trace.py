@@ -22,6 +22,7 @@ LAYERS += "einsum batch_norm layer_norm group_norm scaled_dot_product_attention 
 LAYERS = LAYERS.split()
 MANY_VALUES = 50  # of a line and step that are noted
 TORCH = os.path.dirname(torch.__file__)
+SET_DATA = torch.Tensor.data.__set__  # tensor.data = other
 NOT_THE_SCRIPTS = tuple(
     os.path.join(TORCH, part) for part in ("optim", "utils/data", "nn/init", "nn/utils")
 )
@@ -69,7 +70,7 @@ class Trace(TorchFunctionMode):
             out = args[0]  # it is another value now
         if self.run.thread.quiet or self.run.thread.in_dataset:
             return out
-        if name == "__set__" and not is_running("_apply"):  # tensor.data = other; not by to()
+        if function == SET_DATA and not is_running("_apply"):  # by to()
             note_set(self.run, args[0])
         if name == "embedding" and any((*args[3:4], kwargs.get("max_norm"))):  # sets its weight
             note_set(self.run, args[1])
