@@ -97,9 +97,10 @@ class Values:
     def says_nothing(self, value):
         """Whether it counts rows, of which a batch of all ranks has others; or it is a norm that
         all ranks have, as they have averaged their gradients."""
-        norms = {other.values[0].number for other in self.others[value.index] if other}
-        is_norm = value.name == "clip_grad_norm_" and len(norms) == 1
-        return is_norm or value.name == "arange" and self.is_fresh(value)
+        if value.name == "clip_grad_norm_":
+            norms = [other.values[0] for other in self.others[value.index] if other]
+            return all(norms) and len({norm.number for norm in norms}) == 1
+        return value.name == "arange" and self.is_fresh(value)
 
     def has_same_samples(self, value):
         """Whether a batch is made from the same samples in both runs, by a collate_fn of one's
