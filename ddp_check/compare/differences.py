@@ -216,6 +216,8 @@ def compare_settings(one, ranks, variables):
             numbers = [of_rank[group, name] for of_rank in values]
             number = seen.values[group, name]
             text, set_at = f"{name} is {sides(number, *numbers)}", lines_that_set(seen.line, name)
+            elsewhere = [at for file in variables.files for at in lines_that_set(f"{file}:1", name)]
+            set_at = set_at or elsewhere[:3]
             is_scaled = number and abs(numbers[0] / number / len(ranks) - 1) < 0.01
             if step == 0 and is_scaled:
                 text += f"; {len(ranks)} times: is the batch of all ranks that much larger, too? "
