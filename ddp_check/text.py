@@ -160,6 +160,7 @@ def own_nodes(statement):
 
 
 def is_set(node, names):
+    """`names`: of variables that are sets."""
     if isinstance(node, ast.BinOp):
         return is_set(node.left, names) or is_set(node.right, names)
     is_made = isinstance(node, ast.Call) and name_of(node.func) in ("set", "frozenset", "union")

@@ -86,7 +86,8 @@ class Variables:
     def other_data(self):
         """In words: lines by which the ranks' data may be other than one process's."""
         sets = [line for file in self.files for line in sets_in_order(file)][:2]
-        texts = [f"a set of strings has another order in each process: {source(at)}" for at in sets]
+        words = "if of strings, a set has another order in each process"
+        texts = [f"{words}: {source(at)}" for at in sets]
         return texts + shares_of(self.files)
 
     def describe(self, name, text, step, line):
