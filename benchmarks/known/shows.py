@@ -98,8 +98,15 @@ def build_nanogpt(rank):
     return f"rank 0 wrote 17 characters; then rank 1 opened the file: {len(path.read_text())}"
 
 
+def minimind(rank):
+    """A mean over the tokens of each rank's own texts, which are not equally long."""
+    losses = torch.tensor([4.0] if rank == 0 else [1.0, 1.0, 1.0])  # of its tokens
+    means = gathered(losses.mean().item())
+    return f"the mean of the ranks' means {means} is {sum(means) / 2}; over all tokens: 1.75"
+
+
 SHOWS = barlowtwins, simclr, mingpt_ddp, ddp_series, dino, waveglow
-SHOWS += vector_quantize, build_nanogpt
+SHOWS += vector_quantize, build_nanogpt, minimind
 
 
 def run(rank, port, names):
