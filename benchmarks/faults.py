@@ -879,6 +879,21 @@ STRANGERS = [
         "other weights of classes on each rank",
         "blind",
     ),
+    Fault(
+        "language_model",
+        "the sampler's seed contains the rank",
+        "DistributedSampler(train_set, drop_last=True)",
+        "DistributedSampler(train_set, drop_last=True, seed=rank)",
+        "in each epoch, some samples are on both ranks, others on none",
+    ),
+    Fault(
+        "detection",
+        "the sampler's epoch contains the rank",
+        "sampler.set_epoch(epoch)",
+        "sampler.set_epoch(epoch * world + rank)",
+        "in each epoch, some samples are on both ranks, others on none",
+        shows="sampler = DistributedSampler(",
+    ),
 ]
 
 LOOP_NAMES = sorted(path.stem for path in LOOPS.glob("*.py"))

@@ -12,7 +12,7 @@ EDITS = [
 COMMAND = """--cpu --wait 400 --short 2 --steps 4 --one "--batch_size 8" main.py --gpus {n}
     --batch_size 4 --image_size 32 --epochs 3 --workers 0 --model_path out-{run}"""
 VERDICTS = {
-    "gradient main.py:39": (
+    "gradient simclr/modules/gather.py:12": (
         "true",
         "the gather's backward takes the rank's own gradient: DDP's average is 1/N",
         "shows.py simclr; lightly's was mended for it, issue 1528; no report here was found",
@@ -22,10 +22,10 @@ VERDICTS = {
         "one seed on all ranks: the same crops and colours",
         "shows.py dino",
     ),
-    "files model.py:42": (
+    "files main.py:128": (
         "true",
-        "nr, by which it is chosen who saves, is the machine's number: each of its ranks saves",
-        "read: the condition before save_model",
+        "nr, by which it is chosen who logs and saves, is the machine's number: each rank does",
+        "read: the conditions before SummaryWriter and save_model",
     ),
 }
 
