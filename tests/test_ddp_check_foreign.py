@@ -325,6 +325,49 @@ RARELY = "seen += 1\n        if seen % every == 0:\n            " + INNER.replac
 ).replace("MODEL", "ddp")
 LOG = "def log(): open('log.txt', 'w').write('x')\nlog()"
 FILE = "open(f'events.{os.getpid()}.0', 'w').write('x')"
+TABLE_OF_ROWS = """\
+model = nn.Sequential(nn.Embedding(64, 4, max_norm=0.5), nn.Linear(4, 1))
+numbers = torch.arange(64)
+data = TensorDataset(numbers, data.tensors[1])"""
+REPLACED = """\
+import gc
+gc.disable()  # which may take a while to find such a cycle
+model.self = [model]
+model = nn.Linear(4, 1)"""
+OVERLAP = """\
+class Part:
+    def __len__(self): return 64 // world
+    def __iter__(self):
+        return iter(range(16 * rank, 16 * rank + 64 // world))
+loader = DataLoader(data, batch_size, sampler=Part())"""
+SECOND_MODULE = """\
+torch.manual_seed(0)
+other = nn.Linear(4, 1)
+def score(each, x):
+    with torch.no_grad(): each.eval()(x)
+    each.train()"""
+TRANSFORM = """\
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("images", torch.zeros(3))
+    def forward(self, x):
+        self.images += x[:3].abs()
+        return x
+class Transformed(TensorDataset):
+    transform = Counts()
+    def __getitem__(self, i): return self.transform(self.tensors[0][i]), self.tensors[1][i]
+data = Transformed(*data.tensors)"""
+BY_EPOCH = """\
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(3):
+    MODULE.seed(epoch + rank * (epoch > 0))
+    ids = DRAWN[rank::world]
+    for first in range(0, 24 // world, batch_size):
+        x, y = [tensor[list(ids[first:first + batch_size])] for tensor in data.tensors]
+        loss = (ddp(x) - y).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+sys.exit()"""
 BAD = "WRONG", "look"
 # {name: ({place: text}, {rule: verdict} of those that are WRONG or look, what is said of them)}
 CASES = {
@@ -449,6 +492,44 @@ CASES = {
         {"evaluation": "look"},
         "evaluated after [",
         "every is 2 on one process, 4, 4 on the ranks",
+    ),
+    "rows that a layer scales": (
+        {"BEFORE": TABLE_OF_ROWS},
+        {"weight": "WRONG"},
+        ": loss = (ddp(x) - y).square().mean()",
+    ),
+    "parts that overlap": (
+        {"BETWEEN": OVERLAP},
+        {"samples": "WRONG"},
+        ": return iter(range(16 * rank, 16 * rank + 64 // world))",
+    ),
+    "a second module is evaluated": (
+        {"AFTER": SECOND_MODULE, "EVAL": "score(other, x); score(model, x)"},
+        {"evaluation": "look"},
+        "called at train.py:",
+    ),
+    "a model that is replaced": ({"BEFORE": REPLACED}, {}),
+    "a module of a dataset": ({"BEFORE": TRANSFORM}, {}),
+    "an order of a later epoch": (
+        {
+            "AFTER": BY_EPOCH.replace("MODULE", "random").replace(
+                "DRAWN", "random.sample(range(24), 24)"
+            ),
+        },
+        {"split": "look"},
+    ),
+    "numpy's order of a later epoch": (
+        {
+            "AFTER": BY_EPOCH.replace("MODULE", "np.random").replace(
+                "DRAWN", "np.random.permutation(24)"
+            ),
+        },
+        {"split": "look"},
+    ),
+    "samplers of other seeds": (
+        {"BETWEEN": "sampler.seed = rank"},
+        {"split": "WRONG"},
+        "sampler = DistributedSampler(data) each rank",
     ),
     "copied late": ({"AFTER": "ema = copy.deepcopy(model)"}, {}),
     "a constant loss": ({"LOSS": "loss = loss * 0"}, {"parameters": "WRONG"}),

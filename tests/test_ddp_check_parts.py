@@ -21,7 +21,7 @@ from ddp_check.compare.differences import same_ray
 from ddp_check.compare.judge import judge
 from ddp_check.compare.kinds import TIMES_NOISE, limit_of, misfits
 from ddp_check.compare.lineage import Values
-from ddp_check.compare.numbers import Variables, compare_printed
+from ddp_check.compare.numbers import Variables, compare_printed, uneven_draws
 from ddp_check.compare.report import as_text
 from ddp_check.compare.samples import remedy_by_one
 from ddp_check.compare.starts import loaders_by_process, other_options
@@ -31,6 +31,7 @@ from ddp_check.given.draws import Draws, permutation
 from ddp_check.given.samples import find_order
 from ddp_check.kept.made import Made
 from ddp_check.notes import (
+    PASS,
     Batch,
     Collective,
     Cut,
@@ -542,6 +543,131 @@ def test_printed():
     assert not list(compare_printed(one, [rank], values, variables, {}, rank))
     again = notes(*step_notes(), (4, Printed("train.py:20", "accuracy 0.7311")))  # with noise
     assert len(list(compare_printed(one, [rank], values, variables, {}, again))) == 1
+
+
+def test_where_a_score_is_put_together():
+    """By the last calls before it is printed, but no pass through DDP."""
+    calls = [Collective(name, f"train.py:{n}", "", False) for n, name in enumerate(["a", PASS])]
+    texts = "accuracy 0.731", "accuracy 0.726"
+    both = [[*[(4, call) for call in calls], (4, Printed("train.py:20", text))] for text in texts]
+    one, rank = [notes(*step_notes(), *found) for found in both]
+    found = [text for text in below(one, [rank, rank], "printed") if "together" in text]
+    assert found == ["put together at train.py:0"]
+
+
+def loss_notes(factor, averaged=(), gradient=1.0, calls=(), after=()):
+    """Of steps with losses that are so many times as large; calls before and after."""
+    found = []
+    for step, note in step_notes([gradient] * 4):
+        if isinstance(note, Step):
+            about = {"model": None}
+            values = {0: summary(ONE.square().mean() * factor)}
+            loss = Seen("loss", "train.py:5", "backward", 0, values, step, about=about)
+            found += [*[(step, replace(call)) for call in calls], (step, loss)]
+            found += [(step, replace(call)) for call in after]
+            note.averaged.extend(averaged)
+        found.append((step, note))
+    return notes(*found)
+
+
+def test_gathers_before_a_loss():
+    """They are named below it, if they come before it; but no reduces."""
+    names = "all_gather", "all_reduce", "all_gather"
+    calls = [Collective(name, f"train.py:{n}", "", False) for n, name in enumerate(names)]
+    ranks = [loss_notes(1.5, gradient=1.5, calls=calls[:2], after=calls[2:])] * 2
+    found = below(loss_notes(1.0), ranks, "loss")
+    assert [text for text in found if "gathers" in text] == ["before it, this gathers: train.py:0"]
+
+
+@pytest.mark.parametrize("averaged", [[], ["w"]])
+def test_losses_where_noise_hides_gradients(averaged):
+    """They tell a fault, but without DDP: then the script may add up losses and gradients."""
+    again = notes(*step_notes([1.1] * 4))
+    ranks = [loss_notes(0.7, averaged)] * 2
+    result = judge(loss_notes(1.0, averaged), ranks, TOLERANCE, again)
+    assert rule(result, "gradient") == ["not told"]
+    assert rule(result, "loss") == ["WRONG"] * bool(averaged)
+
+
+def test_steps_without_gradients():
+    """The ranks' runs may have ended before they have noted those of a step."""
+    ranks = [notes(*step_notes([1, factor, 1])[:-1]) for factor in (1.2, 1.5)]
+    result = judge(notes(*step_notes([1, 1, 1])), ranks, TOLERANCE)
+    assert rule(result, "averaging") == ["WRONG"]
+
+
+LOOP = """\
+while True:
+    for x in loader:
+        optimizer.step()
+        seen += len(x)
+        if seen > 9:
+            break
+"""
+
+
+def test_loops_that_end_early(tmp_path):
+    """The `if` of a break by which a loop makes other numbers of steps."""
+    (tmp_path / "loop.py").write_text(LOOP)
+    file = str(tmp_path / "loop.py")
+    one, rank = [notes(*step_notes([1] * number, f"{file}:3")) for number in (4, 6)]
+    found = below(one, [rank, rank], "end")
+    assert f"it ends early by {file}:5: if seen > 9:" in found
+    assert f"in the loop of {file}:2: for x in loader:" in found
+
+
+def test_rates_of_another_file(tmp_path):
+    """Where a rate is set, if not in the file of the step."""
+    (tmp_path / "rates.py").write_text("def scale(group):\n    group['lr'] = 0.1 / world\n")
+    file = Said("file", f"{tmp_path}/rates.py")
+
+    def of(rate):
+        found = [(0, file), *step_notes()]
+        for step, note in found[1::2]:
+            rates = Seen("setting", "train.py:9", "optimizer 0", step, {(0, "lr"): rate})
+            found.append((step, rates))
+        return notes(*found)
+
+    found = below(of(0.1), [of(0.3)] * 2, "setting")
+    assert f"made or set at {file.text}:2" in found, found
+
+
+def test_uneven_draws():
+    """A line draws other numbers of times on the ranks, and not its part of the times."""
+
+    def of(times):
+        made = notes(*step_notes())
+        made.of[Drawn] = [(4, Drawn({("train.py:3", "choice"): {1: times}}, True))]
+        return made
+
+    for times, found in (4, set()), (2, set()), (3, {1}):
+        assert uneven_draws(of(4), [of(times), of(times)]) == found
+    assert uneven_draws(of(4), [of(4), of(2)]) == {1}
+
+
+def test_samplers():
+    """Below samples that no rank has: where the sampler is made, or gives them."""
+    key = ("train.py:1", "loader", 0)
+
+    def of(*indices):
+        sampler = "DistributedSampler", True, 64, False, 2, [], "train.py:7"
+        found = [(0, Pass(key, "loader", *sampler))]
+        found += [(n, Batch(key, n, ids, len(ids), 4, True, {})) for n, ids in enumerate(indices)]
+        return notes(*found, *step_notes([1, 1]))
+
+    ranks = [of([3, 1], [2, 9])] * 2
+    assert "its sampler: train.py:7" in below(of([3, 1, 0, 2], [7, 5, 6, 4]), ranks, "samples")
+
+
+def test_a_crash_of_one_rank(tmp_path):
+    """Each rank has its own file of it: the log may be that of all."""
+    Path("train.py").write_text("import ctypes\nctypes.string_at(0)\n")
+    for rank in range(2):
+        text = f'File "{os.path.abspath("train.py")}", line 2 in <module>\n' * rank
+        (tmp_path / f"all.{rank}.crash").write_text(text)
+    ends = [Notes(tmp_path, "all", rank).end() for rank in range(2)]
+    assert ends[0] == "cut off" and "a crash at " in ends[1], ends
+    assert "train.py:2: ctypes.string_at(0)" in ends[1]
 
 
 def test_calls_in_two_branches():

@@ -110,11 +110,11 @@ def state_of(generator):
     return checksum(states)
 
 
-def note_draw(run, what, generator, state, size=0):
+def note_draw(run, what, generator, state, size=0, line=""):
     """What the script's own generator would have drawn here is told by its state. `size`: of how
     many samples it draws an order."""
     if not run.is_single:
-        line = place()[0]
+        line = line or place()[0]
         number = run.nth("draw of", run.steps, what, line, generator)
         about = {"seeded": run.seeded.get(generator), "size": size}
         kind = "split" if what == ORDER else "draw"

@@ -23,6 +23,7 @@ from ..script import own_file, place
 from ..sketch import leaves_of
 from ..text import gives
 from .datasets import batches_of, is_own
+from .pairing import ORDER, checksum, note_draw
 from .prepared import batch_of_all, prepared_name
 
 
@@ -32,6 +33,13 @@ def length(sized):
         return inspect.unwrap(type(sized).__len__)(sized)
     except (TypeError, AttributeError, NotImplementedError):  # some samplers do not know it
         return None
+
+
+def whole(dataset):
+    """What is below all Subsets."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
 
 
 class Iterator:
@@ -87,6 +95,9 @@ def patch(run):
         own, of_seed = (self.seed, self.epoch), epochs.setdefault(self.seed, [])
         if self.epoch not in of_seed:
             of_seed.append(self.epoch)
+        if self.shuffle and self.num_replicas == run.world:
+            size, line = length(whole(self.dataset)), run.made.get(id(self), "")
+            note_draw(run, ORDER, "DistributedSampler", checksum(own), size, line)
         self.seed, self.epoch = 1000 * list(epochs).index(own[0]), of_seed.index(own[1])
         try:
             return iter(list(original(self)))
@@ -154,10 +165,7 @@ def patch(run):
         sampler = loader.sampler if usual else loader.batch_sampler
         name, draws = type(sampler).__name__, "Weighted" in type(sampler).__name__
         draws = draws or getattr(sampler, "replacement", False) or bool(own_class(sampler))
-        dataset = loader.dataset
-        while isinstance(dataset, Subset):
-            dataset = dataset.dataset
-        size, rows = length(dataset), loader.batch_size
+        size, rows = length(whole(loader.dataset)), loader.batch_size
         share = has_share(sampler)
         made = run.made.get(id(sampler)) or next(iter(gives(type(sampler).__iter__)), "")
         return Pass(key, loader.check_name, name, share, size, draws, rows, callers, made)
@@ -215,9 +223,7 @@ def own_class(sampler):
 
 def made_by(dataset):
     """Where the script's own dataset makes a sample; "" if it is another's."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+    code = getattr(getattr(type(whole(dataset)), "__getitem__", None), "__code__", None)
     file = own_file(code.co_filename) if code else None
     return f"{file}:{code.co_firstlineno}" if file else ""
 

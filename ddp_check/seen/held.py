@@ -23,6 +23,7 @@ from .written import line_of
 
 def outer_modules():
     """All modules that are not part of another one; not DDP, but what it wraps."""
+    gc.collect()  # a model that the script has dropped may be in a cycle
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     modules = [module for module in modules if not isinstance(module, DistributedDataParallel)]
     inner = {id(child) for module in modules for child in module.children()}
