@@ -143,6 +143,13 @@ class Noisy(TensorDataset):
     rng = np.random.default_rng(SEED)
     def __getitem__(self, i): return self.tensors[0][i] + self.rng.random(), self.tensors[1][i]
 data = Noisy(*data.tensors)"""
+FOR_WORKERS = """\
+class Noisy(TensorDataset):
+    def __getitem__(self, i):
+        return self.tensors[0][i] + np.random.random(), self.tensors[1][i]
+for_workers = torch.Generator().manual_seed(SEED)
+loader = DataLoader(
+    Noisy(*data.tensors), batch_size, sampler=sampler, num_workers=1, generator=for_workers)"""
 ANTITHETIC = """\
 inner = ddp
 def ddp(x):
@@ -453,6 +460,8 @@ CASES = {
     "an unseeded dataset": ({"BEFORE": UNSEEDED}, {"data": "look"}),
     "a dataset's own generator": ({"BEFORE": NOISY.replace("SEED", "rank")}, {}),
     "its own, all alike": ({"BEFORE": NOISY.replace("SEED", "0")}, {"random": "WRONG"}),
+    "a generator for workers": ({"BETWEEN": FOR_WORKERS.replace("SEED", "rank")}, {}),
+    "one of one seed": ({"BETWEEN": FOR_WORKERS.replace("SEED", "0")}, {"random": "WRONG"}),
     "one batch for ever": ({"BETWEEN": FOR_EVER}, {"order": "look"}),
     "a step left out": ({"BEFORE": "made = 0", "LOSS": LEFT_OUT}, {"steps": "WRONG"}),
     "a pass left early": ({"EVAL": "if rank and loss.item() < 99: break"}, {"steps": "WRONG"}),

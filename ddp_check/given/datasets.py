@@ -82,9 +82,8 @@ def batches_of(run, loader):
     """What a DataLoader gives, made here, where random numbers and files are watched: (the indices
     of its samples, {index: a sample's total} if it is known, the batch). Its sampler is asked when
     the batch is due."""
-    seed = state_of("torch")
     with run.quiet():  # as a DataLoader does, for its workers
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        seed = torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item()
     if isinstance(loader.dataset, IterableDataset):
         for samples, batch in batches_of_stream(run, loader):
             yield None, {mark: mark for mark in samples}, batch
