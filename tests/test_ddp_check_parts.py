@@ -414,13 +414,17 @@ def test_shares_of_a_test_set():
     """A sample that is on no rank is a look."""
     key = ("train.py:9", "test", 0)
 
-    def of(indices):
-        found = [(3, Pass(key, "test", "Own", False, 5, False, 5))]
+    def of(indices, size=5):
+        found = [(3, Pass(key, "test", "Own", False, size, False, 5))]
         found += [(3, Batch(key, 0, indices, len(indices), 1, False)), (3, PassEnd(key, 1))]
         return notes(*step_notes(), *found)
 
     for first, verdicts in ([0, 2, 4], ["ok"]), ([0, 2], ["look"]):
         result = judge(of([0, 1, 2, 3, 4]), [of(first), of([1, 3])], TOLERANCE)
+        assert rule(result, "test set") == verdicts
+    for sizes, verdicts in ((3, 2), ["ok"]), ((2, 2), ["look"]):  # of datasets of a share each
+        ranks = [of(range(size), size) for size in sizes]
+        result = judge(of([0, 1, 2, 3, 4]), ranks, TOLERANCE)
         assert rule(result, "test set") == verdicts
 
 

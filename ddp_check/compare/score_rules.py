@@ -41,12 +41,18 @@ class TestSamples(Rule):
         of_one = {p.key: order for _, p, order, _ in passes_of(one)}
         ended.append({note.key for _, note in one[PassEnd]})
         trained = {p.loader for _, p, _, trains in passes_of(ranks[0]) if trains}
-        seen = False
+        sizes, seen = {p.key: p.size for _, p in one[Pass]}, False
         for step, about, order, _ in passes_of(ranks[0]):
             if about.loader in trained or not all(about.key in keys for keys in ended):
                 continue
             orders = [of_rank.get(about.key, []) for of_rank in lists]
             everyone = [index for indices in orders for index in indices]
+            number = len(of_one[about.key])
+            if about.size != sizes[about.key]:  # a dataset of the rank's share: other indices
+                seen = True
+                if len(everyone) < number:
+                    return self.left_out(step, about, number - len(everyone), number)
+                continue
             is_same = all(indices == order for indices in orders)
             if len(lists) > 1 and order and None not in order and is_same:
                 if line := self.put_together(ranks[0], about):
@@ -56,10 +62,7 @@ class TestSamples(Rule):
                 continue  # each rank has the score of all
             seen = True
             if missing := set(of_one[about.key]) - set(everyone):
-                text = (
-                    f"{len(missing)} of {len(of_one[about.key])} samples of one process are on no "
-                )
-                return self.look(step, about.key[0], f"{text}rank")
+                return self.left_out(step, about, len(missing), number)
             if self.drops_repeated(ranks[0], about):
                 continue
             if about.has_share and None not in everyone and len(set(everyone)) < len(everyone):
@@ -69,6 +72,10 @@ class TestSamples(Rule):
                 found[0].more += loader_of(about.key)
                 return found
         return [] if seen else None
+
+    def left_out(self, step, about, missing, number):
+        text = f"{missing} of {number} samples of one process are on no rank"
+        return self.look(step, about.key[0], text)
 
     def put_together(self, notes, about):
         """The line of a call that puts the ranks' samples together; sums are divided by a sum."""
