@@ -150,6 +150,16 @@ class Noisy(TensorDataset):
 for_workers = torch.Generator().manual_seed(SEED)
 loader = DataLoader(
     Noisy(*data.tensors), batch_size, sampler=sampler, num_workers=1, generator=for_workers)"""
+WHOLE = (
+    FOR_WORKERS.replace("batch_size, sampler=sampler,", "8, shuffle=True,")
+    + """
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in loader:
+    x, y = x[SHARE], y[SHARE]
+    loss = (ddp(x) - y).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+sys.exit()"""
+)
 ANTITHETIC = """\
 inner = ddp
 def ddp(x):
@@ -462,6 +472,18 @@ CASES = {
     "its own, all alike": ({"BEFORE": NOISY.replace("SEED", "0")}, {"random": "WRONG"}),
     "a generator for workers": ({"BETWEEN": FOR_WORKERS.replace("SEED", "rank")}, {}),
     "one of one seed": ({"BETWEEN": FOR_WORKERS.replace("SEED", "0")}, {"random": "WRONG"}),
+    "a share of a whole batch": (
+        {"AFTER": WHOLE.replace("SEED", "0").replace("SHARE", "rank::world")},
+        {},
+    ),
+    "a block of a whole batch": (
+        {
+            "AFTER": WHOLE.replace("SEED", "0").replace(
+                "SHARE", "len(x) // world * rank:][:len(x) // world"
+            )
+        },
+        {},
+    ),
     "one batch for ever": ({"BETWEEN": FOR_EVER}, {"order": "look"}),
     "a step left out": ({"BEFORE": "made = 0", "LOSS": LEFT_OUT}, {"steps": "WRONG"}),
     "a pass left early": ({"EVAL": "if rank and loss.item() < 99: break"}, {"steps": "WRONG"}),

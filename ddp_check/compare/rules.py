@@ -6,9 +6,10 @@ is so, None if nothing was seen."""
 
 from dataclasses import replace
 
-from ..notes import Collective, Finding, Step
+from ..notes import DATASET, Collective, Finding, Step
 from ..script import source
 from .kinds import PAGE, misfits, paired
+from .samples import takes_share
 
 RULES = []  # in the order of the report
 
@@ -56,8 +57,9 @@ class RandomNumbers(Rule):
 
     def find(self, one, ranks):
         draws = among("draw", ranks)
+        is_whole = takes_share(one, ranks)  # then all ranks are to load the same
         for step, seen, found in draws:
-            if found:
+            if found and not (is_whole and found[0].part == DATASET):
                 text = f"{found[0].part} draws the same numbers on all ranks ({seen.name})"
                 results = self.wrong(step, seen.line, text)
                 if line := seen.about["seeded"]:

@@ -4,6 +4,8 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
+
 from ..notes import Batch, Cut, Drawn, Finding, Pass, PassEnd, Said, Step
 from ..script import source
 from .kinds import PAGE
@@ -27,10 +29,38 @@ def training_passes(one):
     return {key for key in steps if len(steps[key]) > 1}
 
 
+def rows_of_inputs(one, ranks):
+    """How long what goes into the models in the second step is: on one process, on all ranks."""
+    seen = [[s.values for step, s in n.seen("inputs") if step == 1] for n in (one, *ranks)]
+    rows = [[v[0].shape[0] for v in of if v.get(0) and v[0].shape] for of in seen]
+    return rows[0], [sum(of) for of in zip(*rows[1:])]
+
+
+def takes_share(one, ranks):
+    """Whether all ranks load one process's batch, and the script then takes each rank's share: what
+    goes into the models is as long on all ranks together as on one process."""
+    first = [
+        {b.key: b.indices for _, b in reversed(notes[Batch]) if b.trains} for notes in (one, *ranks)
+    ]
+    is_whole = any(ids and all(of.get(key) == ids for of in first) for key, ids in first[0].items())
+    rows, of_ranks = rows_of_inputs(one, ranks)
+    return is_whole and bool(rows) and rows == of_ranks
+
+
+def takes_blocks(one, ranks):
+    """Whether the share that the script takes of it is a block: rank 0's is its first rows."""
+    seen = [[s.values for step, s in n.seen("inputs") if step == 1] for n in (one, ranks[0])]
+    marks = [of[0][0].rows[0] for of in seen if of and of[0].get(0) and of[0][0].rows]
+    if len(marks) < 2 or None in marks or not takes_share(one, ranks):
+        return False
+    all_rows, own = marks[0][0], marks[1][0]
+    return np.allclose(all_rows[: len(own)], own, rtol=1e-4)
+
+
 def loaders_per_process(one, ranks):
     """{loader: line} of those for training whose first batch is as large on one process as on each
     rank: a batch size per process, so one process needs batches of all ranks' size."""
-    if len(ranks) == 1:
+    if len(ranks) == 1 or takes_share(one, ranks):
         return {}
     trains, loaders = training_passes(one), {}
     first = [{b.key: b.rows for _, b in reversed(notes[Batch])} for notes in (one, *ranks)]
@@ -114,7 +144,7 @@ def compare_samples(one, ranks):
     trains, samplers = training_passes(one), {p.key: p for _, p in ranks[0][Pass]}
     theirs = [{(b.key, b.number): b for _, b in notes[Batch]} for notes in ranks]
     sizes = [{p.key: p.size for _, p in notes[Pass]} for notes in (one, *ranks)]
-    found, uneven = [], {}
+    found, uneven, is_shared = [], {}, takes_share(one, ranks)
     for step, batch in one[Batch]:
         others = [of.get((batch.key, batch.number)) for of in theirs]
         if batch.key not in trains or None in others:
@@ -122,6 +152,8 @@ def compare_samples(one, ranks):
         line, number = batch.key[0], batch.number + 1
         total = sum(other.rows or 0 for other in others)
         is_same = all(other.indices == others[0].indices for other in others)
+        if is_shared and is_same and batch.indices == others[0].indices:
+            continue
         if len({batch.rows, *[other.rows for other in others]}) == 1 < len(ranks) and not is_same:
             found.append(per_process(ranks, line, batch.rows))
             continue

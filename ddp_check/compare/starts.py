@@ -3,7 +3,13 @@
 from dataclasses import replace
 
 from ..notes import Batch, Cut, Drawn, End, Pass, Said
-from .samples import lines_by_turns, loaders_per_process, training_passes
+from .samples import (
+    lines_by_turns,
+    loaders_per_process,
+    rows_of_inputs,
+    takes_blocks,
+    training_passes,
+)
 
 
 def has_failed(notes):
@@ -17,6 +23,9 @@ def other_options(options, one, ranks):
     if cut and any(map(has_failed, ranks)) and not has_failed(one):
         why = "the script fails with a part of its batch, so one process is given all ranks'"
         return replace(options, cuts=False, scaled=cut), why
+    rows, of_ranks = rows_of_inputs(one, ranks)
+    if cut and options.cuts and rows and rows == [len(ranks) * n for n in of_ranks]:
+        return replace(options, cuts=False), "the script takes each rank's share of a batch itself"
     if options.prepared and has_too_many(one, ranks):
         why = "the script has divided its batch size itself"
         return replace(options, prepared=False), why
@@ -27,6 +36,8 @@ def other_options(options, one, ranks):
         why = f"{turns[0][0]} draws as many times as often on one process: the ranks take turns"
         return replace(options, turns=turns), why
     orders = {note.text for _, note in ranks[0][Said] if note.kind == "order"}
+    if takes_blocks(one, ranks):
+        orders = {"blocks"}
     depends = bool(one[Drawn]) and one[Drawn][-1][1].by_layout
     if options.layout == "turns" and orders == {"blocks"} and depends:
         return replace(options, layout="blocks"), "each rank has a block of a batch"

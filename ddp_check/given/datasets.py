@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset
 
+from ..notes import DATASET
 from ..sketch import leaves_of
 from .draws import seed_all
 from .generators import OwnGenerators
-from .pairing import DATASET, SCRIPT_STATES, checksum, note_draw, state_of
+from .pairing import SCRIPT_STATES, checksum, note_draw, state_of
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import torch
 from ..notes import Seen
 from ..script import place
 
-MODEL, DATASET, LOOP = "the model", "the dataset", "the loop"  # which draws for its share
+MODEL, LOOP = "the model", "the loop"  # which draws for its share
 ORDER = "the order"  # of all, as in a split: before the first step
 LAST_DIGITS = 3e-7  # of a float32
 MANY_DRAWS = 100  # of a line that are marked

@@ -238,7 +238,7 @@ def find_order(run, key, indices):
             i if i < len(batch) and batch[i] == index else last.get(index)
             for i, index in zip(run.positions(run.rank, len(indices)).tolist(), indices)
         ]
-        if None in order:  # as of a batch that is filled up
+        if None in order or len(order) == len(batch):  # filled up; or each rank has all of it
             return None
         block = range(run.rank * len(order), (run.rank + 1) * len(order))
         if len(order) > 1:
