@@ -649,6 +649,16 @@ def test_uneven_draws():
     assert uneven_draws(of(4), [of(4), of(2)]) == {1}
 
 
+def test_orders_of_a_loop():
+    """What draws in half of the steps of two optimizers is no order of an epoch."""
+    made = notes(*step_notes([1] * 4))
+    for step, note in made[Step]:
+        note.key = step % 2, step // 2
+    for drawn, is_of_loop in ({0: 1, 2: 1}, True), ({0: 1}, False):
+        made.of[Drawn] = [(4, Drawn({("train.py:3", "sample"): drawn}, True))]
+        assert sample_rules.Splits().is_of_loop(made, "train.py:3") == is_of_loop
+
+
 def test_samplers():
     """Below samples that no rank has: where the sampler is made, or gives them."""
     key = ("train.py:1", "loader", 0)

@@ -244,6 +244,8 @@ class Splits(Rule):
         return found
 
     def is_of_loop(self, notes, line):
-        """Whether it draws in most steps, as for neighbours in a graph or a replay buffer."""
+        """Whether it draws in most steps of an optimizer, as for neighbours in a graph or a replay
+        buffer."""
         times = [n for _, drawn in notes[Drawn] for (at, _), n in drawn.times.items() if at == line]
-        return any(len(of_step) > max(1, len(notes[Step]) / 2) for of_step in times)
+        steps = len(notes[Step]) / len({note.key[0] for _, note in notes[Step]})
+        return any(len(of_step) > max(1, steps / 2) for of_step in times)
