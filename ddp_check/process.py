@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import numbers
 import os
 import pickle
 import shutil
@@ -59,6 +60,8 @@ class Process:
         self.by_layout = False  # whether something depends on which rank has which samples
         self.last_order = ""  # the line that has drawn an order of all before the first step
         self.seeded = {}  # {generator: the script's line that has seeded it last}
+        # {a number that was drawn: the generator's state}, until the ranks put something together.
+        self.drawn_seeds = {}
         self.written = {}  # {where a tensor is: the line that has set it last}
         self.called_at = {}  # {such a line: the line that has called its function}
         self.of_datasets = weakref.WeakSet()  # modules that it calls for a sample, as a blur
@@ -126,6 +129,11 @@ class Process:
     def hash(self, *key):
         """A seed, which differs between keys."""
         return zlib.crc32(repr((self.options["seed"], *key)).encode())
+
+    def own_seed(self, seed):
+        """Of a seed that the script has drawn without sending it, this rank's own."""
+        state = self.drawn_seeds.get(seed) if isinstance(seed, numbers.Integral) else None
+        return seed if state is None else self.hash("own seed", seed, state)
 
     @contextlib.contextmanager
     def quiet(self):

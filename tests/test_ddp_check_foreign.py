@@ -160,6 +160,11 @@ for x, y in loader:
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 sys.exit()"""
 )
+OWN_SEED = """\
+seeds = [random.randint(1000, 10000)]
+SEND
+sampler.seed = seeds[0]"""
+SEND = "dist.broadcast_object_list(seeds)"
 ANTITHETIC = """\
 inner = ddp
 def ddp(x):
@@ -484,6 +489,11 @@ CASES = {
         },
         {},
     ),
+    "a seed that each rank draws": (
+        {"BETWEEN": OWN_SEED.replace("SEND", "pass")},
+        {"split": "WRONG"},
+    ),
+    "one that is sent": ({"BETWEEN": OWN_SEED.replace("SEND", SEND)}, {}),
     "one batch for ever": ({"BETWEEN": FOR_EVER}, {"order": "look"}),
     "a step left out": ({"BEFORE": "made = 0", "LOSS": LEFT_OUT}, {"steps": "WRONG"}),
     "a pass left early": ({"EVAL": "if rank and loss.item() < 99: break"}, {"steps": "WRONG"}),

@@ -5,6 +5,7 @@ import re
 
 from ..notes import Batch, Collective, Pass, PassEnd, Step
 from ..script import source
+from .numbers import files_of, shares_of
 from .rules import Rule
 from .sample_rules import passes_of
 from .samples import loader_of
@@ -51,7 +52,9 @@ class TestSamples(Rule):
             if about.size != sizes[about.key]:  # a dataset of the rank's share: other indices
                 seen = True
                 if len(everyone) < number:
-                    return self.left_out(step, about, number - len(everyone), number)
+                    found = self.left_out(step, about, number - len(everyone), number)
+                    found[0].more += shares_of(files_of(ranks[0]))
+                    return found
                 continue
             is_same = all(indices == order for indices in orders)
             if len(lists) > 1 and order and None not in order and is_same:

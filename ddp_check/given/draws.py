@@ -141,6 +141,7 @@ def patch(run):
     def manual_seed(original, seed):
         if not (run.thread.in_dataset or run.thread.quiet):
             run.seeded["torch"] = place()[0]
+            seed = run.own_seed(seed)
         return original(seed)
 
     def watch(owner, name):

@@ -18,6 +18,8 @@ LIBRARIES = {
     "random": (random, "getstate", "setstate"),
     "numpy": (np.random, "get_state", "set_state"),
 }
+SEEDS = "randint", "randrange"  # which may draw a seed
+LEAST_SEED = 100  # numbers below are rather sizes or choices
 STATES = {"random": (random.getstate, random.setstate)}
 STATES["numpy"] = np.random.get_state, np.random.set_state
 
@@ -55,7 +57,7 @@ def patch(run):
                 return original(*args, **kwargs)
             run.seeded[generator] = place()[0]
             with script_state(generator):
-                original(*args, **kwargs)
+                original(*map(run.own_seed, args), **kwargs)
             return original(run.hash(owner.__name__, run.steps))
 
     def watch_state(generator, owner, name):
@@ -95,6 +97,8 @@ def patch(run):
                     run.last_order = run.last_order if run.steps else place()[0]
                     note_draw(run, ORDER, generator, state)
                 values = original(*args, **kwargs)
+                if name in SEEDS and not (shape or run.steps) and values > LEAST_SEED:
+                    run.drawn_seeds[int(values)] = state
                 return marked(run, name, generator, values, of_one, state)
             note_draw(run, LOOP, generator, state)
             if len(args) > size_at:

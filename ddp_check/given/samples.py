@@ -97,7 +97,14 @@ def patch(run):
             of_seed.append(self.epoch)
         if self.shuffle and self.num_replicas == run.world:
             size, line = length(whole(self.dataset)), run.made.get(id(self), "")
-            note_draw(run, ORDER, "DistributedSampler", checksum(own), size, line)
+            note_draw(
+                run,
+                ORDER,
+                "DistributedSampler",
+                checksum((run.own_seed(self.seed), self.epoch)),
+                size,
+                line,
+            )
         self.seed, self.epoch = 1000 * list(epochs).index(own[0]), of_seed.index(own[1])
         try:
             return iter(list(original(self)))

@@ -48,6 +48,8 @@ def patch(run):
         @wrap(torch.distributed, name)
         def collective(original, *args, **kwargs):
             line, *callers = place()
+            if not run.thread.quiet:
+                run.drawn_seeds.clear()
             if is_first_of_many(line):
                 drawn = getattr((*args, None)[0], "check_line", "")
                 if "object_list" in name:  # a list of what is no tensor
