@@ -51,6 +51,7 @@ class Process:
         # {loader: (rows, where its samples are in one process's batch)} of its last batch, the
         # latest loader's at the end.
         self.loaded = {}
+        self.has_gaps = False  # whether its collate_fn has left out samples
         self.model_rows = None  # of this process's batch
         self.joined = {}  # {size: sizes of the batches, or their views, that cat has joined}
         self.model = None  # the outermost model that computes now

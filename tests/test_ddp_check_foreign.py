@@ -165,6 +165,16 @@ seeds = [random.randint(1000, 10000)]
 SEND
 sampler.seed = seeds[0]"""
 SEND = "dist.broadcast_object_list(seeds)"
+LARGER = "model, batch_size = nn.Linear(4, 1), 16 // world"
+GAPS = """\
+def collate(samples):
+    x, y = map(torch.stack, zip(*[sample for sample in samples if sample[1] > -0.8]))
+    return x, y
+loader = DataLoader(data, batch_size, sampler=sampler, collate_fn=collate)"""
+WEIGHTED = """\
+total = torch.tensor(float(len(x)))
+        dist.all_reduce(total)
+        loss = (ddp(x * torch.rand(len(x), 1)) - y).square().sum() * world / total"""
 ANTITHETIC = """\
 inner = ddp
 def ddp(x):
@@ -494,6 +504,10 @@ CASES = {
         {"split": "WRONG"},
     ),
     "one that is sent": ({"BETWEEN": OWN_SEED.replace("SEND", SEND)}, {}),
+    "samples that are left out": (
+        {"BEFORE": LARGER, "BETWEEN": GAPS, "LOSS": WEIGHTED},
+        {"inputs": "look"},
+    ),
     "one batch for ever": ({"BETWEEN": FOR_EVER}, {"order": "look"}),
     "a step left out": ({"BEFORE": "made = 0", "LOSS": LEFT_OUT}, {"steps": "WRONG"}),
     "a pass left early": ({"EVAL": "if rank and loss.item() < 99: break"}, {"steps": "WRONG"}),

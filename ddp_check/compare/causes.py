@@ -25,6 +25,8 @@ ADVICE = {
     "of this rank's samples have set them, all_reduce these first",
     "apart": "it is made from random numbers of which a rank draws other than its share of one "
     "process's: nothing after it can be compared",
+    "gathered": "a gathered batch has the rows of one rank after the other's, one process's has "
+    "not: random numbers are for other rows, so nothing after it can be compared",
     "copied": "all ranks have the same, from outside of torch, as of environments or generators "
     "with one seed. Seed them by rank",
     "drawing": "a generator of the script's own draws other numbers on each rank in these steps: "
@@ -33,7 +35,7 @@ ADVICE = {
     "rank's own: nothing after it can be compared",
 }
 CHOOSES = "__getitem__", "index_select", "take", "gather"
-LOST = "stream", "apart", "drawing", "unpaired"  # after which nothing can be compared
+LOST = "stream", "apart", "gathered", "drawing", "unpaired"  # after which nothing can be compared
 LOOKS = "coupled", "collate", "ratio", *LOST  # which may be intended
 
 
@@ -60,8 +62,11 @@ class Cause:
         if variables.drawing and not numbers:
             usual, generators = "drawing", variables.drawing
         is_made = values.is_fresh(value) or value.name in CHOOSES or is_outside
-        if not numbers and is_made and any(at <= step for at in variables.apart):
+        is_apart = is_made and min(variables.apart, default=math.inf) <= step
+        if not numbers and (is_apart or step in variables.with_gaps):
             usual = "apart"
+        if step in self.differences.gathered and values.has_own_numbers(value):
+            usual = "gathered"
         if values.has_same_samples(value):
             usual = "collate"
         usual = "stream" if value.name == STREAM else usual

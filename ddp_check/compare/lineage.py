@@ -5,6 +5,7 @@ from .fits import fit, meaning, relative, sides, unlike
 from .kinds import KINDS, VALUES, limit_of, offs, paired
 
 EMPTY = "zeros", "ones", "empty", "full", "new_zeros", "zeros_like", "empty_like", "to", "cuda"
+COUNTS = "arange", "eye", "linspace", "tril_indices", "triu_indices"
 
 
 class Values:
@@ -88,6 +89,12 @@ class Values:
         roots = [v for v in before if v.kind != "value" or self.is_fresh(v)]
         is_made = value.about.get("made_by") or any(v.about.get("made_by") for v in roots)
         return all(v.name in EMPTY for v in roots) and not is_made
+
+    def has_own_numbers(self, value):
+        """Whether it is made from a tensor of numbers that the script has drawn, or reads."""
+        makers = [v for v in self.ancestors(value) if v.name not in (*EMPTY, *COUNTS)]
+        makers = [v for v in makers if self.is_fresh(v) and v.values.get(0)]
+        return any(v.values[0].shape for v in makers)
 
     def is_copied(self, value):
         """Whether all ranks have the same rows."""

@@ -25,6 +25,8 @@ class Variables:
         self.files = files_of(ranks[0])
         self.apart = {step for n in ranks for step, _ in n.seen("apart")}
         self.apart |= uneven_draws(one, ranks)
+        # Steps in which a collate_fn has left out samples, and random numbers are of the others.
+        self.with_gaps = {step for n in ranks for step, _ in n.seen("gaps")}
         # Names of the script's generators that are in other states on other ranks.
         self.generators = [
             k for k, v in first.items() if any(other.get(k, v) != v for other in theirs)

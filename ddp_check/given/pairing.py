@@ -52,6 +52,8 @@ def pair(run, name, shape, state, chosen_from=None):
         if trains:
             run.draws["turn", lines[0], name, turn] = draw
         return draw
+    if run.has_gaps and shape and trains:  # whose numbers are for this rank's samples?
+        note_apart(run, name, shape, "gaps")
     turn = "turn", lines[0], name, turn * run.world + run.rank
     if trains and [lines[0], name] in run.options["turns"] and turn in run.draws:
         generator = {"a": "torch", "n": "numpy", "r": "random"}[name[0]]
@@ -68,11 +70,11 @@ def pair(run, name, shape, state, chosen_from=None):
     return Draw(found[0].key, shape, found[0].state) if found else draw
 
 
-def note_apart(run, name, shape):
+def note_apart(run, name, shape, kind="apart"):
     """This rank draws what may be other than its share of one process's."""
     line = place()[0]
-    number = run.nth("apart", run.steps, line, name)
-    run.note(Seen("apart", line, name, number, {"shape": shape}))
+    number = run.nth(kind, run.steps, line, name)
+    run.note(Seen(kind, line, name, number, {"shape": shape}))
 
 
 def marked(run, name, generator, values, of_one, state):

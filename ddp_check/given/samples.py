@@ -186,6 +186,7 @@ def patch(run):
             tensors = [t for t in leaves_of(batch) if torch.is_tensor(t) and t.dim()]
             rows = len(indices) if indices else len(tensors[0]) if tensors else None
             note = Batch(key, number, indices, rows, total, torch.is_grad_enabled(), totals)
+            run.has_gaps = bool(indices and tensors) and all(len(t) < len(indices) for t in tensors)
             if not loader.check_is_ahead:
                 use(loader, note, name, batch)
             if run.is_single and run.steps > first and not loader.check_is_prepared:
