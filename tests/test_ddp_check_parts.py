@@ -240,6 +240,8 @@ def test_samples(make_process):
     one, rank = make_process("one"), make_process(rank=1)
     (a, b), (c, d) = batches(one, Random())
     assert batches(rank, Random(), sampler=[1, 3]) == [[b, d]] and len({a, b, c, d}) == 4
+    of_tensors = DataLoader(Random(), batch_sampler=[torch.tensor([1, 3])])
+    assert [indices for indices, *_ in batches_of(rank, of_tensors)] == [[1, 3]]
     (a, b), (c, d) = batches(one, RandomStream(4))
     assert batches(rank, RandomStream(2)) == [[b, d]] and len({a, b, c, d}) == 4
 

@@ -99,7 +99,7 @@ def batches_of(run, loader):
                 totals = {}
                 seed_all(run.hash("batch", number))
                 batch = loader.collate_fn(loader.dataset[indices])
-        is_list = isinstance(indices, (list, tuple))
+        is_list = one_by_one or isinstance(indices, (list, tuple))  # or a tensor of them
         yield [base_index(loader.dataset, i) for i in indices] if is_list else None, totals, batch
 
 
