@@ -165,6 +165,21 @@ seeds = [random.randint(1000, 10000)]
 SEND
 sampler.seed = seeds[0]"""
 SEND = "dist.broadcast_object_list(seeds)"
+SPLIT_BY = """\
+SEED(random.randint(1000, 10000))
+data, _ = random_split(data, [48, 16])"""
+ORDER_BY = """\
+random.seed(np.random.randint(1000, 10000))
+order = list(range(64))
+random.shuffle(order)"""
+MIXED = """\
+numbers = np.random.RandomState(0)
+def mixed(x):
+    parts = [torch.empty_like(x) for _ in range(world)]
+    dist.all_gather(parts, x)
+    at = torch.from_numpy(numbers.permutation(world * len(x)))[len(x) * rank:][:len(x)]
+    return x + torch.cat(parts)[at]"""
+MIXES = "loss = (ddp(mixed(x)) - y).square().mean()"
 LARGER = "model, batch_size = nn.Linear(4, 1), 16 // world"
 GAPS = """\
 def collate(samples):
@@ -503,7 +518,16 @@ CASES = {
         {"BETWEEN": OWN_SEED.replace("SEND", "pass")},
         {"split": "WRONG"},
     ),
+    "a split by such a seed": (
+        {"BEFORE": SPLIT_BY.replace("SEED", "torch.manual_seed")},
+        {"split": "WRONG"},
+    ),
+    "Python's order by such a seed": (
+        {"BEFORE": ORDER_BY},
+        {"split": "look"},
+    ),
     "one that is sent": ({"BETWEEN": OWN_SEED.replace("SEND", SEND)}, {}),
+    "rows of all ranks": ({"AFTER": MIXED, "LOSS": MIXES}, {"inputs": "look"}),
     "samples that are left out": (
         {"BEFORE": LARGER, "BETWEEN": GAPS, "LOSS": WEIGHTED},
         {"inputs": "look"},
