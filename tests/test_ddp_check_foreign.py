@@ -524,7 +524,7 @@ CASES = {
     ),
     "Python's order by such a seed": (
         {"BEFORE": ORDER_BY},
-        {"split": "look"},
+        {"split": "WRONG"},
     ),
     "one that is sent": ({"BETWEEN": OWN_SEED.replace("SEND", SEND)}, {}),
     "rows of all ranks": ({"AFTER": MIXED, "LOSS": MIXES}, {"inputs": "look"}),
