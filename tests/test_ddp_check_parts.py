@@ -656,8 +656,9 @@ def test_orders_of_a_loop():
     made = notes(*step_notes([1] * 4))
     for step, note in made[Step]:
         note.key = step % 2, step // 2
-    for drawn, is_of_loop in ({0: 1, 2: 1}, True), ({0: 1}, False):
-        made.of[Drawn] = [(4, Drawn({("train.py:3", "sample"): drawn}, True))]
+    for drawn, is_of_loop in ((0, 2), True), ((0,), False):
+        orders = [(step, Seen("split", "train.py:3", "random", 0, {})) for step in drawn]
+        made.of[Seen] = orders
         assert sample_rules.Splits().is_of_loop(made, "train.py:3") == is_of_loop
 
 

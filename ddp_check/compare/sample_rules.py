@@ -5,7 +5,7 @@ import itertools
 import math
 from dataclasses import replace
 
-from ..notes import Batch, Drawn, Pass, PassEnd, Said, Step
+from ..notes import Batch, Pass, PassEnd, Said, Step
 from ..script import source
 from ..text import loops_around, statement_at, tests_with
 from .fits import relative, sides
@@ -246,6 +246,6 @@ class Splits(Rule):
     def is_of_loop(self, notes, line):
         """Whether it draws in most steps of an optimizer, as for neighbours in a graph or a replay
         buffer."""
-        times = [n for _, drawn in notes[Drawn] for (at, _), n in drawn.times.items() if at == line]
+        drawn = {step for step, seen in notes.seen("split") if seen.line == line}
         steps = len(notes[Step]) / len({note.key[0] for _, note in notes[Step]})
-        return any(len(of_step) > max(1, steps / 2) for of_step in times)
+        return len(drawn) > max(1, steps / 2)
