@@ -65,7 +65,7 @@ class Cause:
         is_apart = is_made and min(variables.apart, default=math.inf) <= step
         if not numbers and (is_apart or step in variables.with_gaps):
             usual = "apart"
-        if step in self.differences.gathered and values.has_own_numbers(value):
+        if step in self.differences.gathered and values.has_own_numbers(value, step):
             usual = "gathered"
         if values.has_same_samples(value):
             usual = "collate"

@@ -90,11 +90,12 @@ class Values:
         is_made = value.about.get("made_by") or any(v.about.get("made_by") for v in roots)
         return all(v.name in EMPTY for v in roots) and not is_made
 
-    def has_own_numbers(self, value):
-        """Whether it is made from a tensor of numbers that the script has drawn, or reads."""
-        makers = [v for v in self.ancestors(value) if v.name not in (*EMPTY, *COUNTS)]
-        makers = [v for v in makers if self.is_fresh(v) and v.values.get(0)]
-        return any(v.values[0].shape for v in makers)
+    def has_own_numbers(self, value, step):
+        """Whether it is made from numbers for its rows that the script has drawn in this step."""
+        rows = {sketch.shape[0] for sketch in value.values.values() if sketch and sketch.shape}
+        makers = [v for v in self.ancestors(value) if v in self.of_step[step] and self.is_fresh(v)]
+        makers = [v for v in makers if v.name not in (*EMPTY, *COUNTS) and v.values.get(0)]
+        return any(v.values[0].shape and v.values[0].shape[0] in rows for v in makers)
 
     def is_copied(self, value):
         """Whether all ranks have the same rows."""
