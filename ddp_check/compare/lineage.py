@@ -93,9 +93,10 @@ class Values:
     def has_own_numbers(self, value, step):
         """Whether it is made from numbers for its rows that the script has drawn in this step."""
         rows = {sketch.shape[0] for sketch in value.values.values() if sketch and sketch.shape}
-        makers = [v for v in self.ancestors(value) if v in self.of_step[step] and self.is_fresh(v)]
-        makers = [v for v in makers if v.name not in (*EMPTY, *COUNTS) and v.values.get(0)]
-        return any(v.values[0].shape and v.values[0].shape[0] in rows for v in makers)
+        here = {v.index for v in self.of_step[step] if v.name not in (*EMPTY, *COUNTS)}
+        makers = [v for v in self.ancestors(value) if v.index in here and self.is_fresh(v)]
+        shapes = [v.values[0].shape for v in makers if v.values.get(0)]
+        return any(shape and shape[0] in rows for shape in shapes)
 
     def is_copied(self, value):
         """Whether all ranks have the same rows."""
