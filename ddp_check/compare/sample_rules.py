@@ -225,11 +225,12 @@ class Splits(Rule):
     def find(self, one, ranks):
         orders = among("split", ranks)
         for step, seen, found in orders:
+            line = seen.about.get("made") or seen.line
             if found and not self.is_of_loop(ranks[0], seen.line):
                 if seen.about["size"] in self.sizes_of_shares(ranks):
                     text = "each rank takes its share of an order of its own: some samples are "
-                    return self.wrong(step, seen.line, f"{text}on several ranks, others on none")
-                return self.look(step, seen.line, "each rank has an order of its own")
+                    return self.wrong(step, line, f"{text}on several ranks, others on none")
+                return self.look(step, line, "each rank has an order of its own")
         return [] if orders else None
 
     def sizes_of_shares(self, ranks):
