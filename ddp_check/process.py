@@ -56,6 +56,7 @@ class Process:
         self.joined = {}  # {size: sizes of the batches, or their views, that cat has joined}
         self.model = None  # the outermost model that computes now
         self.draws, self.given, self.batches = {}, {}, {}  # of the run on one process
+        self.orders = {}  # that its samplers gave
         self.batch_sizes = {}  # of its training loaders
         self.loaders = {}  # {id of a dataset: names of the loaders that the script has made of it}
         self.by_layout = False  # whether something depends on which rank has which samples
@@ -75,7 +76,7 @@ class Process:
             with open(f"{self.folder}/one.draws", "rb") as file:
                 self.options["steps"], *known = pickle.load(file)
             if not self.is_single:
-                self.draws, self.given, self.batches, self.batch_sizes = known
+                self.draws, self.given, self.batches, self.batch_sizes, self.orders = known
 
     def names_in(self, module):
         """Of the parameters of a module that an optimizer has."""
@@ -172,7 +173,7 @@ class Process:
         self.note(End(state))
         if self.saves:
             with open(f"{self.folder}/one.draws", "wb") as file:
-                known = self.draws, self.given, self.batches, self.batch_sizes
+                known = self.draws, self.given, self.batches, self.batch_sizes, self.orders
                 pickle.dump((self.options["steps"], *known), file)
         sys.stdout.flush()
         if state != "--steps":

@@ -114,6 +114,9 @@ for x, y in loader:
 sys.exit()"""
 FEW = "data = TensorDataset(*[t[:SIZE] for t in data.tensors])\nbatch_size = SIZE // 2 // world"
 NO_EPOCH = "sampler.set_epoch = lambda epoch: None"
+LOOK = "next(iter(loader))"
+LATER = "set_epoch = sampler.set_epoch\nsampler.set_epoch = lambda epoch: set_epoch(epoch + 1)"
+ONE_SHUFFLES = "loader = DataLoader(data, batch_size, world == 1, sampler if world > 1 else None)"
 AGAIN = """\
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 batches = iter(loader)
@@ -631,6 +634,13 @@ CASES = {
     "masks of a generator": (
         {"AFTER": "rng = np.random.default_rng(rank)", "LOSS": MASK},
         {"inputs": "look"},
+    ),
+    "rank 0 looks at a batch of another epoch": ({"AFTER": f"if rank == 0: {LOOK}\n{LATER}"}, {}),
+    "all look at a batch": ({"BETWEEN": ONE_SHUFFLES, "AFTER": LOOK}, {}),
+    "a loader for each epoch": ({"BEFORE": FEW.replace("SIZE", "16"), "PEEK": ONE_SHUFFLES}, {}),
+    "a loader for each epoch, of one order": (
+        {"BEFORE": FEW.replace("SIZE", "16"), "AFTER": NO_EPOCH, "PEEK": ONE_SHUFFLES},
+        {"samples": "look", "order": "look"},
     ),
     "rank 0 tries a rate": ({"AFTER": TRIAL}, {"steps": "look"}),
     "environments alike": (

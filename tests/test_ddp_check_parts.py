@@ -152,7 +152,7 @@ def test_limits():
 def make_process(tmp_path, monkeypatch):
     """A Process, as one of a run has it, of two ranks."""
 
-    def make(run="all", rank=0, known=({}, {}, {}, {}), **options):
+    def make(run="all", rank=0, known=({},) * 5, **options):
         facts = {"folder": str(tmp_path), "nproc": 2, "run": run, "seed": 0, "short": None}
         facts |= asdict(Options(20)) | options
         monkeypatch.setenv("DDP_CHECK", process.json.dumps(facts))
@@ -369,12 +369,12 @@ def test_origin():
     assert values.origin(values.all[3]).index == 1
 
 
-def passes(*ends):
+def passes(ends, lines=("train.py:1", "train.py:2")):
     """Two loaders, each of a shuffled pass of 8 samples; whether the first ends before."""
     order, found = [3, 1, 0, 2, 7, 5, 6, 4], []
-    for number, line in enumerate(("train.py:1", "train.py:2")):
-        key = (line, line, 0)
-        found.append((2 * number, Pass(key, line, "Sampler", True, 8, False, 8)))
+    for number, line in enumerate(lines):
+        key = (line, f"loader {number} of {line}", 0)
+        found.append((2 * number, Pass(key, key[1], "Sampler", True, 8, False, 8)))
         for batch in range(2):
             step, indices = 2 * number + batch, order[4 * batch : 4 * batch + 4]
             found.append((step, Batch(key, batch, indices, 4, 2, True, {})))
@@ -390,9 +390,17 @@ def rule(result, name):
 @pytest.mark.parametrize("ends", [True, False])
 def test_loaders(ends):
     """Two that give the same samples are a look, but not one after the other."""
-    found = passes(*[True] * ends) + step_notes()
+    found = passes(ends) + step_notes()
     result = judge(notes(*found), [notes(*found), notes(*found)], TOLERANCE)
     assert rule(result, "loaders") == (["ok"] if ends else ["look"])
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_loaders_made_anew(ends):
+    """Of one order: if the one before has ended."""
+    found = passes(ends, ["train.py:1"] * 2) + step_notes()
+    result = judge(notes(*found), [notes(*found), notes(*found)], TOLERANCE)
+    assert rule(result, "order") == (["look"] if ends else ["not seen"])
 
 
 def test_first_batches():

@@ -92,7 +92,24 @@ class Order(Rule):
                 if len(keys) > 3 and is_shuffled(order, 3):
                     text = f"the first batch of each of {len(keys)} passes, which is the same"
                     return self.look(0, keys[0][0], text)
-        return [] if seen else None
+        return self.remade(ranks[0]) or ([] if seen else None)
+
+    def remade(self, notes):
+        """A loader that is made anew for each pass, whose order is not."""
+        groups, ends = {}, {note.key: note.at for _, note in notes[PassEnd]}
+        for step, about, order, trains in passes_of(notes):
+            if trains and is_shuffled(order, ENOUGH):
+                group = groups.setdefault((about.key[0], about.loader.rpartition(" of ")[2]), [])
+                group.append((step, about, order))
+        for (line, _), group in groups.items():
+            for (_, before, earlier), (step, about, order) in itertools.pairwise(group):
+                is_anew = len({about.loader for _, about, _ in group}) == len(group)
+                if is_anew and ends.get(before.key, math.inf) < about.at and order == earlier:
+                    text = "a new loader with the order of an earlier one: right for other data"
+                    found = self.look(step, line, text)
+                    found[0].more += [f"its sampler: {source(about.made)}"] if about.made else []
+                    return found
+        return []
 
 
 class Loaders(Rule):

@@ -67,18 +67,41 @@ def patch(run):
     @wrap(RandomSampler, "__iter__")
     def shuffle(original, self):
         """The order of a DistributedSampler, which the ranks may have instead of it."""
-        number = self.__dict__.setdefault("compare_number", 0)
-        self.compare_number += 1
         size = len(self.data_source)
         has_own = getattr(self, "check_has_own", self.generator is not None)
         if has_own or self.replacement or self.num_samples != size:
             return original(self)
+        # For each pass a new one may be made.
+        number = run.nth("order of a sampler", getattr(self, "check_made", ""), size)
+        if run.is_single:
+            run.orders[asked_for(self.data_source)] = number
         g = torch.Generator().manual_seed(number)
         return iter(inspect.unwrap(torch.randperm)(size, generator=g).tolist())
+
+    def asked_for(dataset):
+        """By which line, and how many orders of so many samples it had before."""
+        line, size = place()[0], length(dataset)
+        return line, size, run.nth("order of", line, size)
+
+    used = {}  # {(seed, epoch): (number of its order, step of its first use)}
+
+    def number_of(seed, epoch, key):
+        """Of a DistributedSampler's order: that of one process there, whatever the script's seed
+        is, and its first epoch. Where a step was made since its first use, it is the same again."""
+        number, step = used.get((seed, epoch), (None, None))
+        if number is None or step == run.steps and not run.is_single:
+            seeds = list(dict.fromkeys([seed for seed, _ in used] + [seed]))
+            epochs = [epoch for of, epoch in used if of == seed]
+            number = run.orders.get(key, 1000 * seeds.index(seed) + len(epochs))
+            used[seed, epoch] = number, run.steps
+        if run.is_single:
+            run.orders[key] = number
+        return number
 
     @wrap(RandomSampler, "__init__")
     def make_order(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
+        self.check_made = place()[0]
         self.check_has_own = self.generator is not None  # Accelerate adds one later, on ranks
 
     @wrap(DistributedSampler, "__init__")
@@ -86,16 +109,11 @@ def patch(run):
         original(self, *args, **kwargs)
         run.made[id(self)] = place()[0]
 
-    epochs = {}  # {seed of a DistributedSampler: the epochs that it was given}
-
     @wrap(DistributedSampler, "__iter__")
     def share(original, self):
-        """Its n-th epoch has the order of a RandomSampler's n-th pass, whatever the script's seed
-        is, and its first epoch."""
-        own, of_seed = (self.seed, self.epoch), epochs.setdefault(self.seed, [])
-        if self.epoch not in of_seed:
-            of_seed.append(self.epoch)
-        if self.shuffle and self.num_replicas == run.world:
+        if not self.shuffle:
+            return original(self)
+        if self.num_replicas == run.world:
             size, line = length(whole(self.dataset)), run.made.get(id(self), "")
             note_draw(
                 run,
@@ -105,7 +123,8 @@ def patch(run):
                 size,
                 line,
             )
-        self.seed, self.epoch = 1000 * list(epochs).index(own[0]), of_seed.index(own[1])
+        own = self.seed, self.epoch
+        self.seed, self.epoch = 0, number_of(*own, asked_for(self.dataset))
         try:
             return iter(list(original(self)))
         finally:
