@@ -670,6 +670,20 @@ def test_orders_of_a_loop():
         assert sample_rules.Splits().is_of_loop(made, "train.py:3") == is_of_loop
 
 
+def test_orders_that_part():
+    """What a sampler draws is the same on all ranks, until one of them has drawn elsewhere."""
+
+    def of(*states):
+        made = notes(*step_notes())
+        drawn = [Seen("split", "train.py:3", "torch", 0, {"order": state}) for state in states]
+        made.of[Seen] += list(enumerate(drawn))
+        return made
+
+    for states, found in ((1, 2, 3, 8), "look"), ((1, 2, 7, 8), "ok"), ((1, 2, 3, 4), "ok"):
+        ranks = [of(1, 2, 3, 4), of(*states)]
+        assert rule(judge(of(1, 2, 3, 4), ranks, TOLERANCE), "split") == [found], states
+
+
 def test_samplers():
     """Below samples that no rank has: where the sampler is made, or gives them."""
     key = ("train.py:1", "loader", 0)

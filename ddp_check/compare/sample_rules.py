@@ -248,7 +248,23 @@ class Splits(Rule):
                     text = "each rank takes its share of an order of its own: some samples are "
                     return self.wrong(step, line, f"{text}on several ranks, others on none")
                 return self.look(step, line, "each rank has an order of its own")
-        return [] if orders else None
+        return self.apart(ranks) or ([] if orders else None)
+
+    def apart(self, ranks):
+        """A line of the loop that draws alike on all ranks, until one of them draws elsewhere."""
+        last = [{(s.line, at): s.values for at, s in notes.seen("split")} for notes in ranks]
+        equal = {}  # {line: steps so far in which all ranks have drawn alike}
+        for line, step in last[0]:
+            states = [of.get((line, step)) for of in last]
+            if None in states or not self.is_of_loop(ranks[0], line):
+                continue
+            if states == states[:1] * len(states):
+                equal[line] = equal.get(line, 0) + 1
+            elif equal.get(line, 0) > 2:
+                text = "the ranks draw alike before this step, and each its own from here on"
+                found = self.look(step, line, text)
+                return [replace(found[0], remedy="what one rank alone draws: by a generator of it")]
+        return []
 
     def sizes_of_shares(self, ranks):
         """Of the datasets in training of which no two ranks have the same samples."""
