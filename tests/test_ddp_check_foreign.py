@@ -209,6 +209,7 @@ FOR_EVER = "first = loader\nloader = (next(iter(first)) for _ in range(8))"
 COUNT = "count += world\n        if count % 3 == 0: pass"
 NUMPY_ORDER = "at = np.random.permutation(len(x)); loss = (ddp(x + x[at]) - y).square().mean()"
 STACKED = "inner = ddp\ndef ddp(x): return inner(torch.stack(x))"
+DICE = "p = ddp(x).sigmoid(); loss = 1 - 2 * (p * y.square()).sum() / (p + y.square()).sum()"
 LARGEST = "loss = loss / y.abs().mean()"
 LEFT_OUT = """\
 made += 1
@@ -614,6 +615,11 @@ CASES = {
         "sampler = DistributedSampler(data) each rank",
     ),
     "copied late": ({"AFTER": "ema = copy.deepcopy(model)"}, {}),
+    "a ratio of sums": (
+        {"LOSS": DICE},
+        {"value": "look"},
+        "a ratio of sums over the rank's own share",
+    ),
     "a constant loss": ({"LOSS": "loss = loss * 0"}, {"parameters": "WRONG"}),
     "batch norm by keywords": ({"BETWEEN": NO_ELEMENTS, "LOSS": BY_KEYWORDS}, {}),
     "gathered": ({"BETWEEN": GATHER.replace("SUMS", "True"), "LOSS": CONTRASTIVE}, {}),

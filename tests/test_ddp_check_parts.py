@@ -709,7 +709,7 @@ def test_a_crash_of_one_rank(tmp_path):
     assert "train.py:2: ctypes.string_at(0)" in ends[1]
 
 
-def test_calls_in_two_branches():
+def test_calls_in_two_branches(tmp_path, monkeypatch):
     """Each rank may make its call in another branch of an `if`; but no call that others, which
     have made the same ones before, make later."""
     mine, theirs, both = [
@@ -717,9 +717,16 @@ def test_calls_in_two_branches():
     ]
     ranks = [notes(*step_notes(), call, both) for call in (mine, theirs)]
     assert Calls().find(notes(), ranks) == []
+    Path("train.py").write_text("if rank == 0:\n    save()\n")
+    caller = f"{Path('train.py').resolve()}:2"
+    mine[1].callers = [caller, f"{caller[:-1]}1"]
     ranks = [notes(*step_notes(), both, *more, both) for more in ([mine], [])]
-    (found,) = Calls().find(notes(), ranks)
-    assert found.verdict == "WRONG" and found.line == mine[1].line and "rank 0" in found.text
+    for rank, sides in enumerate((ranks, ranks[::-1])):
+        (found,) = Calls().find(notes(), sides)
+        assert found.verdict == "WRONG" and found.line == mine[1].line
+        assert f"rank {rank}" in found.text
+    assert found.more == [f"called at {caller}: save()", f"{caller[:-1]}1: if rank == 0:"]
+    assert Calls().find(notes(), [notes(*step_notes())] * 2) is None
     of_group = 1, replace(mine[1], of_all=False)
     ranks = [notes(*step_notes(), both, *more, both) for more in ([of_group], [])]
     assert Calls().find(notes(), ranks) == []
