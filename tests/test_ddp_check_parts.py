@@ -628,6 +628,11 @@ def test_loops_that_end_early(tmp_path):
     found = below(one, [rank, rank], "end")
     assert f"it ends early by {file}:5: if seen > 9:" in found
     assert f"in the loop of {file}:2: for x in loader:" in found
+    fails = f"RuntimeError at {file}:3: step(): Connection closed by peer"
+    one, failed = notes(*step_notes()), notes(*step_notes(), end=fails)
+    (end,) = [f for f in judge(one, [one, failed], TOLERANCE).findings if f.what == "end"]
+    assert end.verdict == "WRONG" and f"it ends early by {file}:5: if seen > 9:" in end.more
+    assert "as another rank had ended" in end.more[1], end.more
 
 
 def test_rates_of_another_file(tmp_path):

@@ -98,7 +98,7 @@ def about_ends(one, ranks, counts, ends):
         ]
     text, *more = [f"{count} steps, then {end}" for count, end in zip(counts, ends)]
     more = [f"rank {rank}: {line}" for rank, line in enumerate(more)]
-    if len(set(counts)) == 1 and places[0] in places[1:]:
+    if len(set(counts)) == 1 and places[0] in places[1:] and places[0] != "its end":
         return Finding("look", "end", steps, f"all processes: {text}")
     if len(set(counts[1:])) > 1:
         rank = max(range(len(ranks)), key=lambda rank: counts[1 + rank])
@@ -107,7 +107,8 @@ def about_ends(one, ranks, counts, ends):
     extra = [notes[Step][steps][1] for notes in (one, *ranks) if len(notes[Step]) > steps]
     if extra and steps and (branch := branch_of(extra[0].line)):
         more.append(source(branch))
-    callers = [extra[0].line, *extra[0].callers] if extra and steps else []
+    waiting = [found[1] for end in ends[1:] if (found := re.search(r" at (\S+:\d+)", end))]
+    callers = [extra[0].line, *extra[0].callers] if extra and steps else waiting
     loops = [loop for line in callers for loop in loops_around(line)]
     breaks = [branch_of(at) for loop in loops[:2] for at in lines_inside(loop) if is_break(at)]
     more += [f"it ends early by {source(at)}" for at in dict.fromkeys(breaks) if at]
