@@ -114,6 +114,29 @@ for x, y in loader:
 sys.exit()"""
 FEW = "data = TensorDataset(*[t[:SIZE] for t in data.tensors])\nbatch_size = SIZE // 2 // world"
 NO_EPOCH = "sampler.set_epoch = lambda epoch: None"
+JOIN = """\
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+ids = range(32 * rank, 32 + 24 * rank)
+for epoch in range(2):
+    with ddp.join():
+        for first in range(0, len(ids), 8):
+            x, y = [tensor[list(ids[first:first + 8])] for tensor in data.tensors]
+            loss = (ddp(x) - y).square().mean()
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+sys.exit()"""
+PACKED = """\
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for weight in model.parameters():
+    weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+for x, y in loader:
+    lengths, order = x[:, 0].abs().mul(3).long().add(1).sort(descending=True)
+    _, back = order.sort()
+    packed = nn.utils.rnn.pack_padded_sequence(
+        x[order, None].repeat(1, lengths[0], 1), lengths, batch_first=True)
+    output, _ = nn.utils.rnn.pad_packed_sequence(ddp(packed)[0], batch_first=True)
+    loss = (output[back].sum(1) - y).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+sys.exit()"""
 LOOK = "next(iter(loader))"
 LATER = "set_epoch = sampler.set_epoch\nsampler.set_epoch = lambda epoch: set_epoch(epoch + 1)"
 ONE_SHUFFLES = "loader = DataLoader(data, batch_size, world == 1, sampler if world > 1 else None)"
@@ -615,6 +638,16 @@ CASES = {
         "sampler = DistributedSampler(data) each rank",
     ),
     "copied late": ({"AFTER": "ema = copy.deepcopy(model)"}, {}),
+    "a join of uneven shares": (
+        {"BEFORE": "model = nn.Linear(4, 1)", "AFTER": JOIN},
+        {"samples": "look", "steps": "look"},
+        "with ddp.join(): the ranks make other numbers of steps",
+    ),
+    "a fault beside sorted lengths": (
+        {"BEFORE": "model = nn.LSTM(4, 1, batch_first=True)", "AFTER": PACKED},
+        {"value": "WRONG"},
+        "weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))",
+    ),
     "a ratio of sums": (
         {"LOSS": DICE},
         {"value": "look"},

@@ -124,6 +124,9 @@ def test_fit_is_unknown():
     turned = summary(ONE.T), [summary(PARTS[0].T), summary(PARTS[1].T[:4])]
     assert fits.fit("same rows", *turned, 1e-5) == "unknown"
     assert fits.fit("same", None, [None], 1e-5) == "unknown"
+    flat = [summary(torch.ones(n)) for n in (12, 6, 4, 12)]  # padded, then flattened
+    assert fits.fit("same rows", flat[0], flat[1:3], 1e-5) == "unknown"
+    assert fits.fit("same rows", flat[1], [flat[0], flat[3]], 1e-5) is None
 
 
 def test_same_ray():

@@ -1,9 +1,11 @@
 """Processes that make other numbers of steps, or end otherwise."""
 
 import ast
+import itertools
+import math
 import re
 
-from ..notes import Batch, Finding, PassEnd, Step
+from ..notes import Batch, Finding, PassEnd, Said, Step
 from ..script import source
 from ..text import branch_of, lines_inside, loops_around, statement_at
 from .fits import sides
@@ -47,6 +49,20 @@ def other_optimizers(one, ranks):
                 text += "nothing after it can be compared"
                 about = {"advice": "unpaired", "section": f"{PAGE}#decisions"}
                 return Finding("look", "steps", step, text, line, more=[source(made)], **about)
+    return None
+
+
+def uneven_join(ranks):
+    """Where ranks make other numbers of steps inside of DDP's join(), by which those without
+    batches wait for the others. None if there is none."""
+    ends = [[(step, note) for step, note in n[Said] if note.kind == "join"] for n in ranks]
+    for of_ranks in itertools.zip_longest(*ends):
+        steps = [end[0] if end else math.inf for end in of_ranks]
+        if len(set(steps)) > 1:
+            line = next(end for end in of_ranks if end)[1].text
+            text = "the ranks make other numbers of steps inside of join(): nothing after it can be"
+            about = {"advice": "unpaired", "section": f"{PAGE}#loader"}
+            return Finding("look", "steps", min(steps), f"{text} compared", line, **about)
     return None
 
 

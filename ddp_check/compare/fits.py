@@ -115,6 +115,9 @@ def is_unknown(one, ranks):
     if len(dims) > 1:  # of one of them, each rank has a part
         padded = {d for d in dims if max(o.shape[d] for o in ranks) == one.shape[d]}
         return len(dims - padded) <= 1
+    sizes = [[o.shape[d] for o in ranks] for d in dims]
+    if any(sum(of) < len(ranks) * max(of) == one.shape[d] for d, of in zip(dims, sizes)):
+        return True  # and then flattened
     return any(d > 2 or any(o.rows[d] is None for o in [one, *ranks]) for d in dims)
 
 

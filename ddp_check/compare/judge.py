@@ -9,7 +9,14 @@ from ..script import source
 from . import calls, file_rules, state_rules  # noqa: F401, I001  rules, in their order
 from .causes import LOST, find_causes, first_behind
 from .differences import Differences, compare_settings
-from .ends import about_ends, explains_ends, left_out_steps, left_pass, other_optimizers
+from .ends import (
+    about_ends,
+    explains_ends,
+    left_out_steps,
+    left_pass,
+    other_optimizers,
+    uneven_join,
+)
 from .frameworks import in_its_words
 from .kinds import HIDES, TENSORS, TIMES_NOISE, VALUES, noise_of
 from .lineage import Values
@@ -112,8 +119,8 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
         last = ended[0].step
         samples = [finding for finding in samples if finding.step < last]
     due = bool(lengths) and lengths[0].verdict == "look"  # so is a schedule by len(loader)
-    left_out = other_optimizers(one, ranks), left_out_steps(ranks), left_pass(one, ranks)
-    left_out = [finding for finding in left_out if finding]
+    left_out = [other_optimizers(one, ranks), uneven_join(ranks), left_out_steps(ranks)]
+    left_out = [finding for finding in (*left_out, left_pass(one, ranks)) if finding]
     for finding in left_out[:1]:
         last = min(last, finding.step)
         samples = [sample for sample in samples if sample.step < last]
@@ -139,9 +146,10 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
     notes = [Finding("note", "samples", step, uneven[step]) for step in uneven if step < last]
     found, lost = notes[:1], math.inf  # lost: from this step on, nothing can be compared
     found += left_out[:1]
+    lost = min([finding.step for finding in found if finding.advice == "unpaired"], default=lost)
     for finding in samples[:1]:
         if finding.advice == "unpaired":
-            lost = finding.step
+            lost = min(lost, finding.step)
         else:
             finding.verdict = "WRONG" if first else "look"
         for value in [v for v in values.find(0, "value") if v.name == "Subset"][:1]:

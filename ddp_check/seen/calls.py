@@ -4,9 +4,10 @@ import inspect
 import traceback
 
 import torch
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from ..notes import PASS, Averages, Collective
+from ..notes import PASS, Averages, Collective, Said
 from ..patches import wrap
 from ..script import place
 from ..sketch import leaves_of
@@ -40,6 +41,11 @@ def patch(run):
             setter = inspect.currentframe().f_back.f_back.f_code.co_filename
             if not setter.startswith(TORCH):  # as in no_sync
                 run.note(Averages(place()[0], bool(value)))
+
+    @wrap(Join, "__exit__")
+    def leave_join(original, self, *args):
+        run.note(Said("join", place()[0]))
+        return original(self, *args)  # once the other ranks have no batches either
 
     def is_first_of_many(line):
         return not run.thread.quiet and run.nth("collective", run.steps, line) < MANY_VALUES
