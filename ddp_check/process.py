@@ -18,7 +18,7 @@ from torch import nn
 from .notes import NOISE, Drawn, End, Said, Seen
 from .patches import LEAVE
 from .script import library_place, own_file
-from .sketch import by_sample, is_plain, leaves_of, summary
+from .sketch import as_tensors, by_sample, is_plain, leaves_of, summary
 
 MANY_PARTS = 8  # tensors of a value that are noted
 
@@ -101,7 +101,7 @@ class Process:
         """Note what a line has computed, and return its index."""
         leaves, values = [leaf for leaf in leaves_of(tree) if torch.is_tensor(leaf)], {}
         with self.quiet(), contextlib.suppress(RuntimeError):  # inside of vmap, there are none
-            parts = leaves_of(by_sample(tree, self.loader_rows))
+            parts = leaves_of(by_sample(as_tensors(tree), self.loader_rows))
             parts = [part for part in parts if torch.is_tensor(part)][:MANY_PARTS]
             values = {number: summary(part) for number, part in enumerate(parts)}
             integers = [n for n, part in enumerate(parts) if not part.is_floating_point()]

@@ -42,6 +42,17 @@ def leaves_of(tree):
     return [tree]
 
 
+def as_tensors(tree):
+    """With a copy of each of numpy's arrays of numbers, as some models take them."""
+    if isinstance(tree, dict):
+        return {key: as_tensors(part) for key, part in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [as_tensors(part) for part in tree]
+    if isinstance(tree, np.ndarray) and tree.dtype.kind in "biuf":
+        return torch.tensor(tree)
+    return tree
+
+
 def by_sample(tree, rows):
     """A list with a tree of tensors for each of a batch's samples becomes one tensor: of each the
     sum, and the norm."""

@@ -64,6 +64,17 @@ def lines_inside(line):
     return [f"{file}:{n.lineno}" for n in ast.walk(node) if isinstance(n, ast.stmt)] if node else []
 
 
+def calls_of(line, files):
+    """The lines that call the function that a line is in."""
+    node, found = statement_at(line), []
+    while node and not isinstance(node, ast.FunctionDef):
+        node = getattr(node, "parent", None)
+    for file in files if node else ():
+        calls = [n for each in statements(file) for n in own_nodes(each) if isinstance(n, ast.Call)]
+        found += [f"{file}:{call.lineno}" for call in calls if name_of(call.func) == node.name]
+    return list(dict.fromkeys(found))
+
+
 def name_of(node):
     """Of a variable, of y.name and of y["name"]; None of all else."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):

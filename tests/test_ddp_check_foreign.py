@@ -311,6 +311,11 @@ class Games:  # by a seed of each rank, with random numbers that are not Python'
         return np.frombuffer(b"".join(seen), np.uint8).reshape(-1, 4) / 255.0
 games = Games()"""
 PLAY = "loss = ddp(torch.Tensor(games.step())).square().mean()"
+FROM_ARRAYS = """\
+class FromArrays(nn.Linear):
+    def forward(self, x): return super().forward(torch.as_tensor(x, dtype=torch.float))
+model = FromArrays(4, 1)"""
+PLAY_ARRAYS = "loss = ddp(games.step()).square().mean()"
 SECOND = """\
 second = DistributedSampler(data, seed=1)
 other = iter(DataLoader(data, batch_size // 2, sampler=second))"""
@@ -668,6 +673,10 @@ CASES = {
     ),
     "an environment": ({"BEFORE": ROWS, "LOSS": ENVIRONMENT}, {"inputs": "look"}),
     "games": ({"BEFORE": GAMES, "LOSS": PLAY}, {"inputs": "look"}),
+    "games as arrays": (
+        {"BEFORE": f"{GAMES}\n{FROM_ARRAYS}", "LOSS": PLAY_ARRAYS},
+        {"inputs": "look"},
+    ),
     "numbers by tuples": ({"BEFORE": BY_TUPLES}, {"samples": "look"}),
     "noise for the first of two loaders": ({"BETWEEN": SECOND, "LOSS": NOISE}, {}),
     "masks of a generator": (

@@ -4,6 +4,7 @@ rank is given, which runs it takes. Each test fails if the line that it is for i
 import argparse
 import os
 import pickle
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -47,6 +48,7 @@ from ddp_check.notes import (
     Step,
 )
 from ddp_check.runs import NothingCompared, Options
+from ddp_check.seen import held
 from ddp_check.seen import steps as seen_steps
 from ddp_check.sketch import sketch, sketches, summary
 from ddp_check.text import divisions_behind, sets_in_order, shares_in
@@ -299,6 +301,15 @@ def test_steps(make_process):
     assert model.layer.weight.grad.eq(3).all()
     kinds = {seen.kind for _, seen in Notes(rank.folder, "all", 0)[Seen]}
     assert kinds >= {"setting", "mode", "gradient", "weight", "update", "buffer"}
+
+
+def test_generators(make_process):
+    """Of the script's, not of Python's own names of temporary files."""
+    run, mine = make_process(), {"own": np.random.default_rng(0)}
+    tempfile.mktemp()
+    names = tempfile._get_candidate_names()
+    found = held.generators(run)
+    assert vars(names)["_rng"] and "own" in found and "_rng" not in found, (found, mine)
 
 
 def test_disk(make_process, monkeypatch):
@@ -639,8 +650,9 @@ def test_loops_that_end_early(tmp_path):
 
 
 def test_rates_of_another_file(tmp_path):
-    """Where a rate is set, if not in the file of the step."""
-    (tmp_path / "rates.py").write_text("def scale(group):\n    group['lr'] = 0.1 / world\n")
+    """Where a rate is set, if not in the file of the step; and the `if` of the call."""
+    text = "def scale(group):\n    group['lr'] = 0.1 / world\nif rank == 0:\n    scale(groups[0])\n"
+    (tmp_path / "rates.py").write_text(text)
     file = Said("file", f"{tmp_path}/rates.py")
 
     def of(rate):
@@ -652,6 +664,7 @@ def test_rates_of_another_file(tmp_path):
 
     found = below(of(0.1), [of(0.3)] * 2, "setting")
     assert f"made or set at {file.text}:2" in found, found
+    assert f"by {file.text}:3: if rank == 0:" in found, found
 
 
 def test_uneven_draws():

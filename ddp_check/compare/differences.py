@@ -7,7 +7,7 @@ import numpy as np
 
 from ..notes import NOISE, Averages, Collective, Finding, Step
 from ..script import source
-from ..text import lines_that_set
+from ..text import branch_of, calls_of, lines_that_set
 from .fits import meaning, same, sides, size
 from .kinds import HIDES, KINDS, PAGE, TENSORS, misfits, offs, paired
 
@@ -229,6 +229,9 @@ def compare_settings(one, ranks, variables):
             if last := made.get("last"):
                 more.append(f"last scheduler.step(): {source(last)}")
                 lines[last] = None
+            calls = [at for line in set_at for at in calls_of(line, variables.files)]
+            branches = dict.fromkeys(map(branch_of, [*calls, *set_at]))  # as of rank 0 alone
+            more += [f"by {source(branch)}" for branch in branches if branch][:2]
             more += variables.behind(list(lines), step)
             found = found_in("setting", step, text, seen.line, more)
             found.advice = "world" if is_scaled else ""

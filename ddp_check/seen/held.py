@@ -139,14 +139,13 @@ def generators(run):
     for thing in [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]:
         if isinstance(thing, random.SystemRandom) or any(thing is each for each in known):
             continue
-        names = [f"a {type(thing).__name__}"]
-        owners = gc.get_referrers(thing)
-        for owner in owners:
-            inside = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+        names, owners = [f"a {type(thing).__name__}"], gc.get_referrers(thing)
+        insides = [own if isinstance(own, dict) else getattr(own, "__dict__", {}) for own in owners]
+        for owner, inside in zip(owners, insides):
             of = "" if isinstance(owner, dict) else f"{type(owner).__name__}."
             names += [of + str(key) for key, value in inside.items() if value is thing]
         # tempfile's and multiprocessing's; or a variable of a library
-        if "_RandomNameSequence._rng" in names or any(map(is_library_scope, owners)):
+        if any("_rng_pid" in each for each in insides) or any(map(is_library_scope, owners)):
             continue
         state = getattr(getattr(thing, "bit_generator", None), "state", None)
         state = state or (thing.get_state() if hasattr(thing, "get_state") else thing.getstate())

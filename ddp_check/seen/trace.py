@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import os
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -176,9 +177,9 @@ def patch(run):
         if not any(True for _ in inner.parameters()):
             return original(module, *args, **kwargs)
         name, (line, *callers) = type(inner).__name__, place()
-        tensors = [t for t in leaves_of((args, kwargs)) if torch.is_tensor(t) and t.dim()]
-        if tensors:
-            run.model_rows = len(tensors[0])
+        known = [t for t in leaves_of((args, kwargs)) if isinstance(t, (torch.Tensor, np.ndarray))]
+        if rows := [len(t) for t in known if t.ndim]:
+            run.model_rows = rows[0]
         made_from = indices_in((args, kwargs))
         is_trained = any(id(p) in run.trained for p in inner.parameters())
         about = {"weights": sum_of_weights(run, inner)} if run.traces and not is_trained else {}
