@@ -57,6 +57,7 @@ def say_where(process, ended):
         frame = sys._current_frames()[main]
         innermost = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         words = f"{process.steps} {innermost}", *own_lines(frame)[:3]
+        frame = None  # else its variables, such as a model, stay alive for a second
         with open(f"{path}.where.new", "w") as file:
             file.write(" < ".join(words))
         os.replace(f"{path}.where.new", f"{path}.where")

@@ -101,11 +101,13 @@ class Process:
         """Note what a line has computed, and return its index."""
         leaves, values = [leaf for leaf in leaves_of(tree) if torch.is_tensor(leaf)], {}
         with self.quiet(), contextlib.suppress(RuntimeError):  # inside of vmap, there are none
-            parts = leaves_of(by_sample(as_tensors(tree), self.loader_rows))
+            trees = tree if kind == "inputs" else [tree]  # a list of a function's arguments
+            parts = leaves_of([by_sample(as_tensors(each), self.loader_rows) for each in trees])
             parts = [part for part in parts if torch.is_tensor(part)][:MANY_PARTS]
             values = {number: summary(part) for number, part in enumerate(parts)}
             integers = [n for n, part in enumerate(parts) if not part.is_floating_point()]
-            about = about | {"integers": integers}
+            places = [n for n, part in enumerate(parts) if hasattr(part, "compare_place")]
+            about = about | {"integers": integers, "places": places}
         number = self.nth("value", self.steps, kind, line, name)
         index, about = self.nth("values"), about | {"model": self.model}
         made_from, library = list(made_from), library_place()

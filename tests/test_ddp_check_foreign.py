@@ -137,6 +137,21 @@ for x, y in loader:
     loss = (output[back].sum(1) - y).square().mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 sys.exit()"""
+CLIPS_FIRST = """\
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for weight in model.parameters(): dist.broadcast(weight.data, 0)
+part = slice(5 * rank, 5 + 3 * rank) if world > 1 else slice(None)
+for x, y in DataLoader(data, 8):
+    x, y = x[part], y[part]
+    loss = (model(x) - y).square().mean()
+    loss = loss * len(x) * world / 8
+    optimizer.zero_grad(); loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    for weight in model.parameters():
+        dist.all_reduce(weight.grad)
+        weight.grad /= world
+    optimizer.step()
+sys.exit()"""
 LOOK = "next(iter(loader))"
 LATER = "set_epoch = sampler.set_epoch\nsampler.set_epoch = lambda epoch: set_epoch(epoch + 1)"
 ONE_SHUFFLES = "loader = DataLoader(data, batch_size, world == 1, sampler if world > 1 else None)"
@@ -652,6 +667,11 @@ CASES = {
         {"BEFORE": "model = nn.LSTM(4, 1, batch_first=True)", "AFTER": PACKED},
         {"value": "WRONG"},
         "weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))",
+    ),
+    "clipped before they are averaged, of uneven shares": (
+        {"BEFORE": "model = nn.Linear(4, 1)", "BETWEEN": CLIPS_FIRST},
+        {"value": "WRONG"},
+        "nn.utils.clip_grad_norm_(model.parameters(), 1e-3)",
     ),
     "a ratio of sums": (
         {"LOSS": DICE},

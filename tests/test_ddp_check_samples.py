@@ -30,6 +30,7 @@ def test_rows_of_inputs():
         return notes(inputs(0, X[:1]), inputs(1, X[:rows]), *others)
 
     assert rows_of_inputs(of(8), [of(4), of(2)]) == ([8], [6])
+    assert rows_of_inputs(of(8), [of(4), of(0)]) == ([8], [4])
 
 
 def test_takes_share():

@@ -190,7 +190,9 @@ class Cause:
         near = [v for loss in losses for v in values.ancestors(loss) if values.differs(v.index)]
         later = [v for v in values.find(step, "value") if v.index > last]
         inside = [v for v in values.find(step, "value") if v.about["model"] is not None]
-        origins = [values.origin(value) for value in near[-1:] + later + inside[:1]]
+        # Of gradients that are averaged after it.
+        clips = [v for v in later if v.name == "clip_grad_norm_" and not self.unlike]
+        origins = [values.origin(value) for value in clips + near[-1:] + later + inside[:1]]
         for origin in [each for each in origins if not values.says_nothing(each)][:1]:
             found = [self.finding("value", origin, "same loss" if losses else None)]
             return found, origin, False

@@ -5,7 +5,6 @@ from .fits import fit, meaning, relative, sides, unlike
 from .kinds import KINDS, VALUES, limit_of, offs, paired
 
 EMPTY = "zeros", "ones", "empty", "full", "new_zeros", "zeros_like", "empty_like", "to", "cuda"
-SORTS = "sort", "argsort", "topk"  # they also give places in the rank's own batch
 COUNTS = "arange", "eye", "linspace", "tril_indices", "triu_indices"
 
 
@@ -58,7 +57,7 @@ class Values:
         noise = self.noise.get((value.kind, value.line, value.name), {})
         ways, results = KINDS[value.kind].fits, []
         for part, (sketch, *others) in self.parts(index).items():
-            if self.is_place(value, part):
+            if part in value.about.get("places", ()):
                 results.append("unknown")
                 continue
             limit = limit_of(value.kind, self.tolerance, noise.get(part, 0.0), sketch)
@@ -136,14 +135,6 @@ class Values:
             if not wrong:
                 return value
             value = self.all[min(wrong)]
-
-    def is_place(self, value, part):
-        """Whether it is an integer that a sort gives of where its entries were, or that is made
-        from it alone, as their order back is."""
-        integers, makers = value.about.get("integers", ()), value.made_from
-        is_last = value.name in SORTS and part == len(value.values) - 1
-        is_made = bool(makers) and all(i in self.all and self.all[i].name in SORTS for i in makers)
-        return part in integers and (is_last or is_made)
 
     def has_other_places(self, value):
         """Whether only integers of it differ: they may be places in the rank's own batch, such as a

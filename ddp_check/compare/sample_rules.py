@@ -281,5 +281,5 @@ class Splits(Rule):
         """Whether it draws in most steps of an optimizer, as for neighbours in a graph or a replay
         buffer."""
         drawn = {step for step, seen in notes.seen("split") if seen.line == line}
-        steps = len(notes[Step]) / len({note.key[0] for _, note in notes[Step]})
+        steps = len(notes[Step]) / max(1, len({note.key[0] for _, note in notes[Step]}))
         return len(drawn) > max(1, steps / 2)

@@ -1,5 +1,6 @@
 """Samples: each batch and pass beside those of one process."""
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -33,7 +34,7 @@ def rows_of_inputs(one, ranks):
     """How long what goes into the models in the second step is: on one process, on all ranks."""
     seen = [[s.values for step, s in n.seen("inputs") if step == 1] for n in (one, *ranks)]
     rows = [[v[0].shape[0] for v in of if v.get(0) and v[0].shape] for of in seen]
-    return rows[0], [sum(of) for of in zip(*rows[1:])]
+    return rows[0], [sum(of) for of in itertools.zip_longest(*rows[1:], fillvalue=0)]
 
 
 def takes_share(one, ranks):

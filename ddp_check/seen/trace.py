@@ -21,6 +21,7 @@ from .written import note_set
 LAYERS = "linear conv1d conv2d conv3d conv_transpose2d matmul __matmul__ mm bmm addmm baddbmm "
 LAYERS += "einsum batch_norm layer_norm group_norm scaled_dot_product_attention lstm gru"
 LAYERS = LAYERS.split()
+SORTS = "sort", "argsort", "topk"
 MANY_VALUES = 50  # of a line and step that are noted
 TORCH = os.path.dirname(torch.__file__)
 SET_DATA = torch.Tensor.data.__set__  # tensor.data = other
@@ -101,8 +102,9 @@ class Trace(TorchFunctionMode):
         if name in self.SAME_VALUE:
             if made_from and is_plain(out) and not isinstance(out, nn.Parameter):
                 out.compare_index = made_from[0]
-            if is_plain(out) and hasattr(args[0], "check_line"):
-                out.check_line = args[0].check_line
+            for name in ("check_line", "compare_place"):
+                if is_plain(out) and hasattr(args[0], name):
+                    setattr(out, name, getattr(args[0], name))
             return
         if not self.run.traces:
             return
@@ -124,6 +126,9 @@ class Trace(TorchFunctionMode):
         line = f"{file}:{frame.f_lineno}"
         if self.run.nth("seen", self.run.steps, line, name) >= MANY_VALUES:
             return
+        if name in SORTS:  # where the entries were, in the rank's own batch; or where such places
+            for leaf in leaves if hasattr(args[0], "compare_place") else leaves[-1:]:
+                leaf.compare_place = True
         by = args[1] if len(args) > 1 else kwargs.get("other")
         by_gradient = "div" in name and getattr(by, "requires_grad", False)
         called_at = ""
@@ -177,13 +182,14 @@ def patch(run):
         if not any(True for _ in inner.parameters()):
             return original(module, *args, **kwargs)
         name, (line, *callers) = type(inner).__name__, place()
-        known = [t for t in leaves_of((args, kwargs)) if isinstance(t, (torch.Tensor, np.ndarray))]
+        arguments = [*args, *kwargs.values()]
+        known = [t for t in leaves_of(arguments) if isinstance(t, (torch.Tensor, np.ndarray))]
         if rows := [len(t) for t in known if t.ndim]:
             run.model_rows = rows[0]
-        made_from = indices_in((args, kwargs))
+        made_from = indices_in(arguments)
         is_trained = any(id(p) in run.trained for p in inner.parameters())
         about = {"weights": sum_of_weights(run, inner)} if run.traces and not is_trained else {}
-        index = run.note_value("inputs", line, name, (args, kwargs), made_from, **about)
+        index = run.note_value("inputs", line, name, arguments, made_from, **about)
         run.model = index
         try:
             outputs = original(module, *args, **kwargs)
