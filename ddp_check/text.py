@@ -106,6 +106,14 @@ def lines_that_set(line, name):
     return [f"{file}:{n}" for n in sorted(set(found[min(found)]))[-3:]] if found else []
 
 
+def lines_of_argument(line, names):
+    """Those that set the variable that a statement gives as an argument of one of these names."""
+    for node in own_nodes(statement_at(line) or ast.Pass()):
+        if isinstance(node, ast.keyword) and node.arg in names and isinstance(node.value, ast.Name):
+            return lines_that_set(line, node.value.id)
+    return []
+
+
 def tests_with(line, name, unless="world|%"):
     """The lines of all `if` and `while` in a line's file that compare such a number with another,
     unless that has to do with the number of processes, or with each so many steps."""

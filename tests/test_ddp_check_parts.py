@@ -705,18 +705,21 @@ def test_orders_that_part():
         assert rule(judge(of(1, 2, 3, 4), ranks, TOLERANCE), "split") == [found], states
 
 
-def test_samplers():
-    """Below samples that no rank has: where the sampler is made, or gives them."""
-    key = ("train.py:1", "loader", 0)
+def test_samplers(tmp_path):
+    """Below samples that no rank has: where the sampler is made, or gives them, or its list."""
+    file = tmp_path / "loaders.py"
+    file.write_text("share = drawn[rank::2]\nloader = DataLoader(data, 2, sampler=share)\n")
+    key = ("train.py:1", f"loader 0 of {file}:2", 0)
 
-    def of(*indices):
-        sampler = "DistributedSampler", True, 64, False, 2, [], "train.py:7"
-        found = [(0, Pass(key, "loader", *sampler))]
+    def of(made, *indices):
+        found = [(0, Pass(key, key[1], "DistributedSampler", True, 64, False, 2, [], made))]
         found += [(n, Batch(key, n, ids, len(ids), 4, True, {})) for n, ids in enumerate(indices)]
         return notes(*found, *step_notes([1, 1]))
 
-    ranks = [of([3, 1], [2, 9])] * 2
-    assert "its sampler: train.py:7" in below(of([3, 1, 0, 2], [7, 5, 6, 4]), ranks, "samples")
+    one = of("", [3, 1, 0, 2], [7, 5, 6, 4])
+    for made, line in ("train.py:7", "train.py:7"), ("", f"{file}:1: share = drawn[rank::2]"):
+        ranks = [of(made, [3, 1], [2, 9])] * 2
+        assert f"its sampler: {line}" in below(one, ranks, "samples")
 
 
 def test_a_crash_of_one_rank(tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..notes import Batch, Cut, Drawn, Finding, Pass, PassEnd, Said, Step
 from ..script import source
+from ..text import lines_of_argument
 from .kinds import PAGE
 from .numbers import files_of, shares_of
 
@@ -145,7 +146,6 @@ def compare_samples(one, ranks):
     """What the training loaders give: ([Finding], {step: text of a padded batch})."""
     trains, samplers = training_passes(one), {p.key: p for _, p in ranks[0][Pass]}
     theirs = [{(b.key, b.number): b for _, b in notes[Batch]} for notes in ranks]
-    sizes = [{p.key: p.size for _, p in notes[Pass]} for notes in (one, *ranks)]
     found, uneven, is_shared = [], {}, takes_share(one, ranks)
     for step, batch in one[Batch]:
         others = [of.get((batch.key, batch.number)) for of in theirs]
@@ -171,33 +171,47 @@ def compare_samples(one, ranks):
         elif batch.indices and all(other.indices for other in others):
             union = [index for other in others for index in other.indices]
             if sorted(map(repr, union)) != sorted(map(repr, batch.indices)):
-                only = len(set(map(repr, batch.indices)) - set(map(repr, union)))
-                text = f"batch {number} of pass {batch.key[2] + 1}: {only} of "
-                text += f"{batch.rows} samples of one process are on no rank"
-                about, why, lines = samplers.get(batch.key), "", loader_of(batch.key)
-                if about and about.made:
-                    lines.append(f"its sampler: {source(about.made)}")
-                lengths = [of.get(batch.key) for of in sizes]
-                if len(set(lengths)) > 1:
-                    why = "unpaired"
-                    text = f"its dataset has {lengths[0]} samples on one process, {lengths[1:]} on "
-                    text += "the ranks, as one that takes its share itself: nothing can be compared"
-                    lines = shares_of(files_of(ranks[0])) + lines
-                elif about and about.draws and not about.has_share:
-                    why = "unpaired"
-                    text += f": each rank draws its own ({about.sampler}), so nothing after it can "
-                    text += "be compared"
-                    said = [note for _, note in ranks[0][Said] if note.kind == "own order"]
-                    lines = [f"its order is drawn at {source(note.text)}" for note in said]
-                elif are_shares(batch.key, about and about.size, one, ranks):
-                    why = "unpaired"
-                    text += " in this step, and none is on two: the ranks share the samples, in "
-                    text += "another order or other batches, so nothing after it can be compared"
-                more = {"section": SHARE["section"]} if why else dict(SHARE)
-                if about and about.has_share and not why:
-                    more["remedy"] = "the same dataset, split and order on all ranks"
-                found.append(Finding("look", "samples", step, text, line, lines, why, **more))
+                about = samplers.get(batch.key)
+                found.append(other_samples(step, batch, union, about, one, ranks))
     return found, uneven, trains
+
+
+def other_samples(step, batch, union, about, one, ranks):
+    """A batch of which not all samples are on the ranks. `union`: those that are; `about`: rank 0's
+    Pass."""
+    only = len(set(map(repr, batch.indices)) - set(map(repr, union)))
+    text = (
+        f"batch {batch.number + 1} of pass {batch.key[2] + 1}: {only} of {batch.rows} samples of "
+    )
+    text += "one process are on no rank"
+    why, lines = "", loader_of(batch.key)
+    made_at = batch.key[1].rpartition(" of ")[2]
+    samplers = lines_of_argument(made_at, ("sampler", "batch_sampler"))
+    if about and about.made:
+        samplers = [about.made]
+    lines += [f"its sampler: {source(line)}" for line in samplers]
+    passes = [{p.key: p.size for _, p in notes[Pass]} for notes in (one, *ranks)]
+    lengths = [of.get(batch.key) for of in passes]
+    if len(set(lengths)) > 1:
+        why = "unpaired"
+        text = (
+            f"its dataset has {lengths[0]} samples on one process, {lengths[1:]} on the ranks, as "
+        )
+        text += "one that takes its share itself: nothing can be compared"
+        lines = shares_of(files_of(ranks[0])) + lines
+    elif about and about.draws and not about.has_share:
+        why = "unpaired"
+        text += f": each rank draws its own ({about.sampler}), so nothing after it can be compared"
+        said = [note for _, note in ranks[0][Said] if note.kind == "own order"]
+        lines = [f"its order is drawn at {source(note.text)}" for note in said]
+    elif are_shares(batch.key, about and about.size, one, ranks):
+        why = "unpaired"
+        text += " in this step, and none is on two: the ranks share the samples, in another order "
+        text += "or other batches, so nothing after it can be compared"
+    more = {"section": SHARE["section"]} if why else dict(SHARE)
+    if about and about.has_share and not why:
+        more["remedy"] = "the same dataset, split and order on all ranks"
+    return Finding("look", "samples", step, text, batch.key[0], lines, why, **more)
 
 
 def are_shares(key, size, one, ranks):
