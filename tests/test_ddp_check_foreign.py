@@ -152,6 +152,15 @@ for x, y in DataLoader(data, 8):
         weight.grad /= world
     optimizer.step()
 sys.exit()"""
+CLIPS_EACH = """\
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for number, (x, y) in enumerate(loader):
+    ddp.require_backward_grad_sync = number % 2 == 1
+    (ddp(x) - y).square().mean().backward()
+    nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+    if number % 2:
+        optimizer.step(); optimizer.zero_grad()
+sys.exit()"""
 LOOK = "next(iter(loader))"
 LATER = "set_epoch = sampler.set_epoch\nsampler.set_epoch = lambda epoch: set_epoch(epoch + 1)"
 ONE_SHUFFLES = "loader = DataLoader(data, batch_size, world == 1, sampler if world > 1 else None)"
@@ -667,6 +676,11 @@ CASES = {
         {"BEFORE": "model = nn.LSTM(4, 1, batch_first=True)", "AFTER": PACKED},
         {"value": "WRONG"},
         "weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))",
+    ),
+    "clipped in each micro-batch": (
+        {"BEFORE": "model = nn.Linear(4, 1)", "AFTER": CLIPS_EACH},
+        {"value": "WRONG"},
+        "[clip_grad_norm_]",
     ),
     "clipped before they are averaged, of uneven shares": (
         {"BEFORE": "model = nn.Linear(4, 1)", "BETWEEN": CLIPS_FIRST},

@@ -667,6 +667,21 @@ def test_rates_of_another_file(tmp_path):
     assert f"by {file.text}:3: if rank == 0:" in found, found
 
 
+def test_counted():
+    """What each rank counts for itself; but not an epoch, nor a size."""
+
+    def of(rows):
+        made = notes(*step_notes())
+        for step, note in made[Step]:
+            note.variables = {"seen": 8 + rows * step, "epoch": step, "size": rows, "lost": 0}
+        return made
+
+    found = Variables(of(8), [of(4), of(4)]).counted(2)
+    assert found == ["counted by each rank: seen is 24 on one process, 16, 16 on the ranks"]
+    assert not Variables(of(4), [of(4), of(4)]).counted(2)
+    assert not Variables(of(8), [of(4), of(2)]).counted(2)
+
+
 def test_uneven_draws():
     """A line draws other numbers of times on the ranks, and not its part of the times."""
 

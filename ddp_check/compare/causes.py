@@ -86,6 +86,8 @@ class Cause:
             lines = [source(line) for line in variables.unseeded[:2]]
             more += [f"without a seed, each rank draws its own: {line}" for line in lines]
         verdict = "look" if advice in LOOKS else "WRONG"
+        if verdict == "WRONG" and step and not numbers:
+            more += variables.counted(step)
         is_data = is_outside or value.about.get("made_by")
         if is_data and (verdict == "WRONG" or advice == "stream"):
             more += variables.other_data()
@@ -190,8 +192,8 @@ class Cause:
         near = [v for loss in losses for v in values.ancestors(loss) if values.differs(v.index)]
         later = [v for v in values.find(step, "value") if v.index > last]
         inside = [v for v in values.find(step, "value") if v.about["model"] is not None]
-        # Of gradients that are averaged after it.
-        clips = [v for v in later if v.name == "clip_grad_norm_" and not self.unlike]
+        clips = [v for v in values.find(step, "value") if v.name == "clip_grad_norm_"]
+        clips = [] if self.unlike else clips  # of gradients that are averaged after it
         origins = [values.origin(value) for value in clips + near[-1:] + later + inside[:1]]
         for origin in [each for each in origins if not values.says_nothing(each)][:1]:
             found = [self.finding("value", origin, "same loss" if losses else None)]

@@ -54,6 +54,27 @@ class Variables:
         found = [name for name, n in self.others(step).items() if n != first.get(name)]
         return [self.describe(name, name, step, line) for name in found[:4]]
 
+    def counted(self, step):
+        """In words: those that have grown as many times as much on one process as there are ranks,
+        and may decide what is so from this step on."""
+        grown, start = [], min(self.all[0])
+        for of in self.all:
+            now, then = of.get(step, {}), of.get(start, {})
+            grown.append({name: n - then[name] for name, n in now.items() if name in then})
+        mine, *theirs = grown
+        names = [
+            name
+            for name, n in mine.items()
+            if n > 0 and all(len(theirs) * of.get(name, 0) == n for of in theirs)
+        ]
+        found = []
+        for name in names[:2] if len(theirs) > 1 else ():
+            set_at = [at for file in self.files for at in lines_that_set(f"{file}:1", name)]
+            numbers = sides(*[of[step][name] for of in self.all])
+            text = f"counted by each rank: {name} is {numbers}"
+            found.append(f"{text}; set at {', '.join(set_at)}" if set_at else text)
+        return found
+
     def behind(self, lines, step, further=2):
         """In words: the numbers in these lines that differ, and in those that set them; if there
         are none, in those that set what is no number."""
