@@ -345,6 +345,14 @@ second = DistributedSampler(data, seed=1)
 other = iter(DataLoader(data, batch_size // 2, sampler=second))"""
 NOISE = "next(other); loss = (ddp(x + torch.randn_like(x)) - y).square().mean()"
 MASK = "x[:, int(rng.integers(4))] = 0; loss = (ddp(x) - y).square().mean()"
+POOL = """\
+class Pool:
+    rng, kept = random.Random(rank), []
+    def query(self, x):
+        self.kept.append(x)
+        return x if len(self.kept) < 4 else self.kept[self.rng.randrange(4)]
+pool = Pool()"""
+FROM_POOL = "loss = (ddp(pool.query(x)) - y).square().mean()"
 TRIAL = """\
 if rank == 0:
     trial = nn.Linear(4, 1)
@@ -724,6 +732,7 @@ CASES = {
         {"BEFORE": FEW.replace("SIZE", "16"), "AFTER": NO_EPOCH, "PEEK": ONE_SHUFFLES},
         {"samples": "look", "order": "look"},
     ),
+    "a pool of each rank's own": ({"AFTER": POOL, "LOSS": FROM_POOL}, {"inputs": "look"}),
     "rank 0 tries a rate": ({"AFTER": TRIAL}, {"steps": "look"}),
     "environments alike": (
         {"BEFORE": ROWS.replace("default_rng(rank)", "default_rng(0)"), "LOSS": ENVIRONMENT},

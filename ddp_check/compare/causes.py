@@ -59,8 +59,8 @@ class Cause:
             usual = "stream"  # words, which each rank may read from files of its own
         if what == "inputs" and not numbers and is_outside and generators:
             usual = "unpaired"
-        if variables.drawing and not numbers:
-            usual, generators = "drawing", variables.drawing
+        if (drawing := variables.drawing(step)) and not numbers:
+            usual, generators = "drawing", drawing
         is_made = values.is_fresh(value) or value.name in CHOOSES or is_outside
         is_apart = is_made and min(variables.apart, default=math.inf) <= step
         if not numbers and (is_apart or step in variables.with_gaps):

@@ -31,10 +31,12 @@ class Variables:
         self.generators = [
             k for k, v in first.items() if any(other.get(k, v) != v for other in theirs)
         ]
-        # Those of them that draw between the first steps.
-        self.drawing = [
-            k for k in self.generators if len({of.get(k, first[k]) for of in states[0]}) > 1
-        ]
+        self.states = {step: note.generators for step, note in ranks[0][Step]}
+
+    def drawing(self, step):
+        """Those of these generators that draw for this step; or, of the first, for the next."""
+        before, after = [self.states.get(at, {}) for at in (max(step - 1, 0), max(step, 1))]
+        return [name for name in self.generators if before.get(name) != after.get(name)]
 
     def others(self, step):
         """{name: [number on one process, on rank 0, ...]}: those that differ, but for the number

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
+from ..given.generators import get_state
 from ..given.pairing import checksum
 from ..script import own_file
 from ..sketch import sketches, whole
@@ -130,10 +131,10 @@ def others(run, trained, averages):
 # ---- its variables
 
 
-def generators(run):
-    """{name: checksum of its state} of numpy's and Python's generators that the script has made;
-    and of what has generators of its own, which are not seen: processes, and environments."""
-    kinds, found = (np.random.Generator, np.random.RandomState, random.Random), {}
+def find_generators(run):
+    """[(name, one of numpy's or Python's generators that the script has made)]; and {name: number}
+    of what has generators of its own, which are not seen: processes, and environments."""
+    kinds, found = (np.random.Generator, np.random.RandomState, random.Random), []
     functions = random.random, np.random.random_sample  # of the global generators
     known = [inspect.unwrap(function).__self__ for function in functions]
     for thing in [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]:
@@ -147,19 +148,24 @@ def generators(run):
         # tempfile's and multiprocessing's; or a variable of a library
         if any("_rng_pid" in each for each in insides) or any(map(is_library_scope, owners)):
             continue
-        state = getattr(getattr(thing, "bit_generator", None), "state", None)
-        state = state or (thing.get_state() if hasattr(thing, "get_state") else thing.getstate())
         line = run.made.get(id(thing))  # of default_rng
-        name = f"{names[-1]}, made at {line}" if line else names[-1]
-        found[name] = found.get(name, 0) + checksum(state)
-    found |= {f"process {child.name}": child.pid for child in multiprocessing.active_children()}
+        found.append((f"{names[-1]}, made at {line}" if line else names[-1], thing))
+    hidden = {f"process {child.name}": child.pid for child in multiprocessing.active_children()}
     kinds = {type(thing) for thing in gc.get_objects()}
     environments = [
         kind.__name__
         for kind in kinds
         if callable(getattr(kind, "reset", None)) and callable(getattr(kind, "step", None))
     ]
-    return found | {f"environment {name}": os.getpid() for name in environments}
+    return found, hidden | {f"environment {name}": os.getpid() for name in environments}
+
+
+def states_of(generators):
+    """{name: checksum of its state}"""
+    found = {}
+    for name, generator in generators:
+        found[name] = found.get(name, 0) + checksum(get_state(generator))
+    return found
 
 
 def is_library_scope(scope):

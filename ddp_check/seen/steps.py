@@ -23,11 +23,12 @@ from ..script import library_place, place
 from ..sketch import moved, sketches
 from .held import (
     Trained,
-    generators,
+    find_generators,
     on_cpu,
     others,
     set_to,
     settings_of,
+    states_of,
     tensors_of,
     variables_of,
 )
@@ -83,8 +84,9 @@ class Steps:
             wrapped = dict.fromkeys(line for line, _ in self.wrapped.values())
             made = made | {"wrapped": list(wrapped)}
             variables = variables_of(inspect.currentframe())
-            is_looked_at = not trained.step or run.steps == TRIED - 1
-            made_generators = generators(run) if is_looked_at else {}
+            if not trained.step or run.steps == TRIED - 1:  # it takes a while
+                self.generators = find_generators(run)
+            made_generators = states_of(self.generators[0]) | self.generators[1]
             key = trained.number, trained.step
             names = list(parameters), self.averaged(parameters)
             run.note(Step(key, line, callers, made, *names, variables, made_generators))
