@@ -152,6 +152,16 @@ for x, y in DataLoader(data, 8):
         weight.grad /= world
     optimizer.step()
 sys.exit()"""
+LIMITED = """\
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in loader:
+    parts = list(zip(x.split(6), y.split(6)))  # 3 of one process, 2 of a rank
+    for number, (part, target) in enumerate(parts):
+        ddp.require_backward_grad_sync = number == len(parts) - 1
+        loss = (ddp(part) - target).square().sum() / len(x)
+        loss.backward()
+    optimizer.step(); optimizer.zero_grad()
+sys.exit()"""
 CLIPS_EACH = """\
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for number, (x, y) in enumerate(loader):
@@ -684,6 +694,11 @@ CASES = {
         {"BEFORE": "model = nn.LSTM(4, 1, batch_first=True)", "AFTER": PACKED},
         {"value": "WRONG"},
         "weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))",
+    ),
+    "passes of limited size": (
+        {"BEFORE": "batch_size *= 2", "AFTER": LIMITED},
+        {"outputs": "look"},
+        "passes in this step: ",
     ),
     "clipped in each micro-batch": (
         {"BEFORE": "model = nn.Linear(4, 1)", "AFTER": CLIPS_EACH},

@@ -7,6 +7,7 @@ from ..notes import STREAM, Finding
 from ..script import source
 from ..text import branch_of, lines_inside, lines_that_set
 from .differences import parts_of
+from .fits import sides
 from .kinds import KINDS, PAGE
 
 ADVICE = {
@@ -111,6 +112,8 @@ class Cause:
         if value := self.values.coupled(self.step):
             found = [self.finding("outputs", value, "coupled")]
             return found + self.averaging(), "WRONG" if self.unlike else "look"
+        if found := self.other_batch_norm():
+            return found + self.averaging(), "WRONG" if self.unlike else "look"
         found, origin, is_input = self.first_value()
         for line, name in self.differences.calls.items() if found else ():
             found[0].more.append(f"this {name} is not differentiated: {source(line)}")
@@ -129,6 +132,19 @@ class Cause:
         if self.unlike or is_clear:
             return found, "look" if is_look and not self.unlike else "WRONG"
         return found, "unclear"
+
+    def other_batch_norm(self):
+        """Other passes than those of one process, through a model with batch norm."""
+        numbers, seen = self.values.other_passes(self.step), self.values.of_rank.get(self.step, [])
+        passes = [v for v in seen if v.about.get("has_batch_norm")]
+        if not numbers or not passes:
+            return []
+        text = (
+            f"passes in this step: {sides(*numbers)}; by batch norm, a sample's result depends on "
+        )
+        text += "which others are in its pass. Intended?"
+        about = {"advice": "coupled", "section": PAGE + KINDS["outputs"].section}
+        return [Finding("look", "outputs", self.step, text, passes[0].line, **about)]
 
     def averaging(self):
         """Where the ranks have other gradients: the last pass through a model that has some of
@@ -188,6 +204,8 @@ class Cause:
         is_scaled = step in self.differences.factors - self.differences.less
         if losses and self.differences.calls and not self.unlike and not is_scaled:
             return [self.not_differentiated()], None, False
+        if values.other_passes(step):  # whose values are of other samples
+            return [], None, False
         last = losses[-1].index if losses else -1
         near = [v for loss in losses for v in values.ancestors(loss) if values.differs(v.index)]
         later = [v for v in values.find(step, "value") if v.index > last]

@@ -125,7 +125,7 @@ def about_ends(one, ranks, counts, ends):
         more.append(source(branch))
     waiting = [found[1] for end in ends[1:] if (found := re.search(r" at (\S+:\d+)", end))]
     callers = [extra[0].line, *extra[0].callers] if extra and steps else waiting
-    loops = [loop for line in callers for loop in loops_around(line)]
+    loops = list(dict.fromkeys(loop for line in callers for loop in loops_around(line)))
     breaks = [branch_of(at) for loop in loops[:2] for at in lines_inside(loop) if is_break(at)]
     more += [f"it ends early by {source(at)}" for at in dict.fromkeys(breaks) if at]
     more += [f"in the loop of {source(loop)}" for loop in loops]

@@ -1,5 +1,7 @@
 """What the script's lines have computed, what it was made from, and which of it differs."""
 
+import collections
+
 from ..script import source
 from .fits import fit, meaning, relative, sides, unlike
 from .kinds import KINDS, VALUES, limit_of, offs, paired
@@ -28,6 +30,7 @@ class Values:
         for values in self.of_step.values():
             values.sort(key=lambda value: value.index)
 
+        self.passes = [collections.Counter(s for s, _ in n.seen("outputs")) for n in (one, *ranks)]
         self.of_rank = {}  # {step: what is seen on rank 0, in its order}
         for step, value in ranks[0].seen(*VALUES):
             self.of_rank.setdefault(step, []).append(value)
@@ -44,6 +47,13 @@ class Values:
             on = [name for name, lines in zip(names, ran) if step_and_line in lines]
             if len(on) < len(names):
                 self.alone[step_and_line] = " and ".join(on)
+
+    def other_passes(self, step):
+        """How many passes through models are made, on one process and on the ranks, if these are
+        other numbers; but not if one process makes all that the ranks make."""
+        numbers = [of[step] for of in self.passes]
+        has_all = all(self.ranks * n == numbers[0] for n in numbers[1:])
+        return [] if has_all or len(set(numbers)) == 1 else numbers
 
     def differs(self, index):
         """Whether it is not made up of what the ranks have."""

@@ -155,6 +155,11 @@ def is_training_step(module):
     return getattr(vars(inner).get("forward"), "__name__", "") == "wrapped_forward"
 
 
+def is_batch_norm(module):
+    is_kind = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return is_kind and not isinstance(module, nn.SyncBatchNorm)
+
+
 def patch(run):
     """What goes into and comes out of each outermost module in training; and the losses."""
     refuse_graphs(run)
@@ -197,6 +202,7 @@ def patch(run):
             run.model = None
         of_lines = outputs if run.traces else ()
         about = {"trains": run.names_in(inner), "is_ddp": inner is not module}
+        about["has_batch_norm"] = run.traces and any(map(is_batch_norm, inner.modules()))
         about["callers"] = callers[:2]
         run.note_value("outputs", line, name, of_lines, [*indices_in(outputs), index], **about)
         return outputs
