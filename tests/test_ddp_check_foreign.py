@@ -152,6 +152,17 @@ for x, y in DataLoader(data, 8):
         weight.grad /= world
     optimizer.step()
 sys.exit()"""
+IN_COLLATE = """\
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def collate(samples):
+    parts = [samples[first:first + 4][rank::world] for first in (0, 4)]
+    return [list(map(torch.stack, zip(*part))) for part in parts]
+order = torch.Generator().manual_seed(0)
+for parts in DataLoader(data, 8, True, generator=order, collate_fn=collate):
+    for x, y in parts:
+        loss = (ddp(x) - y).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+sys.exit()"""
 LIMITED = """\
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for x, y in loader:
@@ -699,6 +710,10 @@ CASES = {
         {"BEFORE": "batch_size *= 2", "AFTER": LIMITED},
         {"outputs": "look"},
         "passes in this step: ",
+    ),
+    "shares that collate_fn takes": (
+        {"BEFORE": "model = nn.Linear(4, 1)", "AFTER": IN_COLLATE},
+        {},
     ),
     "clipped in each micro-batch": (
         {"BEFORE": "model = nn.Linear(4, 1)", "AFTER": CLIPS_EACH},

@@ -8,7 +8,8 @@ from ddp_check.compare.samples import rows_of_inputs, takes_blocks, takes_share
 from ddp_check.notes import Batch, Seen
 from ddp_check.sketch import summary
 
-X = torch.arange(32.0).view(8, 4).sin()
+X, ONES = torch.arange(32.0).view(8, 4).sin(), torch.ones(8)
+CONSTANT = (8, X), (4, X[::2]), (4, X[1::2])  # of one speaker
 
 
 def inputs(step, *values):
@@ -23,14 +24,17 @@ def batch(order, line="train.py:1", trains=True, step=0):
 
 
 def test_rows_of_inputs():
-    """Of the second step, but for what has no rows."""
+    """Of all passes with the second batch, but for what has no rows."""
 
-    def of(rows):
+    def of(*rows, batches=3):
         others = inputs(1, torch.tensor(1.0)), inputs(1, None, X)
-        return notes(inputs(0, X[:1]), inputs(1, X[:rows]), *others)
+        second = [inputs(1, X[:n]) for n in rows]
+        found = batch([0]), inputs(0, X[:1]), batch([1]), *second, *others, batch([2])
+        return notes(*found[: len(found) - 3 + batches])
 
-    assert rows_of_inputs(of(8), [of(4), of(2)]) == ([8], [6])
-    assert rows_of_inputs(of(8), [of(4), of(0)]) == ([8], [4])
+    assert rows_of_inputs(of(8), [of(4), of(2)]) == (8, 6)
+    assert rows_of_inputs(of(8, 8), [of(4, 4), of(0)]) == (16, 8)
+    assert rows_of_inputs(of(8), [of(4), of(4, batches=2)]) == (0, 0)
 
 
 def test_takes_share():
@@ -52,3 +56,7 @@ def test_takes_share():
     assert not takes_share(one, shares) and not takes_blocks(one, shares)
     streams = [of(X[:4], ()), of(X[4:], ())]
     assert not takes_share(of(X, ()), streams)
+    alike = [notes(batch([1, 0]), inputs(1, X[:1], part)) for part in (X, X[:4], X[4:])]
+    assert takes_share(alike[0], alike[1:])
+    constant = [notes(batch([1, 0]), inputs(1, ONES[:n], part)) for n, part in CONSTANT]
+    assert takes_share(constant[0], constant[1:]) and not takes_blocks(constant[0], constant[1:])

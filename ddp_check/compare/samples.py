@@ -1,6 +1,5 @@
 """Samples: each batch and pass beside those of one process."""
 
-import itertools
 import math
 import re
 from dataclasses import replace
@@ -32,10 +31,17 @@ def training_passes(one):
 
 
 def rows_of_inputs(one, ranks):
-    """How long what goes into the models in the second step is: on one process, on all ranks."""
-    seen = [[s.values for step, s in n.seen("inputs") if step == 1] for n in (one, *ranks)]
-    rows = [[v[0].shape[0] for v in of if v.get(0) and v[0].shape] for of in seen]
-    return rows[0], [sum(of) for of in itertools.zip_longest(*rows[1:], fillvalue=0)]
+    """How many rows go into the models for the second batch of a training loader: on one process,
+    on all ranks together; 0 if no third is known."""
+    totals = []
+    for notes in (one, *ranks):
+        loader = next((batch.key[:2] for _, batch in notes[Batch] if batch.trains), None)
+        starts = [batch.at for _, batch in notes[Batch] if batch.key[:2] == loader]
+        if len(starts) < 3:
+            return 0, 0
+        seen = [s.values.get(0) for _, s in notes.seen("inputs") if starts[1] < s.at < starts[2]]
+        totals.append(sum(value.shape[0] for value in seen if value and value.shape))
+    return totals[0], sum(totals[1:])
 
 
 def takes_share(one, ranks):
@@ -46,18 +52,23 @@ def takes_share(one, ranks):
     ]
     is_whole = any(ids and all(of.get(key) == ids for of in first) for key, ids in first[0].items())
     seen = [[s.values for step, s in n.seen("inputs") if step == 1] for n in ranks]
-    sums = {repr([tuple(v[0].sums) for v in of if v.get(0)]) for of in seen}
+    sums = {repr([tuple(s.sums) for v in of for s in v.values() if s]) for of in seen}
     return is_whole and len(sums) > 1
 
 
 def takes_blocks(one, ranks):
-    """Whether the share that the script takes of it is a block: rank 0's is its first rows."""
+    """Whether the share that the script takes of it is a block: rank 0's is its first rows, and not
+    each so many-th."""
     seen = [[s.values for step, s in n.seen("inputs") if step == 1] for n in (one, ranks[0])]
-    marks = [of[0][0].rows[0] for of in seen if of and of[0].get(0) and of[0][0].rows]
-    if len(marks) < 2 or None in marks or not takes_share(one, ranks):
+    if not all(seen) or not takes_share(one, ranks):
         return False
-    all_rows, own = marks[0][0], marks[1][0]
-    return np.allclose(all_rows[: len(own)], own, rtol=1e-4)
+    first, own = [{p: s.rows[0][0] for p, s in of[0].items() if s and s.rows} for of in seen]
+
+    def fits(step):
+        parts = [(first[p][::step][: len(rows)], rows) for p, rows in own.items() if p in first]
+        return all(len(a) == len(b) and np.allclose(a, b, rtol=1e-4) for a, b in parts)
+
+    return fits(1) and not fits(len(ranks))
 
 
 def loaders_per_process(one, ranks):

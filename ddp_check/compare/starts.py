@@ -21,10 +21,9 @@ def other_options(options, one, ranks):
     first steps only."""
     cut = [note.loader for _, note in ranks[0][Cut]]
     if cut and any(map(has_failed, ranks)) and not has_failed(one):
-        why = "the script fails with a part of its batch, so one process is given all ranks'"
-        return replace(options, cuts=False, scaled=cut), why
+        return replace(options, cuts=False), "the script fails with a part of its batch"
     rows, of_ranks = rows_of_inputs(one, ranks)
-    if cut and options.cuts and rows and rows == [len(ranks) * n for n in of_ranks]:
+    if cut and options.cuts and 0 < rows == len(ranks) * of_ranks:
         return replace(options, cuts=False), "the script takes each rank's share of a batch itself"
     if options.prepared and has_too_many(one, ranks):
         why = "the script has divided its batch size itself"
