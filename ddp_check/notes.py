@@ -12,6 +12,7 @@ from .script import own_file, source
 TRIED = 3  # steps after which the ranks are looked at: is this start of any use?
 NOISE = 1e-5  # in the layers' outputs: above a float32's, so that it flips more ReLUs
 STREAM = "a batch of an IterableDataset"
+MANY_VALUES = 50  # of a line and step that are noted
 MANY_EVALUATIONS = 20  # of a line that are noted
 DATASET = "the dataset"  # which draws for its samples
 PASS = "a pass through DDP, which sends buffers"  # as a collective call

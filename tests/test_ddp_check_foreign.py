@@ -163,6 +163,34 @@ for parts in DataLoader(data, 8, True, generator=order, collate_fn=collate):
         loss = (ddp(x) - y).square().mean()
         optimizer.zero_grad(); loss.backward(); optimizer.step()
 sys.exit()"""
+ROW_BY_ROW = """\
+class RowByRow(nn.Linear):
+    def forward(self, x):
+        x = torch.stack([1 * row for row in x.repeat(13, 1)])[:len(x)]
+        return super().forward(x - x.mean(0))
+model = RowByRow(4, 1)"""
+WITH_PLACES = """\
+class WithPlaces(nn.Linear):
+    def forward(self, places, x): return super().forward(x + places[:, None])
+model = WithPlaces(4, 1)"""
+FROM_ELSEWHERE = """\
+optimizer = torch.optim.SGD(model.parameters(), 0.001)
+table = data.tensors[0].numpy()
+for step in range(5):
+    places = np.arange(64)[32 * rank + step * (8 // world):][:8 // world]
+    x, places = torch.from_numpy(table[places]), torch.from_numpy(places)
+    count = (places > 9).sum().float() + 1
+    loss = ddp(places, x).square().sum() / count
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+sys.exit()"""
+OWN_SHARDS = """\
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+table = data.tensors[0].numpy()
+for step in range(5):
+    rows = table[32 * rank + step * (8 // world):][:8 // world]
+    loss = ddp(torch.from_numpy(PART)).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+sys.exit()"""
 LIMITED = """\
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for x, y in loader:
@@ -714,6 +742,21 @@ CASES = {
     "shares that collate_fn takes": (
         {"BEFORE": "model = nn.Linear(4, 1)", "AFTER": IN_COLLATE},
         {},
+    ),
+    "a model that goes through its samples": (
+        {"BEFORE": ROW_BY_ROW},
+        {"outputs": "look"},
+        "return super().forward(x - x.mean(0)) [sub]",
+    ),
+    "numbers and their places from elsewhere": (
+        {"BEFORE": WITH_PLACES, "AFTER": FROM_ELSEWHERE},
+        {"inputs": "look"},
+        "[WithPlaces]",
+    ),
+    "own shards of an array": ({"AFTER": OWN_SHARDS.replace("PART", "rows")}, {"inputs": "look"}),
+    "an array that each rank scales": (
+        {"AFTER": OWN_SHARDS.replace("PART", "rows - table[32 * rank:][:64 // world].mean(0)")},
+        {"inputs": "WRONG"},
     ),
     "clipped in each micro-batch": (
         {"BEFORE": "model = nn.Linear(4, 1)", "AFTER": CLIPS_EACH},

@@ -77,6 +77,9 @@ class Cause:
         # It is not drawn by torch.
         if what == "inputs" and is_filled and is_outside and values.is_copied(value):
             usual = "copied"
+        if what == "inputs" and is_outside and usual == "share":
+            line = values.find(step, "inputs")[0].line
+            usual = "stream" if self.differences.takes_others(step, line) else usual
         advice = advice or usual
         numbers += values.behind(value) + (variables.behind(lines, step) if not numbers else [])
         called = value.about.get("called_at")
@@ -197,8 +200,9 @@ class Cause:
         inputs = values.find(step, "inputs")
         if wrong := inputs + values.find(step, "loss"):
             origin = values.origin(wrong[0])
-            if inputs and (other := values.beside_places(origin, wrong[len(inputs) :])):
-                origin, inputs = other, []
+            if inputs and values.has_other_places(inputs[0]):
+                if other := values.beside_places(origin, wrong[len(inputs) :]):
+                    origin, inputs = other, []
             found = [self.finding("inputs" if inputs else origin.kind, origin)]
             return found, origin if origin.kind != "loss" else None, bool(inputs)
         is_scaled = step in self.differences.factors - self.differences.less

@@ -1,5 +1,6 @@
 """Weights, gradients, updates, buffers and settings beside those of one process."""
 
+import functools
 import math
 import os
 
@@ -10,6 +11,7 @@ from ..script import source
 from ..text import branch_of, calls_of, lines_that_set
 from .fits import meaning, same, sides, size
 from .kinds import HIDES, KINDS, PAGE, TENSORS, misfits, offs, paired
+from .samples import takes_others
 
 
 def found_in(kind, step, text, line, more=()):
@@ -51,6 +53,7 @@ class Differences:
             if "gather" in call.name and call.at < losses.get(step, -1):
                 self.gathered.setdefault(step, {})[call.line] = None
         self.told = told_to_average(ranks[0])
+        self.takes_others = functools.partial(takes_others, one, ranks)
         self.steps = {step: note for step, note in ranks[0][Step]}
         self.of_ranks = [{step: note for step, note in n[Step]} for n in ranks]
         reduces = [(step, call) for step, call in ranks[0][Collective] if "reduce" in call.name]

@@ -2,6 +2,7 @@
 
 import collections
 
+from ..notes import MANY_VALUES
 from ..script import source
 from .fits import fit, meaning, relative, sides, unlike
 from .kinds import KINDS, VALUES, limit_of, offs, paired
@@ -23,7 +24,8 @@ class Values:
         for kind in VALUES:
             for step, value, others in paired(kind, one, ranks):
                 where = step, kind, value.line, value.name
-                if len({numbers.get(where) for numbers in last}) == 1:  # else it is any other one
+                numbers = {of.get(where) for of in last}
+                if len(numbers) == 1 and MANY_VALUES - 1 not in numbers:  # else it is any other one
                     self.all[value.index] = value
                     self.others[value.index] = [others.get(rank) for rank in range(len(ranks))]
                     self.of_step.setdefault(step, []).append(value)

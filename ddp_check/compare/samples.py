@@ -71,6 +71,31 @@ def takes_blocks(one, ranks):
     return fits(1) and not fits(len(ranks))
 
 
+def takes_others(one, ranks, step, line):
+    """Whether what goes into a model at a line are other rows of the same data on the ranks, as of
+    shards: all that one process has in this step are on the ranks sooner or later, and all that a
+    rank has in it are on one process."""
+    rows, ever = [], []  # of one process and each rank: {part: its rows}, in this step, in all
+    for notes in (one, *ranks):
+        rows.append({})
+        ever.append({})
+        for at, seen in notes.seen("inputs"):
+            for part, value in seen.values.items():
+                if seen.line == line and value and value.rows and len(value.rows[0][0]) > 1:
+                    place = seen.number, part
+                    marks = {float(f"{mark:.5g}") for mark in value.rows[0][0]}
+                    ever[-1].setdefault(place, set()).update(marks)
+                    if at == step:
+                        rows[-1][place] = marks
+    for place, mine in rows[0].items():
+        theirs = [of.get(place, set()) for of in rows[1:]]
+        is_known = any(marks and marks <= ever[0][place] for marks in theirs)
+        others = set().union(*[of.get(place, set()) for of in ever[1:]])
+        if is_known and mine <= others and len(set(map(frozenset, theirs))) == len(theirs):
+            return True
+    return False
+
+
 def loaders_per_process(one, ranks):
     """{loader: line} of those for training whose first batch is as large on one process as on each
     rank: a batch size per process, so one process needs batches of all ranks' size."""

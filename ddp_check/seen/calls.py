@@ -7,11 +7,11 @@ import torch
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from ..notes import PASS, Averages, Collective, Said
+from ..notes import MANY_VALUES, PASS, Averages, Collective, Said
 from ..patches import wrap
 from ..script import place
 from ..sketch import leaves_of
-from .trace import MANY_VALUES, TORCH
+from .trace import TORCH
 
 
 def is_group(thing):

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import Subset
 
 from ..given.alike import keep_precise
-from ..notes import MANY_EVALUATIONS, Seen
+from ..notes import MANY_EVALUATIONS, MANY_VALUES, Seen
 from ..patches import stop_both_runs, wrap
 from ..script import FOLDER, UNKNOWN, is_running, own_file, own_lines, place, source
 from ..sketch import is_plain, leaves_of, sketches
@@ -22,7 +22,6 @@ LAYERS = "linear conv1d conv2d conv3d conv_transpose2d matmul __matmul__ mm bmm 
 LAYERS += "einsum batch_norm layer_norm group_norm scaled_dot_product_attention lstm gru"
 LAYERS = LAYERS.split()
 SORTS = "sort", "argsort", "topk"
-MANY_VALUES = 50  # of a line and step that are noted
 TORCH = os.path.dirname(torch.__file__)
 SET_DATA = torch.Tensor.data.__set__  # tensor.data = other
 NOT_THE_SCRIPTS = tuple(
@@ -56,6 +55,7 @@ class Trace(TorchFunctionMode):
     found whose result is not that of one process."""
 
     SCALED = "div", "true_divide", "__truediv__", "mul", "__mul__", "__rmul__"
+    PARTS = "unbind", "split", "chunk", "tensor_split"  # as of a loop over the samples
     SAME_VALUE = ("detach", "__get__", "to", "requires_grad_", "contiguous", "clone", "cuda")
 
     def __init__(self, run):
@@ -105,6 +105,10 @@ class Trace(TorchFunctionMode):
             for name in ("check_line", "compare_place"):
                 if is_plain(out) and hasattr(args[0], name):
                     setattr(out, name, getattr(args[0], name))
+            return
+        if name in self.PARTS and made_from:
+            for leaf in filter(is_plain, leaves_of(out)):
+                leaf.compare_index = made_from[0]
             return
         if not self.run.traces:
             return
