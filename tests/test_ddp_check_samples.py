@@ -29,7 +29,8 @@ def test_rows_of_inputs():
     def of(*rows, batches=3):
         others = inputs(1, torch.tensor(1.0)), inputs(1, None, X)
         second = [inputs(1, X[:n]) for n in rows]
-        found = batch([0]), inputs(0, X[:1]), batch([1]), *second, *others, batch([2])
+        looks = batch([0], "train.py:9"), inputs(0, X)
+        found = *looks, batch([0]), inputs(0, X[:1]), batch([1]), *second, *others, batch([2])
         return notes(*found[: len(found) - 3 + batches])
 
     assert rows_of_inputs(of(8), [of(4), of(2)]) == (8, 6)

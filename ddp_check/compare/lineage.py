@@ -1,7 +1,5 @@
 """What the script's lines have computed, what it was made from, and which of it differs."""
 
-import collections
-
 from ..notes import MANY_VALUES
 from ..script import source
 from .fits import fit, meaning, relative, sides, unlike
@@ -32,7 +30,11 @@ class Values:
         for values in self.of_step.values():
             values.sort(key=lambda value: value.index)
 
-        self.passes = [collections.Counter(s for s, _ in n.seen("outputs")) for n in (one, *ranks)]
+        self.passes = [{} for _ in (one, *ranks)]  # {step: the numbers of rows of its passes}
+        for of, notes in zip(self.passes, (one, *ranks)):
+            for step, value in notes.seen("outputs"):
+                rows = next((s.shape[0] for s in value.values.values() if s and s.shape), 0)
+                of.setdefault(step, []).append(rows)
         self.of_rank = {}  # {step: what is seen on rank 0, in its order}
         for step, value in ranks[0].seen(*VALUES):
             self.of_rank.setdefault(step, []).append(value)
@@ -52,10 +54,14 @@ class Values:
 
     def other_passes(self, step):
         """How many passes through models are made, on one process and on the ranks, if these are
-        other numbers; but not if one process makes all that the ranks make."""
-        numbers = [of[step] for of in self.passes]
-        has_all = all(self.ranks * n == numbers[0] for n in numbers[1:])
-        return [] if has_all or len(set(numbers)) == 1 else numbers
+        other numbers, or of other numbers of rows where a line makes several; but not if one
+        process makes all that the ranks make."""
+        mine, *theirs = [of.get(step, []) for of in self.passes]
+        has_all = sorted(mine) == sorted(sum(theirs, []))
+        numbers = [len(mine), *map(len, theirs)]
+        lines = [v.line for v in self.of_rank.get(step, []) if v.kind == "outputs"]
+        is_even = len(set(lines)) == len(lines) or mine == list(map(sum, zip(*theirs)))
+        return [] if has_all or (is_even and len(set(numbers)) == 1) else numbers
 
     def differs(self, index):
         """Whether it is not made up of what the ranks have."""

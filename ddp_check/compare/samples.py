@@ -31,12 +31,13 @@ def training_passes(one):
 
 
 def rows_of_inputs(one, ranks):
-    """How many rows go into the models for the second batch of a training loader: on one process,
-    on all ranks together; 0 if no third is known."""
+    """How many rows go into the models for the second batch of a training loop: on one process, on
+    all ranks together; 0 if no third is known."""
     totals = []
     for notes in (one, *ranks):
-        loader = next((batch.key[:2] for _, batch in notes[Batch] if batch.trains), None)
-        starts = [batch.at for _, batch in notes[Batch] if batch.key[:2] == loader]
+        loops = [batch.key[:2] for _, batch in notes[Batch] if batch.trains]
+        loop = max(loops, key=loops.count, default=None)  # not one that only looks at a batch
+        starts = [batch.at for _, batch in notes[Batch] if batch.key[:2] == loop]
         if len(starts) < 3:
             return 0, 0
         seen = [s.values.get(0) for _, s in notes.seen("inputs") if starts[1] < s.at < starts[2]]
