@@ -142,10 +142,8 @@ class Cause:
         passes = [v for v in seen if v.about.get("has_batch_norm")]
         if not numbers or not passes:
             return []
-        text = (
-            f"passes in this step: {sides(*numbers)}; by batch norm, a sample's result depends on "
-        )
-        text += "which others are in its pass. Intended?"
+        text = f"passes in this step: {sides(*numbers)}; by batch norm, a sample's result depends "
+        text += "on which others are in its pass. Intended?"
         about = {"advice": "coupled", "section": PAGE + KINDS["outputs"].section}
         return [Finding("look", "outputs", self.step, text, passes[0].line, **about)]
 

@@ -102,9 +102,9 @@ class Trace(TorchFunctionMode):
         if name in self.SAME_VALUE:
             if made_from and is_plain(out) and not isinstance(out, nn.Parameter):
                 out.compare_index = made_from[0]
-            for name in ("check_line", "compare_place"):
-                if is_plain(out) and hasattr(args[0], name):
-                    setattr(out, name, getattr(args[0], name))
+            for mark in ("check_line", "compare_place"):
+                if is_plain(out) and hasattr(args[0], mark):
+                    setattr(out, mark, getattr(args[0], mark))
             return
         if name in self.PARTS and made_from:
             for leaf in filter(is_plain, leaves_of(out)):
