@@ -88,6 +88,16 @@ for step in range(6):
         with torch.no_grad():
             ddp.module(data.tensors[0][torch.randint(64, (4,))])
 sys.exit()"""
+PARTS_OF_4 = """\
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in loader:
+    optimizer.zero_grad()
+    parts = list(zip(x.split(4), y.split(4)))
+    for number, (part, target) in enumerate(parts):
+        ddp.require_backward_grad_sync = number == len(parts) - 1
+        ((ddp(part) - target).square().sum() / len(x)).backward()
+    optimizer.step()
+sys.exit()"""
 LATE = MICRO.replace(
     "        ddp.require_backward_grad_sync = micro == 4 // world - 1\n", ""
 ).replace(
@@ -544,6 +554,7 @@ CASES = {
     "a batch that is mixed": ({"BETWEEN": COLLATE}, {"inputs": "look", "gradient": ""}),
     "micro-batches": ({"BETWEEN": MICRO}, {}),
     "micro-batches, all alike": ({"BETWEEN": MICRO.replace(" + rank", "")}, {"random": "WRONG"}),
+    "micro-batches of other samples": ({"AFTER": PARTS_OF_4}, {"outputs": "look"}),
     "averaged too late": (
         {"BETWEEN": LATE},
         {"averaging": "WRONG"},

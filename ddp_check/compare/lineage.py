@@ -31,10 +31,14 @@ class Values:
             values.sort(key=lambda value: value.index)
 
         self.passes = [{} for _ in (one, *ranks)]  # {step: the numbers of rows of its passes}
-        for of, notes in zip(self.passes, (one, *ranks)):
+        self.of_passes = [{} for _ in (one, *ranks)]  # {step: a mark of what goes into each}
+        for of, marks, notes in zip(self.passes, self.of_passes, (one, *ranks)):
             for step, value in notes.seen("outputs"):
                 rows = next((s.shape[0] for s in value.values.values() if s and s.shape), 0)
                 of.setdefault(step, []).append(rows)
+            for step, value in notes.seen("inputs"):
+                norms = [s.norm for s in value.values.values() if s and s.shape]
+                marks.setdefault(step, []).append(f"{sum(norms):.5g}")
         self.of_rank = {}  # {step: what is seen on rank 0, in its order}
         for step, value in ranks[0].seen(*VALUES):
             self.of_rank.setdefault(step, []).append(value)
@@ -56,8 +60,9 @@ class Values:
         """How many passes through models are made, on one process and on the ranks, if these are
         other numbers, or of other numbers of rows where a line makes several; but not if one
         process makes all that the ranks make."""
+        inputs, *of_ranks = [of.get(step, []) for of in self.of_passes]
+        has_all = sorted(inputs) == sorted(sum(of_ranks, []))
         mine, *theirs = [of.get(step, []) for of in self.passes]
-        has_all = sorted(mine) == sorted(sum(theirs, []))
         numbers = [len(mine), *map(len, theirs)]
         lines = [v.line for v in self.of_rank.get(step, []) if v.kind == "outputs"]
         is_even = len(set(lines)) == len(lines) or mine == list(map(sum, zip(*theirs)))
