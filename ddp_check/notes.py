@@ -54,9 +54,9 @@ class Pass:
     draws: bool  # a sampler that draws with replacement
     batch_size: int | None  # None if the script's own batch_sampler forms the batches
     callers: list = field(default_factory=list)  # the lines that have called the function of it
-    made: str = (
-        ""  # the line that has made a DistributedSampler, or that gives samples in one's own
-    )
+    # The line that has made a DistributedSampler, or that gives samples in one's own.
+    made: str = ""
+    has_epochs: bool = True  # a sampler with a set_epoch()
 
 
 @dataclass

@@ -19,11 +19,13 @@ from ddp_check import sketch as sketching
 from ddp_check.compare import fits, sample_rules, state_rules
 from ddp_check.compare.calls import Calls
 from ddp_check.compare.differences import same_ray
+from ddp_check.compare.file_rules import Files
 from ddp_check.compare.judge import judge
 from ddp_check.compare.kinds import TIMES_NOISE, limit_of, misfits
 from ddp_check.compare.lineage import Values
 from ddp_check.compare.numbers import Variables, compare_printed, uneven_draws
 from ddp_check.compare.report import as_text
+from ddp_check.compare.rules import Parameters
 from ddp_check.compare.samples import remedy_by_one
 from ddp_check.compare.starts import loaders_by_process, other_options
 from ddp_check.given import alike
@@ -38,6 +40,7 @@ from ddp_check.notes import (
     Cut,
     Drawn,
     End,
+    File,
     Finding,
     Notes,
     Pass,
@@ -434,6 +437,39 @@ def test_first_batches():
     assert rule(judge(other, [other, other], TOLERANCE), "order") == ["ok"]
 
 
+def test_fixed_orders():
+    """The same in each epoch: WRONG with a set_epoch(), or if one process has others."""
+
+    def of(*orders, draws=False, epochs=False):
+        found = []
+        for number, order in enumerate(orders):
+            key = ("train.py:1", "loader", number)
+            about = draws, 4, [], "", epochs
+            found.append((2 * number, Pass(key, "loader", "Own", True, 8, *about)))
+            for n, indices in enumerate((order[:3], order[3:])):
+                found.append((2 * number + n, Batch(key, n, indices, 3, 2, True, {})))
+        return notes(*found, *step_notes())
+
+    def rule_of(one, of_rank):
+        return rule(judge(one, [of_rank, of_rank], TOLERANCE), "order")
+
+    fixed, other = [3, 1, 0, 2, 7, 5], [1, 3, 2, 0, 5, 7]
+    assert rule_of(of(fixed, fixed), of(fixed, fixed)) == ["not seen"]
+    drawn, epochs = of(fixed, fixed, draws=True), of(fixed, fixed, epochs=True)
+    assert rule_of(drawn, drawn) == ["look"] and rule_of(epochs, epochs) == ["WRONG"]
+    assert rule_of(of(fixed, other), of(fixed, fixed)) == ["WRONG"]
+    assert rule_of(of(fixed, other), of(fixed, other)) == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("modes", "verdict"), [("w w", "WRONG"), ("a a", "look"), ("w r+", "look"), ("r+ r+", "look")]
+)
+def test_a_file_of_several(modes, verdict):
+    """To add to it, or to change a part, may be meant."""
+    ranks = [notes((0, File("created", "out", "train.py:1", mode))) for mode in modes.split()]
+    assert [found.verdict for found in Files().find(None, ranks)] == [verdict]
+
+
 def test_shares_of_a_test_set():
     """A sample that is on no rank is a look."""
     key = ("train.py:9", "test", 0)
@@ -632,6 +668,25 @@ while True:
         if seen > 9:
             break
 """
+
+
+def test_no_gradient_ever():
+    """WRONG if no optimizer has any, on one process, too; a step without it is right."""
+
+    def of(*gradients, other=None):
+        found = []
+        for step, factor in enumerate(gradients):
+            for number, by in enumerate([factor] if other is None else [factor, other]):
+                about = f"optimizer {number}", step, {"w": sketch(ONE * by)}
+                found.append((step, Seen("gradient", "train.py:9", *about)))
+        return notes(*found, *step_notes(gradients)[:1])
+
+    def found_in(one, of_rank):
+        return [each.verdict for each in Parameters().find(one, [of_rank])]
+
+    assert found_in(of(0, 1), of(0, 1)) == []
+    assert found_in(of(0, 0), of(0, 0)) == ["WRONG"] == found_in(of(0, 1), of(0, 0))
+    assert found_in(of(0, 0, other=1), of(0, 0, other=1)) == ["look"]
 
 
 def test_loops_that_end_early(tmp_path):

@@ -29,7 +29,10 @@ class Files(Rule):
             is_shared = re.search(SHARED, path)  # a lock, or a cache with one
             if len(writers) > 1 and not is_shared:
                 step, note = min(writers.values(), key=lambda each: each[0])
-                verdict = "look" if "a" in note.mode else "WRONG"
+                # To add, or to change a part, as of a memory map, may be meant for several.
+                modes = [note.mode for _, note in writers.values()]
+                makers = [mode for mode in modes if re.search("w|x", mode)]
+                verdict = "WRONG" if len(makers) > 1 else "look"
                 text = f"ranks {sorted(writers)} write {path}"
                 found += self.wrong(step, note.line, text, verdict)
                 if note.callers:  # where it is decided who writes

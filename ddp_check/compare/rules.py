@@ -84,22 +84,21 @@ class Parameters(Rule):
                     text = f"in another order, such as {note.names[where]} on rank 0, "
                     text += f"{names[where]} on rank {rank}"
                     return self.wrong(0, note.made.get("made", [note.line])[0], text)
-        has_any = [
-            [
-                any(s and s.sums.any() for s in seen.values.values())
-                for _, seen in n.seen("gradient")
-            ]
-            for n in (one, ranks[0])
-        ]
-        for (step, seen), on_rank, on_one in zip(ranks[0].seen("gradient"), *reversed(has_any)):
-            if not on_rank:
-                if on_one:
-                    return self.wrong(step, seen.line, "no gradient in what the optimizer trains")
-                text = (
-                    "no gradient, or exactly 0, on one process, too: a constant loss, or a copy of "
-                )
-                found = self.wrong(step, seen.line, text + "what is trained?")
-                return [replace(found[0], remedy="")]
+        trained = {}, {}  # of one process, of rank 0: {optimizer: whether it ever has a gradient}
+        for of, notes in zip(trained, (one, ranks[0])):
+            for _, seen in notes.seen("gradient"):
+                has_any = any(s and s.sums.any() for s in seen.values.values())
+                of[seen.name] = of.get(seen.name, False) or has_any
+        for step, seen in ranks[0].seen("gradient"):
+            if trained[1][seen.name]:
+                continue
+            if trained[0].get(seen.name):
+                return self.wrong(step, seen.line, "no gradient in what the optimizer trains")
+            text = "no gradient, or exactly 0, on one process, too: a constant loss, or a copy of "
+            # Or, where other optimizers train, one whose loss counts only later.
+            verdict = "look" if any(trained[1].values()) else "WRONG"
+            found = self.wrong(step, seen.line, text + "what is trained?", verdict)
+            return [replace(found[0], remedy="")]
         return [] if all(theirs) else None
 
 

@@ -65,7 +65,7 @@ class Order(Rule):
     remedy = "call sampler.set_epoch(epoch) before each epoch", "#loader"
 
     def find(self, one, ranks):
-        seen, last = False, {}
+        seen, last, fixed_on_one = False, {}, self.fixed(one)
         lists = [{p.key: order for _, p, order, _ in passes_of(notes)} for notes in ranks]
         for step, about, _, trains in passes_of(ranks[0]):
             loop = loop_of(about)  # another loop over it, as to find a rate, is no epoch
@@ -73,11 +73,15 @@ class Order(Rule):
             line, earlier = last.get(loop, ("", [[]]))
             size = min(map(len, [*orders, *earlier]))
             now, before = [[order[:size] for order in of] for of in (orders, earlier)]
+            is_fixed = now == before and not about.has_epochs and fixed_on_one.get(about.key)
+            if is_fixed and not about.draws:  # as of samples that are sorted by their length
+                continue
             if trains and is_shuffled(now[0], 3) and len({*itertools.chain(*now)}) >= ENOUGH:
                 seen = True
                 if now == before:
                     text = f"pass {about.key[2] + 1} has the order of an earlier one"
-                    found = self.wrong(step, about.key[0], text)
+                    text += ", on one process, too: intended?" * is_fixed
+                    found = (self.look if is_fixed else self.wrong)(step, about.key[0], text)
                     if line != about.key[0]:
                         found[0].more.append(f"the earlier one: {source(line)}")
                     epochs = [line for line in about.callers[:1] if loops_around(line)]
@@ -93,6 +97,16 @@ class Order(Rule):
                     text = f"the first batch of each of {len(keys)} passes, which is the same"
                     return self.look(0, keys[0][0], text)
         return self.remade(ranks[0]) or ([] if seen else None)
+
+    def fixed(self, notes):
+        """{pass: whether it has the order of the one before in its loop}"""
+        found, last = {}, {}
+        for _, about, order, _ in passes_of(notes):
+            earlier = last.get(loop_of(about), [])
+            size = min(len(order), len(earlier))
+            found[about.key] = size > 0 and order[:size] == earlier[:size]
+            last[loop_of(about)] = order
+        return found
 
     def remade(self, notes):
         """A loader that is made anew for each pass, whose order is not."""

@@ -194,7 +194,8 @@ def patch(run):
         size, rows = length(whole(loader.dataset)), loader.batch_size
         share = has_share(sampler)
         made = run.made.get(id(sampler)) or next(iter(gives(type(sampler).__iter__)), "")
-        return Pass(key, loader.check_name, name, share, size, draws, rows, callers, made)
+        about = draws, rows, callers, made, has_epochs(sampler)
+        return Pass(key, loader.check_name, name, share, size, *about)
 
     def batches(loader, key):
         is_map = not isinstance(loader.dataset, IterableDataset)
@@ -237,6 +238,12 @@ def has_share(sampler):
     if hasattr(sampler, "sampler"):
         return has_share(sampler.sampler)
     return any(hasattr(sampler, name) for name in ("num_replicas", "world_size", "num_processes"))
+
+
+def has_epochs(sampler):
+    """Whether it, or one that it has, has a set_epoch()."""
+    inner = getattr(sampler, "sampler", None)
+    return hasattr(sampler, "set_epoch") or (inner is not None and has_epochs(inner))
 
 
 def own_class(sampler):
