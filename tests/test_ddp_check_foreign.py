@@ -147,6 +147,9 @@ for x, y in loader:
     loss = (output[back].sum(1) - y).square().mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 sys.exit()"""
+HOOKS = """\
+model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)], nn.Linear(4, 1))
+for weight in model.parameters(): weight.register_hook(lambda g: g.clamp(-1e-5, 1e-5))"""
 CLIPS_FIRST = """\
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for weight in model.parameters(): dist.broadcast(weight.data, 0)
@@ -744,6 +747,11 @@ CASES = {
         {"BEFORE": "model = nn.LSTM(4, 1, batch_first=True)", "AFTER": PACKED},
         {"value": "WRONG"},
         "weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))",
+    ),
+    "hooks of many gradients": (
+        {"BEFORE": HOOKS},
+        {"gradient": "WRONG"},
+        "before the ranks average, a hook gets each gradient: ",
     ),
     "passes of limited size": (
         {"BEFORE": "batch_size *= 2", "AFTER": LIMITED},

@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from ..notes import NOISE, Averages, Collective, Finding, Step
+from ..notes import NOISE, Averages, Collective, Finding, Said, Step
 from ..script import source
 from ..text import branch_of, calls_of, lines_that_set
 from .fits import meaning, same, sides, size
@@ -63,6 +63,8 @@ class Differences:
             for step, call in reduces
             if call.at > losses.get(step, math.inf)
         ]
+        # Lines that have registered a hook of a parameter, which gets the rank's own gradient.
+        self.hooks = [note.text for _, note in ranks[0][Said] if note.kind == "hook"]
         self.set_at = {step: seen.about for step, seen in ranks[0].seen("weight")}
         self.factors = set()  # steps in which all gradients are the same number of times as large
         self.less = set()  # and those in which it is 1 / N
@@ -130,6 +132,10 @@ class Differences:
                 late = dict.fromkeys((source(at), name) for of, at, name in self.late if of == step)
                 if meant:
                     more += [f"this {name} is after backward(): {at}" for at, name in late]
+                more += [
+                    f"before the ranks average, a hook gets each gradient: {source(at)}"
+                    for at in self.hooks[:2]
+                ]
             if kind == "update":
                 more += self.loaded(step)
             if seen.library:
