@@ -42,6 +42,21 @@ def leaves_of(tree):
     return [tree]
 
 
+def opened(tree, depth=4):
+    """With the attributes of an object instead of it, if there are tensors among them, as of a
+    class for batches."""
+    if isinstance(tree, dict):
+        return {key: opened(part, depth) for key, part in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [opened(part, depth) for part in tree]
+    inside = getattr(tree, "__dict__", None)
+    if depth and isinstance(inside, dict) and not isinstance(tree, (torch.Tensor, nn.Module, type)):
+        parts = opened(inside, depth - 1)
+        if any(map(torch.is_tensor, leaves_of(parts))):
+            return parts
+    return tree
+
+
 def as_tensors(tree):
     """With a copy of each of numpy's arrays of numbers, as some models take them."""
     if isinstance(tree, dict):

@@ -147,6 +147,23 @@ for x, y in loader:
     loss = (output[back].sum(1) - y).square().mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 sys.exit()"""
+FROM_FIRST_BATCH = """\
+with torch.no_grad():
+    x, y = next(iter(loader))
+    mean = model[0](x).mean(0)
+    model[0].bias.copy_(-mean)"""
+OF_OBJECTS = """\
+class Own:
+    def __init__(self, x):
+        self.x = x - x.mean(0)
+class OfObjects(nn.Linear):
+    def forward(self, batch): return super().forward(batch.x)
+model, ddp = None, nn.parallel.DistributedDataParallel(OfObjects(4, 1))
+optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+for x, y in loader:
+    loss = (ddp(Own(x)) - y).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+sys.exit()"""
 HOOKS = """\
 model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)], nn.Linear(4, 1))
 for weight in model.parameters(): weight.register_hook(lambda g: g.clamp(-1e-5, 1e-5))"""
@@ -702,7 +719,7 @@ CASES = {
     "rows that a layer scales": (
         {"BEFORE": TABLE_OF_ROWS},
         {"weight": "WRONG"},
-        ": loss = (ddp(x) - y).square().mean()",
+        "loss = (ddp(x) - y).square().mean() 1 of 3 differ",
     ),
     "parts that overlap": (
         {"BETWEEN": OVERLAP},
@@ -747,6 +764,17 @@ CASES = {
         {"BEFORE": "model = nn.LSTM(4, 1, batch_first=True)", "AFTER": PACKED},
         {"value": "WRONG"},
         "weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))",
+    ),
+    "weights from a rank's first batch": (
+        {"AFTER": FROM_FIRST_BATCH},
+        {"weight": "WRONG"},
+        "model[0].bias.copy_(-mean) 1 of 6 differ",
+        "a mean over ranks is right up to",
+    ),
+    "an object as a batch": (
+        {"BETWEEN": OF_OBJECTS},
+        {"inputs": "WRONG"},
+        "self.x = x - x.mean(0)",
     ),
     "hooks of many gradients": (
         {"BEFORE": HOOKS},

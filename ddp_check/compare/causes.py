@@ -256,10 +256,13 @@ class Cause:
 
 
 def first_behind(values, finding):
-    """In words: of what a line sets a buffer to, the first value that is not one process's."""
-    of_line = [v for v in values.find(finding.step, "value") if v.line == finding.line]
-    for value in of_line[-1:]:
+    """In words: of what a line sets a buffer, or weights, to, the first value that is not one
+    process's; or the lines before it that have each rank's own."""
+    of_line = [v for v in values.of_step.get(finding.step, []) if v.line == finding.line]
+    for value in [v for v in of_line if set(values.fits(v.index)) - {"same"}][:1]:
         origin = values.origin(value)
+        if not values.differs(origin.index):
+            return values.behind(value)
         called = origin.about.get("called_at")
         texts = [f"from {source(origin.line)}  {values.describe(origin)}"]
         texts += [f"called at {source(called)}"] * bool(called)

@@ -114,10 +114,10 @@ class Differences:
             text = f"{len(found)} of {len(seen.values)} differ{on}; worst {name}, by "
             text += f"{off:.2g} of its size (limit {limit:.1g})"
             more, line = [], seen.line
-            if kind == "weight" and (set_at := seen.about.get(name)):
-                more = [f"set at {source(set_at)}"]
-            if kind == "buffer":
+            if kind in ("weight", "buffer"):
                 line = seen.about.get(name) or line
+                more = [f"called at {source(seen.about[line])}"] if line in seen.about else []
+            if kind == "buffer":
                 ratio, is_same, _ = common_ratio({name: seen.values[name]}, values)
                 text += f"; {ratio:.4g} times one process's" * bool(is_same)
             if kind == "gradient":

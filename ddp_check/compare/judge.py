@@ -174,7 +174,7 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
             finding.text += f" (in {len({f.step for f in of_kind})} steps)"
             if finding.step < wrong and looks:
                 finding.verdict = "look"
-            if kind == "buffer":
+            if kind in ("weight", "buffer"):
                 finding.more += first_behind(values, finding)
             firsts.append(finding)
     for finding in sorted(firsts, key=lambda finding: finding.step):

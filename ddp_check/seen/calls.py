@@ -1,4 +1,4 @@
-"""Collective calls, what DDP is told to average, and hooks of gradients."""
+"""Collective calls, and what DDP is told to average."""
 
 import inspect
 import traceback
@@ -46,16 +46,6 @@ def patch(run):
     def leave_join(original, self, *args):
         run.note(Said("join", place()[0]))
         return original(self, *args)  # once the other ranks have no batches either
-
-    def watch_hooks(name):
-        @wrap(torch.Tensor, name)
-        def register(original, self, hook):
-            if isinstance(self, torch.nn.Parameter) and not run.thread.quiet:
-                run.say(place()[0], "hook")
-            return original(self, hook)
-
-    watch_hooks("register_hook")
-    watch_hooks("register_post_accumulate_grad_hook")
 
     def is_first_of_many(line):
         return not run.thread.quiet and run.nth("collective", run.steps, line) < MANY_VALUES

@@ -15,7 +15,7 @@ from ..given.alike import keep_precise
 from ..notes import MANY_EVALUATIONS, MANY_VALUES, Seen
 from ..patches import stop_both_runs, wrap
 from ..script import FOLDER, UNKNOWN, is_running, own_file, own_lines, place, source
-from ..sketch import is_plain, leaves_of, sketches
+from ..sketch import is_plain, leaves_of, opened, sketches
 from .written import note_set
 
 LAYERS = "linear conv1d conv2d conv3d conv_transpose2d matmul __matmul__ mm bmm addmm baddbmm "
@@ -195,6 +195,7 @@ def patch(run):
         known = [t for t in leaves_of(arguments) if isinstance(t, (torch.Tensor, np.ndarray))]
         if rows := [len(t) for t in known if t.ndim]:
             run.model_rows = rows[0]
+        arguments = opened(arguments)
         made_from = indices_in(arguments)
         is_trained = any(id(p) in run.trained for p in inner.parameters())
         about = {"weights": sum_of_weights(run, inner)} if run.traces and not is_trained else {}
@@ -243,6 +244,9 @@ def patch(run):
 
         @wrap(torch.Tensor, name)
         def register(original, self, hook):
+            if isinstance(self, nn.Parameter) and not run.thread.quiet:
+                run.say(place()[0], "hook")
+
             def traced(*args):
                 with Trace(run):  # which is off in a backward pass
                     return hook(*args)
