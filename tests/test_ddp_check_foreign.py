@@ -164,6 +164,15 @@ for x, y in loader:
     loss = (ddp(Own(x)) - y).square().mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 sys.exit()"""
+TWO_BACKWARDS = """\
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in loader:
+    first, second = ddp(x), ddp(x.square())
+    optimizer.zero_grad()
+    (first - y).square().mean().backward()
+    (second - y).square().mean().backward()
+    optimizer.step()
+sys.exit()"""
 HOOKS = """\
 model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)], nn.Linear(4, 1))
 for weight in model.parameters(): weight.register_hook(lambda g: g.clamp(-1e-5, 1e-5))"""
@@ -775,6 +784,12 @@ CASES = {
         {"BETWEEN": OF_OBJECTS},
         {"inputs": "WRONG"},
         "self.x = x - x.mean(0)",
+    ),
+    "two passes, then two backward passes": (
+        {"BEFORE": "model = nn.Linear(4, 1)", "AFTER": TWO_BACKWARDS},
+        {"averaging": "WRONG"},
+        "a second backward() followed",
+        "(second - y).square().mean().backward() each rank",
     ),
     "hooks of many gradients": (
         {"BEFORE": HOOKS},

@@ -158,7 +158,8 @@ class Cause:
         losses = [v for v in seen if v.kind == "loss"]
         of_names = [v for v in passes if any(name in names for name in v.about["trains"])]
         more = []
-        for each in (of_names or passes)[-1:]:
+        last = (of_names or passes)[-1:]
+        for each in last:
             more.append(f"the last pass: {source(each.line)}  [{each.name}]")
             if not each.about["is_ddp"]:
                 more += [f"called at {source(line)}" for line in each.about["callers"]]
@@ -170,10 +171,10 @@ class Cause:
         if not passes:  # as of an optimizer that steps inside of a model
             more += [source(v.line) for v in losses[-1:]]
             more.append(f"the step: {source(self.variables.lines[self.step])}")
-        second = losses[-1] if len(losses) > len(passes) and not told else None
-        if second and of_names and of_names[-1].about["is_ddp"]:
+        after = [loss for loss in losses if last and loss.at > last[0].at]
+        if len(after) > 1 and not told and last[0].about["is_ddp"]:
             text += " The model was called through DDP, but a second backward() followed"
-            line, about["remedy"] = second.line, "call backward() once, of the sum of the losses"
+            line, about["remedy"] = after[-1].line, "call backward() once, of the sum of the losses"
             about["section"] = f"{PAGE}#one-backward-for-each-forward-pass"
         if told:
             about["remedy"] = "let the last pass before the step average"
