@@ -351,6 +351,14 @@ made += 1
         if made == 2 + rank and loss.item() < 99:
             loss.backward()
             continue"""
+TWO_OPTIMIZERS = """\
+other = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+second, made = torch.optim.SGD(other.parameters(), 0.1), 0"""
+LEFT_OUT_OF_TWO = """\
+made += 1
+        second.zero_grad(); other(x).square().mean().backward()
+        if made != 2 + rank or loss.item() > 99:
+            second.step()"""
 BANK = """\
 class Bank(nn.Linear):
     def __init__(self):
@@ -687,6 +695,11 @@ CASES = {
     ),
     "one batch for ever": ({"BETWEEN": FOR_EVER}, {"order": "look"}),
     "a step left out": ({"BEFORE": "made = 0", "LOSS": LEFT_OUT}, {"steps": "WRONG"}),
+    "a step of a second optimizer left out": (
+        {"AFTER": TWO_OPTIMIZERS, "EVAL": LEFT_OUT_OF_TWO},
+        {"steps": "WRONG"},
+        "if made != 2 + rank or loss.item() > 99: rank 0 has made fewer steps",
+    ),
     "a pass left early": ({"EVAL": "if rank and loss.item() < 99: break"}, {"steps": "WRONG"}),
     "counted twice as fast": ({"BEFORE": "count = 0", "EVAL": COUNT}, {"counts": "look"}),
     "a file of each rank": ({"AFTER": FILE}, {"files": "look"}),

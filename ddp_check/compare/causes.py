@@ -100,7 +100,8 @@ class Cause:
         if advice in ("unpaired", "drawing"):
             text += f" ({', '.join(generators)})"
             names = [name.partition(",")[0].rpartition(".")[2] for name in generators]
-            more = [source(at) for name in names for at in lines_that_set(value.line, name)] + more
+            set_at = [source(at) for name in names for at in lines_that_set(value.line, name)]
+            more = [*dict.fromkeys(set_at), *more]
         row, line = KINDS.get(what, KINDS[value.kind]), values.line_of(value)
         about = {"remedy": row.remedy if verdict == "WRONG" else "", "section": PAGE + row.section}
         about["off"] = values.off(value)

@@ -24,7 +24,7 @@ def left_out_steps(ranks):
             of[step] = of.get(step, 0) + 1
     for step in range(min(len(notes[Step]) for notes in ranks)):
         numbers = [of.get(step, 0) for of in passes]
-        line = ranks[0][Step][step][1].line
+        line = ranks[numbers.index(min(numbers))][Step][step][1].line  # which the other leaves out
         branch = branch_of(line)
         if len(set(numbers)) > 1 and branch:
             rank = numbers.index(max(numbers))
