@@ -10,6 +10,8 @@ from torch import nn
 
 MANY_COLUMNS, FEW_COLUMNS = 4096, 512  # of the first dimension, and of others
 SUMS = 256
+OBJECTS = 2  # one in the other, that are opened
+MANY_THINGS = 1000  # that an object holds and that are not looked at
 
 
 class Sketch(NamedTuple):
@@ -42,9 +44,11 @@ def leaves_of(tree):
     return [tree]
 
 
-def opened(tree, depth=4):
+def opened(tree, depth=OBJECTS):
     """With the attributes of an object instead of it, if there are tensors among them, as of a
     class for batches."""
+    if isinstance(tree, (dict, list, tuple)) and depth < OBJECTS and len(tree) > MANY_THINGS:
+        return None  # of a dataset
     if isinstance(tree, dict):
         return {key: opened(part, depth) for key, part in tree.items()}
     if isinstance(tree, (list, tuple)):

@@ -77,6 +77,15 @@ def test_sketches():
     assert fits.same(sketch(equal.flatten()), [sketch(moved.flatten())]) > 0.5
 
 
+def test_objects():
+    """A class for batches is opened, not a model, nor a long list."""
+    tensor, layer = torch.ones(2), nn.Linear(1, 1)
+    inner = argparse.Namespace(x=tensor, all=[0] * 2000)
+    found = sketching.opened([argparse.Namespace(inner=inner, layer=layer), 3, [0] * 2000])
+    assert found == [{"inner": {"x": tensor, "all": None}, "layer": layer}, 3, [0] * 2000]
+    assert sketching.opened(layer) is layer
+
+
 def test_sketches_of_several():
     """Each is as alone; also of none, of nothing, and of half precision."""
     tensors = {"a": torch.randn(7), "b": None, "c": torch.zeros(0), "d": torch.ones(3).bfloat16()}
