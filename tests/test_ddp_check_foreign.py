@@ -547,6 +547,13 @@ class Part:
     def __iter__(self):
         return iter(range(16 * rank, 16 * rank + 64 // world))
 loader = DataLoader(data, batch_size, sampler=Part())"""
+LARGE_SHARES = """\
+class Part:
+    def __len__(self): return 8
+    def __iter__(self):
+        for first in range(0, 64, 8):
+            yield list(range(first + 2 * rank, first + 10 - 2 * world + 2 * rank))
+loader = DataLoader(data, batch_sampler=Part())"""
 SECOND_MODULE = """\
 torch.manual_seed(0)
 other = nn.Linear(4, 1)
@@ -747,6 +754,11 @@ CASES = {
         {"BETWEEN": OVERLAP},
         {"samples": "WRONG"},
         ": return iter(range(16 * rank, 16 * rank + 64 // world))",
+    ),
+    "shares that are too large": (
+        {"BETWEEN": LARGE_SHARES},
+        {"samples": "WRONG"},
+        ": yield list(range(first + 2 * rank,",
     ),
     "a second module is evaluated": (
         {"AFTER": SECOND_MODULE, "EVAL": "score(other, x); score(model, x)"},

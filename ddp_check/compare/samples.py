@@ -179,6 +179,15 @@ def loader_of(key):
     return [f"its loader: {source(line)}"] if source(line) != line else []
 
 
+def lines_of(key, about):
+    """In words: where the script has made the DataLoader of a pass, and its sampler; or, of one of
+    its own, where that gives samples. `about`: rank 0's Pass."""
+    samplers = lines_of_argument(key[1].rpartition(" of ")[2], ("sampler", "batch_sampler"))
+    if about and about.made:
+        samplers = [about.made]
+    return loader_of(key) + [f"its sampler: {source(line)}" for line in samplers]
+
+
 def compare_samples(one, ranks):
     """What the training loaders give: ([Finding], {step: text of a padded batch})."""
     trains, samplers = training_passes(one), {p.key: p for _, p in ranks[0][Pass]}
@@ -204,7 +213,8 @@ def compare_samples(one, ranks):
             if batch.batches == number and is_padded:
                 uneven[step] = f"{line}: the last {text}: not compared"
                 continue
-            found.append(Finding("look", "samples", step, text, line, **SHARE))
+            lines = lines_of(batch.key, samplers.get(batch.key))
+            found.append(Finding("look", "samples", step, text, line, lines, **SHARE))
         elif batch.indices and all(other.indices for other in others):
             union = [index for other in others for index in other.indices]
             if sorted(map(repr, union)) != sorted(map(repr, batch.indices)):
@@ -221,12 +231,7 @@ def other_samples(step, batch, union, about, one, ranks):
         f"batch {batch.number + 1} of pass {batch.key[2] + 1}: {only} of {batch.rows} samples of "
     )
     text += "one process are on no rank"
-    why, lines = "", loader_of(batch.key)
-    made_at = batch.key[1].rpartition(" of ")[2]
-    samplers = lines_of_argument(made_at, ("sampler", "batch_sampler"))
-    if about and about.made:
-        samplers = [about.made]
-    lines += [f"its sampler: {source(line)}" for line in samplers]
+    why, lines = "", lines_of(batch.key, about)
     passes = [{p.key: p.size for _, p in notes[Pass]} for notes in (one, *ranks)]
     lengths = [of.get(batch.key) for of in passes]
     if len(set(lengths)) > 1:
