@@ -706,6 +706,20 @@ def test_loops_that_end_early(tmp_path):
     found = below(one, [rank, rank], "end")
     assert f"it ends early by {file}:5: if seen > 9:" in found
     assert f"in the loop of {file}:2: for x in loader:" in found
+    text = "few = 4\ndef train(few):\n    for n in range(few):\n        step()\ntrain(few)\n"
+    (tmp_path / "main.py").write_text(text)
+    main = str(tmp_path / "main.py")
+
+    def of(number):
+        steps = step_notes([1] * number, f"{main}:4")
+        for _, note in steps:
+            if isinstance(note, Step):
+                note.variables, note.callers = {"few": number}, [f"{main}:5"]
+        return notes(*steps)
+
+    found = below(of(4), [of(2), of(2)], "end")
+    assert f"{main}:3: few is 4 on one process, 2, 2 on the ranks; set at {main}:1" in found, found
+    assert f"called at {main}:5: train(few)" in found
     fails = f"RuntimeError at {file}:3: step(): Connection closed by peer"
     one, failed = notes(*step_notes()), notes(*step_notes(), end=fails)
     (end,) = [f for f in judge(one, [one, failed], TOLERANCE).findings if f.what == "end"]

@@ -10,6 +10,7 @@ from ..script import source
 from ..text import branch_of, lines_inside, loops_around, statement_at
 from .fits import sides
 from .kinds import PAGE
+from .numbers import Variables
 from .samples import training_passes
 
 LOST = r"Connection closed|Connection reset|Broken pipe|Timed out|connectionClosed|recvBytes"
@@ -129,4 +130,8 @@ def about_ends(one, ranks, counts, ends):
     breaks = [branch_of(at) for loop in loops[:2] for at in lines_inside(loop) if is_break(at)]
     more += [f"it ends early by {source(at)}" for at in dict.fromkeys(breaks) if at]
     more += [f"in the loop of {source(loop)}" for loop in loops]
+    if extra and steps:
+        more += Variables(one, ranks).behind(loops, 0, further=0)
+        inner = next((n for n, line in enumerate(callers) if loops_around(line)), len(callers))
+        more += [f"called at {source(at)}" for at in callers[inner + 1 :][:1]]
     return Finding("WRONG", "end", steps, f"one process: {text}", more=more)
