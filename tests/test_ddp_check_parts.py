@@ -606,15 +606,22 @@ def test_weights_of_a_rank(wrapped):
     assert found.verdict == ("look" if wrapped else "WRONG"), found
 
 
-def test_printed():
-    """A score of rank 0's share alone is a look; not if it is another one in each run."""
-    texts = "accuracy 0.731", "accuracy 0.726"
-    one, rank = [notes(*step_notes(), (4, Printed("train.py:20", text))) for text in texts]
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("accuracy 0.731", "accuracy 0.726", "accuracy 0.7311"),
+        ("recall [0.115 0.196]", "recall [0.117 0.2  ]", "recall [0.1151 0.196]"),  # as numpy
+        ("recall [0.115 0.196]", "recall [0.117 0. ]", "recall [0.1151 0.196]"),
+    ],
+)
+def test_printed(texts):
+    """A score of rank 0's share alone is a look; not if it is another one in each run; also with
+    the noise of another run."""
+    one, rank, again = [notes(*step_notes(), (4, Printed("train.py:20", text))) for text in texts]
     variables, values = Variables(one, [rank, rank]), Values(one, [rank, rank], TOLERANCE, {})
     assert len(list(compare_printed(one, [rank], values, variables, {}))) == 1
     assert not list(compare_printed(one, [one], values, variables, {}))
     assert not list(compare_printed(one, [rank], values, variables, {}, rank))
-    again = notes(*step_notes(), (4, Printed("train.py:20", "accuracy 0.7311")))  # with noise
     assert len(list(compare_printed(one, [rank], values, variables, {}, again))) == 1
 
 

@@ -10,7 +10,7 @@ from .fits import relative, sides
 from .kinds import PAGE, SCORES
 
 SAME = 2e-3  # of printed numbers
-NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.I)
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.I)
 
 
 class Variables:
@@ -173,7 +173,7 @@ def compare_printed(one, ranks, values, variables, repeats, again=None):
         lines = {}
         for step, note in notes[Printed]:
             if step:
-                skeleton = " ".join(NUMBER.sub("#", note.text).split())
+                skeleton = "".join(NUMBER.sub("#", note.text).split())  # numpy fills up by spaces
                 lines.setdefault(skeleton, []).append((step, note, losses))
         both.append(lines)
     for skeleton, mine in both[0].items():
