@@ -96,6 +96,8 @@ def main(words=None):
         return print(list_rules())
     if args.script is None:
         parser.error("which script?")
+    if args.nproc < 2:
+        parser.error("--nproc: two processes at least, to compare with one")
     if not hasattr(os, "fork"):
         parser.error("it needs Linux or macOS; on Windows, WSL")
     typed = [args.script, *args.flags]

@@ -20,7 +20,7 @@ class Files(Rule):
         written = {}
         for rank, notes in enumerate(ranks):
             for step, note in notes[File]:
-                if re.search("[wxa+]", note.mode) and note.kind != "downloaded":
+                if note.kind != "downloaded":
                     path = re.sub(r"(tfevents)\..*", r"\1", note.path)  # its name has the process
                     if path == note.path or note.line != UNKNOWN:  # else of TensorBoard's thread
                         written.setdefault(path, {}).setdefault(rank, (step, note))
@@ -33,13 +33,13 @@ class Files(Rule):
                 modes = [note.mode for _, note in writers.values()]
                 makers = [mode for mode in modes if re.search("w|x", mode)]
                 verdict = "WRONG" if len(makers) > 1 else "look"
-                text = f"ranks {sorted(writers)} write {path}"
+                text = f"ranks {list(writers)} write {path}"
                 found += self.wrong(step, note.line, text, verdict)
                 if note.callers:  # where it is decided who writes
                     found[-1].more.append(f"called at {source(note.callers[0])}")
         found.sort(key=lambda one: one.verdict)  # WRONG first
         found = found or self.beside(written)
-        return found[:1] if found or written else None
+        return found[:1] if written else None
 
     def beside(self, written):
         """A file of each rank, with names that differ in numbers which are not the rank, such as a
@@ -47,7 +47,7 @@ class Files(Rule):
         alike = {}  # {name without numbers: {rank: (its numbers, its path, step, note)}}
         for path, writers in written.items():
             rank = min(writers)
-            if len(writers) == 1 and not re.search(SHARED, path):
+            if not re.search(SHARED, path):
                 of_rank = alike.setdefault(NUMBER.sub("#", path), {})
                 of_rank[rank] = NUMBER.findall(path), path, *writers[rank]
         for of_rank in alike.values():
@@ -55,6 +55,6 @@ class Files(Rule):
             says_rank = list(of_rank) in [list(map(int, numbers)) for numbers in places]
             if len(of_rank) > 1 and not says_rank:
                 _, path, step, note = of_rank[min(of_rank)]
-                text = f"each of ranks {sorted(of_rank)} writes a file of its own, such as {path}"
+                text = f"each of ranks {list(of_rank)} writes a file of its own, such as {path}"
                 return self.look(step, note.line, text)
         return []

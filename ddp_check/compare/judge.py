@@ -25,7 +25,6 @@ from .rules import RULES
 from .samples import compare_lengths, compare_samples, passes_per_process
 from .score_rules import repeated  # the last of all rules
 
-VERDICTS = "note", "WRONG", "look", "ok", "not told", "not seen"  # in the order of the report
 FEW = 3  # steps that differ, whose lines are looked at: the first may be as it is meant to be
 USUAL_ENDS = "its end", "--steps"
 MEASURED = *TENSORS, *VALUES, "printed"  # the kinds of findings that rest on numbers
@@ -33,7 +32,7 @@ MEASURED = *TENSORS, *VALUES, "printed"  # the kinds of findings that rest on nu
 
 @dataclass
 class Result:
-    findings: list  # of Finding, in the order of VERDICTS
+    findings: list  # of Finding
     steps: int  # that both runs have made
     ranks: int
     largest: dict  # {kind: the largest difference}
@@ -99,7 +98,6 @@ def judge(one, ranks, tolerance, again=None, scaled=(), lines=None):
         elif results or not any(f.what == rule.name for f in found):
             found += results or [Finding("ok", rule.name, 0, rule.right)]
     in_its_words(found, ranks[0])
-    found.sort(key=lambda finding: VERDICTS.index(finding.verdict))
     lost = min([f.step for f in found if f.advice in LOST], default=math.inf)
     # Nor can what the script keeps, nor an order that it draws later.
     later = {"attributes": 0, "split": 1}
@@ -143,7 +141,7 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
     if not samples and (first or not scaled):
         samples = passes_per_process(one, ranks, trains, scaled)
     settings = list(compare_settings(one, ranks, variables))
-    notes = [Finding("note", "samples", step, uneven[step]) for step in uneven if step < last]
+    notes = [Finding("note", "samples", step, uneven[step]) for step in uneven]
     found, lost = notes[:1], math.inf  # lost: from this step on, nothing can be compared
     found += left_out[:1]
     lost = min([finding.step for finding in found if finding.advice == "unpaired"], default=lost)

@@ -1,0 +1,401 @@
+"""The conditions of ddp_check's rules: each here has a situation that depends on it."""
+
+import pytest
+from test_ddp_check_parts import ONE, TOLERANCE, notes, step_notes
+
+from ddp_check.compare import score_rules, state_rules
+from ddp_check.compare.file_rules import Files
+from ddp_check.compare.judge import RULES, Result, judge
+from ddp_check.compare.rules import RandomNumbers
+from ddp_check.compare.sample_rules import Splits
+from ddp_check.notes import (
+    Batch,
+    Collective,
+    File,
+    Finding,
+    Pass,
+    PassEnd,
+    Printed,
+    Seen,
+)
+from ddp_check.script import UNKNOWN
+from ddp_check.sketch import sketch, sketches, summary
+
+# ---- random numbers and files
+
+
+def draw(kind, state, line="train.py:3", step=0, **about):
+    about = {"chooses": False, "in_module": False, "seeded": None, "size": 8} | about
+    return step, Seen(kind, line, "rand", 0, {"state": state}, about=about)
+
+
+@pytest.mark.parametrize("name", ["broadcast", "scatter", "all_reduce"])
+def test_orders_that_are_sent(name):
+    """Rank 0's own order, which it sends to all, is that of all."""
+
+    def found(drawn):
+        call = 0, Collective(name, "train.py:4", drawn, False)
+        return Splits().find(None, [notes(draw("split", rank), call) for rank in range(2)])
+
+    assert bool(found("train.py:3")) == (name == "all_reduce") and found("train.py:2")
+
+
+def test_draws_of_some_ranks():
+    """They tell nothing of all; a generator of rank 0 alone, neither."""
+    drawn = notes(draw("draw", 5))
+    assert RandomNumbers().find(notes(), [drawn, drawn, drawn])
+    assert RandomNumbers().find(notes(), [drawn, drawn, notes()]) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "found"),
+    [
+        ("out", UNKNOWN, ["WRONG"]),
+        ("runs/events.out.tfevents.1", UNKNOWN, None),  # of TensorBoard's thread
+        ("runs/events.out.tfevents.1", "train.py:1", ["WRONG"]),
+        ("data.lock", "train.py:1", []),
+        ("cache/huggingface/data", "train.py:1", []),
+    ],
+)
+def test_files_of_all_ranks(path, line, found):
+    ranks = [notes((0, File("created", path, line))) for _ in range(2)]
+    said = Files().find(None, ranks)
+    assert found == (said if said is None else [each.verdict for each in said])
+
+
+def test_files_of_single_ranks():
+    """One of rank 0 alone is right; one of each rank, if its name has the rank."""
+
+    def find(*paths):
+        ranks = [notes(*[(0, File("created", p, "train.py:1")) for p in of]) for of in paths]
+        return [each.text for each in Files().find(None, ranks)]
+
+    assert find(["out.pt"], []) == [] == find(["out-3-0.pt"], ["out-3-1.pt"])
+    assert find(["out-3.pt"], ["out-4.pt"]) == [
+        "each of ranks [0, 1] writes a file of its own, such as out-3.pt"
+    ]
+
+
+# ---- evaluations
+
+KEY = ("train.py:9", "test", 0)
+GATHER = Collective("all_gather", "train.py:11", "", False)
+REDUCE = Collective("all_reduce", "train.py:12", "", False)
+
+
+def evaluation(indices, call=None, ends=True, size=4, has_share=False):
+    """Of one pass, after the training."""
+    found = [*step_notes(), (3, Pass(KEY, "test", "Own", has_share, size, False, 4))]
+    if indices:
+        found.append((3, Batch(KEY, 0, indices, len(indices), 1, False)))
+    found += [(3, PassEnd(KEY, 1))] * ends + ([(3, call)] if call else [])
+    return notes(*found)
+
+
+def scored(one, *ranks):
+    found = score_rules.TestSamples().find(one, ranks)
+    return found if found is None else [each.text for each in found]
+
+
+def test_whole_evaluations():
+    """All samples on each rank: right, unless a call puts them together."""
+    whole, ids = evaluation([0, 1, 2, 3]), [0, 1, 2, 3]
+    assert scored(whole, whole, whole) is None
+    assert scored(whole, evaluation(ids, REDUCE), evaluation(ids, REDUCE)) is None
+    (text,) = scored(whole, evaluation(ids, GATHER), evaluation(ids, GATHER))
+    assert "train.py:11" in text and "count 2 times" in text
+    stream = evaluation(None, GATHER)
+    stream_of = evaluation([None] * 4, GATHER)
+    assert scored(stream_of, stream_of, stream_of) == [] == scored(stream, stream, stream)
+
+
+def test_shares_of_evaluations():
+    one = evaluation([0, 1, 2, 3])
+
+    def of(first, second, call=None, has_share=True):
+        return scored(one, *[evaluation(of, call, True, 4, has_share) for of in (first, second)])
+
+    assert of([0, 2], [1, 3]) == []
+    (text,) = of([0, 2, 3], [1, 3])
+    assert text == "5 samples on all ranks, of 4: Own repeats some, which count twice"
+    dropped = Collective("gather_for_metrics", "train.py:11", "", False)
+    assert of([0, 2, 3], [1, 3], dropped) == [] == of([0, 2, 3], [1, 3], has_share=False)
+
+
+def test_evaluations_of_one_side():
+    """One that one process has not made, or not ended, is not compared."""
+    half = evaluation([0, 2])
+    assert scored(notes(*step_notes()), half, half) is None
+    assert scored(evaluation([0, 1, 2], ends=False), half, half) is None
+
+
+def test_repeated_samples():
+    """By a sampler of shares: in what all put together."""
+
+    def repeated(first, second, call=REDUCE, has_share=True):
+        ranks = [evaluation(of, call, True, 4, has_share) for of in (first, second)]
+        return score_rules.repeated(ranks)
+
+    assert repeated([0, 1], [2, 0]) == {3: 4 / 3 - 1}
+    assert repeated([0, 1], [2, 0], has_share=False) == {} == repeated([], [])
+    assert repeated([0, 1], [2, 0], None) == {}
+
+
+# ---- what the script keeps
+
+
+def kept(kind, line="train.py:5", **tensors):
+    return 1, Seen(kind, line, "Bank", 0, sketches(tensors, any_order=True))
+
+
+def test_attributes_of_some_ranks():
+    """A tensor of rank 0's object alone, or that a rank has not, is not compared."""
+    one, other = notes(kept("attribute", a=ONE)), notes(kept("attribute", a=3 * ONE))
+    find = state_rules.Attributes().find
+    assert find(one, [other, other]) and find(one, [other, notes()]) is None
+    more = notes(kept("attribute", a=ONE, b=ONE))
+    assert find(more, [one, one]) == []
+    assert find(more, [notes(kept("attribute", b=ONE)), one]) is None
+
+
+def test_who_has_other_weights():
+    def find(*ranks):
+        (found,) = state_rules.OtherWeights().find(notes(kept("other", w=ONE)), ranks)
+        return found.text.partition(", ")[2]
+
+    right, wrong = [notes(kept("other", w=ONE * factor)) for factor in (1, 2)]
+    assert find(right, wrong) == "and rank 0's does not: right if only rank 0 uses it"
+    assert find(wrong, wrong).startswith("but is alike on all ranks")
+    assert find(wrong, right) == ""
+
+
+def test_draws_before_weights():
+    """What is drawn after they were seen has not made them."""
+
+    def of(state, factor):
+        found = [draw("own", state), draw("own", state, "train.py:7", 2)]
+        found.append((1, Seen("weight", "train.py:9", "o", 0, {"w": sketch(ONE * factor)})))
+        return notes(*step_notes(), *found)
+
+    (found,) = state_rules.OtherWeights().drawn([of(1, 1.0), of(2, 1 - 1e-6)])
+    assert found.line == "train.py:3"
+
+
+# ---- the report as a whole
+
+
+def test_status_without_steps():
+    result = judge(notes(), [notes(), notes()], TOLERANCE)
+    assert result.status == 1 and not result.of("WRONG", "look")
+
+
+def test_rule_that_fails(monkeypatch, capsys):
+    """The others still count."""
+    monkeypatch.setattr(RULES[0], "find", lambda one, ranks: 1 / 0)
+    right = notes(*step_notes())
+    found = judge(right, [right, right], TOLERANCE).findings
+    (failed,) = [f for f in found if "ZeroDivisionError" in f.text]
+    assert failed.verdict == "not seen" and failed.what == RULES[0].name
+    assert {f.what for f in found} >= {rule.name for rule in RULES}
+
+
+def test_rounding():
+    """Outputs that differ by little, and not by more than noise may hide."""
+
+    def of(off, advice="coupled"):
+        found = Finding("look", "outputs", 0, "", advice=advice, off=off)
+        return Result([found], 1, 2, {}, float("inf"), 0)
+
+    assert of(1e-4).may_be_rounding and not of(0.5).may_be_rounding
+    assert not of(1e-4, "ratio").may_be_rounding
+
+
+PASS_KEY = ("train.py:1", "loader", 0)
+
+
+def training(shares, factors=(1.0,) * 4, batches=None, extra=(), ended=None, gradient=True):
+    """Of a pass over a loader whose batches have these samples."""
+    found = [(0, Pass(PASS_KEY, "loader", "Own", False, 64, False, None))]
+    for n, indices in enumerate(shares):
+        found.append((n, Batch(PASS_KEY, n, indices, len(indices), batches or 9, True, {})))
+    if ended is not None:
+        found.append((ended, PassEnd(PASS_KEY, ended)))
+    return notes(*found, *step_notes(factors), *extra)
+
+
+WHOLE = [[0, 1], [2, 3], [4, 5], [6, 7]]
+SHARES = [[[batch[rank]] for batch in WHOLE] for rank in range(2)]
+OTHERS = [[[40 + n] for n in range(4)]] * 2
+
+
+def judged(one, *ranks, **known):
+    """{what: verdict}, and the Result."""
+    result = judge(one, ranks, TOLERANCE, **known)
+    return {f.what: f.verdict for f in result.of("look", "WRONG")}, result
+
+
+def setting(rate, steps=range(4)):
+    return [
+        (step, Seen("setting", "train.py:9", "optimizer 0", step, {(0, "lr"): rate}))
+        for step in steps
+    ]
+
+
+def test_other_samples():
+    """A look, unless gradients differ, which follow from them."""
+    ranks = [training(share, extra=setting(0.1)) for share in OTHERS]
+    assert judged(training(WHOLE, extra=setting(0.1)), *ranks)[0] == {"samples": "look"}
+    found, result = judged(training(WHOLE), *[training(share, [2] * 4) for share in OTHERS])
+    assert found == {"samples": "WRONG"}
+    assert "so step 1: gradient" in " ".join(result.of("WRONG")[0].more)
+
+
+def test_passes_of_other_lengths():
+    """By one batch: a look, and later steps have other batches. By more, WRONG; what a schedule
+    makes of the lengths is a look in the first case alone."""
+    later = [1, 1, 1, 2]
+
+    def of(ended, rate, shares=WHOLE, factors=later):
+        return training(shares, factors, ended, setting(rate, [0]), ended)
+
+    ranks = [of(3, 0.2, share[:3], [1, 1, 1, 1]) for share in SHARES]
+    found, result = judged(of(4, 0.1), *ranks)
+    assert found == {"epoch": "look", "setting": "look"}
+    assert "later steps are not compared" in result.of("look")[0].text
+    ranks = [of(2, 0.2, share[:2], [1, 1, 1, 1]) for share in SHARES]
+    found, result = judged(of(4, 0.1), *ranks)
+    assert found == {"epoch": "WRONG", "setting": "WRONG"}
+    assert "so step 4: gradient" in " ".join(result.of("WRONG")[0].more)
+
+
+def test_first_step_that_differs():
+    """Of several, whatever order a set has."""
+    factors = [1.0] * 10
+    factors[1] = factors[8] = 2.0
+    _, result = judged(notes(*step_notes([1] * 10)), *[notes(*step_notes(factors))] * 2)
+    (found,) = result.of("WRONG")
+    assert found.step == 1 and found.text.endswith("(in 2 steps)")
+
+
+def test_settings_explain_updates():
+    """And numbers; but no gradients that differ before."""
+
+    def of(rate, update, gradient=1.0, seen=0):
+        found = step_notes([gradient, 1, 1, 1])
+        for step, note in found[::2]:
+            note.variables["seen"] = seen * (1 + step)
+        found += [
+            (step, Seen("update", "train.py:9", "optimizer 0", step, {"w": sketch(ONE * update)}))
+            for step in range(1, 4)
+        ]
+        return notes(*found, *setting(rate, range(1, 4)))
+
+    one = of(0.1, 1.0, seen=1)
+    found, result = judged(one, *[of(0.2, 2.0, seen=2)] * 2)
+    assert found == {"setting": "WRONG"} and not result.lines
+    found, result = judged(one, *[of(0.1, 2.0, seen=2)] * 2)
+    assert found == {"update": "WRONG", "numbers": "look"} and result.lines == 4
+    found, _ = judged(one, *[of(0.2, 2.0, 2.0)] * 2)
+    assert found == {"setting": "WRONG", "gradient": "WRONG"}
+    found, _ = judged(one, *[of(0.2, 2.0)] * 2, scaled={"loader": "train.py:1"})
+    assert found == {"setting": "look"}  # for a batch that the script has scaled, too
+    found, _ = judged(one, *[of(0.3, 2.0)] * 2, scaled={"loader": "train.py:1"})
+    assert found == {"setting": "WRONG"}
+
+
+def test_lost():
+    """What cannot be compared any more is not told, such as attributes and printed numbers, nor the
+    end or a length that follows; a rate is a look."""
+    error = "a ValueError at train.py:7"
+
+    def of(share, factor=1.5, score=0.7, rate=0.2, ended=2, key=PASS_KEY):
+        found = [
+            kept("attribute", a=ONE * factor),
+            (2, Printed("train.py:20", f"score {score:.3f}")),
+        ]
+        found += [draw("split", share, step=1, made="train.py:2"), *setting(rate, [0])]
+        found += [(0, Pass(key, "loader", "Own", False, 64, True, None)), (2, PassEnd(key, ended))]
+        found += [(n, Batch(key, n, [share + n], 4, 9, True, {})) for n in range(3)]
+        steps = step_notes([factor] * (4 if factor == 1 else 3))
+        return notes(*found, *steps, end="its end" if factor == 1 else error)
+
+    one, ranks = of(0, 1, 0.5, 0.1, 5), [of(0), of(9)]
+    found, result = judged(one, *ranks)
+    assert found == {"samples": "look", "setting": "look"} and result.lost == 0
+    assert f"rank 0: 3 steps, then {error}" in result.of("look")[0].more
+    bare = [notes(*n.of[Pass], *n.of[Batch], *step_notes()) for n in (one, *ranks)]
+    unseen = {f.what for f in judge(bare[0], bare[1:], TOLERANCE).of("not seen")}
+    assert {"attributes", "split"} <= unseen
+    ranks = [notes(*rank.of[Seen], *rank.of[Printed], *step_notes()) for rank in ranks]
+    found, _ = judged(one, *ranks)
+    assert found["printed"] == found["attributes"] == "look" and found["setting"] == "WRONG"
+
+
+def test_all_fail():
+    """By the same error, which is the script's."""
+    failed = notes(*step_notes(), end="a ValueError at train.py:7")
+    assert judged(failed, failed, failed)[0] == {"end": "look"}
+
+
+def test_differences_after_an_uneven_batch():
+    """They count."""
+
+    def of(batches, factor):
+        found = [(0, Pass(PASS_KEY, "loader", "DistributedSampler", True, 7, False, 4))]
+        found += [(n, Batch(PASS_KEY, n, ids, len(ids), 2, True, {})) for n, ids in batches]
+        return notes(*found, *step_notes([1, factor, factor]))
+
+    one = of(enumerate([[0, 1, 2, 3], [4, 5, 6]]), 1.0)
+    shares = [[0, 2], [4, 6]], [[1, 3], [5, 4]]
+    found, result = judged(one, *[of(enumerate(share), 1.5) for share in shares])
+    assert found == {"gradient": "WRONG"} and result.of("WRONG")[0].step == 2
+
+
+def test_another_split():
+    """Of the dataset: the line that has made it is below the samples that differ."""
+
+    def of(shares, factor):
+        about = {"model": None}
+        found = [
+            (0, Seen("value", f"train.py:{n}", name, 0, {0: summary(ONE * factor)}, n, about=about))
+            for n, name in ((2, "Subset"), (3, "mul"))
+        ]
+        return training(shares, extra=found)
+
+    _, result = judged(of(WHOLE, 1), *[of(share, 3) for share in OTHERS])
+    assert [text[:10] for text in result.of("look")[0].more if "train.py" in text] == ["train.py:2"]
+
+
+def test_buffers_before_gradients():
+    """A buffer that differs before any gradient does follows from nothing."""
+
+    def of(buffer, factor):
+        values = sketches({"mean": ONE * buffer}, any_order=True)
+        seen = Seen("buffer", "train.py:9", "model", 0, values, about={})
+        return notes((0, seen), *step_notes([1, 1, factor, 1]))
+
+    found, result = judged(of(1, 1), *[of(2, 2)] * 2)
+    assert found == {"buffer": "WRONG"} and result.lines == 3
+    assert "so step 3: gradient" in " ".join(result.of("WRONG")[0].more)
+    assert judged(of(1, 1), *[of(2, 1)] * 2)[1].lines == 1
+
+
+def test_parts_of_a_larger_batch():
+    """Of one process, which was given more: a look, unless their gradients are added up."""
+
+    def of(passes, factor):
+        found = [
+            (
+                1,
+                Seen(
+                    "inputs", "train.py:5", "Net", n, {0: summary(ONE * (1 + n))}, 1 + n, about={}
+                ),
+            )
+            for n in range(passes)
+        ]
+        return notes(*found, *step_notes([factor] * 4))
+
+    scaled = {"loader": "train.py:1"}
+    assert judged(of(2, 1), of(1, 1), of(1, 1), scaled=scaled)[0] == {}
+    found, _ = judged(of(2, 1), of(1, 0.5), of(1, 0.5), scaled=scaled)
+    assert found == {"samples": "look"}
