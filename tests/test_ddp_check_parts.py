@@ -1051,3 +1051,9 @@ def test_a_single_flag_for_one_process(capsys):
     with pytest.raises(SystemExit):
         command.main(["--one", "--batch-size=8"])
     assert "which script?" in capsys.readouterr().err
+
+
+def test_number_of_processes(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--nproc", "1", "train.py"])
+    assert "--nproc: two processes at least" in capsys.readouterr().err

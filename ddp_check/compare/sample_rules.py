@@ -43,8 +43,8 @@ def loop_of(about):
     line, loader, _ = about.key
     node = function = statement_at(line)
     if isinstance(node, ast.Assign):
-        while function is not None and not isinstance(function, (ast.FunctionDef, ast.Module)):
-            function = getattr(function, "parent", None)
+        while not isinstance(function, (ast.FunctionDef, ast.Module)):
+            function = function.parent
         return loader, function, *map(ast.unparse, node.targets)
     return loader, line
 
@@ -99,12 +99,12 @@ class Order(Rule):
         return self.remade(ranks[0]) or ([] if seen else None)
 
     def fixed(self, notes):
-        """{pass: whether it has the order of the one before in its loop}"""
+        """{pass: whether it has the order of the one before in its loop, as far as it was made}"""
         found, last = {}, {}
         for _, about, order, _ in passes_of(notes):
             earlier = last.get(loop_of(about), [])
             size = min(len(order), len(earlier))
-            found[about.key] = size > 0 and order[:size] == earlier[:size]
+            found[about.key] = order[:size] == earlier[:size]
             last[loop_of(about)] = order
         return found
 
@@ -172,7 +172,7 @@ class Inputs(Rule):
                 continue
             if len(found) > 2 and all(equal) and any(each != sums[0] for each in sums):
                 return self.look(steps[0], line, f"{name} gets the same batches on all ranks")
-        return self.copies(one, ranks) or [] if any(len(of) > 2 for of in places.values()) else None
+        return self.copies(one, ranks) if any(len(of) > 2 for of in places.values()) else None
 
     def copies(self, one, ranks):
         """A stream of which most samples are on several ranks, though their batches are parts of
@@ -184,7 +184,7 @@ class Inputs(Rule):
         whole = {b.key: b.rows for _, b in one[Batch] if b.trains}
         for step, batch in ranks[0][Batch]:
             marks = [of.get(batch.key, {}).keys() for of in streams]
-            both = set.intersection(*map(set, marks)) if len(ranks) > 1 else ()
+            both = set.intersection(*map(set, marks))
             if whole.get(batch.key) == len(ranks) * batch.rows and len(both) > len(marks[0]) / 2:
                 text = f"{len(both)} of {len(marks[0])} samples of the stream are on all ranks"
                 return self.look(step, batch.key[0], text)
@@ -262,21 +262,18 @@ class Splits(Rule):
                     text = "each rank takes its share of an order of its own: some samples are "
                     return self.wrong(step, line, f"{text}on several ranks, others on none")
                 return self.look(step, line, "each rank has an order of its own")
-        return self.apart(ranks) or ([] if orders else None)
+        return self.apart(orders) or ([] if orders else None)
 
-    def apart(self, ranks):
+    def apart(self, orders):
         """A line of the loop that draws alike on all ranks, until one of them draws elsewhere."""
-        last = [{(s.line, at): s.values for at, s in notes.seen("split")} for notes in ranks]
         equal = {}  # {line: steps so far in which all ranks have drawn alike}
-        for line, step in last[0]:
-            states = [of.get((line, step)) for of in last]
-            if None in states or not self.is_of_loop(ranks[0], line):
-                continue
-            if states == states[:1] * len(states):
-                equal[line] = equal.get(line, 0) + 1
-            elif equal.get(line, 0) > 2:
+        for step, seen, found in orders:
+            steps = equal.setdefault(seen.line, set())
+            if not found:
+                steps.add(step)
+            elif len(steps) > 2:
                 text = "the ranks draw alike before this step, and each its own from here on"
-                found = self.look(step, line, text)
+                found = self.look(step, seen.line, text)
                 return [replace(found[0], remedy="what one rank alone draws: by a generator of it")]
         return []
 
@@ -287,7 +284,7 @@ class Splits(Rule):
         for _, about, order, trains in passes_of(ranks[0]):
             everyone = [i for of_rank in lists for i in of_rank.get(about.key, [])]
             few = len(everyone) - len(set(everyone)) < len(ranks)  # a sampler repeats some
-            if trains and order and None not in everyone and few:
+            if trains and few:
                 found.add(about.size)
         return found
 

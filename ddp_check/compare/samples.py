@@ -63,7 +63,7 @@ def takes_blocks(one, ranks):
     seen = [[s.values for step, s in n.seen("inputs") if step == 1] for n in (one, ranks[0])]
     if not all(seen) or not takes_share(one, ranks):
         return False
-    first, own = [{p: s.rows[0][0] for p, s in of[0].items() if s and s.rows} for of in seen]
+    first, own = [{p: s.rows[0][0] for p, s in of[0].items() if s} for of in seen]
 
     def fits(step):
         parts = [(first[p][::step][: len(rows)], rows) for p, rows in own.items() if p in first]
@@ -82,7 +82,7 @@ def takes_others(one, ranks, step, line):
         ever.append({})
         for at, seen in notes.seen("inputs"):
             for part, value in seen.values.items():
-                if seen.line == line and value and value.rows and len(value.rows[0][0]) > 1:
+                if seen.line == line and value and len(value.rows[0][0]) > 1:
                     place = seen.number, part
                     marks = {float(f"{mark:.5g}") for mark in value.rows[0][0]}
                     ever[-1].setdefault(place, set()).update(marks)
@@ -100,7 +100,7 @@ def takes_others(one, ranks, step, line):
 def loaders_per_process(one, ranks):
     """{loader: line} of those for training whose first batch is as large on one process as on each
     rank: a batch size per process, so one process needs batches of all ranks' size."""
-    if len(ranks) == 1 or takes_share(one, ranks):
+    if takes_share(one, ranks):
         return {}
     trains, loaders = training_passes(one), {}
     first = [{b.key: b.rows for _, b in reversed(notes[Batch])} for notes in (one, *ranks)]
@@ -118,7 +118,7 @@ def lines_by_turns(one, ranks):
     mine, *theirs = [notes[Drawn][-1][1].times if notes[Drawn] else {} for notes in (one, *ranks)]
     ends = [notes[Drawn][-1][0] if notes[Drawn] else 0 for notes in (one, *ranks)]
     found, steps = [], range(1, min(*ends, *[len(notes[Step]) for notes in (one, *ranks)]))
-    for key, of_one in mine.items() if len(ranks) > 1 else ():
+    for key, of_one in mine.items():
         all_sides = of_one, *[of_rank.get(key, {}) for of_rank in theirs]
         numbers = [[of.get(step, 0) for step in steps] for of in all_sides]
         if any(numbers[0]) and all(
@@ -143,7 +143,7 @@ def passes_per_process(one, ranks, trains, scaled):
     seen = [[s for s in of if s.values.get(0) and s.values[0].shape] for of in seen]
     (line, rows), *_ = [(s.line, s.values[0].shape[0]) for s in seen[0]] or [("", 0)]
     totals = [sum(math.prod(s.values[0].shape) for s in of) for of in seen]
-    if not rows or len(ranks) == 1:
+    if not rows:
         return []
     if scaled:
         if all(len(seen[0]) == len(ranks) * len(of) for of in seen[1:]):
@@ -183,7 +183,7 @@ def lines_of(key, about):
     """In words: where the script has made the DataLoader of a pass, and its sampler; or, of one of
     its own, where that gives samples. `about`: rank 0's Pass."""
     samplers = lines_of_argument(key[1].rpartition(" of ")[2], ("sampler", "batch_sampler"))
-    if about and about.made:
+    if about.made:
         samplers = [about.made]
     return loader_of(key) + [f"its sampler: {source(line)}" for line in samplers]
 
@@ -200,25 +200,25 @@ def compare_samples(one, ranks):
         line, number = batch.key[0], batch.number + 1
         total = sum(other.rows or 0 for other in others)
         is_same = all(other.indices == others[0].indices for other in others)
-        if is_shared and is_same and batch.indices == others[0].indices:
+        if is_shared and all(other.indices == batch.indices for other in others):
             continue
-        if len({batch.rows, *[other.rows for other in others]}) == 1 < len(ranks) and not is_same:
+        if len({batch.rows, *[other.rows for other in others]}) == 1 and not is_same:
             found.append(per_process(ranks, line, batch.rows))
             continue
         if batch.rows and total != batch.rows:
             text = f"batch {number} has {batch.rows} samples on one process, "
             text += f"{[other.rows for other in others]} on the ranks"
-            repeats = batch.key in samplers and samplers[batch.key].sampler == EVEN
-            is_padded = total - batch.rows < len(ranks) or repeats and total > batch.rows
+            repeats = samplers[batch.key].sampler == EVEN
+            is_padded = total - batch.rows < len(ranks) or repeats
             if batch.batches == number and is_padded:
                 uneven[step] = f"{line}: the last {text}: not compared"
                 continue
-            lines = lines_of(batch.key, samplers.get(batch.key))
+            lines = lines_of(batch.key, samplers[batch.key])
             found.append(Finding("look", "samples", step, text, line, lines, **SHARE))
         elif batch.indices and all(other.indices for other in others):
             union = [index for other in others for index in other.indices]
             if sorted(map(repr, union)) != sorted(map(repr, batch.indices)):
-                about = samplers.get(batch.key)
+                about = samplers[batch.key]
                 found.append(other_samples(step, batch, union, about, one, ranks))
     return found, uneven, trains
 
@@ -241,17 +241,17 @@ def other_samples(step, batch, union, about, one, ranks):
         )
         text += "one that takes its share itself: nothing can be compared"
         lines = shares_of(files_of(ranks[0])) + lines
-    elif about and about.draws and not about.has_share:
+    elif about.draws and not about.has_share:
         why = "unpaired"
         text += f": each rank draws its own ({about.sampler}), so nothing after it can be compared"
         said = [note for _, note in ranks[0][Said] if note.kind == "own order"]
         lines = [f"its order is drawn at {source(note.text)}" for note in said]
-    elif are_shares(batch.key, about and about.size, one, ranks):
+    elif are_shares(batch.key, about.size, one, ranks):
         why = "unpaired"
         text += " in this step, and none is on two: the ranks share the samples, in another order "
         text += "or other batches, so nothing after it can be compared"
     more = {"section": SHARE["section"]} if why else dict(SHARE)
-    if about and about.has_share and not why:
+    if about.has_share and not why:
         more["remedy"] = "the same dataset, split and order on all ranks"
     return Finding("look", "samples", step, text, batch.key[0], lines, why, **more)
 
@@ -271,7 +271,7 @@ def are_shares(key, size, one, ranks):
 
 def indices_of(key, notes):
     """Of all samples of a pass."""
-    return [i for _, batch in notes[Batch] if batch.key == key for i in batch.indices or []]
+    return [i for _, batch in notes[Batch] if batch.key == key for i in batch.indices]
 
 
 def compare_lengths(one, ranks, trains):
