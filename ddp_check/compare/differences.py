@@ -94,7 +94,7 @@ class Differences:
             if key[0] == kind:
                 parts |= of_parts
         wide = {part: off for part, off in parts.items() if off > HIDES}
-        if wide and KINDS[kind].verdict == "WRONG":
+        if wide:
             worst = max(wide, key=wide.get)
             text = f"noise of {NOISE} in the layers' outputs changes {worst} by {wide[worst]:.0e} "
             text += f"on one process: smaller faults in {len(wide)} of {len(parts)} are not seen"
@@ -113,10 +113,8 @@ class Differences:
             name, off, limit = found[0]
             text = f"{len(found)} of {len(seen.values)} differ{on}; worst {name}, by "
             text += f"{off:.2g} of its size (limit {limit:.1g})"
-            more, line = [], seen.line
-            if kind in ("weight", "buffer"):
-                line = seen.about.get(name) or line
-                more = [f"called at {source(seen.about[line])}"] if line in seen.about else []
+            line = seen.about.get(name) or seen.line  # of weights and buffers, what has set it
+            more = [f"called at {source(seen.about[line])}"] if line in seen.about else []
             if kind == "buffer":
                 ratio, is_same, _ = common_ratio({name: seen.values[name]}, values)
                 text += f"; {ratio:.4g} times one process's" * bool(is_same)
@@ -145,9 +143,10 @@ class Differences:
 
     def loaded(self, step):
         """In words: where some ranks alone have loaded this optimizer's state."""
-        lines = [of[step].made.get("loaded", "") for of in self.of_ranks if step in of]
-        lines = [(rank, line) for rank, line in enumerate(lines) if line and "" in lines]
-        return [f"rank {rank} alone has loaded its state: {source(line)}" for rank, line in lines]
+        ranks = enumerate(self.of_ranks)
+        lines = {rank: of[step].made.get("loaded", "") for rank, of in ranks if step in of}
+        alone = [rank for rank, line in lines.items() if line and "" in lines.values()]
+        return [f"rank {rank} alone has loaded its state: {source(lines[rank])}" for rank in alone]
 
     def explain(self, step, one, other):
         """Whether all, or most, are the same number of times as large; and whether it is less."""
@@ -172,7 +171,7 @@ class Differences:
             found = [of_rank[name] for of_rank in ranks if name in of_rank]
             largest = max(map(size, found))
             if largest > 1e-12:
-                is_unequal = same(found[0], found[1:] or found) > 1e-3 * largest
+                is_unequal = same(found[0], found) > 1e-3 * largest
                 (unequal if is_unequal else equal).append(name)
         return unequal, equal
 
@@ -206,7 +205,7 @@ def common_ratio(one, other):
     least = 1e-2 * sum(size(each) ** 2 for each in one.values()) ** 0.5
     large = [(v, other.get(k)) for k, v in one.items() if size(v) > least and other.get(k)]
     ratios = [float(a.sums @ b.sums) / max(float(a.sums @ a.sums), 1e-30) for a, b in large]
-    ratio = float(np.median(ratios)) if ratios else 1.0
+    ratio = float(np.median(ratios or [1.0]))
     return ratio, sum(same_ray(a, b, ratio) for a, b in large), len(large)
 
 

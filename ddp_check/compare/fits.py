@@ -12,25 +12,20 @@ def relative(one, other):
 
 
 def size(value):
-    """The norm of a tensor; of a number, how large it is; of all else, 1."""
-    if value is None:
-        return 0.0
-    if isinstance(value, float):
-        return abs(value) if math.isfinite(value) else 1.0
-    return getattr(value, "norm", 1.0)
+    """The norm of a tensor; of all else, 1."""
+    return 0.0 if value is None else getattr(value, "norm", 1.0)
 
 
 def distance(one, other):
-    """The norm of a difference; of what is no number, 1 if it is not the same."""
-    if isinstance(one, float) and isinstance(other, float):
-        return relative(one, other) * max(size(one), size(other))
-    if hasattr(one, "sums") and hasattr(other, "sums"):
+    """The norm of a difference; of numbers, as a part of the larger; of what is no number, 1 if it
+    is not the same."""
+    if one is None or other is None:
+        return max(size(one), size(other))
+    if hasattr(one, "sums"):
         if one.shape == other.shape:
             return float(np.linalg.norm(one.sums - other.sums))
         return max(one.norm, other.norm)
-    if one is None or other is None:
-        return max(size(one), size(other))
-    return float(one != other)
+    return relative(one, other) if isinstance(one, float) else float(one != other)
 
 
 def same(one, ranks):
@@ -39,19 +34,19 @@ def same(one, ranks):
 
 def sorted_same(one, ranks):
     """In any order, as a queue of features has the ranks' rows one rank after the other."""
-    if any(v is None or v.shape != one.shape for v in [one, *ranks]):
+    if any(other.shape != one.shape for other in ranks):
         return same(one, ranks)
     return max(float(np.linalg.norm(one.in_order - other.in_order)) for other in ranks)
 
 
 def alike(one, ranks):
     """Whatever one process has: the ranks have the same."""
-    return same(ranks[0], ranks[1:]) if ranks[1:] else 0.0
+    return same(ranks[0], ranks)
 
 
 def unlike(one, ranks):
     """1 if all ranks have the same."""
-    return float(len(ranks) > 1 and all(distance(ranks[0], other) == 0 for other in ranks[1:]))
+    return float(same(ranks[0], ranks) == 0)
 
 
 def combined(one, ranks, factor):
@@ -77,7 +72,7 @@ def rows(one, ranks):
             return min(abs(one.number - max(numbers)), abs(one.number - min(numbers)))
         return max(off_of_rows(one, [other], 0) for other in ranks)
     dims = [d for d in range(len(one.shape)) if any(o.shape[d] != one.shape[d] for o in ranks)]
-    if len(dims) > 1 or dims[0] > 2 or any(o.rows[dims[0]] is None for o in [one, *ranks]):
+    if len(dims) > 1:
         return math.inf
     return off_of_rows(one, ranks, dims[0])
 

@@ -103,13 +103,16 @@ def noise_of(kinds, notes, again):
 
 
 def offs(kind, one, ranks, ways=None):
-    """{part: how far it is from what fits, as a part of its size}"""
+    """{part: how far it is from what fits, as a part of its size}, of those of which that can be
+    told"""
     row, found = KINDS[kind], {}
     parts = [part for part in one if ranks and all(part in of for of in ranks)]
     sizes = {part: fits.size(one[part]) for part in parts}
     least = row.beside * sum(size**2 for size in sizes.values()) ** 0.5
     for part in parts:
         theirs = [of[part] for of in ranks]
+        if kind in VALUES and fits.is_unknown(one[part], theirs):
+            continue
         off = min(fits.FITS[way](one[part], theirs) for way in (ways or row.fits).split())
         largest = max(map(fits.size, theirs))
         found[part] = off / max(sizes[part], least, 1e-3 * largest, 1e-30)

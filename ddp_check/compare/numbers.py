@@ -2,6 +2,7 @@
 
 import math
 import re
+from decimal import Decimal
 
 from ..notes import PASS, Collective, Drawn, Finding, Printed, Said, Step
 from ..script import source
@@ -19,8 +20,9 @@ class Variables:
     def __init__(self, one, ranks):
         self.all = [{step: note.variables for step, note in n[Step]} for n in (one, *ranks)]
         self.lines = {step: note.line for step, note in one[Step]}
-        states = [[note.generators for _, note in n[Step] if note.generators] for n in ranks]
-        first, *theirs = [{k: v for of in of_rank for k, v in of.items()} for of_rank in states]
+        first, *theirs = [
+            {k: v for _, note in n[Step] for k, v in note.generators.items()} for n in ranks
+        ]
         self.unseeded = [note.text for _, note in ranks[0][Said] if note.kind == "unseeded"]
         self.files = files_of(ranks[0])
         self.apart = {step for n in ranks for step, _ in n.seen("apart")}
@@ -70,7 +72,7 @@ class Variables:
             if n > 0 and all(len(theirs) * of.get(name, 0) == n for of in theirs)
         ]
         found = []
-        for name in names[:2] if len(theirs) > 1 else ():
+        for name in names[:2]:
             set_at = [at for file in self.files for at in lines_that_set(f"{file}:1", name)]
             numbers = sides(*[of[step][name] for of in self.all])
             text = f"counted by each rank: {name} is {numbers}"
@@ -88,7 +90,7 @@ class Variables:
                     texts[name] = self.describe(name, f"{line}: {text}", step, line)
                 elif name not in self.all[0].get(step, {}):
                     hidden += lines_that_set(line, name)
-        if not texts and hidden and further:
+        if not texts and further:
             return self.behind(dict.fromkeys(hidden), step, further - 1)
         return list(texts.values())
 
@@ -149,8 +151,7 @@ def scores(text, losses):
     """The numbers in a printed line that have three digits; None for others, and for a loss that
     backward() got."""
     for text in NUMBER.findall(text):
-        digits = len(text.partition(".")[2]) if "e" not in text.lower() else 0
-        number = float(text)
+        number, digits = float(text), -Decimal(text).as_tuple().exponent
         is_loss = digits > 1 and any(abs(number - x) <= 0.51 * 10**-digits for x in losses)
         is_short = len(re.sub(r"e.*|\D", "", text).lstrip("0")) < 3
         yield None if is_short or is_loss else number
