@@ -605,10 +605,10 @@ def test_numbers_behind_lines(tmp_path):
 def test_lines_of_a_context(tmp_path):
     """Of `with context():`, the line that has made it; of one by a number, the number's."""
     lines = "model = wrap()\nlast = 3\nturn = model.no_sync\nwith turn():\n    step()\n"
-    (tmp_path / "context.py").write_text(
+    (tmp_path / "sync.py").write_text(
         f"{lines}with model.no_sync() if n < last else null():\n    step()\n"
     )
-    file = str(tmp_path / "context.py")
+    file = str(tmp_path / "sync.py")
     variables = Variables(with_numbers({"last": 3.0}), [with_numbers({"last": 3.0})] * 2)
     assert variables.set_at(f"{file}:4", 0) == [f"{file}:3: turn = model.no_sync"]
     assert variables.set_at(f"{file}:6", 0) == [f"{file}:2: last = 3"]

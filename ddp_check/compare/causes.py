@@ -62,7 +62,7 @@ class Cause:
             usual = "unpaired"
         if (drawing := variables.drawing(step)) and not numbers:
             usual, generators = "drawing", drawing
-        is_made = values.is_fresh(value) or value.name in CHOOSES or is_outside
+        is_made = value.name in CHOOSES or is_outside
         is_apart = is_made and min(variables.apart, default=math.inf) <= step
         if not numbers and (is_apart or step in variables.with_gaps):
             usual = "apart"
@@ -90,7 +90,7 @@ class Cause:
             lines = [source(line) for line in variables.unseeded[:2]]
             more += [f"without a seed, each rank draws its own: {line}" for line in lines]
         verdict = "look" if advice in LOOKS else "WRONG"
-        if verdict == "WRONG" and step and not numbers:
+        if verdict == "WRONG" and not numbers:
             more += variables.counted(step)
         is_data = is_outside or value.about.get("made_by")
         if is_data and (verdict == "WRONG" or advice == "stream"):
@@ -251,7 +251,7 @@ class Cause:
 
     def is_by_rank(self, branch):
         """Whether an `if` says which ranks are to run it, and nothing else that differs."""
-        test = source(branch)
+        _, _, test = source(branch).partition(": ")  # not the file's name, such as main.py
         by_rank = re.search("rank|world|master|main|distributed", test)
         by_values = re.search(r"\.item\(|\bfloat\(|loss", test)
         return by_rank and not by_values and not self.variables.behind([branch], self.step, 0)

@@ -23,9 +23,10 @@ class Values:
             for step, value, others in paired(kind, one, ranks):
                 where = step, kind, value.line, value.name
                 numbers = {of.get(where) for of in last}
-                if len(numbers) == 1 and MANY_VALUES - 1 not in numbers:  # else it is any other one
+                is_known = len(numbers) == 1 and len(others) == len(ranks)
+                if is_known and MANY_VALUES - 1 not in numbers:  # else it is any other one
                     self.all[value.index] = value
-                    self.others[value.index] = [others.get(rank) for rank in range(len(ranks))]
+                    self.others[value.index] = list(others.values())
                     self.of_step.setdefault(step, []).append(value)
         for values in self.of_step.values():
             values.sort(key=lambda value: value.index)
@@ -37,7 +38,7 @@ class Values:
                 rows = next((s.shape[0] for s in value.values.values() if s and s.shape), 0)
                 of.setdefault(step, []).append(rows)
             for step, value in notes.seen("inputs"):
-                norms = [s.norm for s in value.values.values() if s and s.shape]
+                norms = [s.norm for s in value.values.values() if s]
                 marks.setdefault(step, []).append(f"{sum(norms):.5g}")
         self.of_rank = {}  # {step: what is seen on rank 0, in its order}
         for step, value in ranks[0].seen(*VALUES):
@@ -88,13 +89,15 @@ class Values:
         return results
 
     def off(self, value):
-        """How far it is from what fits, as a part of its size."""
-        others = [other.values for other in self.others[value.index] if other]
-        return max(offs(value.kind, value.values, others).values(), default=0.0)
+        """How far what differs of it is from what fits, as a part of its size."""
+        both = zip(self.parts(value.index).items(), self.fits(value.index))
+        wrong = {part: of for (part, of), fits in both if fits is None}
+        one, *ranks = [{part: of[n] for part, of in wrong.items()} for n in range(1 + self.ranks)]
+        return max(offs(value.kind, one, ranks).values(), default=0.0)
 
     def parts(self, index):
         """{part: its sketches, on one process and on the ranks}"""
-        values = [of.values if of else {} for of in (self.all[index], *self.others[index])]
+        values = [of.values for of in (self.all[index], *self.others[index])]
         names = dict.fromkeys(part for of in values for part in of)
         return {part: [of.get(part) for of in values] for part in names}
 
@@ -113,13 +116,14 @@ class Values:
         makers = [value, *self.ancestors(value)]
         before = [self.all[i] for maker in makers for i in maker.made_from if i in self.all]
         roots = [v for v in before if v.kind != "value" or self.is_fresh(v)]
-        is_made = value.about.get("made_by") or any(v.about.get("made_by") for v in roots)
+        is_made = value.about.get("made_by") or any(v.about.get("made_by") for v in before)
         return all(v.name in EMPTY for v in roots) and not is_made
 
     def has_own_numbers(self, value, step):
         """Whether it is made from numbers for its rows that the script has drawn in this step."""
         rows = {sketch.shape[0] for sketch in value.values.values() if sketch and sketch.shape}
-        here = {v.index for v in self.of_step[step] if v.name not in (*EMPTY, *COUNTS)}
+        here = [v for v in self.of_step[step] if "made_by" not in v.about]  # but for batches
+        here = {v.index for v in here if v.name not in (*EMPTY, *COUNTS)}
         makers = [v for v in self.ancestors(value) if v.index in here and self.is_fresh(v)]
         shapes = [v.values[0].shape for v in makers if v.values.get(0)]
         return any(shape and shape[0] in rows for shape in shapes)
@@ -127,32 +131,32 @@ class Values:
     def is_copied(self, value):
         """Whether all ranks have the same rows."""
         parts = [ranks for _, *ranks in self.parts(value.index).values() if None not in ranks]
-        return bool(parts) and all(len(r[0].shape) > 0 and unlike(None, r) for r in parts)
+        return all(ranks[0].shape and unlike(None, ranks) for ranks in parts)
 
     def says_nothing(self, value):
         """Whether it counts rows, of which a batch of all ranks has others; or it is a norm that
         all ranks have, as they have averaged their gradients."""
         if value.name == "clip_grad_norm_":
-            norms = [other.values[0] for other in self.others[value.index] if other]
-            return all(norms) and len({norm.number for norm in norms}) == 1
+            norms = [other.values[0] for other in self.others[value.index]]
+            return len({norm.number for norm in norms}) == 1
         return value.name == "arange" and self.is_fresh(value)
 
     def has_same_samples(self, value):
         """Whether a batch is made from the same samples in both runs, by a collate_fn of one's
         own."""
-        mine, ranks = value.about.get("samples"), self.others[value.index]
-        theirs = [other.about.get("samples") for other in ranks if other]
-        return bool(mine) and all(
+        everyone = value, *self.others[value.index]
+        samples = mine, *theirs = [each.about.get("samples") for each in everyone]
+        return all(samples) and all(
             relative(mine[index], total) < 1e-6
             for of_rank in theirs
-            for index, total in (of_rank or {}).items()
+            for index, total in of_rank.items()
             if index in mine
         )
 
     def origin(self, value, but=()):
         """The first value that differs among those that this one is made from."""
         while True:
-            wrong = [i for i in value.made_from if i in self.all and i < value.index]
+            wrong = [i for i in value.made_from if i in self.all]
             wrong = [i for i in wrong if self.all[i].kind in ("value", "outputs") and i not in but]
             wrong = [i for i in wrong if self.differs(i)]
             if not wrong:
@@ -160,12 +164,12 @@ class Values:
             value = self.all[min(wrong)]
 
     def has_other_places(self, value):
-        """Whether only integers of it differ: they may be places in the rank's own batch, such as a
-        graph's edges."""
+        """Whether no more than integers of it differ: they may be places in the rank's own batch,
+        such as a graph's edges."""
         integers = value.about.get("integers", ())
         both = zip(self.parts(value.index), self.fits(value.index))
         wrong = [part for part, fits in both if fits is None]
-        return bool(wrong) and all(part in integers for part in wrong)
+        return all(part in integers for part in wrong)
 
     def beside_places(self, origin, losses):
         """If only integers differ in what goes into a model: what a loss is made from, and differs,
@@ -174,7 +178,7 @@ class Values:
             return None
         for loss in losses:
             makers = self.ancestors(loss)
-            places = [v.index for v in makers if self.differs(v.index) and self.has_other_places(v)]
+            places = [v.index for v in makers if self.has_other_places(v)]
             other = self.origin(loss, but=places)
             of_model = other.about["model"] is not None or other.kind != "value"
             if not of_model and origin not in self.ancestors(other):
@@ -199,7 +203,7 @@ class Values:
                 if index in self.all and index not in found and self.all[index].kind == "value":
                     found[index] = self.all[index]
                     todo.append(found[index])
-        return [found[index] for index in sorted(found) if index < value.index]
+        return [found[index] for index in sorted(found)]
 
     def printed(self, step, number):
         """What a printed number that differs comes from."""
@@ -232,7 +236,7 @@ class Values:
             if not any(sketch and sketch.shape for sketch in outputs.values.values()):
                 continue  # only numbers: a loss that the model computes
             inside = [v for v in self.of_step[step] if v.about["model"] == inputs[0].index]
-            inside = [v for v in inside if v.kind == "value" and self.differs(v.index)]
+            inside = [v for v in inside if self.differs(v.index)]
             return (inside or [outputs])[0]
         return None
 
@@ -241,7 +245,7 @@ class Values:
         process; or None."""
         for inputs in self.of_step.get(step, []):
             total, others = inputs.about.get("weights"), self.others[inputs.index]
-            totals = [other.about.get("weights", total) for other in others if other]
+            totals = [other.about.get("weights", total) for other in others]
             if total is not None and any(relative(total, x) > self.tolerance for x in totals):
                 return inputs
         return None

@@ -97,7 +97,7 @@ class Variables:
     def set_at(self, line, step):
         """The lines where the numbers in a line are set; or, of `with context():`, the context."""
         names = names_at(line)
-        if "sync" in source(line):
+        if "sync" in source(line).removeprefix(line):  # not in the file's name
             names = [name for name in names if name in self.all[0].get(step, {})]
         lines = [at for name in names for at in lines_that_set(line, name)]
         return [source(line) for line in lines[:3]]

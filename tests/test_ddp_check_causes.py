@@ -1,0 +1,1061 @@
+"""The conditions by which ddp_check names the cause of a difference: each here has a situation that
+depends on it."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from test_ddp_check_parts import ONE, PARTS, TOLERANCE, notes
+
+from ddp_check.compare.causes import ADVICE, Cause, find_causes, first_behind
+from ddp_check.compare.differences import Differences
+from ddp_check.compare.lineage import Values
+from ddp_check.compare.numbers import Variables, compare_printed
+from ddp_check.notes import (
+    MANY_VALUES,
+    STREAM,
+    Averages,
+    Collective,
+    Finding,
+    Printed,
+    Said,
+    Seen,
+    Step,
+)
+from ddp_check.sketch import sketch, summary
+
+# A value on one process, and on two ranks: of rows, and of single numbers.
+SHARES = ONE, *PARTS
+OTHER = ONE, PARTS[0] + 1, PARTS[1] + 2
+COPIED = ONE, PARTS[0] + 1, PARTS[0] + 1
+WHOLE = ONE, ONE, ONE
+MEAN = [torch.tensor(number) for number in (2.0, 1.0, 3.0)]
+TWICE = [torch.tensor(number) for number in (2.0, 4.0, 4.0)]
+ALIKE = [torch.tensor(number) for number in (2.0, 7.0, 7.0)]
+BATCH = "a batch of the DataLoader"
+
+
+@functools.cache
+def summarized(tensor):
+    return None if tensor is None else summary(tensor)
+
+
+@functools.cache
+def gradient(factor):
+    return sketch(ONE * factor)
+
+
+def seen(index, name, *tensors, made_from=(), kind="value", step=0, line="", **about):
+    """What a line has computed, of the line `train.py:index` unless another one is given."""
+    library, number = about.pop("library", ""), about.pop("number", 0)
+    about = {"model": None, "trains": ["w"], "is_ddp": True, "callers": []} | about
+    values = {part: summarized(each) for part, each in enumerate(tensors)}
+    made = list(made_from), about, library
+    return step, Seen(kind, line or f"train.py:{index}", name, number, values, index, *made)
+
+
+def inputs(index, *tensors, **about):
+    return seen(index, "Net", *tensors, kind="inputs", **about)
+
+
+def outputs(index, *tensors, **about):
+    return seen(index, "Net", *tensors, kind="outputs", **about)
+
+
+def loss(index, tensor, **about):
+    return seen(index, "backward", tensor, kind="loss", **about)
+
+
+def process(*found, gradients=(1.0, 1.0), variables=({},), generators=({},)):
+    """The notes of steps: what is found in each, then the optimizer's step, with gradients that are
+    so many times as large, with the script's numbers, and the states of its generators."""
+    made = []
+    for step, factor in enumerate(gradients):
+        made += [(at, replace(each)) for at, each in found if at == step]
+        numbers, states = [of[min(step, len(of) - 1)] for of in (variables, generators)]
+        wrapped = {"wrapped": ["train.py:60"]}
+        about = [], wrapped, ["w"], ["w"], numbers, states
+        made.append((step, Step((0, step), "train.py:9", *about)))
+        values = {"w": gradient(factor)}
+        made.append((step, Seen("gradient", "train.py:9", "optimizer 0", step, values)))
+    return notes(*made)
+
+
+def processes(make, *values, own=False, **about):
+    """(The notes of one process, those of the ranks), of a function that makes what is found of the
+    tensors of each. The ranks have a wrong gradient, `own`: each another one."""
+    gradients = [(1.0, 1.0), (1.2, 1.0), (1.5 if own else 1.2, 1.0)]
+    several = {"gradients": gradients} | about
+    made = []
+    for number, tensors in enumerate(zip(*values)):
+        of_this = {name: of[number] for name, of in several.items()}
+        made.append(process(*make(*tensors), **of_this))
+    return made[0], made[1:]
+
+
+def cause(one, ranks, step=0):
+    parts = Values(one, ranks, TOLERANCE, {}), Differences(one, ranks, TOLERANCE, {})
+    return Cause(*parts, Variables(one, ranks), step)
+
+
+def blamed(*both, step=0):
+    """The first finding on the cause, or None."""
+    return next(iter(cause(*both, step=step).blame()[0]), None)
+
+
+# ---- what goes into a model from outside of torch
+
+GENERATORS = [[{"main.rng": 0}], [{"main.rng": 0}], [{"main.rng": 1}]]
+DRAWING = [
+    [{"main.rng": 0}, {"main.rng": 3}],
+    [{"main.rng": 0}, {"main.rng": 3}],
+    [{"main.rng": 1}, {"main.rng": 4}],
+]
+LIMITS = [[{"limit": 8}], [{"limit": 3}], [{"limit": 3}]]
+SCRIPT = "rng = default_rng()\nseen = observe(limit)\nseen_here = torch.tensor(observe(limit))\n"
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return f"{tmp_path}/script.py"
+
+
+def into_a_model(name, *before, **about):
+    """What makes a value that differs, which goes into a model, and others before it."""
+
+    def make(x):
+        return [*before, seen(1, name, x, **about), inputs(2, x, made_from=[1])]
+
+    return make
+
+
+def observed(line="train.py:1", **about):
+    """Observations of an environment."""
+    return into_a_model("tensor", line=line, **about)
+
+
+def test_environments_of_own_seeds(script):
+    """A look, which names the generator and where it is made; no remedy, as it is right."""
+    found = blamed(*processes(observed(f"{script}:3"), OTHER, generators=GENERATORS))
+    assert (found.verdict, found.advice, found.remedy) == ("look", "unpaired", "")
+    assert found.text.endswith(f"{ADVICE['unpaired']} (main.rng)")
+    assert found.more == [f"{script}:1: rng = default_rng()"]
+    found = blamed(*processes(observed(), OTHER, generators=DRAWING))
+    assert (found.verdict, found.advice) == ("look", "drawing")
+    found = blamed(*processes(observed(), OTHER))
+    assert (found.verdict, found.advice) == ("WRONG", "share") and found.remedy
+
+
+@pytest.mark.parametrize("generators", [GENERATORS, DRAWING])
+def test_an_environment_of_other_numbers(script, generators):
+    """A number of the line itself that the ranks have otherwise is the cause."""
+    about = {"generators": generators, "variables": LIMITS}
+    found = blamed(*processes(observed(f"{script}:3", library="lib.py:3"), OTHER, **about))
+    assert found.verdict == "WRONG" and found.advice == "share"
+    assert found.more == [
+        "in lib.py:3",
+        f"{script}:3: limit is 8 on one process, 3, 3 on the ranks",
+    ]
+
+
+def test_numbers_that_have_made_a_value(script):
+    """Those that the line's own names were made from; no number is of the line itself."""
+    with open(script, "a") as file:
+        file.write("inputs = torch.tensor(seen)\n")
+    found = blamed(*processes(observed(f"{script}:4"), OTHER, variables=LIMITS))
+    assert found.more == [f"{script}:2: limit is 8 on one process, 3, 3 on the ranks"]
+
+
+def test_no_environment():
+    """What torch has drawn, what comes of a batch, of a model, or does not go into one."""
+
+    def advice(make):
+        return blamed(*processes(make, OTHER, generators=GENERATORS)).advice
+
+    drawn, batch = seen(0, "rand", ONE), seen(0, BATCH, ONE, made_by="data.py:3")
+    empty, filled = seen(0, "zeros", 0 * ONE), seen(6, "div", 0 * ONE, made_from=[0])
+    model = inputs(3, ONE), outputs(4, ONE, made_from=[3])
+    assert advice(into_a_model("mul", empty, filled, made_from=[6])) == "unpaired"
+    assert advice(into_a_model("mul", drawn, made_from=[0])) == "share"
+    assert advice(into_a_model("mul", batch, made_from=[0])) == "share"
+    assert advice(into_a_model(BATCH, made_by="data.py:3")) == "share"
+    assert advice(into_a_model("mul", *model, made_from=[4])) == "share"
+    assert advice(lambda x: [seen(1, "tensor", x), loss(2, x.sum(), made_from=[1])]) == "share"
+
+
+def test_copies():
+    """All ranks have the same, but from what torch has drawn, or that does not go into a model."""
+
+    def found(make, values=COPIED):
+        return blamed(*processes(make, values))
+
+    of_environment = found(observed())
+    assert of_environment.verdict == "WRONG" and "Seed them by rank" in of_environment.text
+    empty = seen(0, "zeros", 0 * ONE)
+    assert found(into_a_model("zeros", empty, made_from=[0])).advice == "copied"
+    # Of another line, too, which has run other numbers of times.
+    assert found(into_a_model("mul", empty, made_from=[0, 7])).advice == "share"
+    assert found(observed(), OTHER).advice == "share" == found(into_a_model("randn")).advice
+    drawn = seen(0, "rand", ONE)
+    assert found(into_a_model("mul", drawn, made_from=[0])).advice == "share"
+    weights = found(lambda x: [seen(1, "tensor", x), loss(2, x.sum(), made_from=[1])])
+    assert weights.advice == "share"
+
+
+def test_copies_of_several_parts():
+    """Also of one that has nothing; a single number, such as a temperature, is no row."""
+
+    def make(x):
+        return [seen(1, "tensor", None, x), inputs(2, None, x, made_from=[1])]
+
+    assert blamed(*processes(make, COPIED)).advice == "copied"
+    assert blamed(*processes(observed(), ALIKE)).advice == "share"
+
+
+def test_environments_that_come_to_the_same_states():
+    """As of a small game, or of shards: a look. Not so of a batch, which has a sampler."""
+    steps = [PARTS[0] + 1, PARTS[1] + 2]
+    values = [(steps[0], *steps), (steps[1], *steps[::-1])]
+
+    def advice(name="tensor", made_by="", **about):
+        def make(*batches):
+            found = []
+            for step, x in enumerate(batches):
+                value = seen(2 * step, name, x, step=step, line="train.py:1", made_by=made_by)
+                into = inputs(2 * step + 1, x, made_from=[2 * step], step=step, line="train.py:2")
+                found += [value, into]
+            return found
+
+        gradients = [(1.0, 1.0), (1.2, 1.2), (1.2, 1.2)]
+        return blamed(*processes(make, *values, gradients=gradients, **about)).advice
+
+    assert advice() == "stream" and advice(generators=GENERATORS) == "unpaired"
+    assert advice(BATCH, "data.py:3") == "share"
+
+
+def test_words_of_own_files():
+    """Integers of a rank's own files are a look; not those that torch has chosen, nor those that go
+    into a loss alone."""
+    ids = ONE.argsort(0), PARTS[0].argsort(0) + 1, PARTS[1].argsort(0) + 2
+
+    def of_words(x):
+        return [seen(1, "tensor", x, integers=[0]), inputs(2, x, made_from=[1], integers=[0])]
+
+    def of_choice(x):
+        chosen = seen(1, "gather", x, integers=[0], made_from=[0])
+        return [seen(0, "rand", ONE), chosen, inputs(2, x, made_from=[1], integers=[0])]
+
+    def of_loss(x):
+        return [seen(1, "tensor", x, integers=[0]), loss(2, x.sum() / 1.0, made_from=[1])]
+
+    verdicts = [blamed(*processes(make, ids)).verdict for make in (of_words, of_choice, of_loss)]
+    assert verdicts == ["look", "WRONG", "WRONG"]
+
+
+# ---- random numbers
+
+
+def test_ratio_of_own_numbers(script):
+    """A ratio of sums, as in a Dice loss, may be intended; not by a number that differs."""
+
+    def make(x):
+        ratio = seen(1, "div", x, by_gradient=True, line=f"{script}:3")
+        return [ratio, loss(2, x, made_from=[1])]
+
+    found = blamed(*processes(make, ALIKE))
+    assert (found.verdict, found.advice) == ("look", "ratio")
+    found = blamed(*processes(make, ALIKE, variables=LIMITS))
+    assert (found.verdict, found.advice) == ("WRONG", "share")
+
+
+APART = Seen("apart", "train.py:1", "rand", 0, {})
+GAPS = Seen("gaps", "train.py:1", "batch", 0, {})
+
+
+def test_draws_that_are_no_share(script):
+    """After them, what is drawn, chosen or comes from outside cannot be compared; what a line makes
+    of right values can."""
+
+    def found(name, made_from, note=APART, **about):
+        def make(x):
+            value = seen(1, name, x, made_from=made_from, line=f"{script}:3")
+            return [(0, note), seen(0, "rand", ONE), value, loss(2, x.sum(), made_from=[1])]
+
+        return blamed(*processes(make, OTHER, **about))
+
+    for name, made_from in (("index_select", [0]), ("rand", []), ("tensor", [])):
+        assert (found(name, made_from).advice, found(name, made_from).verdict) == ("apart", "look")
+    wrong = found("mul", [0])
+    assert (wrong.advice, wrong.verdict) == ("share", "WRONG")
+    assert found("mul", [0], GAPS).advice == "apart"
+    assert found("rand", [], variables=LIMITS).advice == "share"
+
+
+def test_batches_are_not_drawn():
+    """A batch of the script's own dataset is wrong, also after draws that are no share."""
+
+    def make(x):
+        batch = seen(1, BATCH, x, made_by="data.py:3")
+        return [(0, APART), batch, inputs(2, x, made_from=[1])]
+
+    assert blamed(*processes(make, OTHER)).verdict == "WRONG"
+
+
+def test_a_generator_that_draws_for_a_loss():
+    """It is said of a loss, too: nothing after it can be compared."""
+    found = blamed(*processes(lambda x: [loss(1, x)], TWICE, generators=DRAWING))
+    assert found.verdict == "look" and ADVICE["drawing"] in found.text
+
+
+GATHER = Collective("all_gather", "train.py:50", "", False)
+
+
+@pytest.mark.parametrize(
+    ("maker", "advice"),
+    [
+        (seen(2, "randn", ONE), "gathered"),
+        (seen(2, "arange", ONE), "share"),  # counts, and is not drawn
+        (seen(2, "randn", ONE[:3]), "share"),  # numbers for something else
+        (seen(2, "randn", None), "share"),
+        (seen(2, "mul", ONE, made_from=[0]), "share"),
+        (seen(2, BATCH, ONE, made_by="data.py:3"), "share"),
+        (seen(2, BATCH, ONE, made_by=""), "share"),  # of a TensorDataset
+    ],
+)
+def test_numbers_for_gathered_rows(maker, advice):
+    """Those drawn for the rows of a gathered batch are for other rows than one process's."""
+
+    def make(x):
+        value = seen(3, "add", None, x, made_from=[1, 2])
+        call = 0, GATHER
+        first = [seen(0, "tensor", torch.ones(2)), seen(1, "rand", torch.tensor(0.5)), maker]
+        return [*first, call, value, loss(4, x.sum(), made_from=[3])]
+
+    values = ONE, ONE + 1, ONE + 2
+    found = blamed(*processes(make, values))
+    assert found.advice == advice and found.verdict == ("WRONG" if advice == "share" else "look")
+    assert found.more[-1] == "before it, this gathers: train.py:50"
+
+
+def test_numbers_of_another_step():
+    """As a queue that was drawn once: they are for no rows of this batch."""
+
+    def make(x):
+        value = seen(3, "add", x, made_from=[1], step=1)
+        call = 1, GATHER
+        return [seen(1, "randn", ONE), call, value, loss(4, x.sum(), made_from=[3], step=1)]
+
+    about = {"gradients": [(1.0, 1.0), (1.0, 1.2), (1.0, 1.2)]}
+    assert blamed(*processes(make, (ONE, ONE + 1, ONE + 2), **about), step=1).advice == "share"
+
+
+# ---- batches
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "advice"),
+    [
+        ({3: 1.0}, {4: 2.0, 9: 5.0}, "collate"),  # 9: one that a sampler has repeated
+        ({3: 1.0}, {4: 2.5}, "share"),
+        ({3: 1.0}, None, "share"),
+    ],
+)
+def test_batches_of_the_same_samples(first, second, advice):
+    """Then it is collate_fn that makes something else of them, as MixUp does."""
+
+    def make(x, samples):
+        batch = seen(1, BATCH, x, made_by="data.py:3", samples=samples)
+        return [batch, inputs(2, x, made_from=[1])]
+
+    found = blamed(*processes(make, OTHER, ({3: 1.0, 4: 2.0}, first, second)))
+    assert found.advice == advice and found.verdict == ("WRONG" if advice == "share" else "look")
+
+
+def test_streams():
+    """An IterableDataset's batches may be shards of each rank."""
+    found = blamed(*processes(into_a_model(STREAM), OTHER))
+    assert (found.verdict, found.advice) == ("look", "stream")
+
+
+DATA = """\
+class Own:
+    def __getitem__(self, i):
+        return self.items[i:limit]
+for name in {*names}: print(name)
+"""
+
+
+def test_data_of_each_rank(tmp_path):
+    """Below a batch that is WRONG: numbers of its dataset's lines, and what may make the ranks'
+    data another; not below a loss, nor what may be intended."""
+    (tmp_path / "data.py").write_text(DATA)
+    file = f"{tmp_path}/data.py"
+    said = (0, Said("file", file)), (0, Said("unseeded", "train.py:7"))
+    order = f"if of strings, a set has another order in each process: {file}:4"
+
+    def of_batch(x):
+        batch = seen(1, BATCH, x, made_by=f"{file}:2")
+        return [*said, batch, inputs(2, x, made_from=[1])]
+
+    more = blamed(*processes(of_batch, OTHER, variables=LIMITS)).more
+    assert f"{file}:3: limit is 8 on one process, 3, 3 on the ranks" in more[0], more
+    assert more[1] == "without a seed, each rank draws its own: train.py:7"
+    assert order in more[2]
+
+    def of_observations(x):
+        return [*said, *observed()(x)]
+
+    found = blamed(*processes(of_observations, OTHER, generators=GENERATORS))
+    assert found.verdict == "look" and not [text for text in found.more if order in text]
+    assert order in str(blamed(*processes(of_observations, COPIED)).more)
+
+    def of_shards(x):
+        return [*said, *into_a_model(STREAM)(x)]
+
+    assert order in str(blamed(*processes(of_shards, OTHER)).more)
+
+    def of_loss(x):
+        return [*said, seen(0, "rand", ONE), loss(1, x, made_from=[0])]
+
+    found = blamed(*processes(of_loss, TWICE))
+    assert found.verdict == "WRONG" and not found.more
+
+
+# ---- passes through models
+
+
+def model(x, y, index=1, inside=True, **about):
+    """A pass through a model, of these inputs and outputs."""
+    value = seen(index + 1, "mul", y, made_from=[index], model=index)
+    out = outputs(index + 2, y, made_from=[99, index], **about)  # 99: a line in it, of other counts
+    return [inputs(index, x), *([value] if inside else []), out]
+
+
+@pytest.mark.parametrize(("inside", "line"), [(True, "train.py:2"), (False, "train.py:3")])
+def test_coupled_samples(inside, line):
+    """A look; but not where the ranks' gradients differ from each other."""
+
+    def make(x, y):
+        return [*model(x, y, inside=inside), loss(4, y.sum(), made_from=[3])]
+
+    (found,), verdict = cause(*processes(make, SHARES, OTHER)).blame()
+    assert (found.verdict, found.advice, verdict) == ("look", "coupled", "look")
+    assert found.line == line
+    (found, averaging), verdict = cause(*processes(make, SHARES, OTHER, own=True)).blame()
+    assert (found.advice, averaging.verdict, verdict) == ("coupled", "WRONG", "WRONG")
+
+
+def test_coupled_samples_of_the_second_model():
+    """Of other inputs, the first one's outputs have to be others."""
+    found = blamed(*processes(lambda x, y: [*model(y, y), *model(x, y, 4)], SHARES, OTHER))
+    assert (found.advice, found.line) == ("coupled", "train.py:5")
+
+
+def test_losses_in_models():
+    """Their outputs are numbers: no sample's result, which others could have changed."""
+
+    def make(x, y):
+        value = seen(2, "mean", y, made_from=[1], model=1)
+        out = outputs(3, None, y, made_from=[2, 1])
+        return [inputs(1, x), value, out, loss(4, y, made_from=[3])]
+
+    found = blamed(*processes(make, SHARES, ALIKE))
+    assert (found.verdict, found.what, found.line) == ("WRONG", "value", "train.py:2")
+
+
+def test_passes_whose_inputs_are_unknown():
+    """As where a first try has failed on one rank, whose inputs are one more."""
+    both = processes(lambda y: [outputs(3, y), loss(4, y.sum(), made_from=[3])], OTHER)
+    assert blamed(*both).advice != "coupled"
+
+
+def passes_of(*batches, lines=("train.py:1",), **about):
+    """A pass of each batch, whose outputs are also a number and nothing; a loss; and then a value
+    that the ranks have otherwise."""
+    found = []
+    for number, x in enumerate(batches):
+        at = {"line": lines[number % len(lines)], "number": number // len(lines)}
+        found.append(inputs(2 * number, None, x, **at))
+        made_from = {"made_from": [2 * number]}
+        out = outputs(2 * number + 1, None, torch.tensor(1.0), x, **made_from, **at, **about)
+        found.append(out)
+    return [*found, loss(20, torch.tensor(2.0)), seen(21, "mul", batches[0] + len(batches[0]))]
+
+
+HALVES = [[part[:2], part[2:]] for part in PARTS]
+UNEVEN = [ONE[:6], ONE[6:]]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_passes_of_limited_size(own):
+    """By batch norm, a sample's result depends on its pass: a look."""
+
+    def of(one, *ranks, **about):
+        values = [one, *ranks]
+        return cause(*processes(lambda x: passes_of(*x, **about), values, own=own)).blame()
+
+    norm = {"has_batch_norm": True}
+    for one in [ONE], UNEVEN:
+        found, verdict = of(one, *HALVES, **norm)
+        assert (found[0].advice, found[0].verdict) == ("coupled", "look")
+        assert found[0].text.endswith("Intended?") and "2, 2 on the ranks" in found[0].text
+        assert verdict == ("WRONG" if own else "look") and len(found) == 1 + own
+    found, _ = of([ONE], *HALVES)  # without it, no value tells anything: they are of other samples
+    assert [each.what for each in found] == ["averaging"] * own
+
+
+@pytest.mark.parametrize(
+    ("one", "ranks", "about"),
+    [
+        ([ONE, 2 * ONE], [[part, 2 * part] for part in PARTS], {}),
+        (PARTS, [PARTS[:1], PARTS[1:]], {}),  # of the ranks' own batches, one after the other
+        (PARTS[::-1], [PARTS[:1], PARTS[1:]], {}),
+        (PARTS, [PARTS[1:], PARTS[:1]], {}),
+        ([ONE], [[ONE], [ONE]], {}),  # of what is no share
+        ([ONE, 2 * ONE], [[ONE, 2 * ONE]] * 2, {"lines": ["train.py:1", "train.py:2"]}),
+    ],
+)
+def test_passes_of_the_usual_size(one, ranks, about):
+    both = processes(lambda x: passes_of(*x, has_batch_norm=True, **about), [one, *ranks])
+    assert "coupled" not in [found.advice for found in cause(*both).blame()[0]]
+
+
+# ---- weights
+
+
+def test_other_weights():
+    """All else follows from them."""
+
+    def make(x, factor):
+        weight = 0, Seen("weight", "train.py:9", "optimizer 0", 0, {"w": sketch(ONE * factor)})
+        return [weight, loss(1, x)]
+
+    assert cause(*processes(make, TWICE, (1, 2, 2))).blame() == ([], "WRONG")
+
+
+def test_other_weights_that_no_optimizer_has():
+    """As of a teacher; and the ranks' own gradients are said beside it."""
+
+    def make(x, total):
+        return [inputs(1, ONE, weights=total), loss(2, x)]
+
+    (found,), verdict = cause(*processes(make, TWICE, (1.0, 1.5, 1.5))).blame()
+    assert (found.verdict, found.advice, verdict) == ("WRONG", "weights", "WRONG")
+    found, _ = cause(*processes(make, TWICE, (1.0, 1.5, 1.5), own=True)).blame()
+    assert [each.what for each in found] == ["weight", "averaging"]
+    assert blamed(*processes(make, TWICE, (1.0, 1.0, 1.0))).what == "loss"
+
+
+# ---- gradients that are not averaged
+
+
+def averaging(*found, change=None):
+    one, ranks = processes(lambda _: found, WHOLE, own=True)
+    for each in (one, *ranks) if change else ():
+        change(each)
+    (of_step,) = cause(one, ranks).averaging()
+    return of_step
+
+
+def a_pass(index, **about):
+    return [inputs(index, ONE), outputs(index + 1, ONE, made_from=[index], **about)]
+
+
+def a_loss(index):
+    return loss(index, torch.tensor(2.0))
+
+
+def test_not_averaged():
+    """The last pass of the model whose gradients they are."""
+    after = seen(5, "mul", ONE)
+    found = averaging(
+        *a_pass(1, callers=["train.py:30"]), *a_pass(3, trains=["v"]), a_loss(5), after
+    )
+    assert found.more == ["the last pass: train.py:2  [Net]"] and not found.line
+    assert found.text.endswith("not averaged in this step?")
+    assert found.remedy == "call the wrapped model" and found.section.endswith("#gradients")
+    bare = averaging(*a_pass(1, is_ddp=False, callers=["train.py:30"]), a_loss(3), a_loss(4))
+    assert bare.more == ["the last pass: train.py:2  [Net]", "called at train.py:30"]
+    assert bare.text == found.text and bare.remedy == found.remedy
+
+
+def test_two_backward_passes():
+    """After one forward pass: DDP averages in the first alone. Not after one each."""
+    found = averaging(*a_pass(1), a_loss(3), a_loss(4))
+    assert "a second backward() followed" in found.text and found.line == "train.py:4"
+    assert found.remedy.startswith("call backward() once")
+    found = averaging(*a_pass(1), a_loss(3), *a_pass(4), a_loss(6))
+    assert "second" not in found.text
+
+
+def told(line, does):
+    return 0, Averages(line, does)
+
+
+def test_told_not_to_average():
+    found = averaging(told("train.py:40", False), *a_pass(1), a_loss(3), a_loss(4))
+    assert found.remedy == "let the last pass before the step average"
+    assert found.more == ["the last pass: train.py:2  [Net]", "train.py:40"]
+    assert "second" not in found.text
+    late = told("train.py:40", False), *a_pass(1), told("train.py:41", True), a_loss(3)
+    found = averaging(*late)
+    assert found.line == "train.py:41" and "comes after the pass" in found.text
+    assert found.more == ["the last pass: train.py:2  [Net]"]
+
+
+def test_steps_without_a_pass():
+    """As of an optimizer that steps inside of a model."""
+    found = averaging(a_loss(3), a_loss(4))
+    assert found.more == ["train.py:4", "the step: train.py:9"]
+
+
+def test_parameters_outside_of_ddp():
+    """All that are not averaged, or some of them."""
+
+    def add_name(each):
+        for _, note in each.seen("gradient"):
+            note.values["head.v"] = note.values["w"]
+
+    found = averaging(*a_pass(1), a_loss(3), change=add_name)
+    assert "DDP does not average head.v: not in it" in found.text
+    assert found.remedy.startswith("wrap all that is trained")
+
+    def rename(each):
+        for _, note in each[Step]:
+            note.averaged[:] = ["v"]
+
+    found = averaging(*a_pass(1), a_loss(3), change=rename)
+    assert "DDP does not average these: not in it" in found.text
+
+
+# ---- the first value
+
+
+def integers(x):
+    return (8 * x.abs()).round().long() + 1
+
+
+def test_a_fault_beside_places():
+    """Integers that go into a model, such as the edges of a graph, may be places: then another
+    value that the loss is made from is the cause."""
+
+    def what(make):
+        found = blamed(*processes(make, SHARES, OTHER))
+        return found.what, found.line
+
+    def of_edges(x, y):
+        ids = integers(y)
+        fault = seen(3, "tensor", y)
+        return [inputs(2, x, ids, integers=[1]), fault, loss(4, y.sum(), made_from=[3])]
+
+    assert what(of_edges) == ("value", "train.py:3")
+
+    def of_outputs(x, y):  # which follow from the edges
+        ids = integers(y)
+        out = outputs(3, y, made_from=[2])
+        return [inputs(2, x, ids, integers=[1]), out, loss(4, y.sum(), made_from=[3])]
+
+    assert what(of_outputs) == ("inputs", "train.py:2")
+
+    def of_places(x, y):  # so does what is made from the same integers
+        ids = seen(1, "randperm", integers(y), integers=[0])
+        into = inputs(2, integers(y), integers=[0], made_from=[1])
+        return [ids, into, seen(3, "mul", y, made_from=[1]), loss(4, y.sum(), made_from=[3])]
+
+    assert what(of_places) == ("inputs", "train.py:1")
+
+    def of_chosen_rows(x, y):  # rows that such integers have chosen are no places
+        ids = seen(1, "randperm", integers(y), integers=[0])
+        into = [seen(2, "index", y, made_from=[1]), inputs(3, y, made_from=[2])]
+        return [ids, *into, seen(4, "tensor", y), loss(5, y.sum(), made_from=[4])]
+
+    assert what(of_chosen_rows) == ("inputs", "train.py:1")
+
+    def of_rounded(x, y):  # nor are those that are made from other numbers
+        into = inputs(2, integers(y), integers=[0], made_from=[1])
+        return [seen(1, "rand", y), into, seen(3, "tensor", y), loss(4, y.sum(), made_from=[3])]
+
+    assert what(of_rounded) == ("inputs", "train.py:1")
+
+
+def test_places_in_the_own_batch():
+    """What sort() gives is no fault: the loss is, itself."""
+
+    def make(y, total):
+        sort = seen(1, "argsort", integers(y), integers=[0], places=[0])
+        return [sort, loss(2, total, made_from=[1])]
+
+    assert blamed(*processes(make, OTHER, TWICE)).what == "loss"
+
+    def into_model(y):
+        return [inputs(2, integers(y)[:, 0], y, integers=[0], places=[0])]
+
+    assert "of shape (8, 6) on one process" in blamed(*processes(into_model, OTHER)).text
+
+
+CALL = Collective("all_gather", "train.py:51", "", True)
+
+
+def test_calls_that_are_not_differentiated():
+    """They are named if the loss is right, but gradients are not; or else below the loss."""
+
+    def found(*values, **about):
+        return blamed(*processes(lambda x: [(0, CALL), loss(3, x)], *values, **about))
+
+    backward = found(MEAN)
+    assert backward.advice == "backward" and backward.line == "train.py:51"
+    assert "or its backward does not sum over the ranks" in backward.text
+    more = found(TWICE).more
+    assert more == ["this all_gather is not differentiated: train.py:51"]
+    scaled = {"gradients": [(1.0, 1.0), (1.5, 1.0), (1.5, 1.0)]}  # nothing is lost of them
+    assert found(MEAN, **scaled) is None
+    halves = {"gradients": [(1.0, 1.0), (0.5, 1.0), (0.5, 1.0)]}
+    assert found(MEAN, **halves).advice == "backward"
+    unequal = {"gradients": [(1.0, 1.0), (1.2, 1.0), (1.1, 1.0)]}
+    assert found(MEAN, **unequal).what == "averaging"
+    assert blamed(*processes(lambda _: [(0, CALL)], MEAN)) is None  # of no loss
+
+
+def test_other_values_of_the_same_loss():
+    """What is right in the loss, but is not one process's: inside of a model, or after the loss. A
+    number that is only logged is not."""
+
+    def found(make, *values, **about):
+        return blamed(*processes(make, *values, **about))
+
+    right = a_loss(5)
+    assert found(lambda x: [seen(1, "mul", x), right], OTHER) is None
+    after = found(lambda x: [right, seen(6, "mul", x)], OTHER)
+    assert (after.line, after.advice, after.verdict) == ("train.py:6", "same loss", "WRONG")
+    assert after.text.endswith("on the ranks: but the loss is the same")
+    inside = found(lambda x: [seen(1, "mul", x, model=0), right], OTHER)
+    assert inside.line == "train.py:1"
+    alone = found(lambda x: [seen(1, "mul", x)], OTHER)
+    assert alone.advice == "share"
+    counted = found(lambda x: [right, seen(6, "arange", x)], OTHER)
+    assert counted is None
+    of_values = [right, seen(0, "rand", ONE)]
+    made = found(lambda x: [*of_values, seen(6, "arange", x, made_from=[0])], OTHER)
+    assert made.line == "train.py:6"
+
+
+def test_clipped_gradients():
+    """Each rank by its own norm; not if all have the same, as they have been averaged."""
+
+    def found(norms, own=False):
+        def make(x, norm):
+            near = [seen(1, "mul", x)] * own
+            total = loss(5, torch.tensor(2.0), made_from=[1] * own)
+            return [*near, total, seen(6, "clip_grad_norm_", norm)]
+
+        return blamed(*processes(make, OTHER, norms, own=own))
+
+    own_norms = [torch.tensor(number) for number in (2.0, 7.0, 8.0)]
+    assert found(own_norms).line == "train.py:6" and found(ALIKE) is None
+    assert found(own_norms, own=True).line == "train.py:1"  # they are averaged after it
+
+
+def test_numbers_that_change():
+    """If no value differs, numbers that do so from this step on; else these say nothing."""
+    about = {"variables": [[{"k": 1}, {"k": 1}], [{"k": 1}, {"k": 5}], [{"k": 1}, {"k": 5}]]}
+    about["gradients"] = [(1.0, 1.0), (1.0, 1.2), (1.0, 1.2)]
+    (found,), _ = cause(*processes(lambda _: [], MEAN, **about), step=1).blame()
+    assert (found.verdict, found.what) == ("look", "numbers") and "k is 1" in found.more[0]
+    both = processes(lambda x: [loss(1, x, step=1)], TWICE, **about)
+    assert [each.what for each in cause(*both, step=1).blame()[0]] == ["loss"]
+
+
+def test_counted_by_each_rank(script):
+    """Below what is WRONG from a step on; not if a number of the line itself is the cause, nor of
+    what may be intended."""
+    counted = [[{"limit": 8, "seen": by * step} for step in range(2)] for by in (8, 4, 4)]
+    about = {"variables": counted, "gradients": [(1.0, 1.0), (1.0, 1.2), (1.0, 1.2)]}
+
+    def make(x, by_gradient=False):
+        ratio = seen(1, "div", x, by_gradient=by_gradient, line=f"{script}:3", step=1)
+        return [ratio, loss(2, x, made_from=[1], step=1)]
+
+    both = processes(make, ALIKE, **about)
+    words = "counted by each rank: seen is 8 on one process, 4, 4 on the ranks"
+    assert blamed(*both, step=1).more == [words]
+    found = blamed(*processes(lambda x: make(x, True), ALIKE, **about), step=1)
+    assert found.verdict == "look" and not found.more
+    for of_rank in counted[1:]:
+        of_rank[1]["limit"] = 3
+    (text,) = blamed(*processes(make, ALIKE, **about), step=1).more
+    assert "limit is 8" in text
+
+
+# ---- what is said beside it
+
+
+def test_averaging_beside_a_cause():
+    """Also where the inputs may be meant, but not where they are WRONG: all follows from them."""
+
+    def whats(make, values, **about):
+        return [each.what for each in cause(*processes(make, values, own=True, **about)).blame()[0]]
+
+    assert whats(observed(), OTHER) == ["inputs"]
+    assert whats(observed(), OTHER, generators=GENERATORS) == ["inputs", "averaging"]
+    assert whats(lambda x: [loss(1, x)], TWICE) == ["loss", "averaging"]
+    verdict = cause(*processes(observed(), OTHER, own=True, generators=GENERATORS)).blame()[1]
+    assert verdict == "WRONG"
+
+
+def test_calls_beside_no_value():
+    """A call is named below a value; if there is none, the gradients still are."""
+    own = processes(lambda x: [(0, CALL), loss(3, x)], MEAN, own=True)
+    assert [each.what for each in cause(*own).blame()[0]] == ["averaging"]
+    gather = processes(lambda x: [(0, GATHER), loss(3, x)], MEAN)
+    assert cause(*gather).blame() == ([], "unclear")
+
+
+# ---- decisions
+
+BRANCHES = """\
+if x.mean() > limit:
+    x = clamp(x)
+if rank == 0:
+    x = clamp(x)
+if rank == 0 and count > 4:
+    x = clamp(x)
+if rank == 0 and loss.item() > 3:
+    x = clamp(x)
+x = clamp(x)
+"""
+
+
+@pytest.fixture
+def branches(tmp_path):
+    (tmp_path / "main_loss.py").write_text(BRANCHES)  # a name that says nothing
+    return f"{tmp_path}/main_loss.py"
+
+
+def decided(line, x, is_alone, made_from=(4,), step=0, by_gradient=False, called_at=""):
+    """A value that is made from a line, which one rank alone has run."""
+    clamp = seen(4, "clamp", ONE, line=line, step=step, called_at=called_at)
+    more = loss(3, torch.tensor(1.0), line=line, step=step)
+    value = seen(5, "mul", x, made_from=made_from if is_alone else [], by_gradient=by_gradient)
+    return [*[clamp, more] * is_alone, value, loss(6, x, made_from=[5])]
+
+
+def of_decision(*words, values=ALIKE, variables=([{}],) * 3, **about):
+    is_alone = False, True, False
+    both = processes(
+        lambda x, here: decided(*words, x, here, **about), values, is_alone, variables=variables
+    )
+    return [each for each in cause(*both).blame()[0] if each.what == "branch"]
+
+
+def test_decisions(branches):
+    """By numbers of a rank's own share; not those by its rank, unless that decides by others."""
+    (found,) = of_decision(f"{branches}:2", called_at="train.py:30")
+    assert found.text.startswith("computed on rank 0 alone: a decision by numbers")
+    assert found.more == ["called at train.py:30", f"{branches}:1: if x.mean() > limit:"]
+    assert found.verdict == "WRONG" and found.line == f"{branches}:2"
+    (found,) = of_decision(f"{branches}:2", by_gradient=True)
+    assert found.verdict == "look"
+    assert not of_decision(f"{branches}:4") and of_decision(f"{branches}:8")
+    assert not of_decision(f"{branches}:6", variables=[[{"count": 1}]] * 3)
+    (found,) = of_decision(f"{branches}:6", variables=[[{"count": n}] for n in (8, 5, 5)])
+    assert "count is 8 on one process, 5, 5 on the ranks" in found.more[1]
+    assert of_decision(f"{branches}:9")  # of no `if` in this file
+
+
+def test_lines_of_one_rank_that_decide_nothing(branches):
+    """As of its logs: the value that differs is not made from them; or they are of other steps."""
+    assert not of_decision(f"{branches}:2", made_from=[7])
+
+    def make(is_alone, step):
+        clamp = seen(4, "clamp", ONE, line=f"{branches}:2", step=step)
+        return [*[clamp] * is_alone, loss(6, torch.tensor(4.0 if is_alone else 2.0))]
+
+    for step, whats in (0, ["loss", "branch"]), (1, ["loss"]):
+        both = processes(make, (False, True, True), (step,) * 3)
+        assert [each.what for each in cause(*both).blame()[0]] == whats
+    right = processes(lambda here: [seen(4, "clamp", ONE)] * here, (False, True, True))
+    (found,) = cause(*right).blame()[0]
+    assert (found.what, found.verdict) == ("branch", "WRONG")
+
+
+# ---- of several steps
+
+
+def causes_of(both, steps, samples=(), lost=float("inf")):
+    one, ranks = both
+    parts = Values(one, ranks, TOLERANCE, {}), Differences(one, ranks, TOLERANCE, {})
+    return find_causes(*parts, Variables(one, ranks), steps, samples, lost)
+
+
+def losses_of(ratio, *gradients):
+    """A ratio that may be intended, then a loss that is not."""
+
+    def make(x, factor):
+        first = [seen(1, "div", x, by_gradient=True), loss(2, x, made_from=[1])]
+        return [*first, loss(3, torch.tensor(1.0 + factor), step=1)]
+
+    return processes(make, ratio, (0, 1, 1), gradients=gradients)
+
+
+def test_steps_after_what_may_be_intended():
+    """The first that is WRONG is named, too."""
+    both = losses_of(ALIKE, (1.0, 1.0), (1.2, 1.2), (1.2, 1.2))
+    found, wrong, lost = causes_of(both, [0, 1])
+    assert [each.verdict for each in found] == ["look", "WRONG"] and wrong == 1
+    assert lost == float("inf")
+    both = processes(
+        lambda x: [seen(1, "div", x, by_gradient=True), loss(2, x, made_from=[1])],
+        ALIKE,
+        gradients=[(1.0, 1.0), (1.2, 1.2), (1.2, 1.5)],
+    )
+    found, wrong, _ = causes_of(both, [0, 1])  # whose values tell nothing
+    assert [each.what for each in found] == ["value", "averaging"] and wrong == 1
+
+
+def test_intended_but_scaled():
+    """Gradients that are all the same number of times as large are WRONG in any case."""
+    both = losses_of(ALIKE, (1.0, 1.0), (1.5, 1.0), (1.5, 1.0))
+    assert causes_of(both, [0])[1] == 0
+
+
+def test_steps_that_cannot_be_compared():
+    """From them on, only the ranks' gradients have to be equal."""
+    both = losses_of(ALIKE, (1.0, 1.0), (1.2, 1.2), (1.2, 1.2))
+    assert causes_of(both, [0, 1], lost=0)[0] == []
+    both = losses_of(ALIKE, (1.0, 1.0), (1.2, 1.2), (1.2, 1.5))
+    found, _, lost = causes_of(both, [0, 1], lost=0)
+    assert [each.what for each in found] == ["averaging"] and lost == 0
+
+
+def test_steps_before_other_samples():
+    """They are explained by themselves."""
+    both = losses_of(ALIKE, (1.0, 1.0), (1.2, 1.2), (1.2, 1.2))
+    later = [Finding("WRONG", "samples", 1, "")]
+    assert [each.verdict for each in causes_of(both, [0, 1], later)[0]] == ["look"]
+    assert causes_of(both, [0, 1], [Finding("WRONG", "samples", 0, "")])[0] == []
+
+
+# ---- in words
+
+
+def test_words_of_a_loss():
+    """What it is on each side, and the line that has made it; also of zero."""
+
+    def make(x):
+        value = seen(3, "mul", torch.tensor(1.0))
+        return [value, loss(5, x, made_from=[3, 98])]  # 98: of a line of other numbers of times
+
+    found = blamed(*processes(make, TWICE))
+    assert found.line == "train.py:3" and found.text.startswith(
+        "[backward]: 2 on one process, 4, 4 on the ranks; 2 times one process's: a factor"
+    )
+    assert ADVICE["share"] not in found.text
+    nothing = [torch.tensor(number) for number in (0.0, 4.0, 4.0)]
+    text = blamed(*processes(make, nothing)).text
+    assert text == "[backward]: 0 on one process, 4, 4 on the ranks"
+    library = blamed(
+        *processes(lambda x: [make(x)[0], loss(5, x, made_from=[3], library="l:1")], TWICE)
+    )
+    assert not library.more  # whose line is another one
+
+
+def test_words_of_a_value():
+    """Of the first part that differs; where its line is called."""
+    about = {"called_at": "train.py:30"}
+    found = blamed(*processes(lambda x, y: [seen(1, "max", x, y, **about)], MEAN, ALIKE))
+    assert found.text.startswith("[max]: 2 on one process, 7, 7 on the ranks: one process has")
+    assert found.more == ["called at train.py:30"]
+    found = blamed(*processes(lambda x: [seen(1, "mul", x)], OTHER))
+    shapes = "[mul]: other numbers, of shape (8, 6) on one process, (4, 6), (4, 6) on the ranks"
+    assert found.text.startswith(shapes) and not found.more
+
+
+def test_lines_that_are_right():
+    """The last two before a value that have each rank's own, each once; nothing before a model."""
+
+    def of_lines(x, y):
+        found = [seen(1, "mean", x)]
+        for index, line in (2, 2), (3, 3), (4, 3):
+            found.append(
+                seen(index, f"op{index}", x, made_from=[index - 1], line=f"train.py:{line}")
+            )
+        return [*found, seen(5, "log", y, made_from=[4])]
+
+    text = "a mean over ranks is right up to train.py:"
+    more = blamed(*processes(of_lines, MEAN, ALIKE)).more
+    assert more == [f"{text}3  [op4]", f"{text}2  [op2]"]
+
+    def of_model(x, y):
+        into = [seen(1, "mean", x), inputs(2, x, made_from=[1]), outputs(3, x, made_from=[2])]
+        return [*into, seen(4, "log", y, made_from=[3])]
+
+    assert blamed(*processes(of_model, MEAN, ALIKE)).more == []
+
+
+def test_lines_that_set_a_buffer():
+    """Below it: the first value of its line that is not one process's; or the lines that have each
+    rank's own."""
+
+    def more(make, values):
+        both = processes(make, values)
+        buffer = Finding("WRONG", "buffer", 0, "", "train.py:8")
+        return first_behind(Values(*both, TOLERANCE, {}), buffer)
+
+    def first(x):
+        return seen(1, "mul", x, called_at="train.py:30")
+
+    def of_line(x):
+        return [first(x), seen(2, "copy", x, made_from=[1], line="train.py:8")]
+
+    shapes = "other numbers, of shape (8, 6) on one process, (4, 6), (4, 6) on the ranks"
+    expected = [f"from train.py:1  [mul]: {shapes}", "called at train.py:30"]
+    assert more(of_line, OTHER) == expected
+
+    def of_model(x):
+        at = {"line": "train.py:8"}
+        into, out = inputs(2, x, made_from=[1], **at), outputs(3, x, made_from=[2], **at)
+        return [first(x), into, out, seen(4, "copy", x, made_from=[3], **at)]
+
+    assert more(of_model, OTHER) == expected
+    right = "a mean over ranks is right up to train.py:1  [mul]"
+    assert more(of_line, MEAN) == [right]
+
+
+def test_what_a_score_is_made_of():
+    """The value that has the printed number, among those that differ."""
+    numbers = [torch.tensor(number) for number in (0.731, 2.5, 2.5)]
+
+    def make(x, y, z, text):
+        values = [seen(1, "mul", x), seen(2, "div", None, y), seen(3, "div", z)]
+        return [(1, note) for _, note in values] + [(1, Printed("train.py:20", text))]
+
+    texts = ["accuracy 0.731", "accuracy 0.726", "accuracy 0.726"]
+    values = OTHER, numbers, ALIKE
+    both = processes(make, *values, texts)
+    (found,) = compare_printed(*both, Values(*both, TOLERANCE, {}), Variables(*both), {})
+    assert found.more == ["train.py:2  [div]: 0.731 on one process, 2.5, 2.5 on the ranks"]
+    others = OTHER, ALIKE, ALIKE
+    both = processes(make, *others, texts)
+    (found,) = compare_printed(*both, Values(*both, TOLERANCE, {}), Variables(*both), {})
+    assert found.more == []
+
+
+# ---- what is compared at all
+
+
+def test_values_that_are_not_compared():
+    """Of a line that has run other numbers of times, or so often that not all were noted."""
+
+    def known(*numbers):
+        both = processes(
+            lambda of: [seen(n, "mul", ONE, line="a:1", number=n) for n in of], numbers
+        )
+        return list(Values(*both, TOLERANCE, {}).all)
+
+    assert known([0, 1], [0, 1], [0, 1]) == [0, 1]
+    assert known([0, 1], [0], [0]) == []
+    assert known([0, 1], [0, 1], [1]) == [1]
+    last = MANY_VALUES - 1
+    assert known([last], [last], [last]) == []
