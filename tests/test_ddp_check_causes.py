@@ -914,6 +914,29 @@ def test_steps_after_what_may_be_intended():
     assert [each.what for each in found] == ["value", "averaging"] and wrong == 1
 
 
+def test_first_step_that_shows_no_cause():
+    """Losses may be nearly the same at the start of a training: a later step names the line. But
+    not what may be intended there, nor in a step without values of lines."""
+
+    def found(step, factor=1, ratio=None, own=1.2, **about):
+        def make(x, by):
+            right = [loss(1, torch.tensor(2.0), step=at) for at in range(step)]
+            if ratio:
+                first = seen(5, "div", x, by_gradient=True, step=step)
+                return [*right, first, loss(6, x, made_from=[5], step=step)]
+            return [*right, loss(7, torch.tensor(1.0 + by * factor), step=step)]
+
+        gradients = [(1.0,) * 4, (1.2,) * 4, (1.2, own, own, own)]
+        both = processes(make, ratio or ALIKE, (0, 1, 1), gradients=gradients)
+        causes, wrong, _ = causes_of(both, range(4), **about)
+        return [each.what for each in causes], [each.step for each in causes], wrong
+
+    assert found(1) == (["loss"], [1], 0) and found(2) == (["loss"], [2], 0)
+    assert found(3) == ([], [], 0) == found(1, ratio=ALIKE)
+    assert found(1, samples=[Finding("WRONG", "samples", 1, "")]) == ([], [], 0)
+    assert found(1, lost=1) == ([], [], 0) and found(1, lost=1, own=1.5) == (["averaging"], [1], 0)
+
+
 def test_intended_but_scaled():
     """Gradients that are all the same number of times as large are WRONG in any case."""
     both = losses_of(ALIKE, (1.0, 1.0), (1.5, 1.0), (1.5, 1.0))

@@ -36,6 +36,7 @@ ADVICE = {
     "rank's own: nothing after it can be compared",
 }
 CHOOSES = "__getitem__", "index_select", "take", "gather"
+FEW = 3  # steps that differ, whose lines are looked at: the first may be as it is meant to be
 LOST = "stream", "apart", "gathered", "drawing", "unpaired"  # after which nothing can be compared
 LOOKS = "coupled", "collate", "ratio", *LOST  # which may be intended
 
@@ -274,21 +275,27 @@ def first_behind(values, finding):
 
 def find_causes(values, differences, variables, steps, samples, lost):
     """Of the steps that differ: what may be intended, once, and the first that is not. The
-    findings; that step, or inf; the step from which on nothing can be compared, or inf."""
-    looks = []
-    for number in steps:
+    findings; that step, or inf; the step from which on nothing can be compared, or inf. Where the
+    first shows no cause, as losses at the start of a training hardly differ, the next may."""
+    looks, wrong = [], math.inf
+    for tried, number in enumerate(steps, 1):
         cause = Cause(values, differences, variables, number)
         if number >= lost:  # but the ranks' gradients are to be equal in any case
             if cause.unlike:
-                return looks + cause.averaging(), math.inf, lost
+                return looks + cause.averaging(), wrong, lost
         elif samples and samples[0].step <= number:
-            return looks, number, lost  # other samples: all else follows
+            return looks, min(wrong, number), lost  # other samples: all else follows
         else:
             causes, verdict = cause.blame()
+            if verdict == "unclear" and not causes and not looks and tried < FEW:
+                wrong = min(wrong, number)
+                continue
             may_be = verdict == "look" and number not in differences.factors
+            if may_be and wrong < number:
+                return [], wrong, lost
             if not may_be and not (looks and verdict == "unclear"):
-                return looks + causes, number, lost
+                return looks + causes, min(wrong, number), lost
             looks = looks or causes
             if any(finding.advice in LOST for finding in causes):
                 lost = number
-    return looks, math.inf, lost
+    return looks, wrong, lost

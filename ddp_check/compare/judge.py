@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..notes import Finding, Said, Step
 from ..script import source
 from . import calls, file_rules, state_rules  # noqa: F401, I001  rules, in their order
-from .causes import LOST, find_causes, first_behind
+from .causes import FEW, LOST, find_causes, first_behind
 from .differences import Differences, compare_settings
 from .ends import (
     about_ends,
@@ -25,7 +25,6 @@ from .rules import RULES
 from .samples import compare_lengths, compare_samples, passes_per_process
 from .score_rules import repeated  # the last of all rules
 
-FEW = 3  # steps that differ, whose lines are looked at: the first may be as it is meant to be
 USUAL_ENDS = "its end", "--steps"
 MEASURED = *TENSORS, *VALUES, "printed"  # the kinds of findings that rest on numbers
 
