@@ -139,6 +139,7 @@ def test_right(user):
     assert runs_of(text) == [1, 2] and not left(user)
 
 
+@pytest.mark.slow
 def test_wrong(user):
     """A line with its text, numbers, what to do, where it is explained; WRONG comes first."""
     text = check("train.py", "{n}", "divides", "no set_epoch", status=1)
