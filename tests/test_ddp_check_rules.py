@@ -45,6 +45,8 @@ def test_draws_of_some_ranks():
     drawn = notes(draw("draw", 5))
     assert RandomNumbers().find(notes(), [drawn, drawn, drawn])
     assert RandomNumbers().find(notes(), [drawn, drawn, notes()]) is None
+    seeded = notes(draw("draw", 5, seeded="train.py:2"))
+    assert RandomNumbers().find(notes(), [seeded, seeded])[0].more == ["last seeded at train.py:2"]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,13 @@ def test_files_of_all_ranks(path, line, found):
     ranks = [notes((0, File("created", path, line))) for _ in range(2)]
     said = Files().find(None, ranks)
     assert found == (said if said is None else [each.verdict for each in said])
+
+
+def test_the_worst_file_is_named():
+    """One that is made anew by each, before one that each adds to."""
+    files = [File("created", "log", "train.py:1", "a"), File("created", "out", "train.py:2", "w")]
+    (found,) = Files().find(None, [notes(*[(0, file) for file in files])] * 2)
+    assert found.verdict == "WRONG" and found.line == "train.py:2"
 
 
 def test_files_of_single_ranks():
