@@ -99,7 +99,7 @@ class Order(Rule):
         return self.remade(ranks[0]) or ([] if seen else None)
 
     def fixed(self, notes):
-        """{pass: whether it has the order of the one before in its loop, as far as it was made}"""
+        """{pass: whether its order is that of the one before in its loop, as far as both go}"""
         found, last = {}, {}
         for _, about, order, _ in passes_of(notes):
             earlier = last.get(loop_of(about), [])
