@@ -97,11 +97,6 @@ def load_data(args):
 """
 
 
-def heed_ctrl_c():
-    """A shell lets what it starts by `&` ignore SIGINT, tests and what they start, too."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 # What Python ends by then: that signal, or where a thread of its own takes it up later, its number
 ENDED_BY_CTRL_C = -signal.SIGINT, 128 + signal.SIGINT
 
@@ -113,7 +108,6 @@ class Cold:
         self.log = Path(log).resolve()
         with open(self.log, "wb") as file:
             options |= {"stdout": file, "stderr": file, "start_new_session": True}
-            options |= {"preexec_fn": heed_ctrl_c}
             process = subprocess.Popen([str(word) for word in words], **options)
         self.pid, self.status = process.pid, process.poll
 
