@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import faulthandler
 import functools
+import gc
 import json
 import multiprocessing.process
 import os
@@ -187,6 +188,7 @@ def child():
         time.sleep(0.05)
         if os.getppid() != parent:  # the command was killed
             LEAVE(1)
+    gc.freeze()  # what is there before the script is not its: looking for that is quick
     find_script(args)
     cpu.install(args)
     sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
