@@ -271,11 +271,13 @@ def test_batch_norm(single, monkeypatch):
 def test_order_of_a_batch(single, monkeypatch):
     """Each share of a batch is rolled by itself, as it is loaded or made from samples, if it has
     shares; not along other dimensions."""
-    for name in "roll", "flip":
-        monkeypatch.setattr(torch.Tensor, name, getattr(torch.Tensor, name))
+    for owner in torch, torch.Tensor:
+        for name in "roll", "flip":
+            monkeypatch.setattr(owner, name, getattr(owner, name))
     alike.control_order(single)
     single.loaded |= {"a": (4, None), "b": (3, None), "c": (None, None)}
     assert torch.arange(4).roll(shifts=1, dims=0) == "shares" == torch.ones(4, 2).flip([0])
+    assert torch.roll(torch.arange(4), 1, dims=0) == "shares" == torch.flip(torch.ones(4, 2), [0])
     assert torch.arange(3).roll(1, 0).tolist() == [2, 0, 1] and torch.tensor(1).flip(0) == 1
     assert torch.ones(4, 2).flip(1).shape == (4, 2) and torch.arange(4).roll(1).shape == (4,)
     single.thread.in_dataset, single.thread.batch = True, 6
@@ -428,7 +430,8 @@ class Data(Dataset):
     def __len__(self):
         return 4
     def __getitem__(self, index):
-        return torch.tensor([np.random.rand(), rng.random(), *self.noise.draw()])
+        own = [np.random.default_rng().random() for _ in range(2)]
+        return torch.tensor([np.random.rand(), rng.random(), *self.noise.draw(), *own])
 
 def begin(worker):
     np.random.seed(get_worker_info().dataset.number)
@@ -443,11 +446,12 @@ show("draws", Noise().draw())
 
 
 def test_generators_of_datasets(work):
-    """Those that it holds are given for each sample, then as they were before. That workers begin
-    with the same state is noted."""
+    """Those that it holds are given for each sample, then as they were before; also those that it
+    makes for a sample. That workers begin with the same state is noted."""
     _, ranks, one, shown = both(DATASETS)
     for rank, each in enumerate(shown):
         assert each["samples"] == [one["samples"][0][rank::2]]
+        assert len({*sum(each["samples"][0], [])}) == 2 * 7
         assert each["draws"][0] == each["draws"][1]
     found = [[note for _, note in notes.seen("draw") if DATASET in note.values] for notes in ranks]
     names = Counter(note.name for note in found[0])

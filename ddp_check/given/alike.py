@@ -80,21 +80,22 @@ def control_order(run):
     """Where a batch is rolled or flipped along its samples, as MixUp and CutMix do, on one process
     each share is, as on N processes."""
 
-    def watch(name):
-        @wrap(torch.Tensor, name)
-        def move(original, self, *args, **kwargs):
+    def watch(owner, name):
+        @wrap(owner, name)
+        def move(original, input, *args, **kwargs):
             dims = kwargs.get("dims", args[-1] if args else None)
             batches = [rows for rows, _ in run.loaded.values()]
             batches = [run.thread.batch] if run.thread.in_dataset else batches
-            is_batch = self.shape[:1] in [(rows,) for rows in batches]
+            is_batch = input.shape[:1] in [(rows,) for rows in batches]
             if dims not in (0, (0,), [0]) or not run.is_single or not is_batch:
-                return original(self, *args, **kwargs)
-            if len(self) % run.world:
-                return original(self, *args, **kwargs)
-            return run.by_share(self, lambda rank, share: original(share, *args, **kwargs))
+                return original(input, *args, **kwargs)
+            if len(input) % run.world:
+                return original(input, *args, **kwargs)
+            return run.by_share(input, lambda rank, share: original(share, *args, **kwargs))
 
-    watch("roll")
-    watch("flip")
+    for owner in torch, torch.Tensor:
+        watch(owner, "roll")
+        watch(owner, "flip")
 
 
 BACKENDS = "cuda.matmul cudnn cudnn.conv cudnn.rnn mkldnn mkldnn.matmul mkldnn.conv mkldnn.rnn"

@@ -167,7 +167,11 @@ def patch(run):
             watch(owner, name)
 
 
+UNSEEDED = random.Random()  # of it are seeds for what has none, in a dataset
+
+
 def seed_all(seed, torch_too=True):
+    UNSEEDED.seed(seed)
     if torch_too:
         torch.default_generator.manual_seed(seed)
     inspect.unwrap(random.seed)(seed)

@@ -11,7 +11,7 @@ import torch
 
 from ..patches import wrap
 from ..script import UNKNOWN, place
-from .draws import permutation
+from .draws import UNSEEDED, permutation
 from .pairing import LOOP, ORDER, SCRIPT_STATES, checksum, marked, note_draw, pair, state_of
 
 LIBRARIES = {
@@ -134,10 +134,12 @@ def patch(run):
 
     @wrap(np.random, "default_rng")
     def make(original, *args, **kwargs):
+        is_unseeded = all(seed is None for seed in (*args, *kwargs.values()))
+        if is_unseeded and run.thread.in_dataset:
+            return original(UNSEEDED.getrandbits(64))
         generator, line = original(*args, **kwargs), place()[0]
         run.made.setdefault(id(generator), line)
-        is_unseeded = all(seed is None for seed in (*args, *kwargs.values()))
-        if is_unseeded and line != UNKNOWN and not run.thread.in_dataset:
+        if is_unseeded and line != UNKNOWN:
             run.say(line, "unseeded")
         return generator
 
