@@ -95,6 +95,8 @@ np.random.randint(1000, 2000, 3)
 with torch.device("meta"):
     nn.Linear(2, 2)
 threading.Thread(target=np.random.default_rng).start()
+np.random.default_rng(3)
+np.random.default_rng()  # without a seed
 for _ in range(1003 if world == 1 else 0):
     random.random()
 """
@@ -107,7 +109,8 @@ def test_orders(work):
     assert {*map(tuple, one["few"][0])} == {(0, 1), (1, 0)} and sorted(one["odd"][0]) == [*range(5)]
     for rows in one["rows"]:
         assert sorted(rows) == [[0, 1], [2, 3], [4, 5], [6, 7]] != rows
-    assert not [said for _, said in notes[Said] if said.kind == "unseeded"]
+    said = [text_of(said.text) for _, said in notes[Said] if said.kind == "unseeded"]
+    assert said == ["np.random.default_rng()  # without a seed"]
     assert 1000 in [n for times in notes[Drawn][0][1].times.values() for n in times.values()]
 
 
@@ -431,6 +434,7 @@ class Data(Dataset):
         return 4
     def __getitem__(self, index):
         own = [np.random.default_rng().random() for _ in range(2)]
+        own.append(np.random.default_rng(7).random())
         return torch.tensor([np.random.rand(), rng.random(), *self.noise.draw(), *own])
 
 def begin(worker):
@@ -451,7 +455,8 @@ def test_generators_of_datasets(work):
     _, ranks, one, shown = both(DATASETS)
     for rank, each in enumerate(shown):
         assert each["samples"] == [one["samples"][0][rank::2]]
-        assert len({*sum(each["samples"][0], [])}) == 2 * 7
+        *numbers, seeded = zip(*each["samples"][0])
+        assert len({*sum(numbers, ())}) == 2 * 7 and seeded[0] == seeded[1]
         assert each["draws"][0] == each["draws"][1]
     found = [[note for _, note in notes.seen("draw") if DATASET in note.values] for notes in ranks]
     names = Counter(note.name for note in found[0])

@@ -86,12 +86,10 @@ def control_order(run):
             dims = kwargs.get("dims", args[-1] if args else None)
             batches = [rows for rows, _ in run.loaded.values()]
             batches = [run.thread.batch] if run.thread.in_dataset else batches
-            is_batch = input.shape[:1] in [(rows,) for rows in batches]
-            if dims not in (0, (0,), [0]) or not run.is_single or not is_batch:
-                return original(input, *args, **kwargs)
-            if len(input) % run.world:
-                return original(input, *args, **kwargs)
-            return run.by_share(input, lambda rank, share: original(share, *args, **kwargs))
+            is_batch = run.is_single and input.shape[:1] in [(rows,) for rows in batches]
+            if dims in (0, (0,), [0]) and is_batch and len(input) % run.world == 0:
+                return run.by_share(input, lambda rank, share: original(share, *args, **kwargs))
+            return original(input, *args, **kwargs)
 
     for owner in torch, torch.Tensor:
         watch(owner, "roll")

@@ -179,9 +179,8 @@ def patch(run):
         process: each gets its part, or one process all, as the options say."""
         if run.is_single:
             return batch_size * run.world if name in run.options["scaled"] else batch_size
-        if not run.options["cuts"] or batch_size != run.batch_sizes.get(name):
-            return batch_size
-        if not batch_size or batch_size % run.world:
+        is_same = run.options["cuts"] and batch_size == run.batch_sizes.get(name)
+        if not is_same or not batch_size or batch_size % run.world:
             return batch_size
         run.note(Cut(name, batch_size))
         return batch_size // run.world
