@@ -273,7 +273,7 @@ def test_batch_norm(single, monkeypatch):
 
 def test_order_of_a_batch(single, monkeypatch):
     """Each share of a batch is rolled by itself, as it is loaded or made from samples, if it has
-    shares; not along other dimensions."""
+    shares; not along other dimensions, nor on a rank."""
     for owner in torch, torch.Tensor:
         for name in "roll", "flip":
             monkeypatch.setattr(owner, name, getattr(owner, name))
@@ -285,6 +285,8 @@ def test_order_of_a_batch(single, monkeypatch):
     assert torch.ones(4, 2).flip(1).shape == (4, 2) and torch.arange(4).roll(1).shape == (4,)
     single.thread.in_dataset, single.thread.batch = True, 6
     assert torch.arange(6).flip(0) == "shares" and torch.arange(4).flip(0).tolist() == [3, 2, 1, 0]
+    single.is_single = False
+    assert torch.arange(6).flip(0).tolist() == [5, 4, 3, 2, 1, 0]
 
 
 # ---- samples
