@@ -87,9 +87,9 @@ class Process:
         """Whether the values of lines are noted now."""
         return self.steps < self.options["lines"]
 
-    def is_fork(self):
-        """In a process that the script has forked."""
-        return os.getpid() != self.pid
+    def has_own_numbers(self):
+        """In a dataset, or in a process that the script has forked."""
+        return self.thread.in_dataset or os.getpid() != self.pid
 
     def note(self, note):
         if os.getpid() == self.pid and not self.notes.closed:

@@ -12,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import cpu
 from ..patches import wrap
-from ..sketch import is_plain
 from .pairing import MODEL, note_draw, state_of
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -22,7 +21,7 @@ def control_dropout(run):
     """It is off."""
 
     def would_draw(p):
-        if p and torch.is_grad_enabled() and not (run.thread.in_dataset or run.thread.quiet):
+        if p and torch.is_grad_enabled() and not run.thread.in_dataset:
             note_draw(run, MODEL, "torch", state_of("torch"))
 
     for name in [name for name in dir(F) if "dropout" in name]:
@@ -63,7 +62,8 @@ def control_batch_norm(run):
             return original(**given)
         rows, batch = len(input), run.loader_rows or run.model_rows
         is_whole = not batch or rows % batch == 0 or rows in run.joined
-        if not run.is_single or rows % run.world or rows == run.world or not is_whole:
+        has_one = input[:, 0].numel() == run.world  # value of a channel, each share: an error
+        if not run.is_single or rows % run.world or has_one or not is_whole:
             return original(**given)
 
         def normalize(rank, share):
@@ -80,21 +80,20 @@ def control_order(run):
     """Where a batch is rolled or flipped along its samples, as MixUp and CutMix do, on one process
     each share is, as on N processes."""
 
-    def watch(name):
-        @wrap(torch.Tensor, name)
-        def move(original, self, *args, **kwargs):
-            dims = args[-1] if args else None
-            dims = kwargs.get("dims", dims if len(args) > (name == "roll") else None)
+    def watch(owner, name):
+        @wrap(owner, name)
+        def move(original, input, *args, **kwargs):
+            dims = kwargs.get("dims", args[-1] if args else None)
             batches = [rows for rows, _ in run.loaded.values()]
             batches = [run.thread.batch] if run.thread.in_dataset else batches
-            if dims not in (0, (0,), [0]) or not is_plain(self) or not self.dim():
-                return original(self, *args, **kwargs)
-            if not run.is_single or len(self) not in batches or len(self) % run.world:
-                return original(self, *args, **kwargs)
-            return run.by_share(self, lambda rank, share: original(share, *args, **kwargs))
+            is_batch = run.is_single and input.shape[:1] in [(rows,) for rows in batches]
+            if dims in (0, (0,), [0]) and is_batch and len(input) % run.world == 0:
+                return run.by_share(input, lambda rank, share: original(share, *args, **kwargs))
+            return original(input, *args, **kwargs)
 
-    watch("roll")
-    watch("flip")
+    for owner in torch, torch.Tensor:
+        watch(owner, "roll")
+        watch(owner, "flip")
 
 
 BACKENDS = "cuda.matmul cudnn cudnn.conv cudnn.rnn mkldnn mkldnn.matmul mkldnn.conv mkldnn.rnn"

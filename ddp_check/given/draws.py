@@ -139,7 +139,7 @@ def patch(run):
 
     @wrap(torch, "manual_seed")
     def manual_seed(original, seed):
-        if not (run.thread.in_dataset or run.thread.quiet):
+        if not run.thread.in_dataset:
             run.seeded["torch"] = place()[0]
             seed = run.own_seed(seed)
         return original(seed)
@@ -147,13 +147,12 @@ def patch(run):
     def watch(owner, name):
         @wrap(owner, name)
         def draw(original, *args, **kwargs):
-            if run.thread.in_dataset or run.thread.quiet or run.is_fork():
+            if run.has_own_numbers() or run.thread.quiet:
                 return original(*args, **kwargs)
             run.thread.torch_state = state_of("torch")
             with run.quiet(), Draws(run):
                 out = original(*args, **kwargs)
-            if is_plain(out):
-                out.check_line = place()[0]
+            out.check_line = place()[0]
             return out
 
     functions = "rand randn rand_like randn_like randint randint_like randperm normal bernoulli"
@@ -168,7 +167,11 @@ def patch(run):
             watch(owner, name)
 
 
+UNSEEDED = random.Random()  # of it are seeds for what has none, in a dataset
+
+
 def seed_all(seed, torch_too=True):
+    UNSEEDED.seed(seed)
     if torch_too:
         torch.default_generator.manual_seed(seed)
     inspect.unwrap(random.seed)(seed)

@@ -11,7 +11,7 @@ import torch
 
 from ..patches import wrap
 from ..script import UNKNOWN, place
-from .draws import permutation
+from .draws import UNSEEDED, permutation
 from .pairing import LOOP, ORDER, SCRIPT_STATES, checksum, marked, note_draw, pair, state_of
 
 LIBRARIES = {
@@ -53,7 +53,7 @@ def patch(run):
     def watch_seed(generator, owner):
         @wrap(owner, "seed")
         def seed(original, *args, **kwargs):
-            if run.thread.in_dataset or run.is_fork():
+            if run.has_own_numbers():
                 return original(*args, **kwargs)
             run.seeded[generator] = place()[0]
             with script_state(generator):
@@ -65,7 +65,7 @@ def patch(run):
 
         @wrap(owner, name)
         def state(original, *args, **kwargs):
-            if run.thread.in_dataset or run.is_fork():
+            if run.has_own_numbers():
                 return original(*args, **kwargs)
             with script_state(generator):
                 return original(*args, **kwargs)
@@ -75,11 +75,7 @@ def patch(run):
 
         @wrap(owner, name)
         def draw(original, *args, **kwargs):
-            if (
-                run.thread.in_dataset
-                or run.is_fork()
-                or run.nth("python", run.steps, place(), name) >= 1000
-            ):
+            if run.has_own_numbers() or run.nth("python", run.steps, place(), name) >= 1000:
                 return original(*args, **kwargs)  # so many would take time
             args = list(args)
             size = args[size_at] if len(args) > size_at else kwargs.get("size")
@@ -113,7 +109,7 @@ def patch(run):
     def watch_order(generator, owner, name):
         @wrap(owner, name)
         def order(original, x, *args, **kwargs):
-            if run.thread.in_dataset or run.is_fork():
+            if run.has_own_numbers():
                 return original(x, *args, **kwargs)
             size, state = x if isinstance(x, (int, np.integer)) else len(x), state_of(generator)
             with script_state(generator):
@@ -138,10 +134,12 @@ def patch(run):
 
     @wrap(np.random, "default_rng")
     def make(original, *args, **kwargs):
+        is_unseeded = all(seed is None for seed in (*args, *kwargs.values()))
+        if is_unseeded and run.thread.in_dataset:
+            return original(UNSEEDED.getrandbits(64))
         generator, line = original(*args, **kwargs), place()[0]
         run.made.setdefault(id(generator), line)
-        is_unseeded = all(seed is None for seed in (*args, *kwargs.values()))
-        if is_unseeded and line != UNKNOWN and not run.thread.in_dataset and not run.is_fork():
+        if is_unseeded and line != UNKNOWN:
             run.say(line, "unseeded")
         return generator
 

@@ -141,7 +141,7 @@ def patch(run):
 
     @wrap(DataLoader, "__iter__")
     def iterate(original, self):
-        if run.thread.in_dataset or run.is_fork():
+        if run.has_own_numbers():
             return original(self)
         line, *callers = place()
         key = line, self.check_name, run.nth("pass", line, self.check_name)
@@ -178,10 +178,9 @@ def patch(run):
         """Where the script's is a batch size per process, the ranks together have that of one
         process: each gets its part, or one process all, as the options say."""
         if run.is_single:
-            return batch_size * (run.world if name in run.options["scaled"] else 1)
-        if not run.options["cuts"] or batch_size != run.batch_sizes.get(name):
-            return batch_size
-        if run.world == 1 or not batch_size or batch_size % run.world:
+            return batch_size * run.world if name in run.options["scaled"] else batch_size
+        is_same = run.options["cuts"] and batch_size == run.batch_sizes.get(name)
+        if not is_same or not batch_size or batch_size % run.world:
             return batch_size
         run.note(Cut(name, batch_size))
         return batch_size // run.world

@@ -1,0 +1,473 @@
+"""What ddp_check gives a script: random numbers, samples, batch norm. By small scripts, in forks of
+this process."""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from watched import notes_of
+
+from ddp_check.given import alike
+from ddp_check.given.generators import generators_of
+from ddp_check.notes import DATASET, Batch, Drawn, End, Pass, Said
+from ddp_check.process import PerThread
+
+START = """
+import json, os, random, threading
+import numpy as np, torch, torch.nn.functional as F
+from torch import nn
+from torch.utils.data import *
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def show(name, values):
+    print(json.dumps([name, torch.as_tensor(values).tolist()]), flush=True)
+def step():
+    p = nn.Parameter(torch.ones(1))
+    p.sum().backward()
+    torch.optim.SGD([p], 0.1).step()
+"""
+
+
+def run(code, name="one", **options):
+    """The notes of each rank, and what it has shown: {name: [values, ...]}."""
+    notes, shown = notes_of(START + code, name, **options), []
+    for rank, of_rank in enumerate(notes):
+        text = Path(f"notes/{name}.{rank}.log").read_text()
+        assert of_rank[End][-1][1].state == "its end", text
+        shown.append({})
+        for key, values in map(json.loads, filter(lambda line: line[:1] == "[", text.splitlines())):
+            shown[rank].setdefault(key, []).append(values)
+    return notes, shown
+
+
+def both(code, **options):
+    """Of one process, and of two."""
+    # By one line, as it counts as one of the script's.
+    ((one,), (shown,)), ranks = [run(code, name, **options) for name in ("one", "all")]
+    return one, ranks[0], shown, ranks[1]
+
+
+def text_of(line):
+    return Path("train.py").read_text().splitlines()[int(line.rpartition(":")[2]) - 1].strip()
+
+
+# ---- random numbers
+
+SHARES = """
+rows, own = 4 // world, torch.Generator().manual_seed(0)
+show("own", torch.rand(rows, generator=own))
+show("normal", torch.normal(torch.zeros(rows, 2), torch.tensor([1.0, 2.0])))
+show("normal", torch.normal(torch.zeros(1, 2), torch.ones(rows, 2)))
+show("gamma", torch.distributions.Gamma(torch.ones(rows), 1.0).rsample())
+show("numpy", np.random.normal(0, 1, (rows, 2)))
+show("numpy", np.random.normal(size=(rows, 2)))
+show("numpy", np.random.rand(rows, 2))
+show("many", torch.rand(2_000_000 // world, generator=own.manual_seed(0))[:3])
+"""
+
+
+def test_shares(work):
+    """Each rank has its share of the numbers of one process, unless they are too many to keep."""
+    _, _, one, ranks = both(SHARES)
+    many = one.pop("many")
+    assert [each.pop("many") for each in ranks] == [many, many]
+    for name, draws in one.items():
+        for rank, of_rank in enumerate(ranks):
+            assert np.allclose(of_rank[name], [values[rank::2] for values in draws], rtol=1e-5)
+
+
+WHOLE = """
+show("few", torch.stack([torch.randperm(2) for _ in range(20)]))
+show("odd", torch.randperm(5))
+rows = np.arange(8).reshape(4, 2)
+show("rows", np.random.permutation(rows))
+np.random.shuffle(rows)
+show("rows", rows)
+random.choice([lambda x: x, lambda x: -x])
+random.sample(population=[1, 2, 3], k=2)
+np.random.randint(1000, 2000, 3)
+with torch.device("meta"):
+    nn.Linear(2, 2)
+threading.Thread(target=np.random.default_rng).start()
+np.random.default_rng(3)
+np.random.default_rng()  # without a seed
+for _ in range(1003 if world == 1 else 0):
+    random.random()
+"""
+
+
+def test_orders(work):
+    """They have all entries once, also where these have no share; and are the same on all."""
+    notes, _, one, shown = both(WHOLE)
+    assert shown == [one, one]
+    assert {*map(tuple, one["few"][0])} == {(0, 1), (1, 0)} and sorted(one["odd"][0]) == [*range(5)]
+    for rows in one["rows"]:
+        assert sorted(rows) == [[0, 1], [2, 3], [4, 5], [6, 7]] != rows
+    said = [text_of(said.text) for _, said in notes[Said] if said.kind == "unseeded"]
+    assert said == ["np.random.default_rng()  # without a seed"]
+    assert 1000 in [n for times in notes[Drawn][0][1].times.values() for n in times.values()]
+
+
+CHOICES = """
+for node in range(rank, 4, world):
+    show(f"node {node}", np.random.choice(np.arange(100 * node, 100 * node + 100)))
+random.choice([rank, 5, 6])
+for _ in range(2):
+    show("turns", random.random())
+"""
+
+
+def test_choices(work):
+    """From the same numbers, as a node's neighbours, the same; from others, it is said. Where the
+    ranks take turns, but draw more often than one process, the rest is paired by its number."""
+    turns = [[f"train.py:{(START + CHOICES).count(chr(10))}", "random.random"]]
+    _, ranks, one, shown = both(CHOICES, turns=turns)
+    first, second = one.pop("turns")
+    of_turns = [each.pop("turns") for each in shown]
+    assert np.allclose(of_turns, [[first, second], [second, second]], rtol=1e-5)
+    assert shown[0] | shown[1] == one
+    apart = [[text_of(note.line) for _, note in notes.seen("apart")] for notes in ranks]
+    assert apart == [[], ["random.choice([rank, 5, 6])"]]
+
+
+SEEDS = """
+torch.manual_seed(random.randint(7, 7))
+torch.rand(2)
+step()
+torch.manual_seed(random.randint(1000, 1000))
+torch.rand(2)
+torch.cuda.is_initialized, torch.cuda.get_rng_state = lambda: True, lambda: torch.tensor([rank])
+torch.rand(2)
+"""
+
+
+def test_numbers_that_are_no_seeds(work):
+    """A size that was drawn, or a number of a step: a seed that happens to be the same is the
+    script's own. Of GPUs, their generator counts, too."""
+    ranks, _ = run(SEEDS, "one") and run(SEEDS, "all")
+    states = [
+        [n.values["state"] for _, n in notes.seen("own") if n.name == "torch"] for notes in ranks
+    ]
+    assert [a == b for a, b in zip(*states)] == [True, True, False]
+
+
+FORKED = """
+class Noise(Dataset):
+    __len__ = lambda self: 2
+    __getitem__ = lambda self, index: torch.rand(())
+def draw():
+    show("numbers", [random.random(), np.random.rand(), torch.rand(())])
+    order = [*range(9)]
+    random.shuffle(order)
+    show("numbers", order)
+    state = random.getstate()
+    random.seed(5)
+    show("numbers", random.random())
+    random.setstate(state)
+    show("numbers", random.random())
+    for x in DataLoader(Noise()):
+        show("numbers", x)
+if "DDP_CHECK" in os.environ:
+    for generator in random, np.random:
+        generator.seed(3)
+    torch.manual_seed(3)
+    pid = os.fork()
+    if pid == 0:
+        draw()
+        os._exit(0)
+    os.waitpid(pid, 0)
+"""
+
+
+def test_processes_that_the_script_forks(work, capsys, monkeypatch):
+    """They draw their own numbers."""
+    for name in "RANK", "WORLD_SIZE":
+        monkeypatch.setenv(name, "1")
+    scope = {}
+    exec(START + FORKED, scope)
+    for generator in random, np.random, torch:
+        getattr(generator, "manual_seed", getattr(generator, "seed", None))(3)
+    scope["draw"]()
+    wanted = [json.loads(line)[1] for line in capsys.readouterr().out.splitlines()]
+    (notes,), (shown,) = run(FORKED)
+    assert shown["numbers"] == wanted and not notes[Pass]
+
+
+# ---- models
+
+MODEL = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.cuda.is_available = lambda: True
+
+@torch.compile(dynamic=False)
+def doubled(x):
+    return 2 * x
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+    def forward(self, x):
+        x = self.layer(x)[:, torch.randperm(4)]
+        return doubled(F.scaled_dot_product_attention(x, x, x, dropout_p=0.5))
+
+class Data(Dataset):
+    __len__ = lambda self: 4
+    def __getitem__(self, index):
+        return F.dropout(torch.ones(4))
+
+def hook(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(torch.full_like(bucket.buffer(), 7))
+    return future
+
+model = nn.parallel.DistributedDataParallel(torch.compile(Model()))
+model.register_comm_hook(None, hook)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x in DataLoader(Data(), 4 // world):
+    model(x).sum().backward()
+    show("gradient", model.module.layer.bias.grad)
+    with torch.no_grad():
+        F.dropout(x)
+show("deterministic", torch.are_deterministic_algorithms_enabled())
+"""
+
+
+def test_models(work):
+    """Nothing is compiled; an own hook of DDP is called; only dropout in training draws; on GPUs,
+    what is deterministic is taken. No order of samples is drawn in a model."""
+    _, ranks, one, shown = both(MODEL)
+    for each in one, *shown:
+        assert {*map(tuple, each["gradient"])} == {(7, 7, 7, 7)} and each["deterministic"] == [True]
+    drawing = {text_of(note.line) for _, note in ranks[0].seen("draw", "split")}
+    assert drawing == {"return doubled(F.scaled_dot_product_attention(x, x, x, dropout_p=0.5))"}
+
+
+@pytest.fixture
+def single():
+    """One process beside two; what is computed of the shares of a batch is "shares"."""
+    run = SimpleNamespace(thread=PerThread(), is_single=True, world=2, joined={}, loaded={})
+    run.loader_rows = run.model_rows = None
+    run.by_share = lambda tensor, function: "shares"
+    return run
+
+
+def test_batch_norm(single, monkeypatch):
+    """Of each share, unless it would have one value of a channel, or another size; and not where
+    the ranks compute it together."""
+    monkeypatch.setattr(F, "batch_norm", F.batch_norm)
+    monkeypatch.setattr(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward)
+    alike.control_batch_norm(single)
+    assert nn.BatchNorm1d(3)(torch.ones(4, 3)) == "shares"
+    assert nn.BatchNorm2d(3)(torch.ones(2, 3, 5, 5)) == "shares"
+    for module, rows in (nn.BatchNorm1d(3), 2), (nn.BatchNorm1d(3), 5), (nn.SyncBatchNorm(3), 4):
+        assert module(torch.ones(rows, 3)).shape == (rows, 3)
+
+
+def test_order_of_a_batch(single, monkeypatch):
+    """Each share of a batch is rolled by itself, as it is loaded or made from samples, if it has
+    shares; not along other dimensions, nor on a rank."""
+    for owner in torch, torch.Tensor:
+        for name in "roll", "flip":
+            monkeypatch.setattr(owner, name, getattr(owner, name))
+    alike.control_order(single)
+    single.loaded |= {"a": (4, None), "b": (3, None), "c": (None, None)}
+    assert torch.arange(4).roll(shifts=1, dims=0) == "shares" == torch.ones(4, 2).flip([0])
+    assert torch.roll(torch.arange(4), 1, dims=0) == "shares" == torch.flip(torch.ones(4, 2), [0])
+    assert torch.arange(3).roll(1, 0).tolist() == [2, 0, 1] and torch.tensor(1).flip(0) == 1
+    assert torch.ones(4, 2).flip(1).shape == (4, 2) and torch.arange(4).roll(1).shape == (4,)
+    single.thread.in_dataset, single.thread.batch = True, 6
+    assert torch.arange(6).flip(0) == "shares" and torch.arange(4).flip(0).tolist() == [3, 2, 1, 0]
+    single.is_single = False
+    assert torch.arange(6).flip(0).tolist() == [5, 4, 3, 2, 1, 0]
+
+
+# ---- samples
+
+LOADERS = """
+data = TensorDataset(torch.arange(8.0))
+
+class Stream(IterableDataset):
+    def __init__(self, things):
+        self.things = things
+    def __iter__(self):
+        return iter(self.things)
+
+class Inner(IterableDataset):
+    def __iter__(self):
+        for (x,) in DataLoader(data, 2):
+            yield from x
+
+def named(samples):
+    return {"words": "abc", "number": torch.tensor(4), "x": torch.stack([x for x, in samples])}
+
+def sizes(loader):
+    return [len(batch) for batch in loader]
+
+fours = BatchSampler(RandomSampler(data), 4, False)
+for (x,) in DataLoader(data, None, sampler=fours):  # lists
+    show("all", x)
+show("sizes", sizes(DataLoader(data, batch_size=None)))  # one by one
+show("sizes", sizes(DataLoader(Stream([torch.ones(3), torch.ones(2)]), batch_size=None)))  # own
+show("sizes", sizes(DataLoader(Stream(["a", "b"]), 2)))  # words
+show("sizes", sizes(DataLoader(Stream(range(5)), 2)))  # with the rest
+show("sizes", sizes(DataLoader(Stream(range(5)), 2, drop_last=True)))  # without it
+show("sizes", sizes(DataLoader(Inner(), 4)))  # inner
+show("sizes", sizes(DataLoader(data, 4, collate_fn=named)))  # named
+show("sizes", sizes(DataLoader(Stream([*data]), 4, collate_fn=named)))  # named stream
+show("again", [*RandomSampler(data, replacement=True)])
+show("some", [*RandomSampler(data, num_samples=3)])
+[*DataLoader(data, 4, sampler=RandomSampler(data, True))]  # draws again
+[*DataLoader(data, 4, sampler=WeightedRandomSampler([1] * 8, 4, False))]  # draws
+"""
+SIZES = [[1] * 8, [3, 2], [2], [2, 2, 1], [2, 2], [4, 4], [3, 3], [3, 3]]
+ROWS = {"lists": [4, 4], "one by one": [None] * 8, "own": [3, 2], "words": [None]}
+ROWS |= {"with the rest": [2, 2, 1], "without it": [2, 2], "inner": [4, 4], "named": [4, 4]}
+ROWS |= {"named stream": [4, 4], "draws again": [4, 4], "draws": [4]}
+
+
+def test_loaders(work):
+    """A dataset may give batches by itself, a stream may end within one, a batch may hold anything.
+    What a dataset loads is not the script's. A sampler may choose."""
+    one, ranks, *shown = both(LOADERS, cuts=True)
+    for each in shown[0], *shown[1]:
+        assert sorted(sum(each["all"], [])) == [*range(8)] and each["sizes"] == SIZES
+        assert len({*each["again"][0]}) < 8 and len(each["some"][0]) == 3
+    for notes in one, *ranks:
+        rows = {}
+        for _, note in notes[Batch]:
+            rows.setdefault(text_of(note.key[1]).rpartition("# ")[2], []).append(note.rows)
+        assert rows == ROWS and len(notes[Pass]) == len(ROWS)
+        drawing = [
+            text_of(note.key[1]).rpartition("# ")[2] for _, note in notes[Pass] if note.draws
+        ]
+        assert drawing == ["draws again", "draws"]
+
+
+def test_fewer_batches(work):
+    """--short, and a loader that has more batches; or not so many."""
+    code = "for size in 4, 3:\n    show('sizes', len(DataLoader(range(9), size)))"
+    (notes,), (shown,) = run(code, short=2)
+    assert shown["sizes"] == [2, 2] and "--short" in notes[Said][0][1].text
+    assert run(code)[1] == [{"sizes": [3, 3]}]
+
+
+LIBRARY = """
+from torch.utils.data import DataLoader
+class DataLoaderDispatcher:
+    def __iter__(self):
+        raise NotImplementedError
+class DataLoaderShard:
+    def __init__(self, loader):
+        self.base_dataloader = DataLoader(loader.dataset, loader.batch_size)
+    def __iter__(self):
+        batches = iter(self.base_dataloader)
+        batch = next(batches)
+        for following in batches:
+            yield batch
+            batch = following
+        yield batch
+"""
+PREPARED = """
+import sys
+sys.path.append("site-packages")
+from accelerate.data_loader import DataLoaderShard
+loader = DataLoader(range(8), 2)
+for batch in DataLoaderShard(loader):
+    step()
+"""
+
+
+def test_loaders_that_a_framework_makes(work):
+    """They have the names of the script's; the script gets a batch when the next one is made."""
+    folder = work / "site-packages/accelerate"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "data_loader.py").write_text(LIBRARY)
+    (notes,), _ = run(PREPARED)
+    assert [(step, note.number) for step, note in notes[Batch]] == [(n, n) for n in range(2)]
+    names = {note.key[1].partition(" of ")[2] for _, note in notes[Batch]}
+    assert [text_of(name) for name in names] == ["loader = DataLoader(range(8), 2)"]
+
+
+GAPS = """
+def own(samples):
+    return torch.tensor([x for x in samples if x % 3])
+for x in DataLoader(range(8), 4 // world, collate_fn=own):
+    torch.rand(())
+    with torch.no_grad():
+        torch.rand(len(x))
+    if not rank:
+        torch.rand(len(x))  # of these
+"""
+
+
+def test_samples_that_are_left_out(work):
+    """Only numbers for samples, in training, may be for others."""
+    _, (first, second), *_ = both(GAPS)
+    apart = {text_of(note.line) for _, note in first.seen("gaps")}
+    assert apart == {"torch.rand(len(x))  # of these"} and not second.seen("gaps")
+
+
+DATASETS = """
+rng = np.random.default_rng(3)
+
+class Noise:
+    def __init__(self):
+        self.all = {"numpy": np.random.RandomState(3), "random": random.Random(3)}
+        self.all |= {"torch": torch.Generator().manual_seed(3), "unused": torch.Generator()}
+        self.all["system"] = random.SystemRandom()
+    def draw(self):
+        numbers = [self.all["numpy"].rand(), self.all["random"].random()]
+        return [*numbers, torch.rand(1, generator=self.all["torch"]).item()]
+
+class Data(Dataset):
+    number = 5
+    def __init__(self):
+        self.noise = Noise()
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        own = [np.random.default_rng().random() for _ in range(2)]
+        own.append(np.random.default_rng(7).random())
+        return torch.tensor([np.random.rand(), rng.random(), *self.noise.draw(), *own])
+
+def begin(worker):
+    np.random.seed(get_worker_info().dataset.number)
+
+options = {"num_workers": 2, "worker_init_fn": begin, "sampler": range(rank, 4, world)}
+data = Data()
+for x in DataLoader(data, 4 // world, **options):
+    show("samples", x)
+show("draws", data.noise.draw())
+show("draws", Noise().draw())
+"""
+
+
+def test_generators_of_datasets(work):
+    """Those that it holds are given for each sample, then as they were before; also those that it
+    makes for a sample. That workers begin with the same state is noted."""
+    _, ranks, one, shown = both(DATASETS)
+    for rank, each in enumerate(shown):
+        assert each["samples"] == [one["samples"][0][rank::2]]
+        *numbers, seeded = zip(*each["samples"][0])
+        assert len({*sum(numbers, ())}) == 2 * 7 and seeded[0] == seeded[1]
+        assert each["draws"][0] == each["draws"][1]
+    found = [[note for _, note in notes.seen("draw") if DATASET in note.values] for notes in ranks]
+    names = Counter(note.name for note in found[0])
+    assert names == {"Generator": 2, "RandomState": 1, "Random": 1, "numpy": 1}
+    states = [{n.values[DATASET] for n in notes if n.name == "numpy"} for notes in found]
+    assert len(states[0]) == 1 and states[0] == states[1]
+
+
+def test_generators_of_a_large_dataset():
+    """It is not searched whole."""
+    generators = [[random.Random() for _ in range(20)] for _ in range(20)]
+    assert 100 < len(generators_of(generators)) < 300
