@@ -74,7 +74,8 @@ show("many", torch.rand(2_000_000 // world, generator=own.manual_seed(0))[:3])
 
 def test_shares(work):
     """Each rank has its share of the numbers of one process, unless they are too many to keep."""
-    _, _, one, ranks = both(SHARES)
+    of_one, notes, one, ranks = both(SHARES)
+    assert not of_one.seen("own", "draw") and not notes[0].seen("gaps", "split")
     many = one.pop("many")
     assert [each.pop("many") for each in ranks] == [many, many]
     for name, draws in one.items():
@@ -92,6 +93,7 @@ show("rows", rows)
 random.choice([lambda x: x, lambda x: -x])
 random.sample(population=[1, 2, 3], k=2)
 np.random.randint(1000, 2000, 3)
+np.random.choice(4)
 with torch.device("meta"):
     nn.Linear(2, 2)
 threading.Thread(target=np.random.default_rng).start()
@@ -104,36 +106,65 @@ for _ in range(1003 if world == 1 else 0):
 
 def test_orders(work):
     """They have all entries once, also where these have no share; and are the same on all."""
-    notes, _, one, shown = both(WHOLE)
-    assert shown == [one, one]
+    notes, ranks, one, shown = both(WHOLE)
+    assert shown == [one, one] and ranks[1].seen("split")
     assert {*map(tuple, one["few"][0])} == {(0, 1), (1, 0)} and sorted(one["odd"][0]) == [*range(5)]
     for rows in one["rows"]:
         assert sorted(rows) == [[0, 1], [2, 3], [4, 5], [6, 7]] != rows
+        assert [first % 4 for first, _ in rows] == [0, 2, 0, 2]  # within each share
     said = [text_of(said.text) for _, said in notes[Said] if said.kind == "unseeded"]
     assert said == ["np.random.default_rng()  # without a seed"]
     assert 1000 in [n for times in notes[Drawn][0][1].times.values() for n in times.values()]
 
 
 CHOICES = """
+for draw in torch.rand, random.random, np.random.rand:
+    show("own", draw(2) if draw is torch.rand else draw())
 for node in range(rank, 4, world):
     show(f"node {node}", np.random.choice(np.arange(100 * node, 100 * node + 100)))
 random.choice([rank, 5, 6])
-for _ in range(2):
-    show("turns", random.random())
+np.random.uniform([rank, 0], 9)
+def noise():
+    return torch.rand(2)
+if world == 1:
+    noise()
+else:
+    noise()
+if rank == 0:
+    torch.randn(3)
+torch.randn(5 if world == 1 else 3)
+show("own", torch.rand(2))
+torch.manual_seed(3)
+random.seed(3)
+state = random.getstate()
+if rank == 1:
+    random.random()
+show("own", random.random())
+random.setstate(state)
+show("seeded", random.random())
+show("seeded", torch.rand(2))
+for trains in True, False, True:
+    with torch.set_grad_enabled(trains):
+        show("turns", random.random())
 """
 
 
 def test_choices(work):
-    """From the same numbers, as a node's neighbours, the same; from others, it is said. Where the
-    ranks take turns, but draw more often than one process, the rest is paired by its number."""
+    """From the same numbers, as a node's neighbours, the same; from others, it is said, also of
+    other sizes. Another rank's own numbers are marked, unless its generator has the same state.
+    Where the ranks take turns, in training, but draw more often than one process, the rest is
+    paired by its number."""
     turns = [[f"train.py:{(START + CHOICES).count(chr(10))}", "random.random"]]
     _, ranks, one, shown = both(CHOICES, turns=turns)
-    first, second = one.pop("turns")
+    first, tested, second = one.pop("turns")
     of_turns = [each.pop("turns") for each in shown]
-    assert np.allclose(of_turns, [[first, second], [second, second]], rtol=1e-5)
-    assert shown[0] | shown[1] == one
+    assert np.allclose(of_turns, [[first, tested, second], [second, tested, second]], rtol=1e-5)
+    assert shown[1] | shown[0] == one and shown[1]["seeded"] == one["seeded"]
+    for values, of_one in zip(shown[1]["own"], one["own"]):
+        assert values != of_one and np.allclose(values, of_one, rtol=1e-6)
     apart = [[text_of(note.line) for _, note in notes.seen("apart")] for notes in ranks]
-    assert apart == [[], ["random.choice([rank, 5, 6])"]]
+    size = "torch.randn(5 if world == 1 else 3)"
+    assert apart == [[size], ["random.choice([rank, 5, 6])", size]]
 
 
 SEEDS = """
@@ -223,6 +254,18 @@ class Data(Dataset):
     def __getitem__(self, index):
         return F.dropout(torch.ones(4))
 
+class Scripted(nn.Module):
+    def forward(self, x):
+        return F.dropout(x.roll(1, 0), 0.5)
+
+@torch.jit.script
+def noise(x):
+    return x + torch.rand_like(x)
+
+@torch.jit.script
+def tripled(x):
+    return 3 * x
+
 def hook(state, bucket):
     future = torch.futures.Future()
     future.set_result(torch.full_like(bucket.buffer(), 7))
@@ -236,16 +279,21 @@ for x in DataLoader(Data(), 4 // world):
     show("gradient", model.module.layer.bias.grad)
     with torch.no_grad():
         F.dropout(x)
+with torch.no_grad():
+    noise(tripled(torch.jit.script(Scripted())(torch.ones(4))))
+show("scripted", isinstance(tripled, torch.jit.ScriptFunction))
 show("deterministic", torch.are_deterministic_algorithms_enabled())
 """
 
 
 def test_models(work):
-    """Nothing is compiled; an own hook of DDP is called; only dropout in training draws; on GPUs,
-    what is deterministic is taken. No order of samples is drawn in a model."""
+    """Nothing is compiled, nor scripted where a function is replaced; an own hook of DDP is called;
+    only dropout in training draws; on GPUs, what is deterministic is taken. No order of samples is
+    drawn in a model."""
     _, ranks, one, shown = both(MODEL)
     for each in one, *shown:
-        assert {*map(tuple, each["gradient"])} == {(7, 7, 7, 7)} and each["deterministic"] == [True]
+        assert {*map(tuple, each["gradient"])} == {(7, 7, 7, 7)}
+        assert each["deterministic"] == each["scripted"] == [True]
     drawing = {text_of(note.line) for _, note in ranks[0].seen("draw", "split")}
     assert drawing == {"return doubled(F.scaled_dot_product_attention(x, x, x, dropout_p=0.5))"}
 
@@ -382,6 +430,8 @@ from accelerate.data_loader import DataLoaderShard
 loader = DataLoader(range(8), 2)
 for batch in DataLoaderShard(loader):
     step()
+for batch in DataLoaderShard(DataLoader([torch.ones(3)], None)):
+    show("own", batch)
 """
 
 
@@ -391,10 +441,12 @@ def test_loaders_that_a_framework_makes(work):
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
     (folder / "data_loader.py").write_text(LIBRARY)
-    (notes,), _ = run(PREPARED)
-    assert [(step, note.number) for step, note in notes[Batch]] == [(n, n) for n in range(2)]
-    names = {note.key[1].partition(" of ")[2] for _, note in notes[Batch]}
+    (notes,), (shown,) = run(PREPARED)
+    *batches, (_, own) = notes[Batch]
+    assert [(step, note.number) for step, note in batches] == [(n, n) for n in range(2)]
+    names = {note.key[1].partition(" of ")[2] for _, note in batches}
     assert [text_of(name) for name in names] == ["loader = DataLoader(range(8), 2)"]
+    assert shown["own"] == [[1, 1, 1]] and own.rows == 3
 
 
 GAPS = """
@@ -435,7 +487,7 @@ class Data(Dataset):
     def __len__(self):
         return 4
     def __getitem__(self, index):
-        own = [np.random.default_rng().random() for _ in range(2)]
+        own = [np.random.default_rng().random() for _ in range(2)] + [random.Random().random()]
         own.append(np.random.default_rng(7).random())
         return torch.tensor([np.random.rand(), rng.random(), *self.noise.draw(), *own])
 
@@ -458,7 +510,7 @@ def test_generators_of_datasets(work):
     for rank, each in enumerate(shown):
         assert each["samples"] == [one["samples"][0][rank::2]]
         *numbers, seeded = zip(*each["samples"][0])
-        assert len({*sum(numbers, ())}) == 2 * 7 and seeded[0] == seeded[1]
+        assert len({*sum(numbers, ())}) == 2 * 8 and seeded[0] == seeded[1]
         assert each["draws"][0] == each["draws"][1]
     found = [[note for _, note in notes.seen("draw") if DATASET in note.values] for notes in ranks]
     names = Counter(note.name for note in found[0])

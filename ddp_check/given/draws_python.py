@@ -143,6 +143,10 @@ def patch(run):
             run.say(line, "unseeded")
         return generator
 
+    @wrap(random.Random, "__init__")
+    def make_random(original, self, x=None):
+        original(self, UNSEEDED.getrandbits(64) if x is None and run.thread.in_dataset else x)
+
     def restore():
         """A process that the script forks draws its own numbers, as in any run."""
         for generator, (_, set_to) in STATES.items():

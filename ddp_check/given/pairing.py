@@ -43,9 +43,8 @@ def pair(run, name, shape, state, chosen_from=None):
         (run.steps, where, name, trains, run.nth("draw", run.steps, where, name, trains))
         for where in places
     ]
-    key = ways[0] if chosen_from else ways[1]
     turn = run.nth("turn", lines[0], name) if trains else 0
-    draw = Draw(key, shape, state)
+    draw = Draw(ways[1], shape, state)
     if run.is_single:
         for way in ways:
             run.draws.setdefault(way, draw)
@@ -67,7 +66,7 @@ def pair(run, name, shape, state, chosen_from=None):
         if of_one.shape == shape or run.shared_dimension(of_one.shape, shape) is not None:
             return of_one
     note_apart(run, name, shape)
-    return Draw(found[0].key, shape, found[0].state) if found else draw
+    return draw
 
 
 def note_apart(run, name, shape, kind="apart"):

@@ -24,7 +24,7 @@ def batch_of_all(run, name, batch_size, kwargs):
     if not run.is_single or not run.options["prepared"]:
         return batch_size, kwargs
     batches = kwargs.get("batch_sampler")
-    if batches is None:
+    if batches is None and batch_size:  # None: the dataset's own batches
         batch_size *= run.world
         run.note(Cut(name, batch_size))
     elif hasattr(batches, "batch_size") and not is_of_all(batches):
