@@ -16,6 +16,7 @@ from watched import notes_of
 
 from ddp_check.given import alike
 from ddp_check.given.generators import generators_of
+from ddp_check.given.pairing import MODEL
 from ddp_check.notes import DATASET, Batch, Drawn, End, Pass, Said
 from ddp_check.process import PerThread
 
@@ -64,6 +65,7 @@ rows, own = 4 // world, torch.Generator().manual_seed(0)
 show("own", torch.rand(rows, generator=own))
 show("normal", torch.normal(torch.zeros(rows, 2), torch.tensor([1.0, 2.0])))
 show("normal", torch.normal(torch.zeros(1, 2), torch.ones(rows, 2)))
+show("some", torch.multinomial(torch.ones(9), rows, True))
 show("gamma", torch.distributions.Gamma(torch.ones(rows), 1.0).rsample())
 show("numpy", np.random.normal(0, 1, (rows, 2)))
 show("numpy", np.random.normal(size=(rows, 2)))
@@ -94,6 +96,14 @@ random.choice([lambda x: x, lambda x: -x])
 random.sample(population=[1, 2, 3], k=2)
 np.random.randint(1000, 2000, 3)
 np.random.choice(4)
+np.random.choice(4, 2, False)
+class Own(Sampler):
+    def __init__(self):
+        self.own, self.order = torch.Generator(), torch.randperm(7)
+        torch.randperm(3, generator=self.own)
+    def __iter__(self):
+        return iter(torch.randperm(3, generator=self.own).tolist())
+[*Own()], random_split(range(6), [3, 3])
 with torch.device("meta"):
     nn.Linear(2, 2)
 threading.Thread(target=np.random.default_rng).start()
@@ -102,18 +112,34 @@ np.random.default_rng()  # without a seed
 for _ in range(1003 if world == 1 else 0):
     random.random()
 """
+SPLIT = {
+    'show("few", torch.stack([torch.randperm(2) for _ in range(20)]))': 0,
+    'show("odd", torch.randperm(5))': 0,
+    'show("rows", np.random.permutation(rows))': 0,
+    "np.random.shuffle(rows)": 4,
+    "random.sample(population=[1, 2, 3], k=2)": 0,
+    "np.random.choice(4, 2, False)": 0,
+    "self.own, self.order = torch.Generator(), torch.randperm(7)": 7,
+    "[*Own()], random_split(range(6), [3, 3])": 6,
+}
+UNGIVEN = {
+    "unseeded": "np.random.default_rng()  # without a seed",
+    "own order": "return iter(torch.randperm(3, generator=self.own).tolist())",
+}
 
 
 def test_orders(work):
     """They have all entries once, also where these have no share; and are the same on all."""
     notes, ranks, one, shown = both(WHOLE)
-    assert shown == [one, one] and ranks[1].seen("split")
+    assert shown == [one, one]
+    split = {text_of(note.line): note.about["size"] for _, note in ranks[1].seen("split")}
+    assert split == SPLIT
     assert {*map(tuple, one["few"][0])} == {(0, 1), (1, 0)} and sorted(one["odd"][0]) == [*range(5)]
     for rows in one["rows"]:
         assert sorted(rows) == [[0, 1], [2, 3], [4, 5], [6, 7]] != rows
         assert [first % 4 for first, _ in rows] == [0, 2, 0, 2]  # within each share
-    said = [text_of(said.text) for _, said in notes[Said] if said.kind == "unseeded"]
-    assert said == ["np.random.default_rng()  # without a seed"]
+    said = {(said.kind, text_of(said.text)) for _, said in notes[Said] if said.kind in UNGIVEN}
+    assert said == {*UNGIVEN.items()}
     assert 1000 in [n for times in notes[Drawn][0][1].times.values() for n in times.values()]
 
 
@@ -133,6 +159,7 @@ else:
 if rank == 0:
     torch.randn(3)
 torch.randn(5 if world == 1 else 3)
+torch.randperm(4 // world)
 show("own", torch.rand(2))
 torch.manual_seed(3)
 random.seed(3)
@@ -163,8 +190,8 @@ def test_choices(work):
     for values, of_one in zip(shown[1]["own"], one["own"]):
         assert values != of_one and np.allclose(values, of_one, rtol=1e-6)
     apart = [[text_of(note.line) for _, note in notes.seen("apart")] for notes in ranks]
-    size = "torch.randn(5 if world == 1 else 3)"
-    assert apart == [[size], ["random.choice([rank, 5, 6])", size]]
+    sizes = ["torch.randn(5 if world == 1 else 3)", "torch.randperm(4 // world)"]
+    assert apart == [sizes, ["random.choice([rank, 5, 6])", *sizes]]
 
 
 SEEDS = """
@@ -232,8 +259,10 @@ def test_processes_that_the_script_forks(work, capsys, monkeypatch):
 
 # ---- models
 
-MODEL = """
+MODELS = """
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 dist.init_process_group("gloo")
 torch.cuda.is_available = lambda: True
 
@@ -246,7 +275,9 @@ class Model(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, 4)
     def forward(self, x):
-        x = self.layer(x)[:, torch.randperm(4)]
+        x = self.layer(x)[:, torch.randperm(4)][:, random.sample(range(4), 4)]
+        x = F.dropout(x, 0.2)
+        x = F.dropout(x + torch.rand_like(x), training=False)
         return doubled(F.scaled_dot_product_attention(x, x, x, dropout_p=0.5))
 
 class Data(Dataset):
@@ -272,6 +303,7 @@ def hook(state, bucket):
     return future
 
 model = nn.parallel.DistributedDataParallel(torch.compile(Model()))
+model.register_comm_hook(None, fp16_compress_hook)
 model.register_comm_hook(None, hook)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for x in DataLoader(Data(), 4 // world):
@@ -283,19 +315,32 @@ with torch.no_grad():
     noise(tripled(torch.jit.script(Scripted())(torch.ones(4))))
 show("scripted", isinstance(tripled, torch.jit.ScriptFunction))
 show("deterministic", torch.are_deterministic_algorithms_enabled())
+scaler = torch.amp.GradScaler("cpu")
+torch.set_float32_matmul_precision("medium")
+with torch.autocast("cpu", torch.bfloat16):
+    show("precise", (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32)
+show("precise", not scaler.is_enabled() and scaler.state_dict()["scale"] == 1)
+show("precise", torch.get_float32_matmul_precision() == "highest")
+show("precise", fsdp.MixedPrecision(param_dtype=torch.bfloat16).param_dtype is None)
 """
+DRAWING = {
+    "x = F.dropout(x, 0.2)",
+    "x = F.dropout(x + torch.rand_like(x), training=False)",
+    "return doubled(F.scaled_dot_product_attention(x, x, x, dropout_p=0.5))",
+}
 
 
 def test_models(work):
     """Nothing is compiled, nor scripted where a function is replaced; an own hook of DDP is called;
-    only dropout in training draws; on GPUs, what is deterministic is taken. No order of samples is
-    drawn in a model."""
-    _, ranks, one, shown = both(MODEL)
+    only dropout in training draws; float32 is kept; on GPUs, what is deterministic is taken. No
+    order of samples is drawn in a model."""
+    _, ranks, one, shown = both(MODELS)
     for each in one, *shown:
         assert {*map(tuple, each["gradient"])} == {(7, 7, 7, 7)}
         assert each["deterministic"] == each["scripted"] == [True]
-    drawing = {text_of(note.line) for _, note in ranks[0].seen("draw", "split")}
-    assert drawing == {"return doubled(F.scaled_dot_product_attention(x, x, x, dropout_p=0.5))"}
+        assert each["precise"] == [True] * 4
+    drawing = {(text_of(note.line), *note.values) for _, note in ranks[0].seen("draw", "split")}
+    assert drawing == {(text, MODEL) for text in DRAWING}
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def patch(run):
                 original(*args, **kwargs)
             inspect.unwrap(owner.seed)(run.hash(key))
             if shape == shape_of_one:
-                is_split = name == "choice" and (kwargs.get("replace"), *args[2:3])[-1] is False
+                is_split = (kwargs.get("replace"), *args[2:3])[-1] is False
                 is_order = name == "sample" or is_split
                 if is_order and run.model is None:
                     run.last_order = run.last_order if run.steps else place()[0]
