@@ -92,6 +92,7 @@ rows = np.arange(8).reshape(4, 2)
 show("rows", np.random.permutation(rows))
 np.random.shuffle(rows)
 show("rows", rows)
+show("rows", torch.as_tensor(rows)[torch.randperm(4)])
 random.choice([lambda x: x, lambda x: -x])
 random.sample(population=[1, 2, 3], k=2)
 np.random.randint(1000, 2000, 3)
@@ -117,6 +118,7 @@ SPLIT = {
     'show("odd", torch.randperm(5))': 0,
     'show("rows", np.random.permutation(rows))': 0,
     "np.random.shuffle(rows)": 4,
+    'show("rows", torch.as_tensor(rows)[torch.randperm(4)])': 0,
     "random.sample(population=[1, 2, 3], k=2)": 0,
     "np.random.choice(4, 2, False)": 0,
     "self.own, self.order = torch.Generator(), torch.randperm(7)": 7,
@@ -442,6 +444,116 @@ def test_loaders(work):
             text_of(note.key[1]).rpartition("# ")[2] for _, note in notes[Pass] if note.draws
         ]
         assert drawing == ["draws again", "draws"]
+
+
+SAMPLERS = """
+data = TensorDataset(torch.arange(8.0))
+
+def sampler(seed, **options):
+    return DistributedSampler(data, world, rank, seed=seed, **options)
+
+def passes(name, n, sampler, steps=True):
+    for epoch in range(n):
+        if sampler and name in ("epochs", "both"):
+            sampler.set_epoch(epoch)
+        for (x,) in DataLoader(data, 4 // world, shuffle=sampler is None, sampler=sampler):
+            show(name, x)
+        if steps:
+            step()
+
+passes("epochs", 3, None if world == 1 else sampler(5))
+passes("same", 3, None if world == 1 else sampler(6))
+passes("looks", 2, None if world == 1 else sampler(7), False)
+passes("both", 2, sampler(8))
+passes("other", 1, sampler(9))
+passes("in order", 1, sampler(0, shuffle=False))
+of_all = DistributedSampler(data, 1, 0, seed=3)
+show("of all", [*of_all])
+show("seed", [of_all.seed, of_all.epoch])
+"""
+
+
+def test_orders_of_samplers(work):
+    """A DistributedSampler has the orders of one process, whatever its seed is: without
+    set_epoch(), the same again, but where no step was made."""
+    _, ranks, one, shown = both(SAMPLERS)
+    for rank, of_rank in enumerate(shown):
+        for name in "epochs", "looks", "both", "other", "in order":
+            assert of_rank[name] == [values[rank::2] for values in one[name]]
+        assert of_rank["same"] == 3 * [values[rank::2] for values in one["same"][:2]]
+        assert of_rank["seed"] == [[3, 0]] and of_rank["of all"] == one["of all"]
+    orders = {tuple(values) for name in ("both", "other") for values in one[name][::2]}
+    assert len(orders) == 3 and one["in order"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    drawn = {note.about["made"] for _, note in ranks[0].seen("split")}
+    assert [*map(text_of, drawn)] == [
+        "return DistributedSampler(data, world, rank, seed=seed, **options)"
+    ]
+
+
+PASSES = """
+class Own(Sampler):
+    def __init__(self, sampler=None):
+        if sampler is not None:
+            self.sampler = sampler
+    def __iter__(self):
+        return iter(torch.randperm(4).tolist())  # in its order
+
+class Ranks(Sampler):
+    num_processes = 2
+    def __init__(self):
+        pass
+    def __iter__(self):
+        yield from range(4)
+    def set_epoch(self, epoch):
+        pass
+
+class Batches(BatchSampler):
+    def __iter__(self):
+        yield [0, 1]
+
+data = Subset(range(8), range(4))
+shares = DistributedSampler(data, 2, 0)
+loaders = [
+    DataLoader(data, 2),  # in order
+    DataLoader(data, 2, sampler=shares),
+    DataLoader(data, 2, sampler=Own()),
+    DataLoader(data, 2, sampler=Ranks()),
+    DataLoader(data, 2, sampler=Own(Ranks())),  # inner
+    DataLoader(data, batch_sampler=Batches(Own(Ranks()), 2, False)),
+    DataLoader(data, 2, sampler=RandomSampler(data, True)),  # again
+]
+for loader in loaders:
+    show("sizes", len([*loader]))
+for loader in DataLoader(data, 2), DataLoader(data, 3):
+    for x in loader:
+        show("sizes", len(x))
+        step()
+"""
+GIVEN_BY = "return iter(torch.randperm(4).tolist())  # in its order"
+NOTED = [
+    # sampler, gives shares, draws, set_epoch(), where it is made
+    ("SequentialSampler", False, False, False, ""),
+    ("DistributedSampler", True, False, True, "shares = DistributedSampler(data, 2, 0)"),
+    ("Own", False, True, False, GIVEN_BY),
+    ("Ranks", True, False, True, "yield from range(4)"),
+    ("Own", True, True, True, GIVEN_BY),
+    ("Batches", True, False, True, "yield [0, 1]"),
+    ("RandomSampler", False, True, False, ""),
+    *[("SequentialSampler", False, False, False, "")] * 2,
+]
+
+
+def test_passes(work):
+    """What is noted of a sampler; and each rank's part of the script's batch size, for training."""
+    one, _, shown, (of_rank, _) = both(PASSES, cuts=True)
+    noted = [
+        (p.sampler, p.has_share, p.draws, p.has_epochs, text_of(p.made) if p.made else "")
+        for _, p in one[Pass]
+    ]
+    assert noted == NOTED and {p.size for _, p in one[Pass]} == {8}
+    assert [p.batch_size for _, p in one[Pass]] == [*[2] * 5, None, 2, 2, 3]
+    assert shown["sizes"] == [2, 1, 2, 2, 2, 1, 2, *[2, 2], *[3, 1]]
+    assert of_rank["sizes"] == [2, 1, 2, 2, 2, 1, 2, *[1] * 4, *[3, 1]]
 
 
 def test_fewer_batches(work):

@@ -169,7 +169,7 @@ def patch(run):
             line = place()[0]
             name = f"loader {run.nth('loader', line)} of {line}"
             run.loaders.setdefault(id(dataset), []).append(name)
-            if not kwargs.get("batch_sampler"):
+            if kwargs.get("batch_sampler") is None:
                 batch_size = of_all_ranks(name, batch_size)
         original(self, dataset, batch_size, *args, **kwargs)
         self.check_name, self.check_size = name, batch_size
