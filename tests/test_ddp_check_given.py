@@ -16,8 +16,8 @@ from watched import notes_of
 
 from ddp_check.given import alike
 from ddp_check.given.generators import generators_of
-from ddp_check.given.pairing import MODEL
-from ddp_check.notes import DATASET, Batch, Drawn, End, Pass, Said
+from ddp_check.given.pairing import LOOP, MODEL
+from ddp_check.notes import DATASET, Batch, Collective, Drawn, End, Pass, Said
 from ddp_check.process import PerThread
 
 START = """
@@ -78,6 +78,7 @@ def test_shares(work):
     """Each rank has its share of the numbers of one process, unless they are too many to keep."""
     of_one, notes, one, ranks = both(SHARES)
     assert not of_one.seen("own", "draw") and not notes[0].seen("gaps", "split")
+    assert {what for _, note in notes[0].seen("draw") for what in note.values} == {LOOP}
     many = one.pop("many")
     assert [each.pop("many") for each in ranks] == [many, many]
     for name, draws in one.items():
@@ -86,13 +87,15 @@ def test_shares(work):
 
 
 WHOLE = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
 show("few", torch.stack([torch.randperm(2) for _ in range(20)]))
 show("odd", torch.randperm(5))
-rows = np.arange(8).reshape(4, 2)
+rows = np.arange(32).reshape(16, 2)
 show("rows", np.random.permutation(rows))
 np.random.shuffle(rows)
 show("rows", rows)
-show("rows", torch.as_tensor(rows)[torch.randperm(4)])
+show("rows", torch.as_tensor(rows)[torch.randperm(16)])
 random.choice([lambda x: x, lambda x: -x])
 random.sample(population=[1, 2, 3], k=2)
 np.random.randint(1000, 2000, 3)
@@ -110,6 +113,13 @@ with torch.device("meta"):
 threading.Thread(target=np.random.default_rng).start()
 np.random.default_rng(3)
 np.random.default_rng()  # without a seed
+order = torch.randperm(4).tolist()
+dist.broadcast_object_list(order)
+names = random.sample(range(4), 4)
+dist.broadcast_object_list(names)
+step()
+torch.randperm(5), random.sample(range(5), 5)
+dist.broadcast_object_list(names)
 for _ in range(1003 if world == 1 else 0):
     random.random()
 """
@@ -117,13 +127,15 @@ SPLIT = {
     'show("few", torch.stack([torch.randperm(2) for _ in range(20)]))': 0,
     'show("odd", torch.randperm(5))': 0,
     'show("rows", np.random.permutation(rows))': 0,
-    "np.random.shuffle(rows)": 4,
-    'show("rows", torch.as_tensor(rows)[torch.randperm(4)])': 0,
+    "np.random.shuffle(rows)": 16,
+    'show("rows", torch.as_tensor(rows)[torch.randperm(16)])': 0,
     "random.sample(population=[1, 2, 3], k=2)": 0,
     "np.random.choice(4, 2, False)": 0,
     "self.own, self.order = torch.Generator(), torch.randperm(7)": 7,
     "[*Own()], random_split(range(6), [3, 3])": 6,
 }
+DRAWN = ["order = torch.randperm(4).tolist()", "names = random.sample(range(4), 4)"]
+SPLIT |= dict.fromkeys([*DRAWN, "torch.randperm(5), random.sample(range(5), 5)"], 0)
 UNGIVEN = {
     "unseeded": "np.random.default_rng()  # without a seed",
     "own order": "return iter(torch.randperm(3, generator=self.own).tolist())",
@@ -136,10 +148,12 @@ def test_orders(work):
     assert shown == [one, one]
     split = {text_of(note.line): note.about["size"] for _, note in ranks[1].seen("split")}
     assert split == SPLIT
+    sent = [text_of(note.drawn) for _, note in ranks[0][Collective] if "list" in note.name]
+    assert sent == [*DRAWN, DRAWN[1]]
     assert {*map(tuple, one["few"][0])} == {(0, 1), (1, 0)} and sorted(one["odd"][0]) == [*range(5)]
     for rows in one["rows"]:
-        assert sorted(rows) == [[0, 1], [2, 3], [4, 5], [6, 7]] != rows
-        assert [first % 4 for first, _ in rows] == [0, 2, 0, 2]  # within each share
+        assert sorted(rows) == [[n, n + 1] for n in range(0, 32, 2)] != rows
+        assert [first % 4 for first, _ in rows] == [0, 2] * 8  # within each share
     said = {(said.kind, text_of(said.text)) for _, said in notes[Said] if said.kind in UNGIVEN}
     assert said == {*UNGIVEN.items()}
     assert 1000 in [n for times in notes[Drawn][0][1].times.values() for n in times.values()]
@@ -148,6 +162,7 @@ def test_orders(work):
 CHOICES = """
 for draw in torch.rand, random.random, np.random.rand:
     show("own", draw(2) if draw is torch.rand else draw())
+show("own", torch.rand(2, generator=torch.default_generator))
 for node in range(rank, 4, world):
     show(f"node {node}", np.random.choice(np.arange(100 * node, 100 * node + 100)))
 random.choice([rank, 5, 6])
@@ -419,10 +434,15 @@ show("sizes", sizes(DataLoader(data, 4, collate_fn=named)))  # named
 show("sizes", sizes(DataLoader(Stream([*data]), 4, collate_fn=named)))  # named stream
 show("again", [*RandomSampler(data, replacement=True)])
 show("some", [*RandomSampler(data, num_samples=3)])
+show("seeded", [*RandomSampler(data, generator=torch.Generator().manual_seed(5))])
+given = RandomSampler(data)
+given.generator = torch.Generator().manual_seed(5)
+show("seeded", [*given])
 [*DataLoader(data, 4, sampler=RandomSampler(data, True))]  # draws again
 [*DataLoader(data, 4, sampler=WeightedRandomSampler([1] * 8, 4, False))]  # draws
 """
 SIZES = [[1] * 8, [3, 2], [2], [2, 2, 1], [2, 2], [4, 4], [3, 3], [3, 3]]
+SEEDED = torch.randperm(8, generator=torch.Generator().manual_seed(5)).tolist()
 ROWS = {"lists": [4, 4], "one by one": [None] * 8, "own": [3, 2], "words": [None]}
 ROWS |= {"with the rest": [2, 2, 1], "without it": [2, 2], "inner": [4, 4], "named": [4, 4]}
 ROWS |= {"named stream": [4, 4], "draws again": [4, 4], "draws": [4]}
@@ -435,6 +455,7 @@ def test_loaders(work):
     for each in shown[0], *shown[1]:
         assert sorted(sum(each["all"], [])) == [*range(8)] and each["sizes"] == SIZES
         assert len({*each["again"][0]}) < 8 and len(each["some"][0]) == 3
+        assert [order == SEEDED for order in each["seeded"]] == [True, False]
     for notes in one, *ranks:
         rows = {}
         for _, note in notes[Batch]:
@@ -461,10 +482,12 @@ def passes(name, n, sampler, steps=True):
         if steps:
             step()
 
+passes("looked at", 1, None)
 passes("epochs", 3, None if world == 1 else sampler(5))
 passes("same", 3, None if world == 1 else sampler(6))
 passes("looks", 2, None if world == 1 else sampler(7), False)
 passes("both", 2, sampler(8))
+passes("twice", 2, sampler(4), False)
 passes("other", 1, sampler(9))
 passes("in order", 1, sampler(0, shuffle=False))
 of_all = DistributedSampler(data, 1, 0, seed=3)
@@ -483,7 +506,8 @@ def test_orders_of_samplers(work):
         assert of_rank["same"] == 3 * [values[rank::2] for values in one["same"][:2]]
         assert of_rank["seed"] == [[3, 0]] and of_rank["of all"] == one["of all"]
     orders = {tuple(values) for name in ("both", "other") for values in one[name][::2]}
-    assert len(orders) == 3 and one["in order"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(orders) == 3 and one["twice"][:2] == one["twice"][2:]
+    assert one["in order"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     drawn = {note.about["made"] for _, note in ranks[0].seen("split")}
     assert [*map(text_of, drawn)] == [
         "return DistributedSampler(data, world, rank, seed=seed, **options)"

@@ -73,8 +73,7 @@ def patch(run):
             return original(self)
         # For each pass a new one may be made.
         number = run.nth("order of a sampler", getattr(self, "check_made", ""), size)
-        if run.is_single:
-            run.orders[asked_for(self.data_source)] = number
+        run.orders[asked_for(self.data_source)] = number
         g = torch.Generator().manual_seed(number)
         return iter(inspect.unwrap(torch.randperm)(size, generator=g).tolist())
 
