@@ -93,8 +93,7 @@ def patch(run):
             epochs = [epoch for of, epoch in used if of == seed]
             number = run.orders.get(key, 1000 * seeds.index(seed) + len(epochs))
             used[seed, epoch] = number, run.steps
-        if run.is_single:
-            run.orders[key] = number
+        run.orders[key] = number
         return number
 
     @wrap(RandomSampler, "__init__")
