@@ -91,6 +91,10 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 show("few", torch.stack([torch.randperm(2) for _ in range(20)]))
 show("odd", torch.randperm(5))
+show("odd", np.random.permutation(5))
+odd = [*range(5)]
+random.shuffle(odd)
+show("odd", odd)
 rows = np.arange(32).reshape(16, 2)
 show("rows", np.random.permutation(rows))
 np.random.shuffle(rows)
@@ -127,6 +131,8 @@ SPLIT = {
     'show("few", torch.stack([torch.randperm(2) for _ in range(20)]))': 0,
     'show("odd", torch.randperm(5))': 0,
     'show("rows", np.random.permutation(rows))': 0,
+    'show("odd", np.random.permutation(5))': 0,
+    "random.shuffle(odd)": 5,
     "np.random.shuffle(rows)": 16,
     'show("rows", torch.as_tensor(rows)[torch.randperm(16)])': 0,
     "random.sample(population=[1, 2, 3], k=2)": 0,
@@ -150,7 +156,8 @@ def test_orders(work):
     assert split == SPLIT
     sent = [text_of(note.drawn) for _, note in ranks[0][Collective] if "list" in note.name]
     assert sent == [*DRAWN, DRAWN[1]]
-    assert {*map(tuple, one["few"][0])} == {(0, 1), (1, 0)} and sorted(one["odd"][0]) == [*range(5)]
+    assert {*map(tuple, one["few"][0])} == {(0, 1), (1, 0)}
+    assert [sorted(odd) for odd in one["odd"]] == [[*range(5)]] * 3
     for rows in one["rows"]:
         assert sorted(rows) == [[n, n + 1] for n in range(0, 32, 2)] != rows
         assert [first % 4 for first, _ in rows] == [0, 2] * 8  # within each share
