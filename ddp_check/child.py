@@ -39,8 +39,7 @@ class Tee:
         self.process, self.stream, self.text = process, stream, ""
 
     def write(self, text):
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and os.getpid() == self.process.pid:
+        if threading.current_thread() is threading.main_thread():
             *lines, self.text = (self.text + text).split("\n")
             at, *callers = place() if lines else ("",)
             for line in lines:
