@@ -42,7 +42,8 @@ torch.accelerator.set_device_index(1); torch.accelerator.synchronize()
 torch.set_default_device("cuda"); assert torch.zeros(2).sum() == 0
 torch.set_default_tensor_type("torch.cuda.FloatTensor"); nn.Linear(2, 2)(torch.zeros(1, 2))
 with torch.device("cuda"): assert nn.Linear(2, 2)(torch.zeros(1, 2)).shape == (1, 2)
-torch.set_default_device(0); torch.set_default_device("meta"); assert torch.ones(2).is_meta
+torch.set_default_device(0); assert torch.zeros(2).sum() == 0
+torch.set_default_device("meta"); assert torch.zeros(2).is_meta
 torch.set_default_tensor_type(torch.DoubleTensor); assert "Double" in torch.zeros(2).type()
 assert torch.zeros(2).type(torch.cuda.LongTensor).dtype == torch.int64
 assert torch.zeros(2).type("torch.cuda.HalfTensor").dtype == torch.float16

@@ -110,6 +110,8 @@ class Environment:
             c.mkdir(path.encode(), 0o700)
         data, locks = ("/data.mdb", "/lock.mdb") if subdir else ("", "-lock")
         self.file = c.open((path + data).encode(), 0 if readonly else 66, 0o600)
+        if self.file < 0:
+            raise OSError("no such file")
         if lock:
             c.open((path + locks).encode(), 66, 0o600)
     def write(self):
