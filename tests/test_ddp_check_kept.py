@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sqlite3
 import sys
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from helpers import free_port
 from test_ddp_check_cpu import GROUP, START, in_fork, run_line
-from test_ddp_check_files import sqlite3, users_content, watched
+from test_ddp_check_files import users_content, watched
 from test_ddp_check_parts import FakeRuns, notes, of_loader, step_notes
 from watched import FACTS, notes_of
 
@@ -62,10 +63,8 @@ sqlite3.Connection(":memory:").execute("create table samples (x)")
 assert list(sqlite3.Connection("file:data.db?mode=ro", uri=True).execute("select x from samples"))
 c = sqlite3.connect("a", uri=True); c.execute("attach 'file:data.db?mode=ro' as u"); \
 c.executescript("attach 'b' as n; create table n.samples as select x from u.samples")
-mmap.mmap(-1, 9)[0] = 7
-open("new.lock", "w").close()
-import socket; socket.socket().bind(("127.0.0.1", 0))
-import socket; socket.socket(socket.AF_UNIX).bind(f"\0{os.getpid()}")
+mmap.mmap(-1, 9)[0] = 7; open("new.lock", "w").close()
+import socket as s; s.socket().bind(("127.0.0.1", 0)); s.socket(s.AF_UNIX).bind(f"\0{os.getpid()}")
 from safetensors.torch import save_file; [save_file({"a": torch.ones(n)}, "new") for n in (1, 2)]
 try: open("no/folder", "r+") \n except FileNotFoundError: pass
 """
@@ -120,8 +119,7 @@ open = Environment
 """,
 }
 DATABASES = r"""
-assert dbm.gnu.open("data.bin").file > 0
-assert dbm.gnu.open("data.bin", "c").file > 0
+dbm.gnu.open("data.bin"); dbm.gnu.open("data.bin", "c")
 try: dbm.gnu.open("data.bin", "w")["a"] = b"1" \n except OSError: pass
 dbm.gnu.open("new", "c")["a"] = b"1"; dbm.gnu.open("new", "w"); dbm.gnu.open("new")
 lmdb.open("images", readonly=True); lmdb.open("images.mdb", 99, False); lmdb.Environment("images")
@@ -216,6 +214,17 @@ os.kill(os.getpid(), 9)
 
 def test_exit_without_cleanup(work):
     assert notes_of("import os\nos._exit(3)")[0].end() == "os._exit(3)"
+
+
+def test_where_it_is(work):
+    """It is known at once: it may be busy in C, soon after its start."""
+    code = """
+import os, time
+for _ in range(8):
+    time.sleep(0.1 * (not os.path.exists("notes/one.0.where")))
+print(os.path.exists("notes/one.0.where"))
+"""
+    assert [note.text for _, note in notes_of(code)[0][Printed]] == ["True"]
 
 
 def facts_of(**more):
