@@ -26,7 +26,7 @@ from ddp_check import child, command, cpu, launchers, pairs, progress, runs, scr
 from ddp_check.compare import judge as judging
 from ddp_check.kept import files
 from ddp_check.kept.made import Made, as_line, open_path, remove_made
-from ddp_check.notes import Cut, Notes, Printed
+from ddp_check.notes import Cut, File, Notes, Printed
 from ddp_check.patches import STOPPED
 from ddp_check.process import Process
 
@@ -449,3 +449,16 @@ def test_torch_for_cpus_alone(work):
     """Has no options for nccl."""
     group = GROUP.replace("FILE", str(Path("store").resolve()))
     assert in_fork(use_other_torch, START + group) == 0
+
+
+def test_a_rename_that_fails(work):
+    """As of a file that another rank has already renamed: this rank has written nothing."""
+    code = """
+import contextlib, os
+open("new.tmp", "w").close()
+os.rename("new.tmp", "new.pt")
+with contextlib.suppress(FileNotFoundError):
+    os.rename("new.tmp", "other.pt")
+"""
+    (one,) = notes_of(code)
+    assert {os.path.basename(note.path) for _, note in one[File]} == {"new.tmp", "new.pt"}

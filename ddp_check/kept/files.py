@@ -142,7 +142,7 @@ class Guard:
         old, new = full(old, old_folder), full(new, new_folder)
         self.check("rename", old)
         self.check("overwrite", new)
-        if not self.is_ignored(new):
+        if os.path.lexists(old) and not self.is_ignored(new):  # or it fails
             self.made.moved(old, new)
             self.note_line(new, "w")
 
