@@ -45,8 +45,7 @@ def leaves_of(tree):
 
 
 def opened(tree, depth=OBJECTS):
-    """With the attributes of an object instead of it, if there are tensors among them, as of a
-    class for batches."""
+    """With the attributes of an object instead of it, as of a class for batches."""
     if isinstance(tree, (dict, list, tuple)) and depth < OBJECTS and len(tree) > MANY_THINGS:
         return None  # of a dataset
     if isinstance(tree, dict):
@@ -55,9 +54,7 @@ def opened(tree, depth=OBJECTS):
         return [opened(part, depth) for part in tree]
     inside = getattr(tree, "__dict__", None)
     if depth and isinstance(inside, dict) and not isinstance(tree, (torch.Tensor, nn.Module, type)):
-        parts = opened(inside, depth - 1)
-        if any(map(torch.is_tensor, leaves_of(parts))):
-            return parts
+        return opened(inside, depth - 1)
     return tree
 
 
@@ -134,7 +131,7 @@ def folded(flat):
             sums = sums.gather(1, (torch.arange(SUMS, device=flat.device) - shift) % SUMS)
         blocks += len(sums)
         facts.append(torch.cat([norm.square()[None], norm.new_tensor([bad]), sums.sum(0)]))
-    return torch.stack(facts).sum(0) if len(facts) > 1 else facts[0]
+    return torch.stack(facts).sum(0)
 
 
 def half_eps(tensor):

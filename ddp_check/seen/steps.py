@@ -147,7 +147,7 @@ class Steps:
         self.run.note(seen)
 
     def end(self, optimizer, args, kwargs):
-        if self.inside is None or self.inside[0] is not optimizer:
+        if self.inside[1] is not inspect.currentframe().f_back:  # that of one inside of it
             return
         run = self.run
         run.thread.stepping = False
@@ -178,9 +178,8 @@ class Steps:
 
     def note_after(self, parameters, buffers):
         if self.closures < 2:
-            both = {name: (self.weights[name], b) for name, b in sketches(parameters).items()}
-            moves = {name: moved(a, b) for name, (a, b) in both.items() if a.shape == b.shape}
-            self.note("update", moves)
+            after = sketches(parameters)
+            self.note("update", {name: moved(self.weights[name], b) for name, b in after.items()})
         kept = {name: b for name, b in buffers.items() if not re.search(BATCH_NORM, name)}
         self.note("buffer", sketches(kept, any_order=True), kept)
 

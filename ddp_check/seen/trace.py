@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import os
+import traceback
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from ..sketch import is_plain, leaves_of, opened, sketches
 from .written import note_set
 
 LAYERS = "linear conv1d conv2d conv3d conv_transpose2d matmul __matmul__ mm bmm addmm baddbmm "
-LAYERS += "einsum batch_norm layer_norm group_norm scaled_dot_product_attention lstm gru"
+LAYERS += "einsum batch_norm layer_norm group_norm scaled_dot_product_attention"
 LAYERS = LAYERS.split()
 SORTS = "sort", "argsort", "topk"
 TORCH = os.path.dirname(torch.__file__)
@@ -36,13 +37,15 @@ def note_evaluation(run, module, line, callers):
         buffers = [each for each in module.named_buffers() if each[1].is_floating_point()]
         buffers = {f"{type(module).__name__}.{name}": buffer for name, buffer in buffers}
         number, about = run.nth("modules", run.steps, line), {"callers": callers[:1]}
-        name, values = type(module).__name__, sketches(buffers)
-        run.note(Seen("evaluation", line, name, number, values, about=about))
+        with run.quiet():
+            values = sketches(buffers)
+        run.note(Seen("evaluation", line, type(module).__name__, number, values, about=about))
 
 
 def sum_of_weights(run, module):
     with run.quiet(), torch.no_grad():
-        return float(sum(p.sum(dtype=torch.float64) for p in module.parameters()))
+        weights = [p for p in module.parameters() if not p.is_meta]
+        return float(sum(p.sum(dtype=torch.float64) for p in weights))
 
 
 def indices_in(tree):
@@ -66,8 +69,9 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         name = getattr(function, "__name__", UNKNOWN)
-        if self.run.noise and name in LAYERS and is_plain(out) and out.is_floating_point():
-            out = self.noisy(out)
+        if self.run.noise and name in LAYERS and out.is_floating_point():
+            with contextlib.suppress(RuntimeError):  # inside of vmap, and of what has no values
+                out = self.noisy(out)
         if name == "all_reduce" and out is None:
             out = args[0]  # it is another value now
         if self.run.thread.quiet or self.run.thread.in_dataset:
@@ -76,7 +80,7 @@ class Trace(TorchFunctionMode):
             note_set(self.run, args[0])
         if name == "embedding" and any((*args[3:4], kwargs.get("max_norm"))):  # sets its weight
             note_set(self.run, args[1])
-        if name in ("cat", "concat", "concatenate", "vstack") and is_plain(out):
+        if name in ("cat", "concat", "concatenate", "vstack"):
             parts = args[0] if args else kwargs["tensors"]
             dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
             sizes = [len(part) for part in parts if part.dim()]
@@ -100,7 +104,7 @@ class Trace(TorchFunctionMode):
     def see(self, name, out, args, kwargs):
         made_from = indices_in((args, kwargs))
         if name in self.SAME_VALUE:
-            if made_from and is_plain(out) and not isinstance(out, nn.Parameter):
+            if made_from and is_plain(out):
                 out.compare_index = made_from[0]
             for mark in ("check_line", "compare_place"):
                 if is_plain(out) and hasattr(args[0], mark):
@@ -112,22 +116,19 @@ class Trace(TorchFunctionMode):
             return
         if not self.run.traces:
             return
-        frame = inspect.currentframe().f_back.f_back
-        while frame is not None and frame.f_code.co_filename.startswith((TORCH, FOLDER)):
+        for frame, number in traceback.walk_stack(inspect.currentframe().f_back):
             if frame.f_code.co_filename.startswith(NOT_THE_SCRIPTS):
                 return
-            frame = frame.f_back
-        file = (
-            None
-            if frame is None or "empty" in name or name == "new"
-            else own_file(frame.f_code.co_filename)
-        )
+            if not frame.f_code.co_filename.startswith((TORCH, FOLDER)):
+                break
+        is_set = "empty" not in name and name != "new"
+        file = own_file(frame.f_code.co_filename) if is_set else None
         leaves = [leaf for leaf in leaves_of(out) if torch.is_tensor(leaf)]
-        if file is None and name in self.SCALED and len(made_from) == 1 and is_plain(out):
+        if file is None and name in self.SCALED and len(made_from) == 1:
             out.compare_index = made_from[0]  # as a framework divides a loss by its number of parts
         if file is None or not leaves or isinstance(leaves[0], nn.Parameter):
             return
-        line = f"{file}:{frame.f_lineno}"
+        line = f"{file}:{number}"
         if self.run.nth("seen", self.run.steps, line, name) >= MANY_VALUES:
             return
         if name in SORTS:  # where the entries were, in the rank's own batch; or where such places
@@ -244,7 +245,7 @@ def patch(run):
 
         @wrap(torch.Tensor, name)
         def register(original, self, hook):
-            if isinstance(self, nn.Parameter) and not run.thread.quiet:
+            if isinstance(self, nn.Parameter):
                 run.say(place()[0], "hook")
 
             def traced(*args):
