@@ -1,7 +1,7 @@
 """What is noted of a script: values, steps, collective calls. Each is one that a user may have; in
 forks of this process."""
 
-import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from watched import notes_of
 
-from ddp_check.notes import MANY_EVALUATIONS, Collective, End, Said, Seen, Step
+from ddp_check.notes import MANY_EVALUATIONS, MANY_VALUES, Collective, End, Said, Seen, Step
 from ddp_check.sketch import moved, sketch
 
 FRAMEWORK = """
@@ -67,7 +67,7 @@ torch.vstack([torch.tensor(1.0), torch.tensor(2.0)])
 torch.cat(tensors=[x, x])
 x.new(1000)
 x * 1j
-np.random.default_rng([1, 2])
+np.random.seed([1, 2])
 words = {f"word{number}": number for number in range(300)}
 out, scale = net(torch.tensor(2.0), x, names)  # a pass
 loss = divided(out.sum(), 2)
@@ -124,3 +124,160 @@ def test_values(work):
     evaluated = seen("each(x)", "evaluation", "value")
     assert list(evaluated) == ["BatchNorm1d", "batch_norm"]
     assert evaluated["BatchNorm1d"].number == MANY_EVALUATIONS - 1
+
+
+OPTIMIZERS = """
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer, SGD
+
+class Lookahead(Optimizer):
+    def __init__(self, base):
+        self.base = base
+        super().__init__(base.param_groups, {})
+
+    def step(self):
+        self.base.step()
+
+class Doubling(SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.mul_(2)
+
+def weight(value):
+    return nn.Parameter(torch.full((3,), value))
+
+def closure():
+    optimizer.zero_grad()
+    loss = (2 * optimizer.param_groups[0]["params"][0] - 2).square().sum()
+    loss.backward()
+    return loss
+
+def fails():
+    raise ValueError
+
+optimizer = LBFGS([weight(0.0)], max_iter=4)
+optimizer.step(closure)
+optimizer = LBFGS([weight(0.0)], max_iter=1)
+optimizer.step(closure=closure)
+optimizer = SGD([{"params": [weight(0.0)], "mask": torch.ones(3)}], torch.tensor(0.5))
+optimizer.step(closure)
+optimizer = Lookahead(SGD([weight(0.0)], 0.5))
+optimizer.base.load_state_dict(SGD([weight(0.0)], 0.25).state_dict())
+closure()
+optimizer.step()
+try:
+    optimizer.base.step(fails)
+except ValueError:
+    pass
+optimizer = Doubling([weight(0.0)], 0.5)
+closure()
+optimizer.step()
+nets = [nn.Linear(1, 1), nn.Linear(1, 1)]
+optimizer = SGD([p for net in nets for p in net.parameters()], 0.5)
+optimizer.step()
+"""
+
+
+def test_optimizers(work):
+    """LBFGS, whose closure computes several gradients; optimizers that step another, or as their
+    class does; one that fails; settings that are tensors, or loaded; two models of one class."""
+    (one,) = notes_of(OPTIMIZERS)
+    assert one[End][0][1].state == "its end"
+    assert [step.key for _, step in one[Step]] == [(n, 0) for n in range(7)]
+    assert one[Step][-1][1].names == [f"{of}.{p}" for of in ("Linear", "Linear'") for p in ("weight", "bias")]
+
+    def norms(kind):
+        found = [(step, *note.values.values()) for step, note in one.seen(kind)]
+        return [(step, round(first.norm / 3**0.5, 3)) for step, first, *_ in found if first]
+
+    assert norms("gradient") == [(0, 8), (1, 8), (2, 8), (3, 8), (4, 8)]
+    assert norms("update") == [(1, 0.333), (2, 4), (3, 2), (4, 8), (5, 0)]
+    settings = one.seen("setting")[2][1].values
+    assert settings[0, "lr"] == 0.5 and (0, "mask") not in settings
+
+
+RANKS = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+
+class Loss(nn.Module):
+    def forward(self, x):
+        with torch.no_grad():
+            dist.all_gather(parts, x)  # without gradients
+        return x.sum()
+
+def step(loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+# A sharded weight, and a sparse gradient.
+mesh = init_device_mesh("cpu", (world,))
+shards = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+words = nn.Embedding(5, 2, sparse=True)
+wide = nn.Linear(4, 1 + world)
+optimizer = torch.optim.SGD([shards, *words.parameters(), *wide.parameters()], 0.5)
+for _ in range(2):
+    loss = words(torch.tensor([1, 2])).sum() + wide(torch.ones(2, 4)).sum()
+    step(world * (loss + (shards * 2).sum().full_tensor()))
+
+# Other names.
+if world > 1:
+    core = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model = DistributedDataParallel(core)
+else:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.5)
+for _ in range(2):
+    step(world * model(torch.arange(16.0).view(4, 4)).square().sum())
+
+# DDP of one process each; and of all, but for some.
+part = nn.Linear(4, 1)
+alone = [dist.new_group([r]) for r in range(world)][rank]
+DistributedDataParallel(part, process_group=alone)
+frozen = nn.Linear(4, 1)
+frozen.bias.requires_grad_(False)
+some = nn.Sequential(frozen, nn.Linear(1, 1))
+some._ddp_params_and_buffers_to_ignore = ["1.bias"]
+averaged = DistributedDataParallel(some)
+optimizer = torch.optim.SGD([*part.parameters(), *some.parameters()], 0.5)
+optimizer.step()
+
+# Calls.
+parts = [torch.empty(1) for _ in range(world)]
+x = torch.ones(1, requires_grad=True) * 2
+Loss()(x)
+dist.all_gather(parts, x)  # with gradients
+for _ in range(60):
+    dist.all_reduce(torch.ones(1))  # often
+for _ in range(60):
+    model(torch.ones(4, 4))  # often
+"""
+
+
+def test_ranks(work):
+    """Weights that are sharded, sparse or of another size, modules of another name, DDP of a part;
+    each rank has one process's weights after a step. Many calls of a line."""
+    (one,), ranks = notes_of(RANKS), notes_of(RANKS, "all")
+    for notes in (one, *ranks):
+        assert notes[End][0][1].state == "its end"
+    def weights(notes):
+        values = [value for _, note in notes.seen("weight") for value in note.values.items()]
+        return np.array([value.sums for name, value in values if "wide" not in name])
+
+    for rank in ranks:
+        assert np.allclose(weights(rank), weights(one), 0, 1e-5)
+        averaged = [step.averaged for _, step in rank[Step]]
+        assert averaged[2] and averaged[-1] == ["some.0.weight", "some.1.weight"]
+        calls = [call for _, call in rank[Collective]]
+        assert [call.has_grad for call in calls if call.name == "all_gather"] == [False, True]
+        often = Counter(call.line for call in calls)
+        assert often[line_of(RANKS, "dist.all_reduce")] == MANY_VALUES
+        assert often[line_of(RANKS, "model(torch.ones")] == MANY_VALUES
