@@ -141,9 +141,10 @@ def half_eps(tensor):
 
 def copied(tensors):
     """As arrays, by one copy from each device."""
-    found, devices = {}, {tensor.device for tensor in tensors.values()}
-    for device in devices:
-        names = [name for name, tensor in tensors.items() if tensor.device == device]
+    found, of_devices = {}, {}
+    for name, tensor in tensors.items():
+        of_devices.setdefault(tensor.device, []).append(name)
+    for names in of_devices.values():
         flat = torch.cat([tensors[name].reshape(-1) for name in names]).cpu().numpy()
         ends = np.cumsum([tensors[name].numel() for name in names])
         found |= dict(zip(names, np.split(flat, ends[:-1])))

@@ -1,15 +1,21 @@
 """What is noted of a script: values, steps, collective calls. Each is one that a user may have; in
 forks of this process."""
 
+import inspect
+import os
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import nn
 from watched import notes_of
 
-from ddp_check.notes import MANY_EVALUATIONS, MANY_VALUES, Collective, End, Said, Seen, Step
+from ddp_check import script, text
+from ddp_check.notes import MANY_EVALUATIONS, MANY_VALUES, Collective, End, Notes, Said, Step
+from ddp_check.process import Process
+from ddp_check.seen import held
 from ddp_check.sketch import moved, sketch
 
 FRAMEWORK = """
@@ -88,7 +94,6 @@ for each in [nn.BatchNorm1d(4).eval() for _ in range(25)]:
 for batch in torch.utils.data.DataLoader(x, sampler=[2, 0]):
     pass
 """
-
 
 
 def line_of(code, text):
@@ -187,7 +192,9 @@ def test_optimizers(work):
     (one,) = notes_of(OPTIMIZERS)
     assert one[End][0][1].state == "its end"
     assert [step.key for _, step in one[Step]] == [(n, 0) for n in range(7)]
-    assert one[Step][-1][1].names == [f"{of}.{p}" for of in ("Linear", "Linear'") for p in ("weight", "bias")]
+    assert one[Step][-1][1].names == [
+        f"{of}.{p}" for of in ("Linear", "Linear'") for p in ("weight", "bias")
+    ]
 
     def norms(kind):
         found = [(step, *note.values.values()) for step, note in one.seen(kind)]
@@ -268,6 +275,7 @@ def test_ranks(work):
     (one,), ranks = notes_of(RANKS), notes_of(RANKS, "all")
     for notes in (one, *ranks):
         assert notes[End][0][1].state == "its end"
+
     def weights(notes):
         values = [value for _, note in notes.seen("weight") for value in note.values.items()]
         return np.array([value.sums for name, value in values if "wide" not in name])
@@ -281,3 +289,58 @@ def test_ranks(work):
         often = Counter(call.line for call in calls)
         assert often[line_of(RANKS, "dist.all_reduce")] == MANY_VALUES
         assert often[line_of(RANKS, "model(torch.ones")] == MANY_VALUES
+
+
+# ---- without a script
+
+
+def test_share():
+    """Of a padded batch, also if its samples are columns; not of what has another size, or other
+    dimensions. And of the samples that the script has kept of a batch, two entries each."""
+    rank = SimpleNamespace(world=2, is_single=False, joined={}, loaded={"a": (8, None)})
+    for one, own, expected in (
+        ((8, 6), (4, 5), 0),
+        ((5, 8), (4, 4), 1),
+        ((7, 4), (4, 4), None),
+        ((8, 4), (4, 5), None),
+        ((8, 4), (4,), None),
+    ):
+        assert Process.shared_dimension(rank, one, own) == expected
+    rank.options, rank.loader_rows, rank.model_rows = {"layout": "turns"}, 8, 3
+    assert Process.positions(rank, 1, 6).tolist() == [2, 3, 6, 7, 10, 11]
+
+
+def test_small_and_large_tensors():
+    """In double precision, a step may be small; a dataset is too large to be looked at."""
+    weight = torch.ones(5, dtype=torch.double)
+    assert np.isclose(moved(sketch(weight), sketch(weight + 1e-9)).norm, 1e-9 * 5**0.5, rtol=0.5)
+    mine = SimpleNamespace(bank=torch.ones(3), data=torch.empty(10_000_000))
+    assert list(held.tensors_of(inspect.currentframe())) == ["SimpleNamespace.bank"], mine
+
+
+def test_crash_below_torch(work):
+    """It is named by the script's line."""
+    Path("train.py").write_text("model(x)\n")
+    frames = [
+        f'  File "{os.path.abspath(name)}", line 1 in run' for name in (nn.__file__, "train.py")
+    ]
+    Path("all.0.crash").write_text("\n".join(frames))
+    assert Notes(".", "all", 0).end().endswith("train.py:1: model(x)")
+
+
+TEXT = """
+def score(values):
+    return np.mean(values)
+def other(values):
+    return sum(values) / 2
+found = score(values)
+"""
+
+
+def test_text(work):
+    """What computes a score, and who calls that; nothing of a line that is not known."""
+    Path("train.py").write_text(TEXT)
+    file = os.path.abspath("train.py")
+    assert text.divisions_behind(f"{file}:6", [file]) == [f"{file}:3"]
+    assert text.calls_of(f"{file}:3", [file]) == [f"{file}:6"]
+    assert text.lines_inside(script.UNKNOWN) == []
