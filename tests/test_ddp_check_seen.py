@@ -151,6 +151,10 @@ class Doubling(SGD):
             for p in self.param_groups[0]["params"]:
                 p.mul_(2)
 
+class Unaware(SGD):  # of its closure
+    def step(self, closure=None):
+        super().step()
+
 def weight(value):
     return nn.Parameter(torch.full((3,), value))
 
@@ -180,6 +184,9 @@ except ValueError:
 optimizer = Doubling([weight(0.0)], 0.5)
 closure()
 optimizer.step()
+optimizer = Unaware([weight(0.0)], 0.5)
+closure()
+optimizer.step(closure)
 nets = [nn.Linear(1, 1), nn.Linear(1, 1)]
 optimizer = SGD([p for net in nets for p in net.parameters()], 0.5)
 optimizer.step()
@@ -188,10 +195,11 @@ optimizer.step()
 
 def test_optimizers(work):
     """LBFGS, whose closure computes several gradients; optimizers that step another, or as their
-    class does; one that fails; settings that are tensors, or loaded; two models of one class."""
+    class does; one that fails; one without its closure. Settings that are tensors, or loaded;
+    two models of one class."""
     (one,) = notes_of(OPTIMIZERS)
     assert one[End][0][1].state == "its end"
-    assert [step.key for _, step in one[Step]] == [(n, 0) for n in range(7)]
+    assert [step.key for _, step in one[Step]] == [(n, 0) for n in range(8)]
     assert one[Step][-1][1].names == [
         f"{of}.{p}" for of in ("Linear", "Linear'") for p in ("weight", "bias")
     ]
@@ -200,8 +208,8 @@ def test_optimizers(work):
         found = [(step, *note.values.values()) for step, note in one.seen(kind)]
         return [(step, round(first.norm / 3**0.5, 3)) for step, first, *_ in found if first]
 
-    assert norms("gradient") == [(0, 8), (1, 8), (2, 8), (3, 8), (4, 8)]
-    assert norms("update") == [(1, 0.333), (2, 4), (3, 2), (4, 8), (5, 0)]
+    assert norms("gradient") == [(0, 8), (1, 8), (2, 8), (3, 8), (4, 8), (5, 8)]
+    assert norms("update") == [(1, 0.333), (2, 4), (3, 2), (4, 8), (5, 4), (6, 0)]
     settings = one.seen("setting")[2][1].values
     assert settings[0, "lr"] == 0.5 and (0, "mask") not in settings
 
@@ -248,7 +256,7 @@ for _ in range(2):
 # DDP of one process each; and of all, but for some.
 part = nn.Linear(4, 1)
 alone = [dist.new_group([r]) for r in range(world)][rank]
-DistributedDataParallel(part, process_group=alone)
+apart = DistributedDataParallel(part, process_group=alone)
 frozen = nn.Linear(4, 1)
 frozen.bias.requires_grad_(False)
 some = nn.Sequential(frozen, nn.Linear(1, 1))
@@ -313,7 +321,9 @@ def test_share():
 def test_small_and_large_tensors():
     """In double precision, a step may be small; a dataset is too large to be looked at."""
     weight = torch.ones(5, dtype=torch.double)
-    assert np.isclose(moved(sketch(weight), sketch(weight + 1e-9)).norm, 1e-9 * 5**0.5, rtol=0.5)
+    assert np.isclose(
+        moved(sketch(weight), sketch(weight + 1e-9)).norm, 1e-9 * 5**0.5, rtol=0.5, atol=0
+    )
     mine = SimpleNamespace(bank=torch.ones(3), data=torch.empty(10_000_000))
     assert list(held.tensors_of(inspect.currentframe())) == ["SimpleNamespace.bank"], mine
 
