@@ -18,7 +18,7 @@ from torch import nn
 from .notes import NOISE, Drawn, End, Said, Seen
 from .patches import LEAVE
 from .script import library_place, own_file
-from .sketch import as_tensors, by_sample, leaves_of, summary
+from .sketch import NO_VALUES, as_tensors, by_sample, leaves_of, summary
 
 MANY_PARTS = 8  # tensors of a value that are noted
 
@@ -100,7 +100,7 @@ class Process:
     def note_value(self, kind, line, name, tree, made_from=(), **about):
         """Note what a line has computed, and return its index."""
         leaves, values = [leaf for leaf in leaves_of(tree) if torch.is_tensor(leaf)], {}
-        with self.quiet(), contextlib.suppress(RuntimeError):  # inside of vmap, there are none
+        with self.quiet(), NO_VALUES:
             trees = tree if kind == "inputs" else [tree]  # a list of a function's arguments
             parts = leaves_of([by_sample(as_tensors(each), self.loader_rows) for each in trees])
             parts = [part for part in parts if torch.is_tensor(part)][:MANY_PARTS]

@@ -1,5 +1,6 @@
 """What is noted of a tensor: whether another process has the same, or a part of it."""
 
+import contextlib
 import functools
 import math
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from torch import nn
 MANY_COLUMNS, FEW_COLUMNS = 4096, 512  # of the first dimension, and of others
 SUMS = 256
 OBJECTS = 2  # one in the other, that are opened
+# Inside of vmap, on "meta", before a lazy module's first pass: there a tensor has none.
+NO_VALUES = contextlib.suppress(RuntimeError, ValueError)
 MANY_THINGS = 1000  # that an object holds and that are not looked at
 
 
@@ -110,6 +113,10 @@ def whole(tensor):
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
+def as_real(tensor):
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def folded(flat):
     """Where the tensor is, in float64: the square of its norm, how many entries are not finite, and
     its entries with random signs, added up to SUMS numbers."""
@@ -158,7 +165,7 @@ def sketches(tensors, any_order=False):
     sums = {}
     for name, tensor in tensors.items():
         if tensor is not None:
-            flat = tensor.reshape(-1)
+            flat = as_real(tensor).reshape(-1)
             sums[name] = folded(flat)
             if any_order:
                 sorted_flat = torch.nan_to_num(flat, 0.0, 0.0, 0.0).sort().values
@@ -187,8 +194,7 @@ def summary(tensor):
     if isinstance(tensor, nn.Parameter) or not all_plain([tensor]) or not tensor.numel():
         return None
     shape, tensor, eps = tuple(tensor.shape), torch.atleast_1d(tensor.detach()), half_eps(tensor)
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+    tensor = as_real(tensor)
     signs, parts, dims = column_signs(tensor.device), {}, range(min(3, tensor.dim()))
     for d in dims:
         if tensor.shape[d] > MANY_COLUMNS and d:

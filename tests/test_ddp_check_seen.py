@@ -62,15 +62,24 @@ def train():
     net.train()  # the mode
 
 net = Net()
-shapes = nn.Linear(2, 2, device="meta")
-shapes(torch.ones(1, 2, device="meta"))  # meta
+shapes = nn.BatchNorm1d(2, device="meta")
+shapes(torch.ones(2, 2, device="meta"))  # meta
+shapes.eval()(torch.ones(2, 2, device="meta"))
+later = nn.LazyLinear(2)
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
 train()
 x, names = torch.ones(3, 4), np.array(["a", "b", "c"])
 torch.func.vmap(lambda row: row @ net.layer.weight.T)(x)
+torch.func.jacrev(net.layer)(x)
+weights, _ = torch.func.stack_module_state([net.layer, nn.Linear(4, 2)])
+torch.func.vmap(lambda each: torch.func.functional_call(net.layer, each, x))(weights)
+torch.utils.checkpoint.checkpoint(net.layer, x, use_reentrant=False).sum().backward()
+torch.jit.trace(net.layer, x)
+nn.LazyLinear(2)(x)
 torch.ones(2, 2).long() @ torch.ones(2, 2).long()
 torch.vstack([torch.tensor(1.0), torch.tensor(2.0)])
 torch.cat(tensors=[x, x])
+torch.clone(input=torch.sort(input=x)[0])
 x.new(1000)
 x * 1j
 np.random.seed([1, 2])
@@ -101,8 +110,8 @@ def line_of(code, text):
 
 
 def test_values(work):
-    """Tensors that are sparse, complex, of no dimension or without values, parameters that are
-    given out, what a library computes, other threads and processes; with noise, too."""
+    """Tensors that are sparse, complex, of no dimension or without values; parameters that are
+    given out; what a library computes; vmap, checkpoints; threads, processes. With noise, too."""
     Path("site-packages").mkdir()
     Path("site-packages/framework.py").write_text(FRAMEWORK)
     (one,), (again,) = [notes_of(VALUES, run, lines=3) for run in ("one", "again")]
@@ -112,7 +121,7 @@ def test_values(work):
         line = line_of(VALUES, text)
         return {note.name: note for _, note in one.seen(*kinds) if note.line == line}
 
-    assert seen("shapes(", "outputs")["Linear"].values == {0: None}
+    assert seen("shapes(", "outputs")["BatchNorm1d"].values == {0: None}
     assert seen("x * 1j", "value")["mul"].values[0].norm > 3
     assert not seen("x.new", "value") and not seen("x * 3", "value")
     outputs, inner = seen("out, scale = net", "outputs")["Net"], seen("    out, scale", "inputs")
@@ -319,11 +328,13 @@ def test_share():
 
 
 def test_small_and_large_tensors():
-    """In double precision, a step may be small; a dataset is too large to be looked at."""
+    """In double precision, a step may be small; a weight may be imaginary; a dataset is too large
+    to be looked at."""
     weight = torch.ones(5, dtype=torch.double)
     assert np.isclose(
         moved(sketch(weight), sketch(weight + 1e-9)).norm, 1e-9 * 5**0.5, rtol=0.5, atol=0
     )
+    assert sketch(1j * weight).norm == sketch(weight).norm
     mine = SimpleNamespace(bank=torch.ones(3), data=torch.empty(10_000_000))
     assert list(held.tensors_of(inspect.currentframe())) == ["SimpleNamespace.bank"], mine
 

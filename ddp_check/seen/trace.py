@@ -16,7 +16,7 @@ from ..given.alike import keep_precise
 from ..notes import MANY_EVALUATIONS, MANY_VALUES, Seen
 from ..patches import stop_both_runs, wrap
 from ..script import FOLDER, UNKNOWN, is_running, own_file, own_lines, place, source
-from ..sketch import is_plain, leaves_of, opened, sketches
+from ..sketch import NO_VALUES, is_plain, leaves_of, opened, sketches
 from .written import note_set
 
 LAYERS = "linear conv1d conv2d conv3d conv_transpose2d matmul __matmul__ mm bmm addmm baddbmm "
@@ -37,15 +37,14 @@ def note_evaluation(run, module, line, callers):
         buffers = [each for each in module.named_buffers() if each[1].is_floating_point()]
         buffers = {f"{type(module).__name__}.{name}": buffer for name, buffer in buffers}
         number, about = run.nth("modules", run.steps, line), {"callers": callers[:1]}
-        with run.quiet():
+        with run.quiet(), NO_VALUES:
             values = sketches(buffers)
-        run.note(Seen("evaluation", line, type(module).__name__, number, values, about=about))
+            run.note(Seen("evaluation", line, type(module).__name__, number, values, about=about))
 
 
 def sum_of_weights(run, module):
-    with run.quiet(), torch.no_grad():
-        weights = [p for p in module.parameters() if not p.is_meta]
-        return float(sum(p.sum(dtype=torch.float64) for p in weights))
+    with run.quiet(), torch.no_grad(), NO_VALUES:
+        return float(sum(p.sum(dtype=torch.float64) for p in module.parameters()))
 
 
 def indices_in(tree):
@@ -69,8 +68,9 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         name = getattr(function, "__name__", UNKNOWN)
-        if self.run.noise and name in LAYERS and out.is_floating_point():
-            with contextlib.suppress(RuntimeError):  # inside of vmap, and of what has no values
+        is_layer = name in LAYERS and out.is_floating_point() and not torch.jit.is_tracing()
+        if self.run.noise and is_layer:
+            with NO_VALUES:
                 out = self.noisy(out)
         if name == "all_reduce" and out is None:
             out = args[0]  # it is another value now
@@ -87,7 +87,7 @@ class Trace(TorchFunctionMode):
             batches = {rows for rows, _ in self.run.loaded.values()}
             if dim in (0, -out.dim()) and (len(set(sizes)) == 1 or batches.issuperset(sizes)):
                 self.run.joined[len(out)] = sizes
-        with contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
+        with NO_VALUES:
             if torch.is_tensor(out) or isinstance(out, (tuple, list)):
                 self.see(name, out, args, kwargs)
         return out
@@ -99,16 +99,16 @@ class Trace(TorchFunctionMode):
         with self.run.quiet():
             noise = inspect.unwrap(torch.randn)(out.shape, generator=generator, device=out.device)
             part = max(self.run.noise, torch.finfo(out.dtype).eps / 2)  # else it is rounded away
-            return (out * (1 + part * noise)).to(out.dtype)
+            return (out + part * noise * out.detach()).to(out.dtype)  # nothing for a backward pass
 
     def see(self, name, out, args, kwargs):
-        made_from = indices_in((args, kwargs))
+        made_from, first = indices_in((args, kwargs)), [*args, *kwargs.values()][0]
         if name in self.SAME_VALUE:
             if made_from and is_plain(out):
                 out.compare_index = made_from[0]
             for mark in ("check_line", "compare_place"):
-                if is_plain(out) and hasattr(args[0], mark):
-                    setattr(out, mark, getattr(args[0], mark))
+                if is_plain(out) and hasattr(first, mark):
+                    setattr(out, mark, getattr(first, mark))
             return
         if name in self.PARTS and made_from:
             for leaf in filter(is_plain, leaves_of(out)):
@@ -132,7 +132,7 @@ class Trace(TorchFunctionMode):
         if self.run.nth("seen", self.run.steps, line, name) >= MANY_VALUES:
             return
         if name in SORTS:  # where the entries were, in the rank's own batch; or where such places
-            for leaf in leaves if hasattr(args[0], "compare_place") else leaves[-1:]:
+            for leaf in leaves if hasattr(first, "compare_place") else leaves[-1:]:
                 leaf.compare_place = True
         by = args[1] if len(args) > 1 else kwargs.get("other")
         by_gradient = "div" in name and getattr(by, "requires_grad", False)

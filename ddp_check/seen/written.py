@@ -8,7 +8,7 @@ from torch import nn
 
 from ..patches import wrap
 from ..script import UNKNOWN, place
-from ..sketch import all_plain
+from ..sketch import NO_VALUES, all_plain, is_plain
 
 SETS = r"[a-z]\w*[a-z0-9]_$|__(setitem|iadd|isub|imul|itruediv)__$"
 SETS_NOTHING = "requires_grad_", "detach_", "share_memory_", "rename_"
@@ -27,11 +27,12 @@ def with_callers(run, lines):
 def note_set(run, tensor):
     """By a line of the script."""
     is_script = not (run.thread.quiet or run.thread.in_dataset or run.thread.stepping)
-    if is_script and all_plain([tensor]):
+    if is_script and is_plain(tensor):
         line, *callers = place()
         if line != UNKNOWN:
-            run.written[tensor.data_ptr()] = line
-            run.called_at |= dict(zip([line], callers))
+            with NO_VALUES:
+                run.written[tensor.data_ptr()] = line
+                run.called_at |= dict(zip([line], callers))
 
 
 def patch(run):
