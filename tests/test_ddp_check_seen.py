@@ -42,20 +42,24 @@ from torch import nn
 sys.path.insert(0, "site-packages")
 from framework import divided, through
 
+class Settings:
+    def __getattr__(self, name):
+        return {}[name]
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer, self.scale = nn.Linear(4, 2), nn.Parameter(torch.ones(()))
         self.register_buffer("graph", torch.eye(3).to_sparse())
 
-    def forward(self, time, x, names):
-        return torch.sparse.mm(self.graph, self.layer(x)) * time, self.scale
+    def forward(self, time, x, names, settings):
+        return torch.sparse.mm(self.graph, self.layer(x)) * time, self.scale, settings
 
     def update(self):
         optimizer.step()
 
     def training_step(self, *args):
-        out, scale = self(*args)  # the pass
+        out, scale, _ = self(*args)  # the pass
         return out
 
 def train():
@@ -68,7 +72,7 @@ shapes.eval()(torch.ones(2, 2, device="meta"))
 later = nn.LazyLinear(2)
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
 train()
-x, names = torch.ones(3, 4), np.array(["a", "b", "c"])
+x, names, settings = torch.ones(3, 4), np.array(["a", "b", "c"]), Settings()
 torch.func.vmap(lambda row: row @ net.layer.weight.T)(x)
 torch.func.jacrev(net.layer)(x)
 weights, _ = torch.func.stack_module_state([net.layer, nn.Linear(4, 2)])
@@ -84,11 +88,11 @@ x.new(1000)
 x * 1j
 np.random.seed([1, 2])
 words = {f"word{number}": number for number in range(300)}
-out, scale = net(torch.tensor(2.0), x, names)  # a pass
+out, scale, _ = net(torch.tensor(2.0), x, names, settings)  # a pass
 loss = divided(out.sum(), 2)
 loss * net.scale
 out.register_hook(lambda grad: grad)
-through(net, net.training_step, torch.tensor(2.0), x, names)
+through(net, net.training_step, torch.tensor(2.0), x, names, settings)
 torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss))
 thread = threading.Thread(target=net.layer.bias.data.mul_, args=(1,))
 thread.start()
@@ -124,7 +128,7 @@ def test_values(work):
     assert seen("shapes(", "outputs")["BatchNorm1d"].values == {0: None}
     assert seen("x * 1j", "value")["mul"].values[0].norm > 3
     assert not seen("x.new", "value") and not seen("x * 3", "value")
-    outputs, inner = seen("out, scale = net", "outputs")["Net"], seen("    out, scale", "inputs")
+    outputs, inner = seen("out, scale, _ = net", "outputs")["Net"], seen("  out, scale", "inputs")
     assert outputs.values[0] and outputs.values[1] is None and list(inner) == ["Net"]
     total, scaled = [seen(text, "value") for text in ("loss = divided", "loss * net")]
     assert scaled["mul"].made_from == [total["sum"].index]

@@ -49,7 +49,8 @@ def sum_of_weights(run, module):
 
 def indices_in(tree):
     """Of the values that are among the arguments of a function."""
-    return [leaf.compare_index for leaf in leaves_of(tree) if hasattr(leaf, "compare_index")]
+    tensors = filter(torch.is_tensor, leaves_of(tree))
+    return [tensor.compare_index for tensor in tensors if hasattr(tensor, "compare_index")]
 
 
 class Trace(TorchFunctionMode):
