@@ -12,9 +12,9 @@ from torch import nn
 MANY_COLUMNS, FEW_COLUMNS = 4096, 512  # of the first dimension, and of others
 SUMS = 256
 OBJECTS = 2  # one in the other, that are opened
+MANY_THINGS = 1000  # that an object holds and that are not looked at
 # Inside of vmap, on "meta", before a lazy module's first pass: there a tensor has none.
 NO_VALUES = contextlib.suppress(RuntimeError, ValueError)
-MANY_THINGS = 1000  # that an object holds and that are not looked at
 
 
 class Sketch(NamedTuple):

@@ -46,6 +46,11 @@ class Settings:
     def __getattr__(self, name):
         return {}[name]
 
+class Units:
+    @classmethod
+    def __torch_function__(cls, *call):
+        return cls()
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -84,6 +89,7 @@ torch.ones(2, 2).long() @ torch.ones(2, 2).long()
 torch.vstack([torch.tensor(1.0), torch.tensor(2.0)])
 torch.cat(tensors=[x, x])
 torch.clone(input=torch.sort(input=x)[0])
+torch.matmul(torch.cat([Units(), Units()]), x)
 x.new(1000)
 x * 1j
 np.random.seed([1, 2])

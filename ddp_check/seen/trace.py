@@ -69,8 +69,8 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         name = getattr(function, "__name__", UNKNOWN)
-        is_layer = name in LAYERS and out.is_floating_point() and not torch.jit.is_tracing()
-        if self.run.noise and is_layer:
+        is_noisy = self.run.noise and not torch.jit.is_tracing()
+        if is_noisy and name in LAYERS and is_plain(out) and out.is_floating_point():
             with NO_VALUES:
                 out = self.noisy(out)
         if name == "all_reduce" and out is None:
@@ -81,7 +81,7 @@ class Trace(TorchFunctionMode):
             note_set(self.run, args[0])
         if name == "embedding" and any((*args[3:4], kwargs.get("max_norm"))):  # sets its weight
             note_set(self.run, args[1])
-        if name in ("cat", "concat", "concatenate", "vstack"):
+        if name in ("cat", "concat", "concatenate", "vstack") and is_plain(out):
             parts = args[0] if args else kwargs["tensors"]
             dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
             sizes = [len(part) for part in parts if part.dim()]
@@ -100,10 +100,10 @@ class Trace(TorchFunctionMode):
         with self.run.quiet():
             noise = inspect.unwrap(torch.randn)(out.shape, generator=generator, device=out.device)
             part = max(self.run.noise, torch.finfo(out.dtype).eps / 2)  # else it is rounded away
-            return (out + part * noise * out.detach()).to(out.dtype)  # nothing for a backward pass
+            return (out + part * noise * out.detach()).to(out.dtype)  # a checkpoint keeps none
 
     def see(self, name, out, args, kwargs):
-        made_from, first = indices_in((args, kwargs)), [*args, *kwargs.values()][0]
+        made_from, first = indices_in((args, kwargs)), (*args, *kwargs.values(), None)[0]
         if name in self.SAME_VALUE:
             if made_from and is_plain(out):
                 out.compare_index = made_from[0]
