@@ -236,7 +236,8 @@ def test_optimizers(work):
 RANKS = """
 import torch, torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
