@@ -92,7 +92,7 @@ class Process:
         return self.thread.in_dataset or os.getpid() != self.pid
 
     def note(self, note):
-        if not self.is_fork():
+        if os.getpid() == self.pid:
             with self.lock:
                 pickle.dump((self.steps, note), self.notes)
                 self.notes.flush()

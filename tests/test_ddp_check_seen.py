@@ -322,6 +322,24 @@ def test_ranks(work):
 # ---- without a script
 
 
+def test_after_gc_freeze(work):
+    """As nanochat does after its first step: its models and generators are seen all the same."""
+    code = """
+import gc, numpy as np, torch
+model, teacher, numbers = *(torch.nn.Linear(1, 1) for _ in "ab"), np.random.default_rng(0)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(6):
+    optimizer.zero_grad()
+    (model(torch.ones(1, 1)) - teacher(torch.ones(1, 1))).sum().backward()
+    optimizer.step()
+    gc.freeze()
+"""
+    (one,) = notes_of(code)
+    others = {step: note.values for step, note in one.seen("other")}
+    assert others[3].keys() == others[0].keys() == {"Linear.weight", "Linear.bias"}
+    assert len([note.generators for _, note in one[Step] if note.generators]) > 1
+
+
 def test_share():
     """Of a padded batch, also if its samples are columns; not of what has another size, or other
     dimensions. And of the samples that the script has kept of a batch, two entries each."""

@@ -1,6 +1,7 @@
 """At each optimizer's step: weights, gradients and settings. Then each process gets the weights of
 the run on one process, so that each step is a test of its own, and rounding cannot grow."""
 
+import gc
 import inspect
 import os
 import re
@@ -213,6 +214,7 @@ class Steps:
 
 def patch(run):
     steps = Steps(run)
+    wrap(gc, "freeze")(lambda original: None)  # what is frozen is not found any more
 
     @wrap(Optimizer, "__init__")
     def make(original, self, *args, **kwargs):

@@ -53,6 +53,19 @@ def indices_in(tree):
     return [tensor.compare_index for tensor in tensors if hasattr(tensor, "compare_index")]
 
 
+class Scaled(torch.autograd.Function):
+    """By such factors, which are not saved as autograd's are: a checkpoint counts these."""
+
+    @staticmethod
+    def forward(ctx, tensor, factors):
+        ctx.factors = factors
+        return (tensor * factors).to(tensor.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (gradient * ctx.factors).to(gradient.dtype), None
+
+
 class Trace(TorchFunctionMode):
     """Notes what each line of the script computes, where it calls torch directly. So the line is
     found whose result is not that of one process."""
@@ -100,7 +113,7 @@ class Trace(TorchFunctionMode):
         with self.run.quiet():
             noise = inspect.unwrap(torch.randn)(out.shape, generator=generator, device=out.device)
             part = max(self.run.noise, torch.finfo(out.dtype).eps / 2)  # else it is rounded away
-            return (out + part * noise * out.detach()).to(out.dtype)  # a checkpoint keeps none
+            return Scaled.apply(out, 1 + part * noise)
 
     def see(self, name, out, args, kwargs):
         made_from, first = indices_in((args, kwargs)), (*args, *kwargs.values(), None)[0]
