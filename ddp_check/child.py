@@ -39,8 +39,7 @@ class Tee:
         self.process, self.stream, self.text = process, stream, ""
 
     def write(self, text):
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and os.getpid() == self.process.pid:
+        if threading.current_thread() is threading.main_thread():
             *lines, self.text = (self.text + text).split("\n")
             at, *callers = place() if lines else ("",)
             for line in lines:
@@ -52,9 +51,10 @@ class Tee:
 
 
 def say_where(process, ended):
-    """Each second: the steps; a frame, by which a loop is told from a hang; the script's lines."""
+    """At once, and each second: the steps; a frame, by which a loop is told from a hang; lines."""
     main, path = threading.main_thread().ident, f"{process.folder}/{process.name}.{process.rank}"
-    while not ended.wait(1):
+    is_over = False
+    while not is_over:
         frame = sys._current_frames()[main]
         innermost = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         words = f"{process.steps} {innermost}", *own_lines(frame)[:3]
@@ -63,6 +63,7 @@ def say_where(process, ended):
             file.write(" < ".join(words))
         os.replace(f"{path}.where.new", f"{path}.where")
         process.settle()
+        is_over = ended.wait(1)
     with contextlib.suppress(FileNotFoundError):
         os.remove(f"{path}.where")
 

@@ -102,7 +102,7 @@ def install(options, say=None):
 
 def needs_gpu(error):
     """Whether it is raised because something is not imitated."""
-    return bool(MODES and isinstance(error, Exception) and NEEDS.search(str(error)))
+    return bool(MODES and NEEDS.search(str(error)))
 
 
 def patch_torch():

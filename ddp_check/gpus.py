@@ -90,8 +90,7 @@ def patch_devices(options):
     current = [int(os.environ.get("LOCAL_RANK", 0))]
 
     def set_device(device):
-        digits = re.sub(r"\D", "", str(device))
-        current[0] = int(digits) if digits else current[0]
+        current[0] = int(re.sub(r"\D", "", str(device)))
 
     cuda, accelerator = torch.cuda, torch.accelerator
     # Each name gets a function of its own: to torch.compile, one has one rule.
@@ -126,5 +125,5 @@ def patch_devices(options):
         setattr(cuda.nvtx, name, lambda *args, **kwargs: None)
     for name in "start", "stop":
         setattr(cuda.profiler, name, lambda: None)
-    for name in [name for name in dir(cuda) if name.endswith("Tensor") and hasattr(torch, name)]:
+    for name in [name for name in dir(cuda) if name.endswith("Tensor")]:
         setattr(cuda, name, getattr(torch, name))

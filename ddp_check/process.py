@@ -18,7 +18,7 @@ from torch import nn
 from .notes import NOISE, Drawn, End, Said, Seen
 from .patches import LEAVE
 from .script import library_place, own_file
-from .sketch import as_tensors, by_sample, is_plain, leaves_of, summary
+from .sketch import NO_VALUES, as_tensors, by_sample, leaves_of, summary
 
 MANY_PARTS = 8  # tensors of a value that are noted
 
@@ -92,7 +92,7 @@ class Process:
         return self.thread.in_dataset or os.getpid() != self.pid
 
     def note(self, note):
-        if os.getpid() == self.pid and not self.notes.closed:
+        if os.getpid() == self.pid:
             with self.lock:
                 pickle.dump((self.steps, note), self.notes)
                 self.notes.flush()
@@ -100,7 +100,7 @@ class Process:
     def note_value(self, kind, line, name, tree, made_from=(), **about):
         """Note what a line has computed, and return its index."""
         leaves, values = [leaf for leaf in leaves_of(tree) if torch.is_tensor(leaf)], {}
-        with self.quiet(), contextlib.suppress(RuntimeError):  # inside of vmap, there are none
+        with self.quiet(), NO_VALUES:
             trees = tree if kind == "inputs" else [tree]  # a list of a function's arguments
             parts = leaves_of([by_sample(as_tensors(each), self.loader_rows) for each in trees])
             parts = [part for part in parts if torch.is_tensor(part)][:MANY_PARTS]
@@ -113,7 +113,7 @@ class Process:
         made_from, library = list(made_from), library_place()
         self.note(Seen(kind, line, name, number, values, index, made_from, about, library))
         for leaf in leaves:
-            if is_plain(leaf) and not isinstance(leaf, nn.Parameter):
+            if not isinstance(leaf, nn.Parameter):
                 leaf.compare_index = index
         return index
 
@@ -207,7 +207,7 @@ class Process:
             batch = size
         rows = torch.arange(rank, batch * self.world, self.world)
         order = orders.get(batch) if own else None
-        if order is not None and len(order) == batch:
+        if order is not None:
             rows = torch.tensor(order)
         else:
             self.by_layout = True
@@ -225,9 +225,7 @@ class Process:
         both = list(zip(shape_of_one, shape))
         if len(shape_of_one) != len(shape) or any(one < own for one, own in both):
             return None
-        shared = [d for d, (one, own) in enumerate(both) if one == self.world * own]
-        equal = sum(one == own for one, own in both)
-        return shared[0] if shared and (equal == len(shape) - 1 or shared[0] == 0) else None
+        return next((d for d, (one, own) in enumerate(both) if one == self.world * own), None)
 
     def share_of(self, values, shape):
         """This rank's part of one process's random numbers."""

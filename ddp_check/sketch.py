@@ -1,5 +1,6 @@
 """What is noted of a tensor: whether another process has the same, or a part of it."""
 
+import contextlib
 import functools
 import math
 from typing import NamedTuple
@@ -12,6 +13,8 @@ MANY_COLUMNS, FEW_COLUMNS = 4096, 512  # of the first dimension, and of others
 SUMS = 256
 OBJECTS = 2  # one in the other, that are opened
 MANY_THINGS = 1000  # that an object holds and that are not looked at
+# Inside of vmap, on "meta", before a lazy module's first pass: there a tensor has none.
+NO_VALUES = contextlib.suppress(RuntimeError, ValueError)
 
 
 class Sketch(NamedTuple):
@@ -45,8 +48,7 @@ def leaves_of(tree):
 
 
 def opened(tree, depth=OBJECTS):
-    """With the attributes of an object instead of it, if there are tensors among them, as of a
-    class for batches."""
+    """With the attributes of an object instead of it, as of a class for batches."""
     if isinstance(tree, (dict, list, tuple)) and depth < OBJECTS and len(tree) > MANY_THINGS:
         return None  # of a dataset
     if isinstance(tree, dict):
@@ -55,9 +57,7 @@ def opened(tree, depth=OBJECTS):
         return [opened(part, depth) for part in tree]
     inside = getattr(tree, "__dict__", None)
     if depth and isinstance(inside, dict) and not isinstance(tree, (torch.Tensor, nn.Module, type)):
-        parts = opened(inside, depth - 1)
-        if any(map(torch.is_tensor, leaves_of(parts))):
-            return parts
+        return opened(inside, depth - 1)
     return tree
 
 
@@ -113,6 +113,10 @@ def whole(tensor):
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
+def as_real(tensor):
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def folded(flat):
     """Where the tensor is, in float64: the square of its norm, how many entries are not finite, and
     its entries with random signs, added up to SUMS numbers."""
@@ -134,7 +138,7 @@ def folded(flat):
             sums = sums.gather(1, (torch.arange(SUMS, device=flat.device) - shift) % SUMS)
         blocks += len(sums)
         facts.append(torch.cat([norm.square()[None], norm.new_tensor([bad]), sums.sum(0)]))
-    return torch.stack(facts).sum(0) if len(facts) > 1 else facts[0]
+    return torch.stack(facts).sum(0)
 
 
 def half_eps(tensor):
@@ -144,9 +148,10 @@ def half_eps(tensor):
 
 def copied(tensors):
     """As arrays, by one copy from each device."""
-    found, devices = {}, {tensor.device for tensor in tensors.values()}
-    for device in devices:
-        names = [name for name, tensor in tensors.items() if tensor.device == device]
+    found, of_devices = {}, {}
+    for name, tensor in tensors.items():
+        of_devices.setdefault(tensor.device, []).append(name)
+    for names in of_devices.values():
         flat = torch.cat([tensors[name].reshape(-1) for name in names]).cpu().numpy()
         ends = np.cumsum([tensors[name].numel() for name in names])
         found |= dict(zip(names, np.split(flat, ends[:-1])))
@@ -160,7 +165,7 @@ def sketches(tensors, any_order=False):
     sums = {}
     for name, tensor in tensors.items():
         if tensor is not None:
-            flat = tensor.reshape(-1)
+            flat = as_real(tensor).reshape(-1)
             sums[name] = folded(flat)
             if any_order:
                 sorted_flat = torch.nan_to_num(flat, 0.0, 0.0, 0.0).sort().values
@@ -189,8 +194,7 @@ def summary(tensor):
     if isinstance(tensor, nn.Parameter) or not all_plain([tensor]) or not tensor.numel():
         return None
     shape, tensor, eps = tuple(tensor.shape), torch.atleast_1d(tensor.detach()), half_eps(tensor)
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+    tensor = as_real(tensor)
     signs, parts, dims = column_signs(tensor.device), {}, range(min(3, tensor.dim()))
     for d in dims:
         if tensor.shape[d] > MANY_COLUMNS and d:

@@ -42,6 +42,9 @@ torch.accelerator.set_device_index(1); torch.accelerator.synchronize()
 torch.set_default_device("cuda"); assert torch.zeros(2).sum() == 0
 torch.set_default_tensor_type("torch.cuda.FloatTensor"); nn.Linear(2, 2)(torch.zeros(1, 2))
 with torch.device("cuda"): assert nn.Linear(2, 2)(torch.zeros(1, 2)).shape == (1, 2)
+torch.set_default_device(0); assert torch.zeros(2).sum() == 0
+torch.set_default_device("meta"); assert torch.zeros(2).is_meta
+torch.set_default_tensor_type(torch.DoubleTensor); assert "Double" in torch.zeros(2).type()
 assert torch.zeros(2).type(torch.cuda.LongTensor).dtype == torch.int64
 assert torch.zeros(2).type("torch.cuda.HalfTensor").dtype == torch.float16
 g = torch.Generator(device="cuda").manual_seed(1); torch.randn(2, device="cuda", generator=g)
@@ -49,6 +52,7 @@ torch.cuda.manual_seed_all(1); torch.cuda.set_rng_state(torch.cuda.get_rng_state
 assert len(torch.cuda.get_rng_state_all()) == len(torch.cuda.default_generators) == 2
 s = torch.cuda.Stream(); s.wait_stream(torch.cuda.current_stream()); torch.zeros(2).record_stream(s)
 with torch.cuda.stream(torch.cuda.Stream(priority=-1)): torch.zeros(2).cuda(non_blocking=True)
+import copy; a = torch.cuda.Event(); assert type(copy.deepcopy(a)) is torch.cuda.Event
 a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(); a.record(); a.elapsed_time(b) / 1e3
 with torch.cuda.device(1): torch.cuda.synchronize(); torch.cuda.empty_cache()
 assert torch.cuda.max_memory_allocated() / 2**20 + torch.cuda.memory_reserved(0) == 0
@@ -60,9 +64,11 @@ torch.cuda.profiler.start(); torch.cuda.cudart().cudaProfilerStart(); torch.cuda
 scaler = torch.cuda.amp.GradScaler(); scaler.scale(torch.ones(1, requires_grad=True)).backward()
 with torch.autocast("cuda", torch.bfloat16), torch.cuda.amp.autocast(): torch.ones(2, 2).cuda()
 assert next(iter(DataLoader([1.0], pin_memory=True, pin_memory_device="cuda"))) == 1
+assert torch.zeros(2, pin_memory=True).sum() == 0
 assert torch.zeros(2).pin_memory().to("cuda", non_blocking=True).shape == (2,)
 torch.save(torch.ones(2), "a"); torch.load("a", map_location="cuda:0"), torch.load("a", "cuda")
 torch.save(torch.ones(2), "a"); torch.load("a", map_location={"cuda:0": "cuda:1"})
+torch.save(torch.ones(2), "a"); assert torch.load("a", map_location="meta").is_meta
 torch.save(torch.ones(2), "a"); torch.load("a", map_location=lambda storage, _: storage.cuda(1))
 t = threading.Thread(target=lambda: done.append(torch.ones(2).cuda())); t.start(); t.join(); done[0]
 t = type("T", (threading.Thread,), {"run": use})(); t.start(); t.join(); done[0]
@@ -199,6 +205,7 @@ TYPED = {
     "train.ipynb --lr 1": "--to script train.ipynb, then python ddp_check train.py --lr 1",
     "python -c pass": "write it to a file",
     "python": "which script?",
+    "python -m": "which script?",
     "torchrun --nproc-per-node": "is this the launcher's command?",
 }
 

@@ -7,6 +7,7 @@ import urllib.parse
 
 from ..imports import when_imported
 from ..patches import wrap
+from .made import full
 
 # What a statement of SQL would do, by the numbers of SQLite's authorizer
 ATTACH, DELETE, INSERT, UPDATE = 24, 9, 18, 23
@@ -27,8 +28,8 @@ def sqlite_path(database):
 class Authorizer:
     """SQLite asks it about each statement, before that is run."""
 
-    def __init__(self, guard, path, is_read_only):
-        self.guard, self.path, self.is_read_only = guard, path, is_read_only
+    def __init__(self, guard, path):
+        self.guard, self.path = guard, path
         self.attached = None  # a file of the user's, or "?": a parameter, which is not told
 
     def __call__(self, action, first, second, database, trigger):
@@ -45,10 +46,10 @@ class Authorizer:
 
     def attach(self, database):
         path, options = sqlite_path(database or "")
-        is_users = database is None or path is not None and self.guard.is_users(path)
-        if is_users and not self.is_read_only and "mode=ro" not in options:  # as "main" is
-            self.attached = path or "?"
-        elif path is not None and not is_users:
+        if database is None or path is not None and self.guard.is_users(path):
+            if "mode=ro" not in options:  # it is written to where "main" is read only, too
+                self.attached = path or "?"
+        elif path is not None:
             note(self.guard, path)
 
 
@@ -60,15 +61,14 @@ def note(guard, path):
 def watch_sqlite(guard):
     def connect(original, database, *args, **kwargs):
         path, options = sqlite_path(database)
-        is_read_only = "mode=ro" in options
+        is_written = path is not None and "mode=ro" not in options
         with guard.unheard():
-            if path is not None and guard.is_users(path) and not is_read_only:
-                is_read_only = True
+            if is_written and guard.is_users(path):
                 database, kwargs["uri"] = f"file:{urllib.parse.quote(path)}?mode=ro", True
-            elif path is not None and not is_read_only:
+            elif is_written:
                 note(guard, path)
             connection = original(database, *args, **kwargs)
-        connection.set_authorizer(Authorizer(guard, path, is_read_only))
+        connection.set_authorizer(Authorizer(guard, path))
         return connection
 
     def before_connect(database):
@@ -86,32 +86,32 @@ def watch_sqlite(guard):
 def watch_gdbm(module, guard):
     @wrap(module, "open")
     def open_database(original, path, flag="r", *mode):
-        is_users = guard.is_users(os.path.realpath(os.fsdecode(path)))
-        if flag[0] == "n":
-            guard.hook("open", (path, "w", os.O_WRONLY | os.O_TRUNC))
-        elif is_users and flag[0] != "r":
+        if flag[0] in "cw" and guard.is_users(os.path.realpath(os.fsdecode(path))):
             flag = "r" + flag[1:]
-        elif not is_users:
-            guard.hook("open", (path, "w", os.O_WRONLY | os.O_CREAT))
-        return original(path, flag, *mode)
+        elif flag[0] != "r":
+            guard.hook("open", (path, "w", os.O_WRONLY))
+        try:
+            return original(path, flag, *mode)
+        finally:
+            guard.made.settle()
 
 
 def watch_lmdb(module, guard):
     """Of the user's, no lock is taken, which is a file, too."""
 
     def open_environment(original, path, *args, **kwargs):
-        subdir = kwargs.get("subdir", args[1] if len(args) > 1 else True)
-        files = [f"{path}/data.mdb", f"{path}/lock.mdb"] if subdir else [path, f"{path}-lock"]
-        if guard.is_users(os.path.realpath(files[0])):
-            names = "map_size", "subdir", "readonly"
-            kwargs = dict(zip(names, args)) | kwargs
+        kwargs |= dict(zip(("map_size", "subdir", "readonly"), args))
+        files = [path, f"{path}-lock"]
+        if kwargs.get("subdir", True):
+            guard.note(full(path), "")
+            files = [f"{path}/data.mdb", f"{path}/lock.mdb"]
+        files = [os.path.realpath(file) for file in files]
+        if guard.is_users(files[0]):
             return original(path, **kwargs | {"readonly": True, "lock": False})
-        if subdir and not os.path.isdir(path):
-            guard.hook("os.mkdir", (path, 0o777, -1))
         for file in files:
-            guard.hook("open", (file, "w", os.O_WRONLY | os.O_CREAT))
+            guard.note(file)
         try:
-            return original(path, *args, **kwargs)
+            return original(path, **kwargs)
         finally:
             guard.made.settle()
 

@@ -114,7 +114,7 @@ class Guard:
             self.process.note_once(File("created", path, line, mode, callers))
 
     def before_open(self, path, mode, flags):
-        if isinstance(path, int) or path is None or not flags & WRITES and not self.made.paths:
+        if isinstance(path, int) or not flags & WRITES and not self.made.paths:
             return
         path = os.path.realpath(os.fsdecode(path))
         if not flags & WRITES:
@@ -129,7 +129,7 @@ class Guard:
         """What is large and read again before the first step is a download, not an output, with all
         that came before that step into the outermost folder that is new."""
         is_output = self.process.steps or path.endswith(CHECKPOINTS) or path not in self.made.paths
-        if not is_output and os.path.isfile(path) and os.path.getsize(path) > DOWNLOAD:
+        if not is_output and os.path.getsize(path) > DOWNLOAD:
             while os.path.dirname(path) in self.made.paths:
                 path = os.path.dirname(path)
             if self.made.paths[path][1] != "download":
@@ -142,18 +142,18 @@ class Guard:
         old, new = full(old, old_folder), full(new, new_folder)
         self.check("rename", old)
         self.check("overwrite", new)
-        if os.path.lexists(old) and not self.is_ignored(new):
+        if os.path.lexists(old) and not self.is_ignored(new):  # or it fails
             self.made.moved(old, new)
             self.note_line(new, "w")
 
     def before_rmdir(self, path, folder):
         path = full(path, folder)
-        if os.path.isdir(path) and not os.listdir(path):  # or it fails
+        if not os.listdir(path):  # or it fails
             self.check("remove", path)
 
     def before_chmod(self, path, mode, folder):
         path = os.path.realpath(full(path, folder))
-        if os.path.lexists(path) and stat.S_IMODE(os.stat(path).st_mode) != mode:
+        if stat.S_IMODE(os.stat(path).st_mode) != mode:
             self.check("change the mode of", path)
 
     def before_attributes(self, path, folder=-1):

@@ -118,7 +118,7 @@ def map_users_files(guard):
             is_written = more.get("prot", mmap.PROT_WRITE) & mmap.PROT_WRITE and not is_private
             is_written &= more.get("access", mmap.ACCESS_DEFAULT) in writes
             path = open_path(fileno) if fileno >= 0 and is_written else ""
-            if not (path and os.path.isfile(path) and guard.is_users(path)):
+            if not guard.is_users(path):
                 return super().__new__(cls, fileno, length, *args, **kwargs)
             path = os.path.relpath(path)
             guard.process.say(f"{path} is mapped into memory; what is written stays there")
@@ -134,7 +134,7 @@ def patch(guard):
     map_users_files(guard)
 
     def is_users(path):
-        return os.path.isfile(path) and guard.is_users(os.path.realpath(os.fsdecode(path)))
+        return guard.is_users(os.path.realpath(os.fsdecode(path)))
 
     def open_and_settle(original, file, mode="r", buffering=-1, *args, **kwargs):
         if isinstance(file, int) or "r" in mode and "+" not in mode:
@@ -169,7 +169,7 @@ def patch(guard):
     for name in "mkfifo", "mknod":
 
         @wrap(os, name)
-        def make_file(original, path, *args, dir_fd=None, **kwargs):
-            guard.note(full(path, -1 if dir_fd is None else dir_fd))
-            original(path, *args, dir_fd=dir_fd, **kwargs)
+        def make_file(original, path, *args, **kwargs):
+            guard.note(full(path))
+            original(path, *args, **kwargs)
             guard.made.settle()

@@ -48,14 +48,13 @@ def patch(run):
         return original(self, *args)  # once the other ranks have no batches either
 
     def is_first_of_many(line):
-        return not run.thread.quiet and run.nth("collective", run.steps, line) < MANY_VALUES
+        return run.nth("collective", run.steps, line) < MANY_VALUES
 
     def watch_collective(name):
         @wrap(torch.distributed, name)
         def collective(original, *args, **kwargs):
             line, *callers = place()
-            if not run.thread.quiet:
-                run.drawn_seeds.clear()
+            run.drawn_seeds.clear()
             if is_first_of_many(line):
                 drawn = getattr((*args, None)[0], "check_line", "")
                 if "object_list" in name:  # a list of what is no tensor

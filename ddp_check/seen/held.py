@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Subset
 
 from ..given.generators import get_state
@@ -112,7 +113,7 @@ def others(run, trained, averages):
     found, lines = {}, {}
     for module in [module for module in outer_modules() if module not in run.of_datasets]:
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            is_known = id(tensor) in trained or re.search(averages, name)
+            is_known = id(tensor) in trained or is_lazy(tensor) or re.search(averages, name)
             if not is_known and tensor.is_floating_point() and not tensor.is_meta:
                 full = f"{type(module).__name__}.{name}"
                 found[full, len(found)] = tensor

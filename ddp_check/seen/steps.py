@@ -1,9 +1,11 @@
 """At each optimizer's step: weights, gradients and settings. Then each process gets the weights of
 the run on one process, so that each step is a test of its own, and rounding cannot grow."""
 
+import gc
 import inspect
 import os
 import re
+import traceback
 import weakref
 
 import torch
@@ -42,7 +44,7 @@ class Steps:
 
     def __init__(self, run):
         self.run, self.optimizers = run, {}
-        self.inside = None  # the optimizer that makes a step, and the frame that has called it
+        self.inside = self.frame = None  # the optimizer that makes a step, and what has called it
         self.wrapped = weakref.WeakKeyDictionary()  # {DDP: (its line, ids of what it averages)}
         self.line, self.library = "", ""  # of this step
         self.closures = 0  # how often this step has called its closure
@@ -52,12 +54,7 @@ class Steps:
 
     def is_nested(self):
         """Whether another optimizer's step, which has not failed, has called this one."""
-        frame = inspect.currentframe()
-        while frame is not None and self.inside:
-            if frame is self.inside[1]:
-                return True
-            frame = frame.f_back
-        return False
+        return any(frame is self.frame for frame, _ in traceback.walk_stack(inspect.currentframe()))
 
     def averaged(self, parameters):
         """The names of those whose gradients a DDP averages."""
@@ -67,7 +64,7 @@ class Steps:
     def begin(self, optimizer, args, kwargs):
         if self.is_nested():
             return None
-        self.inside = optimizer, inspect.currentframe().f_back
+        self.inside, self.frame = optimizer, inspect.currentframe().f_back
         run = self.run
         with run.quiet():
             if optimizer not in self.optimizers:
@@ -135,7 +132,7 @@ class Steps:
 
     def note(self, kind, values, tensors=None):
         """Of `tensors`, with the lines that have set them last."""
-        trained = self.optimizers[self.inside[0]]
+        trained = self.optimizers[self.inside]
         name, about = f"optimizer {trained.number}", {}
         if tensors:
             lines = {name: line_of(self.run, tensor) for name, tensor in tensors.items()}
@@ -147,7 +144,7 @@ class Steps:
         self.run.note(seen)
 
     def end(self, optimizer, args, kwargs):
-        if self.inside is None or self.inside[0] is not optimizer:
+        if self.frame is not inspect.currentframe().f_back:  # but of a step that this one calls
             return
         run = self.run
         run.thread.stepping = False
@@ -162,7 +159,7 @@ class Steps:
                 run.keep_space([self.path(what) for what in ("gradients", "after")])
             elif os.path.exists(self.path("after")):
                 self.set_to_one(parameters, buffers)
-        self.inside = None
+        self.inside = self.frame = None
         run.steps += 1
         if run.steps in (3, 12, run.options["steps"]):
             with run.quiet():
@@ -178,9 +175,8 @@ class Steps:
 
     def note_after(self, parameters, buffers):
         if self.closures < 2:
-            both = {name: (self.weights[name], b) for name, b in sketches(parameters).items()}
-            moves = {name: moved(a, b) for name, (a, b) in both.items() if a.shape == b.shape}
-            self.note("update", moves)
+            after = sketches(parameters)
+            self.note("update", {name: moved(self.weights[name], b) for name, b in after.items()})
         kept = {name: b for name, b in buffers.items() if not re.search(BATCH_NORM, name)}
         self.note("buffer", sketches(kept, any_order=True), kept)
 
@@ -191,7 +187,7 @@ class Steps:
         self.run.note(Seen("other", "", "at a step", 0, values, about=about))
 
     def path(self, what):
-        trained = self.optimizers[self.inside[0]]
+        trained = self.optimizers[self.inside]
         return f"{self.run.folder}/step.{trained.number}.{trained.step}.{what}"
 
     def save(self, what, tensors):
@@ -218,6 +214,7 @@ class Steps:
 
 def patch(run):
     steps = Steps(run)
+    wrap(gc, "freeze")(lambda original: None)  # what is frozen is not found any more
 
     @wrap(Optimizer, "__init__")
     def make(original, self, *args, **kwargs):

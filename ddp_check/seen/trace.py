@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import os
+import traceback
 
 import numpy as np
 import torch
@@ -15,11 +16,11 @@ from ..given.alike import keep_precise
 from ..notes import MANY_EVALUATIONS, MANY_VALUES, Seen
 from ..patches import stop_both_runs, wrap
 from ..script import FOLDER, UNKNOWN, is_running, own_file, own_lines, place, source
-from ..sketch import is_plain, leaves_of, opened, sketches
+from ..sketch import NO_VALUES, is_plain, leaves_of, opened, sketches
 from .written import note_set
 
 LAYERS = "linear conv1d conv2d conv3d conv_transpose2d matmul __matmul__ mm bmm addmm baddbmm "
-LAYERS += "einsum batch_norm layer_norm group_norm scaled_dot_product_attention lstm gru"
+LAYERS += "einsum batch_norm layer_norm group_norm scaled_dot_product_attention"
 LAYERS = LAYERS.split()
 SORTS = "sort", "argsort", "topk"
 TORCH = os.path.dirname(torch.__file__)
@@ -36,18 +37,33 @@ def note_evaluation(run, module, line, callers):
         buffers = [each for each in module.named_buffers() if each[1].is_floating_point()]
         buffers = {f"{type(module).__name__}.{name}": buffer for name, buffer in buffers}
         number, about = run.nth("modules", run.steps, line), {"callers": callers[:1]}
-        name, values = type(module).__name__, sketches(buffers)
-        run.note(Seen("evaluation", line, name, number, values, about=about))
+        with run.quiet(), NO_VALUES:
+            values = sketches(buffers)
+            run.note(Seen("evaluation", line, type(module).__name__, number, values, about=about))
 
 
 def sum_of_weights(run, module):
-    with run.quiet(), torch.no_grad():
+    with run.quiet(), torch.no_grad(), NO_VALUES:
         return float(sum(p.sum(dtype=torch.float64) for p in module.parameters()))
 
 
 def indices_in(tree):
     """Of the values that are among the arguments of a function."""
-    return [leaf.compare_index for leaf in leaves_of(tree) if hasattr(leaf, "compare_index")]
+    tensors = filter(torch.is_tensor, leaves_of(tree))
+    return [tensor.compare_index for tensor in tensors if hasattr(tensor, "compare_index")]
+
+
+class Scaled(torch.autograd.Function):
+    """By such factors, which are not saved as autograd's are: a checkpoint counts these."""
+
+    @staticmethod
+    def forward(ctx, tensor, factors):
+        ctx.factors = factors
+        return (tensor * factors).to(tensor.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (gradient * ctx.factors).to(gradient.dtype), None
 
 
 class Trace(TorchFunctionMode):
@@ -66,8 +82,10 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         name = getattr(function, "__name__", UNKNOWN)
-        if self.run.noise and name in LAYERS and is_plain(out) and out.is_floating_point():
-            out = self.noisy(out)
+        is_noisy = self.run.noise and not torch.jit.is_tracing()
+        if is_noisy and name in LAYERS and is_plain(out) and out.is_floating_point():
+            with NO_VALUES:
+                out = self.noisy(out)
         if name == "all_reduce" and out is None:
             out = args[0]  # it is another value now
         if self.run.thread.quiet or self.run.thread.in_dataset:
@@ -83,7 +101,7 @@ class Trace(TorchFunctionMode):
             batches = {rows for rows, _ in self.run.loaded.values()}
             if dim in (0, -out.dim()) and (len(set(sizes)) == 1 or batches.issuperset(sizes)):
                 self.run.joined[len(out)] = sizes
-        with contextlib.suppress(RuntimeError):  # inside of vmap, a tensor has no values
+        with NO_VALUES:
             if torch.is_tensor(out) or isinstance(out, (tuple, list)):
                 self.see(name, out, args, kwargs)
         return out
@@ -95,16 +113,16 @@ class Trace(TorchFunctionMode):
         with self.run.quiet():
             noise = inspect.unwrap(torch.randn)(out.shape, generator=generator, device=out.device)
             part = max(self.run.noise, torch.finfo(out.dtype).eps / 2)  # else it is rounded away
-            return (out * (1 + part * noise)).to(out.dtype)
+            return Scaled.apply(out, 1 + part * noise)
 
     def see(self, name, out, args, kwargs):
-        made_from = indices_in((args, kwargs))
+        made_from, first = indices_in((args, kwargs)), (*args, *kwargs.values(), None)[0]
         if name in self.SAME_VALUE:
-            if made_from and is_plain(out) and not isinstance(out, nn.Parameter):
+            if made_from and is_plain(out):
                 out.compare_index = made_from[0]
             for mark in ("check_line", "compare_place"):
-                if is_plain(out) and hasattr(args[0], mark):
-                    setattr(out, mark, getattr(args[0], mark))
+                if is_plain(out) and hasattr(first, mark):
+                    setattr(out, mark, getattr(first, mark))
             return
         if name in self.PARTS and made_from:
             for leaf in filter(is_plain, leaves_of(out)):
@@ -112,26 +130,23 @@ class Trace(TorchFunctionMode):
             return
         if not self.run.traces:
             return
-        frame = inspect.currentframe().f_back.f_back
-        while frame is not None and frame.f_code.co_filename.startswith((TORCH, FOLDER)):
+        for frame, number in traceback.walk_stack(inspect.currentframe().f_back):
             if frame.f_code.co_filename.startswith(NOT_THE_SCRIPTS):
                 return
-            frame = frame.f_back
-        file = (
-            None
-            if frame is None or "empty" in name or name == "new"
-            else own_file(frame.f_code.co_filename)
-        )
+            if not frame.f_code.co_filename.startswith((TORCH, FOLDER)):
+                break
+        is_set = "empty" not in name and name != "new"
+        file = own_file(frame.f_code.co_filename) if is_set else None
         leaves = [leaf for leaf in leaves_of(out) if torch.is_tensor(leaf)]
-        if file is None and name in self.SCALED and len(made_from) == 1 and is_plain(out):
+        if file is None and name in self.SCALED and len(made_from) == 1:
             out.compare_index = made_from[0]  # as a framework divides a loss by its number of parts
         if file is None or not leaves or isinstance(leaves[0], nn.Parameter):
             return
-        line = f"{file}:{frame.f_lineno}"
+        line = f"{file}:{number}"
         if self.run.nth("seen", self.run.steps, line, name) >= MANY_VALUES:
             return
         if name in SORTS:  # where the entries were, in the rank's own batch; or where such places
-            for leaf in leaves if hasattr(args[0], "compare_place") else leaves[-1:]:
+            for leaf in leaves if hasattr(first, "compare_place") else leaves[-1:]:
                 leaf.compare_place = True
         by = args[1] if len(args) > 1 else kwargs.get("other")
         by_gradient = "div" in name and getattr(by, "requires_grad", False)
@@ -244,7 +259,7 @@ def patch(run):
 
         @wrap(torch.Tensor, name)
         def register(original, self, hook):
-            if isinstance(self, nn.Parameter) and not run.thread.quiet:
+            if isinstance(self, nn.Parameter):
                 run.say(place()[0], "hook")
 
             def traced(*args):

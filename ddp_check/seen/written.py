@@ -8,7 +8,7 @@ from torch import nn
 
 from ..patches import wrap
 from ..script import UNKNOWN, place
-from ..sketch import is_plain
+from ..sketch import NO_VALUES, all_plain, is_plain
 
 SETS = r"[a-z]\w*[a-z0-9]_$|__(setitem|iadd|isub|imul|itruediv)__$"
 SETS_NOTHING = "requires_grad_", "detach_", "share_memory_", "rename_"
@@ -16,7 +16,7 @@ SETS_NOTHING = "requires_grad_", "detach_", "share_memory_", "rename_"
 
 def line_of(run, tensor):
     """Of what has set it last; "" if that is not known."""
-    return run.written.get(tensor.data_ptr(), "") if is_plain(tensor) else ""
+    return run.written.get(tensor.data_ptr(), "") if all_plain([tensor]) else ""
 
 
 def with_callers(run, lines):
@@ -27,11 +27,12 @@ def with_callers(run, lines):
 def note_set(run, tensor):
     """By a line of the script."""
     is_script = not (run.thread.quiet or run.thread.in_dataset or run.thread.stepping)
-    if is_script and is_plain(tensor) and tensor.layout == torch.strided:
+    if is_script and is_plain(tensor):
         line, *callers = place()
         if line != UNKNOWN:
-            run.written[tensor.data_ptr()] = line
-            run.called_at |= dict(zip([line], callers))
+            with NO_VALUES:
+                run.written[tensor.data_ptr()] = line
+                run.called_at |= dict(zip([line], callers))
 
 
 def patch(run):

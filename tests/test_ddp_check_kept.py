@@ -1,0 +1,464 @@
+"""Files of libraries that write in C, and how a run is started, watched and ended: in forks of this
+process, or by parts of ddp_check alone."""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import sqlite3
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import free_port
+from test_ddp_check_cpu import GROUP, START, in_fork, run_line
+from test_ddp_check_files import users_content, watched
+from test_ddp_check_parts import FakeRuns, notes, of_loader, step_notes
+from watched import FACTS, notes_of
+
+from ddp_check import child, command, cpu, launchers, pairs, progress, runs, script
+from ddp_check.compare import judge as judging
+from ddp_check.kept import files
+from ddp_check.kept.made import Made, as_line, open_path, remove_made
+from ddp_check.notes import Cut, File, Notes, Printed
+from ddp_check.patches import STOPPED
+from ddp_check.process import Process
+
+# ---- files
+
+
+@pytest.fixture
+def users(work):
+    """Files that were there before."""
+    np.arange(4000, dtype=np.float32).tofile("data.bin")
+    for name in "data.db", "other.db":
+        with sqlite3.connect(name) as database:
+            database.execute("create table samples (x)")
+            database.execute("insert into samples values (1)")
+        database.close()
+    os.makedirs("images")
+    for name in "images/data.mdb", "images.mdb":
+        Path(name).write_text("user's")
+    return users_content()
+
+
+def run_each(users, lines, status, start=""):
+    """Nothing of the user's is changed, and all that is made goes."""
+    for line in lines.strip().splitlines():
+        assert watched(start + line.replace(r" \n ", "\n"))[0] == status, line
+        assert not remove_made(str(Path("notes").resolve())), line
+        assert users_content() == users, line
+        Path("notes/refused").unlink(missing_ok=True)
+
+
+ALLOWED = r"""
+sqlite3.connect("file:data.db?mode=memory", uri=True).execute("create table other (x)")
+sqlite3.Connection(":memory:").execute("create table samples (x)")
+assert list(sqlite3.Connection("file:data.db?mode=ro", uri=True).execute("select x from samples"))
+c = sqlite3.connect("a", uri=True); c.execute("attach 'file:data.db?mode=ro' as u"); \
+c.executescript("attach 'b' as n; create table n.samples as select x from u.samples")
+mmap.mmap(-1, 9)[0] = 7; open("new.lock", "w").close()
+import socket as s; s.socket().bind(("127.0.0.1", 0)); s.socket(s.AF_UNIX).bind(f"\0{os.getpid()}")
+from safetensors.torch import save_file; [save_file({"a": torch.ones(n)}, "new") for n in (1, 2)]
+try: open("no/folder", "r+") \n except FileNotFoundError: pass
+"""
+
+
+def test_allowed(users):
+    run_each(users, ALLOWED.replace("\\\n", ""), 0)
+
+
+def test_attached(users):
+    """A database that is attached to one that is only read is written to."""
+    for options in "'data.db'", "'file:data.db?mode=ro', uri=True":
+        code = f"c = sqlite3.connect({options}); c.execute(\"attach 'other.db' as u\")\n"
+        assert watched(code + "c.execute('delete from u.samples'); c.commit()")[0] == STOPPED
+    assert users_content() == users
+
+
+def test_map_that_is_read(users):
+    code = "file = open('data.bin', 'r+b'); mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)[0]"
+    assert watched(code)[::2] == (0, "")
+
+
+# Stand-ins, which open files unheard, as those in C do
+LIBRARIES = {
+    "_gdbm": """
+import ctypes, os
+error, c, HOW = OSError, ctypes.CDLL(None), {"r": 0, "w": 2, "c": 66, "n": 66 | 512}
+class open:
+    def __init__(self, path, flag="r", mode=0o600):
+        self.file = c.open(os.fsencode(path), HOW[flag[0]], mode)
+        if self.file < 0:
+            raise error("no such file")
+    def __setitem__(self, name, value):
+        os.write(self.file, value)
+""",
+    "lmdb": """
+import ctypes, os
+c = ctypes.CDLL(None)
+class Environment:
+    def __init__(self, path, map_size=0, subdir=True, readonly=False, lock=True):
+        if subdir and not readonly:
+            c.mkdir(path.encode(), 0o700)
+        data, locks = ("/data.mdb", "/lock.mdb") if subdir else ("", "-lock")
+        self.file = c.open((path + data).encode(), 0 if readonly else 66, 0o600)
+        if self.file < 0:
+            raise OSError("no such file")
+        if lock:
+            c.open((path + locks).encode(), 66, 0o600)
+    def write(self):
+        os.write(self.file, b"other")
+open = Environment
+""",
+}
+DATABASES = r"""
+dbm.gnu.open("data.bin"); dbm.gnu.open("data.bin", "c")
+try: dbm.gnu.open("data.bin", "w")["a"] = b"1" \n except OSError: pass
+dbm.gnu.open("new", "c")["a"] = b"1"; dbm.gnu.open("new", "w"); dbm.gnu.open("new")
+lmdb.open("images", readonly=True); lmdb.open("images.mdb", 99, False); lmdb.Environment("images")
+try: lmdb.open("images.mdb", subdir=False).write() \n except OSError: pass
+lmdb.open("new").write(); lmdb.open("new2", subdir=False).write(); lmdb.Environment("new")
+"""
+KILLED = """
+dbm.gnu.open("new", "n"); os.kill(os.getpid(), 9)
+lmdb.open("new"); os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture
+def libraries(work, monkeypatch):
+    folder = work / "notes" / "libraries"
+    folder.mkdir(parents=True)
+    for name, text in LIBRARIES.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_databases_in_c(libraries, users):
+    """The user's are only read; new ones go, also where the script is killed just then."""
+    run_each(users, DATABASES, 0, "import dbm.gnu, lmdb\n")
+    run_each(users, KILLED, -signal.SIGKILL, "import dbm.gnu, lmdb\n")
+    run_each(users, "dbm.gnu.open('data.bin', 'n')", STOPPED, "import dbm.gnu\n")
+
+
+def test_a_database_that_is_not_there(libraries):
+    """Another program may create it later."""
+    code = "import dbm.gnu\ntry: dbm.gnu.open('missing')\nexcept OSError: pass\n"
+    assert watched(code + "subprocess.run(['touch', 'missing']); open('new', 'w')")[0] == 0
+    assert not remove_made(str(Path("notes").resolve())) and os.path.exists("missing")
+
+
+def test_a_folder_with_a_librarys_name(work):
+    """It is the user's, and no module."""
+    os.mkdir("av")
+    assert watched("sys.path[0] = os.getcwd(); import av; assert av.__path__")[0] == 0
+
+
+def test_caches_of_numba(work):
+    os.mkdir("__pycache__")
+    Path("__pycache__/train.nbi").write_text("old")
+    assert watched("open('__pycache__/train.nbi', 'w').write('new')")[0] == 0
+
+
+def test_programs_of_a_librarys_thread(work):
+    """What it starts is not the script's."""
+    code = "thread = threading.Thread(target=subprocess.run, args=(['true'],)); thread.start()"
+    assert watched(code + "; thread.join()")[::2] == (0, "")
+
+
+def test_half_a_line(tmp_path):
+    """Of a file that another process is noting just now."""
+    made, line = Made(str(tmp_path)), as_line("/new", None, "output")
+    for part, found in (line[:9], {}), (line[9:], {"/new": [None, "output"]}):
+        with open(made.file, "a") as file:
+            file.write(part)
+        assert made.update() == found
+
+
+def test_open_files_on_macos(monkeypatch):
+    """Which has no /proc."""
+    stand_in = SimpleNamespace(F_GETPATH=50, fcntl=lambda number, what, size: b"/data\0\0")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setitem(sys.modules, "fcntl", stand_in)
+    assert open_path(3) == "/data"
+
+
+# ---- processes
+
+
+def test_what_is_printed(work):
+    """By the script itself, not by its threads and forks, whose end is not its own."""
+    code = """
+import os, threading
+thread = threading.Thread(target=print, args=("a thread's",))
+thread.start(), thread.join()
+fork = os.fork()
+if fork == 0:
+    print("a fork's", flush=True)
+    os._exit(0)
+os.waitpid(fork, 0)
+print("its own", flush=True)
+os.kill(os.getpid(), 9)
+"""
+    (one,) = notes_of(code)
+    assert [note.text for _, note in one[Printed]] == ["its own"]
+    assert not os.path.exists("notes/one.draws")
+
+
+def test_exit_without_cleanup(work):
+    assert notes_of("import os\nos._exit(3)")[0].end() == "os._exit(3)"
+
+
+def test_where_it_is(work):
+    """It is known at once: it may be busy in C, soon after its start."""
+    code = """
+import os, time
+for _ in range(8):
+    time.sleep(0.1 * (not os.path.exists("notes/one.0.where")))
+print(os.path.exists("notes/one.0.where"))
+"""
+    assert [note.text for _, note in notes_of(code)[0][Printed]] == ["True"]
+
+
+def facts_of(**more):
+    Path("notes").mkdir(exist_ok=True)
+    return FACTS | vars(runs.Options(20)) | {"folder": os.path.abspath("notes"), **more}
+
+
+def test_other_numbers_of_processes(work):
+    args = argparse.Namespace(**facts_of(run="all", spawns=True))
+    for number, remedy in {0: "does it count GPUs?", 3: "in a flag, as {n}"}.items():
+        assert in_fork(child.check_number, args, number) == STOPPED
+        refused = json.loads(Path("notes/refused").read_text())
+        assert remedy in refused["remedy"]
+
+
+def join():
+    dist.init_process_group("gloo")
+
+
+def start_a_rank():
+    os.environ |= runs.environment(0, 1, free_port())
+    cpu.install(child.options())
+    files.patch(Process("parent"))
+    child.control_processes()
+    process = multiprocessing.get_context("fork").Process(target=join)
+    process.start()
+    process.join()
+
+
+def test_a_rank_that_the_script_starts(work, monkeypatch):
+    """By multiprocessing, with its rank in the environment alone."""
+    facts = facts_of(run="one", spawns=True, script="train.py")
+    monkeypatch.setenv("DDP_CHECK", json.dumps(facts))
+    assert in_fork(start_a_rank) == 0
+    assert Notes(Path("notes"), "one", 0).end() == "its end"
+
+
+def wait_for_go():
+    parents = iter([1, 2])
+    os.getppid = lambda: next(parents)
+    signal.alarm(9)
+    child.child()
+
+
+def test_the_command_is_killed(work, monkeypatch):
+    """Just as it has started a process, which ends then."""
+    monkeypatch.setenv("DDP_CHECK", json.dumps(facts_of(run="one")))
+    assert in_fork(wait_for_go) == 1
+
+
+def test_a_rank_that_waits_for_another(work, monkeypatch):
+    """One that has failed, silently: then the run ends."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    run = runs.Run(argparse.Namespace(), str(work), "all", 2)
+    run.processes = [SimpleNamespace(poll=lambda status=status: status) for status in (None, 1)]
+    rounds = iter([False, False, True])
+    look = SimpleNamespace(look=lambda: None, is_silent=lambda: True, steps=lambda: 0)
+    look.hangs = lambda: next(rounds)
+    assert run.wait(look, None) == ({1: 1}, None)
+
+
+def test_hangs(work, monkeypatch):
+    """Nothing is new for --wait; or only the line is, for ten times as long, as in a loop."""
+    now, said = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    run = SimpleNamespace(args=argparse.Namespace(wait=60), say=said.append)
+    of_run = progress.Progress(run, "run 1 of 2")
+    for seconds, moved, hangs in (50, 0, False), (70, 0, True), (90, 80, False), (601, 600, True):
+        now[0], of_run.moved = seconds, moved
+        assert of_run.hangs() == hangs
+    assert said[-1] == "nothing new for 601 s; if it is only slow, --wait 300"
+
+
+def test_new_outputs(work):
+    """Which flag names the folder of a file that was there before."""
+    file = str(work / "out" / "model.pt")
+    for flags, new in {
+        ("--output=", "out"): "out-{run} for out",
+        ("--epochs=1", "--output=out"): "--output=out-{run} for --output=out",
+        ("--output=",): "as by --output {run}",
+    }.items():
+        assert new in progress.new_output(file, flags)
+
+
+# ---- the command
+
+
+def test_too_few_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for flags, text in {(): "1 GPU for 2 processes: all run on CPUs", ("--cpu",): ""}.items():
+        args = command.parser.parse_args([*flags, "train.py"])
+        assert pairs.Runs(args, "nowhere").too_few_gpus == text
+
+
+def test_notes_of_a_check():
+    """By --noise there is one more run; a batch size per process that a library has cut needs no
+    remedy; and it is said that there are too few GPUs."""
+    one, ranks = of_loader(4, 4, (0, Cut("loader", 4))), [of_loader(2, 2)] * 2
+    found = FakeRuns(one, ranks)
+    found.too_few_gpus = "1 GPU for 2 processes"
+    args = command.parser.parse_args(["--noise", "train.py"])
+    result = command.check(args, found)
+    assert found.made == ["pair", "noise"]
+    gpus, size = result.findings[:2]
+    assert gpus.text == found.too_few_gpus
+    assert size.text.endswith("one process was given the samples of all") and not size.remedy
+
+
+def test_rounding_of_outputs(monkeypatch):
+    """It is seen in the values of lines: then they are compared with another run on one process."""
+    results = [
+        argparse.Namespace(lines=2, may_be_noise=False, may_be_rounding=n == 1) for n in range(3)
+    ]
+    given = iter(results)
+    monkeypatch.setattr(judging, "judge", lambda one, ranks, **known: next(given))
+    right = notes(*step_notes())
+    found = FakeRuns(right, [right, right])
+    assert command.check(command.parser.parse_args(["train.py"]), found) is results[2]
+    assert found.made == ["pair", "lines of 2", "noise, lines"]
+
+
+def test_what_the_command_says(work, monkeypatch, capsys):
+    """Before it starts anything: of a launcher, of a flag that is missing, of Windows."""
+    monkeypatch.setattr(command, "report", lambda args, folder: 0)
+    monkeypatch.setattr(script, "START", str(work))
+    monkeypatch.setattr(script, "SCRIPT_FOLDER", [""])
+    Path("train.py").write_text('parser.add_argument("--local_rank", required=True)')
+    for words, says in {
+        "torchrun --nproc-per-node 2 train.py": "without the launcher: train.py",
+        "train.py": "does a launcher pass --local_rank?",
+    }.items():
+        with pytest.raises(SystemExit):
+            command.main(words.split())
+        said = capsys.readouterr().err
+        assert says in said and ("without" in said) == ("torchrun" in words)
+    monkeypatch.delattr(os, "fork")
+    with pytest.raises(SystemExit):
+        command.main(["train.py"])
+    assert "on Windows, WSL" in capsys.readouterr().err
+
+
+def accelerates_parser():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-m", "--module", action="store_true")
+    parser.add_argument("--num_processes")
+    parser.add_argument("training_script")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    return parser
+
+
+def test_accelerate(work, monkeypatch):
+    """Its own parser says which words are the script's; of its other commands, none are."""
+    for name in "accelerate", "accelerate.commands", "accelerate.commands.launch":
+        stand_in = SimpleNamespace(launch_command_parser=accelerates_parser)
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    for words, module in {
+        "accelerate launch --num_processes 2 train --lr 1": False,
+        "-m accelerate.commands.launch -m train --lr 1": True,
+    }.items():
+        args = command.parser.parse_args(words.split())
+        launchers.without_launcher(args)
+        assert (args.script, args.flags, args.m) == ("train", ["--lr", "1"], module)
+    with pytest.raises(launchers.NotSure, match="itself, without accelerate"):
+        launchers.without_launcher(command.parser.parse_args(["accelerate", "config"]))
+
+
+def test_launch_without_a_flag(work):
+    """torch.distributed.launch passes --local-rank to each script."""
+    Path("train.py").write_text("")
+    args = command.parser.parse_args(["-m", "torch.distributed.launch", "train.py"])
+    launchers.without_launcher(args)
+    assert args.flags == ["--local-rank={rank}"]
+
+
+# ---- the script's files
+
+
+def test_scripts_in_packages(work, monkeypatch):
+    """Of python -m: its file, and the folder whose lines are its own."""
+    monkeypatch.setattr(script, "START", str(work))
+    monkeypatch.setattr(script, "SCRIPT_FOLDER", [""])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    for name in "single.py", "package/__main__.py", "package/__init__.py", "package/a/train.py":
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    for module, file, folder in (
+        ("single", "single.py", ""),
+        ("package", "package/__main__.py", "package/"),
+        ("package.a.train", "package/a/train.py", "package/"),
+    ):
+        path = script.find_script(argparse.Namespace(m=True, script=module))
+        assert (path, script.SCRIPT_FOLDER[0]) == (f"{work}/{file}", f"{work}/{folder}")
+
+
+def test_a_script_around_python(monkeypatch):
+    """As one in the home folder, where Python is, too."""
+    monkeypatch.setattr(script, "SCRIPT_FOLDER", [os.sep])
+    assert script.is_library(os.__file__) and not script.is_library("/train.py")
+
+
+# ---- GPUs
+
+
+def use_gpus():
+    torch.cuda.is_available = lambda: True
+    said = []
+    cpu.install(SimpleNamespace(cpu=False), said.append)
+    assert not cpu.MODES and not cpu.needs_gpu(RuntimeError("CUDA error"))
+
+
+def test_where_there_are_gpus():
+    """Nothing is imitated."""
+    assert in_fork(use_gpus) == 0
+
+
+def use_other_torch(text):
+    del dist.ProcessGroupNCCL
+    run_line(text)
+
+
+def test_torch_for_cpus_alone(work):
+    """Has no options for nccl."""
+    group = GROUP.replace("FILE", str(Path("store").resolve()))
+    assert in_fork(use_other_torch, START + group) == 0
+
+
+def test_a_rename_that_fails(work):
+    """As of a file that another rank has already renamed: this rank has written nothing."""
+    code = """
+import contextlib, os
+open("new.tmp", "w").close()
+os.rename("new.tmp", "new.pt")
+with contextlib.suppress(FileNotFoundError):
+    os.rename("new.tmp", "other.pt")
+"""
+    (one,) = notes_of(code)
+    assert {os.path.basename(note.path) for _, note in one[File]} == {"new.tmp", "new.pt"}

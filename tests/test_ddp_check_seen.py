@@ -1,0 +1,396 @@
+"""What is noted of a script: values, steps, collective calls. Each is one that a user may have; in
+forks of this process."""
+
+import inspect
+import os
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+from watched import notes_of
+
+from ddp_check import script, text
+from ddp_check.notes import MANY_EVALUATIONS, MANY_VALUES, Collective, End, Notes, Said, Step
+from ddp_check.process import Process
+from ddp_check.seen import held
+from ddp_check.sketch import moved, sketch
+
+FRAMEWORK = """
+import torch
+
+def divided(loss, by):
+    return loss / (torch.tensor(by) * 1.0)
+
+def through(module, method, *args):
+    \"\"\"As Lightning's way through DDP to training_step.\"\"\"
+
+    def wrapped_forward(*args):
+        del module.forward
+        return method(*args)
+
+    module.forward = wrapped_forward
+    return module(*args)
+"""
+
+VALUES = """
+import os, sys, threading
+import numpy as np, torch
+from torch import nn
+sys.path.insert(0, "site-packages")
+from framework import divided, through
+
+class Settings:
+    def __getattr__(self, name):
+        return {}[name]
+
+class Units:
+    @classmethod
+    def __torch_function__(cls, *call):
+        return cls()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 2), nn.Parameter(torch.ones(()))
+        self.register_buffer("graph", torch.eye(3).to_sparse())
+
+    def forward(self, time, x, names, settings):
+        return torch.sparse.mm(self.graph, self.layer(x)) * time, self.scale, settings
+
+    def update(self):
+        optimizer.step()
+
+    def training_step(self, *args):
+        out, scale, _ = self(*args)  # the pass
+        return out
+
+def train():
+    net.train()  # the mode
+
+net = Net()
+shapes = nn.BatchNorm1d(2, device="meta")
+shapes(torch.ones(2, 2, device="meta"))  # meta
+shapes.eval()(torch.ones(2, 2, device="meta"))
+later = nn.LazyLinear(2)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+train()
+x, names, settings = torch.ones(3, 4), np.array(["a", "b", "c"]), Settings()
+torch.func.vmap(lambda row: row @ net.layer.weight.T)(x)
+torch.func.jacrev(net.layer)(x)
+weights, _ = torch.func.stack_module_state([net.layer, nn.Linear(4, 2)])
+torch.func.vmap(lambda each: torch.func.functional_call(net.layer, each, x))(weights)
+torch.utils.checkpoint.checkpoint(net.layer, x, use_reentrant=False).sum().backward()
+torch.jit.trace(net.layer, x)
+nn.LazyLinear(2)(x)
+torch.ones(2, 2).long() @ torch.ones(2, 2).long()
+torch.vstack([torch.tensor(1.0), torch.tensor(2.0)])
+torch.cat(tensors=[x, x])
+torch.clone(input=torch.sort(input=x)[0])
+torch.matmul(torch.cat([Units(), Units()]), x)
+x.new(1000)
+(x * 1j).conj()
+np.random.seed([1, 2])
+words = {f"word{number}": number for number in range(300)}
+out, scale, _ = net(torch.tensor(2.0), x, names, settings)  # a pass
+loss = divided(out.sum(), 2)
+loss * net.scale
+out.register_hook(lambda grad: grad)
+through(net, net.training_step, torch.tensor(2.0), x, names, settings)
+torch.autograd.backward(torch.autograd.graph.get_gradient_edge(loss))
+thread = threading.Thread(target=net.layer.bias.data.mul_, args=(1,))
+thread.start()
+thread.join()
+net.update()
+if os.fork() == 0:
+    x * 3
+    os._exit(0)
+os.wait()
+for each in [nn.BatchNorm1d(4).eval() for _ in range(25)]:
+    each(x)
+for batch in torch.utils.data.DataLoader(x, sampler=[2, 0]):
+    pass
+"""
+
+
+def line_of(code, text):
+    return f"train.py:{code[: code.index(text)].count(chr(10)) + 1}"
+
+
+def test_values(work):
+    """Tensors that are sparse, complex, of no dimension or without values; parameters that are
+    given out; what a library computes; vmap, checkpoints; threads, processes. With noise, too."""
+    Path("site-packages").mkdir()
+    Path("site-packages/framework.py").write_text(FRAMEWORK)
+    (one,), (again,) = [notes_of(VALUES, run, lines=3) for run in ("one", "again")]
+    assert [notes[End][0][1].state for notes in (one, again)] == ["its end"] * 2
+
+    def seen(text, *kinds):
+        line = line_of(VALUES, text)
+        return {note.name: note for _, note in one.seen(*kinds) if note.line == line}
+
+    assert seen("shapes(", "outputs")["BatchNorm1d"].values == {0: None}
+    assert all(note.values[0].norm > 3 for note in seen("(x * 1j)", "value").values())
+    assert not seen("x.new", "value") and not seen("x * 3", "value")
+    outputs, inner = seen("out, scale, _ = net", "outputs")["Net"], seen("  out, scale", "inputs")
+    assert outputs.values[0] and outputs.values[1] is None and list(inner) == ["Net"]
+    total, scaled = [seen(text, "value") for text in ("loss = divided", "loss * net")]
+    assert scaled["mul"].made_from == [total["sum"].index]
+    assert "hook" not in {note.kind for _, note in one[Said]}
+    (mode,), (weight,), (step,) = one.seen("mode"), one.seen("weight"), one[Step]
+    assert mode[1].about["set"][0] == line_of(VALUES, "net.train()")
+    assert list(weight[1].values) == ["net.scale", "net.layer.weight", "net.layer.bias"]
+    assert "?" not in weight[1].about.values() and "word1" not in step[1].variables
+    others = {name for _, note in one.seen("other") for name in note.values}
+    assert others == {"Net.graph"}
+    evaluated = seen("each(x)", "evaluation", "value")
+    assert list(evaluated) == ["BatchNorm1d", "batch_norm"]
+    assert evaluated["BatchNorm1d"].number == MANY_EVALUATIONS - 1
+
+
+OPTIMIZERS = """
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer, SGD
+
+class Lookahead(Optimizer):
+    def __init__(self, base):
+        self.base = base
+        super().__init__(base.param_groups, {})
+
+    def step(self):
+        self.base.step()
+
+class Doubling(SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.mul_(2)
+
+class Unaware(SGD):  # of its closure
+    def step(self, closure=None):
+        super().step()
+
+def weight(value):
+    return nn.Parameter(torch.full((3,), value))
+
+def closure():
+    optimizer.zero_grad()
+    loss = (2 * optimizer.param_groups[0]["params"][0] - 2).square().sum()
+    loss.backward()
+    return loss
+
+def fails():
+    raise ValueError
+
+optimizer = LBFGS([weight(0.0)], max_iter=4)
+optimizer.step(closure)
+optimizer = LBFGS([weight(0.0)], max_iter=1)
+optimizer.step(closure=closure)
+optimizer = SGD([{"params": [weight(0.0)], "mask": torch.ones(3)}], torch.tensor(0.5))
+optimizer.step(closure)
+optimizer = Lookahead(SGD([weight(0.0)], 0.5))
+optimizer.base.load_state_dict(SGD([weight(0.0)], 0.25).state_dict())
+closure()
+optimizer.step()
+try:
+    optimizer.base.step(fails)
+except ValueError:
+    pass
+optimizer = Doubling([weight(0.0)], 0.5)
+closure()
+optimizer.step()
+optimizer = Unaware([weight(0.0)], 0.5)
+closure()
+optimizer.step(closure)
+nets = [nn.Linear(1, 1), nn.Linear(1, 1)]
+optimizer = SGD([p for net in nets for p in net.parameters()], 0.5)
+optimizer.step()
+"""
+
+
+def test_optimizers(work):
+    """LBFGS, whose closure computes several gradients; optimizers that step another, or as their
+    class does; one that fails; one without its closure. Settings that are tensors, or loaded;
+    two models of one class."""
+    (one,) = notes_of(OPTIMIZERS)
+    assert one[End][0][1].state == "its end"
+    assert [step.key for _, step in one[Step]] == [(n, 0) for n in range(8)]
+    assert one[Step][-1][1].names == [
+        f"{of}.{p}" for of in ("Linear", "Linear'") for p in ("weight", "bias")
+    ]
+
+    def norms(kind):
+        found = [(step, *note.values.values()) for step, note in one.seen(kind)]
+        return [(step, round(first.norm / 3**0.5, 3)) for step, first, *_ in found if first]
+
+    assert norms("gradient") == [(0, 8), (1, 8), (2, 8), (3, 8), (4, 8), (5, 8)]
+    assert norms("update") == [(1, 0.333), (2, 4), (3, 2), (4, 8), (5, 4), (6, 0)]
+    settings = one.seen("setting")[2][1].values
+    assert settings[0, "lr"] == 0.5 and (0, "mask") not in settings
+
+
+RANKS = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+
+class Loss(nn.Module):
+    def forward(self, x):
+        with torch.no_grad():
+            dist.all_gather(parts, x)  # without gradients
+        return x.sum()
+
+def step(loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+# A sharded weight, and a sparse gradient.
+mesh = init_device_mesh("cpu", (world,))
+shards = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+words = nn.Embedding(5, 2, sparse=True)
+wide = nn.Linear(4, 1 + world)
+optimizer = torch.optim.SGD([shards, *words.parameters(), *wide.parameters()], 0.5)
+for _ in range(2):
+    loss = words(torch.tensor([1, 2])).sum() + wide(torch.ones(2, 4)).sum()
+    step(world * (loss + (shards * 2).sum().full_tensor()))
+
+# Other names.
+if world > 1:
+    core = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model = DistributedDataParallel(core)
+else:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.5)
+for _ in range(2):
+    step(world * model(torch.arange(16.0).view(4, 4)).square().sum())
+
+# DDP of one process each; and of all, but for some.
+part = nn.Linear(4, 1)
+alone = [dist.new_group([r]) for r in range(world)][rank]
+apart = DistributedDataParallel(part, process_group=alone)
+frozen = nn.Linear(4, 1)
+frozen.bias.requires_grad_(False)
+some = nn.Sequential(frozen, nn.Linear(1, 1))
+some._ddp_params_and_buffers_to_ignore = ["1.bias"]
+averaged = DistributedDataParallel(some)
+optimizer = torch.optim.SGD([*part.parameters(), *some.parameters()], 0.5)
+optimizer.step()
+
+# Calls.
+parts = [torch.empty(1) for _ in range(world)]
+x = torch.ones(1, requires_grad=True) * 2
+Loss()(x)
+dist.all_gather(parts, x)  # with gradients
+for _ in range(60):
+    dist.all_reduce(torch.ones(1))  # often
+for _ in range(60):
+    model(torch.ones(4, 4))  # often
+"""
+
+
+def test_ranks(work):
+    """Weights that are sharded, sparse or of another size, modules of another name, DDP of a part;
+    each rank has one process's weights after a step. Many calls of a line."""
+    (one,), ranks = notes_of(RANKS), notes_of(RANKS, "all")
+    for notes in (one, *ranks):
+        assert notes[End][0][1].state == "its end"
+
+    def weights(notes):
+        values = [value for _, note in notes.seen("weight") for value in note.values.items()]
+        return np.array([value.sums for name, value in values if "wide" not in name])
+
+    for rank in ranks:
+        assert np.allclose(weights(rank), weights(one), 0, 1e-5)
+        averaged = [step.averaged for _, step in rank[Step]]
+        assert averaged[2] and averaged[-1] == ["some.0.weight", "some.1.weight"]
+        calls = [call for _, call in rank[Collective]]
+        assert [call.has_grad for call in calls if call.name == "all_gather"] == [False, True]
+        often = Counter(call.line for call in calls)
+        assert often[line_of(RANKS, "dist.all_reduce")] == MANY_VALUES
+        assert often[line_of(RANKS, "model(torch.ones")] == MANY_VALUES
+
+
+# ---- without a script
+
+
+def test_after_gc_freeze(work):
+    """As nanochat does after its first step: its models and generators are seen all the same."""
+    code = """
+import gc, numpy as np, torch
+model, teacher, numbers = *(torch.nn.Linear(1, 1) for _ in "ab"), np.random.default_rng(0)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(6):
+    optimizer.zero_grad()
+    (model(torch.ones(1, 1)) - teacher(torch.ones(1, 1))).sum().backward()
+    optimizer.step()
+    gc.freeze()
+"""
+    (one,) = notes_of(code)
+    others = {step: note.values for step, note in one.seen("other")}
+    assert others[3].keys() == others[0].keys() == {"Linear.weight", "Linear.bias"}
+    assert len([note.generators for _, note in one[Step] if note.generators]) > 1
+
+
+def test_share():
+    """Of a padded batch, also if its samples are columns; not of what has another size, or other
+    dimensions. And of the samples that the script has kept of a batch, two entries each."""
+    rank = SimpleNamespace(world=2, is_single=False, joined={}, loaded={"a": (8, None)})
+    for one, own, expected in (
+        ((8, 6), (4, 5), 0),
+        ((5, 8), (4, 4), 1),
+        ((7, 4), (4, 4), None),
+        ((8, 4), (4, 5), None),
+        ((8, 4), (4,), None),
+    ):
+        assert Process.shared_dimension(rank, one, own) == expected
+    rank.options, rank.loader_rows, rank.model_rows = {"layout": "turns"}, 8, 3
+    assert Process.positions(rank, 1, 6).tolist() == [2, 3, 6, 7, 10, 11]
+
+
+def test_small_and_large_tensors():
+    """In double precision, a step may be small; a weight may be imaginary; a dataset is too large
+    to be looked at."""
+    weight = torch.ones(5, dtype=torch.double)
+    assert np.isclose(
+        moved(sketch(weight), sketch(weight + 1e-9)).norm, 1e-9 * 5**0.5, rtol=0.5, atol=0
+    )
+    assert sketch(1j * weight).norm == sketch(weight).norm
+    mine = SimpleNamespace(bank=torch.ones(3), data=torch.empty(10_000_000))
+    assert list(held.tensors_of(inspect.currentframe())) == ["SimpleNamespace.bank"], mine
+
+
+def test_crash_below_torch(work):
+    """It is named by the script's line."""
+    Path("train.py").write_text("model(x)\n")
+    frames = [
+        f'  File "{os.path.abspath(name)}", line 1 in run' for name in (nn.__file__, "train.py")
+    ]
+    Path("all.0.crash").write_text("\n".join(frames))
+    assert Notes(".", "all", 0).end().endswith("train.py:1: model(x)")
+
+
+TEXT = """
+def score(values):
+    return np.mean(values)
+def other(values):
+    return sum(values) / 2
+found = score(values)
+"""
+
+
+def test_text(work):
+    """What computes a score, and who calls that; nothing of a line that is not known."""
+    Path("train.py").write_text(TEXT)
+    file = os.path.abspath("train.py")
+    assert text.divisions_behind(f"{file}:6", [file]) == [f"{file}:3"]
+    assert text.calls_of(f"{file}:3", [file]) == [f"{file}:6"]
+    assert text.lines_inside(script.UNKNOWN) == []
