@@ -674,7 +674,7 @@ class Data(Dataset):
         return 4
     def __getitem__(self, index):
         own = [np.random.default_rng().random() for _ in range(2)] + [random.Random().random()]
-        own.append(np.random.default_rng(7).random())
+        own.append(np.random.default_rng(7).random() + random.Random(7).random())
         return torch.tensor([np.random.rand(), rng.random(), *self.noise.draw(), *own])
 
 def begin(worker):
