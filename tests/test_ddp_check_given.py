@@ -193,6 +193,11 @@ if rank == 1:
 show("own", random.random())
 random.setstate(state)
 show("seeded", random.random())
+random.setstate(state)
+if rank == 1:
+    random.shuffle([1, 2])
+show("own", random.random())
+show("unseeded", random.Random().random())
 show("seeded", torch.rand(2))
 for trains in True, False, True:
     with torch.set_grad_enabled(trains):
@@ -210,12 +215,13 @@ def test_choices(work):
     first, tested, second = one.pop("turns")
     of_turns = [each.pop("turns") for each in shown]
     assert np.allclose(of_turns, [[first, tested, second], [second, tested, second]], rtol=1e-5)
+    assert len({each.pop("unseeded")[0] for each in (one, *shown)}) == 3
     assert shown[1] | shown[0] == one and shown[1]["seeded"] == one["seeded"]
     for values, of_one in zip(shown[1]["own"], one["own"]):
         assert values != of_one and np.allclose(values, of_one, rtol=1e-6)
     apart = [[text_of(note.line) for _, note in notes.seen("apart")] for notes in ranks]
     sizes = ["torch.randn(5 if world == 1 else 3)", "torch.randperm(4 // world)"]
-    assert apart == [sizes, ["random.choice([rank, 5, 6])", *sizes]]
+    assert apart == [sizes, ["random.choice([rank, 5, 6])", *sizes, "random.shuffle([1, 2])"]]
 
 
 SEEDS = """
