@@ -70,6 +70,11 @@ show("gamma", torch.distributions.Gamma(torch.ones(rows), 1.0).rsample())
 show("numpy", np.random.normal(0, 1, (rows, 2)))
 show("numpy", np.random.normal(size=(rows, 2)))
 show("numpy", np.random.rand(rows, 2))
+means = np.arange(0, 400, 100)[rank::world]  # of each sample
+show("vector", np.random.normal(means, 1, rows))
+show("vector", np.random.normal(list(means), scale=np.ones(rows), size=(rows,)))
+show("table", np.random.normal(means[:, None], np.ones(3), (rows, 3)))
+show("chosen", np.random.choice(np.arange(rows) + 7, rows))
 show("many", torch.rand(2_000_000 // world, generator=own.manual_seed(0))[:3])
 """
 
@@ -79,7 +84,8 @@ def test_shares(work):
     of_one, notes, one, ranks = both(SHARES)
     assert not of_one.seen("own", "draw") and not notes[0].seen("gaps", "split")
     assert {what for _, note in notes[0].seen("draw") for what in note.values} == {LOOP}
-    many = one.pop("many")
+    many, _ = one.pop("many"), one.pop("chosen")
+    assert all(set(each.pop("chosen")[0]) <= {7, 8} for each in ranks)
     assert [each.pop("many") for each in ranks] == [many, many]
     for name, draws in one.items():
         for rank, of_rank in enumerate(ranks):

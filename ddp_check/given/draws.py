@@ -71,6 +71,20 @@ def permutation(run, name, n, generator, state):
     return values
 
 
+def widened(run, value, shape, shape_of_one):
+    """A tensor of parameters, as means, for random numbers of one process's shape: this rank's have
+    their places there, and stand for those of the others."""
+    d = run.shared_dimension(shape_of_one, shape)
+    if shape == shape_of_one or value.dim() != len(shape) or value.shape[d] != shape[d]:
+        return value
+    sizes = [m if n == k else n for n, k, m in zip(value.shape, shape, shape_of_one)]
+    times = [math.ceil(m / n) for n, m in zip(value.shape, sizes)]
+    wide = value.repeat(times)[tuple(slice(m) for m in sizes)]
+    part = wide[tuple(slice(None if i == d else n) for i, n in enumerate(value.shape))]
+    part.index_copy_(d, run.positions(run.rank, shape[d], True), value)
+    return wide
+
+
 class Draws(TorchDispatchMode):
     """Inside of it, torch draws the random numbers that one process draws, or the rank's share.
     What it sees are operators, whose arguments have names, however they were called."""
@@ -110,8 +124,7 @@ class Draws(TorchDispatchMode):
         return out.copy_(marked(run, name, "torch", values, of_one, state))
 
     def of_one(self, name, value, shape, shape_of_one):
-        """An argument, on the CPU, for a result of one process's shape. Of a tensor of parameters,
-        this rank's have their places there, and stand for those of the others."""
+        """An argument, on the CPU, for a result of one process's shape."""
         if name == "size":
             return shape_of_one
         if name == "num_samples":
@@ -120,16 +133,7 @@ class Draws(TorchDispatchMode):
             return torch.device("cpu")
         if not torch.is_tensor(value):
             return value
-        value = value.cpu().contiguous()
-        d = self.run.shared_dimension(shape_of_one, shape)
-        if shape == shape_of_one or value.dim() != len(shape) or value.shape[d] != shape[d]:
-            return value
-        sizes = [m if n == k else n for n, k, m in zip(value.shape, shape, shape_of_one)]
-        times = [math.ceil(m / n) for n, m in zip(value.shape, sizes)]
-        wide = value.repeat(times)[tuple(slice(m) for m in sizes)]
-        part = wide[tuple(slice(None if i == d else n) for i, n in enumerate(value.shape))]
-        part.index_copy_(d, self.run.positions(self.run.rank, shape[d], True), value)
-        return wide
+        return widened(self.run, value.cpu().contiguous(), shape, shape_of_one)
 
 
 def patch(run):

@@ -11,7 +11,7 @@ import torch
 
 from ..patches import wrap
 from ..script import UNKNOWN, place
-from .draws import UNSEEDED, permutation
+from .draws import UNSEEDED, permutation, widened
 from .pairing import LOOP, ORDER, SCRIPT_STATES, checksum, marked, note_draw, pair, state_of
 
 LIBRARIES = {
@@ -44,6 +44,13 @@ def chosen_from(name, args):
     things = args[0].tolist() if isinstance(args[0], np.ndarray) else args[0]
     is_short = isinstance(things, (list, tuple)) and 0 < len(things) <= 1000
     return checksum(things) if is_short and {*map(type, things)} <= {int, float, str} else None
+
+
+def parameter(run, value, shape, shape_of_one):
+    """Such as means, for random numbers of one process's shape."""
+    if not isinstance(value, (list, np.ndarray)):
+        return value
+    return widened(run, torch.as_tensor(np.array(value)), shape, shape_of_one).numpy()
 
 
 def patch(run):
@@ -97,6 +104,10 @@ def patch(run):
                     run.drawn_seeds[int(values)] = state
                 return marked(run, name, generator, values, of_one, state)
             note_draw(run, LOOP, generator, state)
+            with run.quiet():
+                if name != "choice":  # which chooses from its array
+                    args = [parameter(run, arg, shape, shape_of_one) for arg in args]
+                    kwargs = {k: parameter(run, v, shape, shape_of_one) for k, v in kwargs.items()}
             if len(args) > size_at:
                 args[size_at] = shape_of_one
             else:
