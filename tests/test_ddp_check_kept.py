@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sqlite3
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ from watched import FACTS, notes_of
 from ddp_check import child, command, cpu, launchers, pairs, progress, runs, script
 from ddp_check.compare import judge as judging
 from ddp_check.kept import files
-from ddp_check.kept.made import Made, as_line, open_path, remove_made
+from ddp_check.kept.made import Made, as_line, open_path, remove_made, wait_for_end
 from ddp_check.notes import Cut, File, Notes, Printed
 from ddp_check.patches import STOPPED
 from ddp_check.process import Process
@@ -45,6 +46,8 @@ def users(work):
     os.makedirs("images")
     for name in "images/data.mdb", "images.mdb":
         Path(name).write_text("user's")
+    Path("empty").touch()
+    os.mkfifo("pipe")
     return users_content()
 
 
@@ -67,6 +70,7 @@ mmap.mmap(-1, 9)[0] = 7; open("new.lock", "w").close()
 import socket as s; s.socket().bind(("127.0.0.1", 0)); s.socket(s.AF_UNIX).bind(f"\0{os.getpid()}")
 from safetensors.torch import save_file; [save_file({"a": torch.ones(n)}, "new") for n in (1, 2)]
 try: open("no/folder", "r+") \n except FileNotFoundError: pass
+os.open("pipe", os.O_RDWR)
 """
 
 
@@ -80,6 +84,12 @@ def test_attached(users):
         code = f"c = sqlite3.connect({options}); c.execute(\"attach 'other.db' as u\")\n"
         assert watched(code + "c.execute('delete from u.samples'); c.commit()")[0] == STOPPED
     assert users_content() == users
+
+
+def test_words(users):
+    for mode, what in {"a": "append to data.bin", "w": "overwrite empty"}.items():
+        refused = watched(f"open({what.split()[-1]!r}, {mode!r})")[1]
+        assert f"would {what}, which was there before" in refused
 
 
 def test_map_that_is_read(users):
@@ -127,6 +137,9 @@ try: lmdb.open("images.mdb", subdir=False).write() \n except OSError: pass
 lmdb.open("new").write(); lmdb.open("new2", subdir=False).write(); lmdb.Environment("new")
 """
 KILLED = """
+open("new", "w").close(); os.kill(os.getpid(), 9)
+torch.save(1, "new"); os.kill(os.getpid(), 9)
+os.mkfifo("new"); os.kill(os.getpid(), 9)
 dbm.gnu.open("new", "n"); os.kill(os.getpid(), 9)
 lmdb.open("new"); os.kill(os.getpid(), 9)
 """
@@ -161,10 +174,21 @@ def test_a_folder_with_a_librarys_name(work):
     assert watched("sys.path[0] = os.getcwd(); import av; assert av.__path__")[0] == 0
 
 
-def test_caches_of_numba(work):
+def test_caches(work):
+    """As numba's: what is written or moved there stays."""
     os.mkdir("__pycache__")
     Path("__pycache__/train.nbi").write_text("old")
-    assert watched("open('__pycache__/train.nbi', 'w').write('new')")[0] == 0
+    code = "open('__pycache__/train.nbi', 'w').write('new'); torch.save(1, '__pycache__/a')\n"
+    assert watched(code + "torch.save(1, 'new'); os.rename('new', '__pycache__/b')")[0] == 0
+    assert not remove_made(str(Path("notes").resolve()))
+    assert sorted(os.listdir("__pycache__")) == ["a", "b", "train.nbi"]
+
+
+def test_another_program_replaces_a_file(work):
+    """Then it is not the script's any more, whatever that does next."""
+    code = "open('new', 'w').close(); open('other.lock', 'w').close()\n"
+    assert watched(code + "subprocess.run(['mv', 'other.lock', 'new']); open('x', 'w')")[0] == 0
+    assert len(remove_made(str(Path("notes").resolve()))) == 1
 
 
 def test_programs_of_a_librarys_thread(work):
@@ -191,6 +215,15 @@ def test_open_files_on_macos(monkeypatch):
 
 
 # ---- processes
+
+
+def test_waiting_for_processes(monkeypatch):
+    """As long as one of them is still there."""
+    process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    ends = iter([lambda: None, process.kill, process.wait])
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(ends)())
+    wait_for_end([process.pid])
+    assert not list(ends)
 
 
 def test_what_is_printed(work):
@@ -451,14 +484,18 @@ def test_torch_for_cpus_alone(work):
     assert in_fork(use_other_torch, START + group) == 0
 
 
-def test_a_rename_that_fails(work):
-    """As of a file that another rank has already renamed: this rank has written nothing."""
+def test_written_files(work):
+    """No folders; and nothing by a rename that fails, as another rank has already done it."""
     code = """
 import contextlib, os
+os.mkdir("new")
+for _ in range(2):
+    open("log", "a").close()
 open("new.tmp", "w").close()
 os.rename("new.tmp", "new.pt")
 with contextlib.suppress(FileNotFoundError):
     os.rename("new.tmp", "other.pt")
 """
     (one,) = notes_of(code)
-    assert {os.path.basename(note.path) for _, note in one[File]} == {"new.tmp", "new.pt"}
+    written = {(os.path.basename(note.path), note.mode) for _, note in one[File]}
+    assert written == {("log", "a"), ("new.tmp", "w"), ("new.pt", "w")}
