@@ -62,7 +62,7 @@ def run_each(users, lines, status, start=""):
 
 ALLOWED = r"""
 sqlite3.connect("file:data.db?mode=memory", uri=True).execute("create table other (x)")
-sqlite3.Connection(":memory:"); c = sqlite3.connect(":memory:"); \
+sqlite3.Connection(":memory:"); sqlite3.Connection("new.db"); c = sqlite3.connect(":memory:"); \
 c.execute("attach ? as u", ["data.db"]); c.execute("create table samples (x)")
 assert list(sqlite3.Connection("file:data.db?mode=ro", uri=True).execute("select x from samples"))
 c = sqlite3.connect("a", uri=True); c.execute("attach 'file:data.db?mode=ro' as u"); \
@@ -83,8 +83,14 @@ def test_attached(users):
     """A database that is attached to one that is only read is written to."""
     for options in "'data.db'", "'file:data.db?mode=ro', uri=True":
         code = f"c = sqlite3.connect({options}); c.execute(\"attach 'a%20b.db' as u\")\n"
-        assert watched(code + "c.execute('delete from u.samples'); c.commit()")[0] == STOPPED
+        refused = watched(code + "c.execute('delete from u.samples'); c.commit()")[1]
+        assert "would write into a%20b.db, which" in refused
     assert users_content() == users
+
+
+def test_pragma(users):
+    """SQLite does not say that it writes: it fails, as the database is opened to be read."""
+    run_each(users, "sqlite3.connect('data.db').execute('pragma user_version = 3')", 1)
 
 
 def test_words(users):
