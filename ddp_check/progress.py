@@ -16,7 +16,7 @@ LINES = 40  # of what a process has printed
 
 def text_and_age(path):
     """Of a file, and its seconds; None if it is gone, as the process has just ended."""
-    with contextlib.suppress(FileNotFoundError), open(path, errors="replace") as file:
+    with contextlib.suppress(FileNotFoundError), open(path, errors="replace", newline="") as file:
         return file.read(), time.time() - os.fstat(file.fileno()).st_mtime
 
 
@@ -87,7 +87,7 @@ def why_it_failed(run, failed, notes):
     rank = ([rank for rank in failed if "Connection" not in ends[rank]] or list(failed))[0]
     text, _ = text_and_age(run.files("log")[rank])
     text = re.sub(rf'  File "{re.escape(FOLDER)}.*\n(    .*\n)*', "", text)  # our own frames
-    lines = [line.rpartition("\r")[2] for line in text.splitlines()][-LINES:]
+    lines = re.sub(r"(?m)^.*\r(?=.)", "", text).splitlines()[-LINES:]  # a bar's last state
     how = f"exit status {failed[rank]}"
     if failed[rank] < 0:
         how = f"killed by {signal.Signals(-failed[rank]).name}"

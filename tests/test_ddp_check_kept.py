@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sqlite3
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,8 +26,8 @@ from watched import FACTS, notes_of
 from ddp_check import child, command, cpu, launchers, pairs, progress, runs, script
 from ddp_check.compare import judge as judging
 from ddp_check.kept import files
-from ddp_check.kept.made import Made, as_line, open_path, remove_made
-from ddp_check.notes import Cut, File, Notes, Printed
+from ddp_check.kept.made import Made, as_line, open_path, remove_made, wait_for_end
+from ddp_check.notes import TRIED, Cut, File, Notes, Printed
 from ddp_check.patches import STOPPED
 from ddp_check.process import Process
 
@@ -37,7 +38,7 @@ from ddp_check.process import Process
 def users(work):
     """Files that were there before."""
     np.arange(4000, dtype=np.float32).tofile("data.bin")
-    for name in "data.db", "other.db":
+    for name in "data.db", "a%20b.db":
         with sqlite3.connect(name) as database:
             database.execute("create table samples (x)")
             database.execute("insert into samples values (1)")
@@ -45,6 +46,8 @@ def users(work):
     os.makedirs("images")
     for name in "images/data.mdb", "images.mdb":
         Path(name).write_text("user's")
+    Path("empty").touch()
+    os.mkfifo("pipe")
     return users_content()
 
 
@@ -59,7 +62,8 @@ def run_each(users, lines, status, start=""):
 
 ALLOWED = r"""
 sqlite3.connect("file:data.db?mode=memory", uri=True).execute("create table other (x)")
-sqlite3.Connection(":memory:").execute("create table samples (x)")
+sqlite3.Connection(":memory:"); sqlite3.Connection("new.db"); c = sqlite3.connect(":memory:"); \
+c.execute("attach ? as u", ["data.db"]); c.execute("create table samples (x)")
 assert list(sqlite3.Connection("file:data.db?mode=ro", uri=True).execute("select x from samples"))
 c = sqlite3.connect("a", uri=True); c.execute("attach 'file:data.db?mode=ro' as u"); \
 c.executescript("attach 'b' as n; create table n.samples as select x from u.samples")
@@ -67,6 +71,7 @@ mmap.mmap(-1, 9)[0] = 7; open("new.lock", "w").close()
 import socket as s; s.socket().bind(("127.0.0.1", 0)); s.socket(s.AF_UNIX).bind(f"\0{os.getpid()}")
 from safetensors.torch import save_file; [save_file({"a": torch.ones(n)}, "new") for n in (1, 2)]
 try: open("no/folder", "r+") \n except FileNotFoundError: pass
+os.open("pipe", os.O_RDWR)
 """
 
 
@@ -77,9 +82,21 @@ def test_allowed(users):
 def test_attached(users):
     """A database that is attached to one that is only read is written to."""
     for options in "'data.db'", "'file:data.db?mode=ro', uri=True":
-        code = f"c = sqlite3.connect({options}); c.execute(\"attach 'other.db' as u\")\n"
-        assert watched(code + "c.execute('delete from u.samples'); c.commit()")[0] == STOPPED
+        code = f"c = sqlite3.connect({options}); c.execute(\"attach 'a%20b.db' as u\")\n"
+        refused = watched(code + "c.execute('delete from u.samples'); c.commit()")[1]
+        assert "would write into a%20b.db, which" in refused
     assert users_content() == users
+
+
+def test_pragma(users):
+    """SQLite does not say that it writes: it fails, as the database is opened to be read."""
+    run_each(users, "sqlite3.connect('data.db').execute('pragma user_version = 3')", 1)
+
+
+def test_words(users):
+    for mode, what in {"a": "append to data.bin", "w": "overwrite empty"}.items():
+        refused = watched(f"open({what.split()[-1]!r}, {mode!r})")[1]
+        assert f"would {what}, which was there before" in refused
 
 
 def test_map_that_is_read(users):
@@ -127,6 +144,9 @@ try: lmdb.open("images.mdb", subdir=False).write() \n except OSError: pass
 lmdb.open("new").write(); lmdb.open("new2", subdir=False).write(); lmdb.Environment("new")
 """
 KILLED = """
+open("new", "w").close(); os.kill(os.getpid(), 9)
+torch.save(1, "new"); os.kill(os.getpid(), 9)
+os.mkfifo("new"); os.kill(os.getpid(), 9)
 dbm.gnu.open("new", "n"); os.kill(os.getpid(), 9)
 lmdb.open("new"); os.kill(os.getpid(), 9)
 """
@@ -161,10 +181,21 @@ def test_a_folder_with_a_librarys_name(work):
     assert watched("sys.path[0] = os.getcwd(); import av; assert av.__path__")[0] == 0
 
 
-def test_caches_of_numba(work):
+def test_caches(work):
+    """As numba's: what is written or moved there stays."""
     os.mkdir("__pycache__")
     Path("__pycache__/train.nbi").write_text("old")
-    assert watched("open('__pycache__/train.nbi', 'w').write('new')")[0] == 0
+    code = "open('__pycache__/train.nbi', 'w').write('new'); torch.save(1, '__pycache__/a')\n"
+    assert watched(code + "torch.save(1, 'new'); os.rename('new', '__pycache__/b')")[0] == 0
+    assert not remove_made(str(Path("notes").resolve()))
+    assert sorted(os.listdir("__pycache__")) == ["a", "b", "train.nbi"]
+
+
+def test_another_program_replaces_a_file(work):
+    """Then it is not the script's any more, whatever that does next."""
+    code = "open('new', 'w').close(); open('other.lock', 'w').close()\n"
+    assert watched(code + "subprocess.run(['mv', 'other.lock', 'new']); open('x', 'w')")[0] == 0
+    assert len(remove_made(str(Path("notes").resolve()))) == 1
 
 
 def test_programs_of_a_librarys_thread(work):
@@ -193,6 +224,15 @@ def test_open_files_on_macos(monkeypatch):
 # ---- processes
 
 
+def test_waiting_for_processes(monkeypatch):
+    """As long as one of them is still there."""
+    process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    ends = iter([lambda: None, process.kill, process.wait])
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(ends)())
+    wait_for_end([process.pid])
+    assert not list(ends)
+
+
 def test_what_is_printed(work):
     """By the script itself, not by its threads and forks, whose end is not its own."""
     code = """
@@ -208,7 +248,7 @@ print("its own", flush=True)
 os.kill(os.getpid(), 9)
 """
     (one,) = notes_of(code)
-    assert [note.text for _, note in one[Printed]] == ["its own"]
+    assert [(note.text, note.line) for _, note in one[Printed]] == [("its own", "train.py:10")]
     assert not os.path.exists("notes/one.draws")
 
 
@@ -242,6 +282,7 @@ def test_other_numbers_of_processes(work):
 
 def join():
     dist.init_process_group("gloo")
+    sys.exit(3)
 
 
 def start_a_rank():
@@ -259,7 +300,7 @@ def test_a_rank_that_the_script_starts(work, monkeypatch):
     facts = facts_of(run="one", spawns=True, script="train.py")
     monkeypatch.setenv("DDP_CHECK", json.dumps(facts))
     assert in_fork(start_a_rank) == 0
-    assert Notes(Path("notes"), "one", 0).end() == "its end"
+    assert Notes(Path("notes"), "one", 0).end() == "SystemExit 3"
 
 
 def wait_for_go():
@@ -284,6 +325,70 @@ def test_a_rank_that_waits_for_another(work, monkeypatch):
     look = SimpleNamespace(look=lambda: None, is_silent=lambda: True, steps=lambda: 0)
     look.hangs = lambda: next(rounds)
     assert run.wait(look, None) == ({1: 1}, None)
+
+
+def test_the_next_start(work, monkeypatch):
+    """After some steps it is asked for once; a file that is refused ends the run."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    run = runs.Run(argparse.Namespace(), str(work), "all", 2)
+    run.processes = [SimpleNamespace(poll=lambda: None)] * 2
+    look = SimpleNamespace(look=lambda: None, is_silent=lambda: True, hangs=lambda: next(rounds))
+    for others, steps in ("options", [0, TRIED]), (None, [0, TRIED, TRIED + 1]):
+        rounds, made, asked = iter([False] * len(steps) + [True]), iter(steps), []
+        look.steps = lambda made=made: next(made)
+        assert run.wait(look, lambda notes: asked.append(notes) or others) == ({}, others)
+        assert len(asked) == 1
+    Path("refused").touch()
+    assert run.wait(look, None) == ({}, None)
+
+
+def test_progress(work, monkeypatch):
+    """That of the rank which is behind; what they say gets old while they are busy in C."""
+    now, age, said = [0.0], [0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: os.stat("0.where").st_mtime + age[0])
+    run = SimpleNamespace(nproc=2, options=runs.Options(20), say=said.append)
+    run.files = lambda suffix: [f"{rank}.{suffix}" for rank in range(2)]
+    of_run = progress.Progress(run, "run 1 of 2")
+    for seconds, old, texts, noted, steps, moved in (
+        (1, 0, [], "", 0, 1),
+        (2, 0, ["7 a < train.py:1"], "", 0, 2),
+        (3, 0, ["7 a < train.py:1", "2 b < train.py:2"], "", 2, 3),
+        (4, 0, ["7 a < train.py:1", "2 b < train.py:2"], "", 2, 3),
+        (5, 6, ["7 a < train.py:1", "2 b < train.py:2"], "", 2, 5),
+        (6, 0, ["7 a < train.py:1", "2 b < train.py:2"], "new", 2, 6),
+        (11, 0, ["7 a < train.py:1", "2 b < train.py:2"], "new", 2, 6),
+        (13, 0, ["7 a < train.py:1", "7 b < train.py:2"], "new", 7, 13),
+        (23, 0, ["7 a < train.py:1", "7 b < train.py:2"], "new", 7, 13),
+    ):
+        now[0], age[0] = seconds, old
+        for rank, text in enumerate(texts):
+            Path(f"{rank}.where").write_text(text)
+        Path("1.notes").write_text(noted)
+        of_run.look()
+        assert (of_run.steps(), of_run.moved) == (steps, moved), seconds
+        assert of_run.is_silent() == (seconds - of_run.noted > 3) == (seconds in (5, 11, 13, 23))
+    assert said == [
+        "run 1 of 2: step 2 of 20, 11 s, at train.py:1",
+        "run 1 of 2: step 7 of 20, 23 s, 52 s to go at most, at train.py:1",
+    ]
+
+
+def test_why_it_failed(work):
+    """The rank that has failed by itself, and what it printed but for our lines."""
+    ours = f'  File "{script.FOLDER}child.py", line 1, in child\n    run()\n'
+    Path("0.log").write_text("rank 0's")
+    Path("1.log").write_text(f"step 1\rstep 2\n{ours}killed")
+    ends = [SimpleNamespace(end=lambda end=end: end) for end in ("Connection closed", "")]
+    run = SimpleNamespace(files=lambda suffix: ["0.log", "1.log"])
+    for failed, says in {
+        ((0, 1), (1, -9)): "rank 1 failed (killed by SIGKILL: is there too little memory?)",
+        ((1, -15),): "rank 1 failed (killed by SIGTERM)",
+        ((0, 1),): "rank 0 failed (exit status 1)",
+    }.items():
+        first, *lines = progress.why_it_failed(run, dict(failed), ends).splitlines()
+        assert first == f"{says}; it printed:"
+        assert lines == (["rank 0's"] if "rank 0" in says else ["step 2", "killed"])
 
 
 def test_hangs(work, monkeypatch):
@@ -317,6 +422,7 @@ def test_too_few_gpus(monkeypatch):
     for flags, text in {(): "1 GPU for 2 processes: all run on CPUs", ("--cpu",): ""}.items():
         args = command.parser.parse_args([*flags, "train.py"])
         assert pairs.Runs(args, "nowhere").too_few_gpus == text
+    assert "" in runs.visible_gpus(1, 1, cpu=True).values()
 
 
 def test_notes_of_a_check():
@@ -451,14 +557,18 @@ def test_torch_for_cpus_alone(work):
     assert in_fork(use_other_torch, START + group) == 0
 
 
-def test_a_rename_that_fails(work):
-    """As of a file that another rank has already renamed: this rank has written nothing."""
+def test_written_files(work):
+    """No folders; and nothing by a rename that fails, as another rank has already done it."""
     code = """
 import contextlib, os
+os.mkdir("new")
+for _ in range(2):
+    open("log", "a").close()
 open("new.tmp", "w").close()
 os.rename("new.tmp", "new.pt")
 with contextlib.suppress(FileNotFoundError):
     os.rename("new.tmp", "other.pt")
 """
     (one,) = notes_of(code)
-    assert {os.path.basename(note.path) for _, note in one[File]} == {"new.tmp", "new.pt"}
+    written = {(os.path.basename(note.path), note.mode) for _, note in one[File]}
+    assert written == {("log", "a"), ("new.tmp", "w"), ("new.pt", "w")}

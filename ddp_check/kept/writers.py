@@ -76,10 +76,9 @@ def watch_writer(module, function, guard):
             guard.made.settle()
             note_renamed(guard.made, os.path.realpath(os.fsdecode(path)))
 
-    if not classes:  # others may have imported it by its name
-        for other in list(sys.modules.values()):
-            if getattr(other, "__dict__", {}).get(function) is original:
-                setattr(other, function, getattr(owner, function))
+    for other in list(sys.modules.values()):  # some have imported it by its name
+        if getattr(other, "__dict__", {}).get(function) is original:
+            setattr(other, function, getattr(owner, function))
 
 
 def note_renamed(made, path):
