@@ -3,6 +3,7 @@ forks of this process."""
 
 import inspect
 import os
+import warnings
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Subset
 from watched import notes_of
 
 from ddp_check import script, text
@@ -170,6 +172,10 @@ class Doubling(SGD):
             for p in self.param_groups[0]["params"]:
                 p.mul_(2)
 
+class Failing(SGD):
+    def step(self):
+        raise ValueError
+
 class Unaware(SGD):  # of its closure
     def step(self, closure=None):
         super().step()
@@ -209,17 +215,28 @@ optimizer.step(closure)
 nets = [nn.Linear(1, 1), nn.Linear(1, 1)]
 optimizer = SGD([p for net in nets for p in net.parameters()], 0.5)
 optimizer.step()
+optimizer = Failing(nets[0].parameters(), 0.5)
+try:
+    optimizer.step()
+except ValueError:
+    pass
+nets[1].weight.data.zero_()  # after a step that failed
+nets[1].weight.grad = torch.ones(1, 1)
+optimizer = SGD(nets[1].parameters(), 0.5)
+optimizer.step()
+optimizer.step()
 """
 
 
 def test_optimizers(work):
     """LBFGS, whose closure computes several gradients; optimizers that step another, or as their
-    class does; one that fails; one without its closure. Settings that are tensors, or loaded;
+    class does; two that fail; one without its closure. Settings that are tensors, or loaded;
     two models of one class."""
     (one,) = notes_of(OPTIMIZERS)
     assert one[End][0][1].state == "its end"
-    assert [step.key for _, step in one[Step]] == [(n, 0) for n in range(8)]
-    assert one[Step][-1][1].names == [
+    keys = [step.key for _, step in one[Step]]
+    assert keys == [*((n, 0) for n in range(9)), (9, 0), (9, 1)]
+    assert one[Step][7][1].names == [
         f"{of}.{p}" for of in ("Linear", "Linear'") for p in ("weight", "bias")
     ]
 
@@ -227,8 +244,10 @@ def test_optimizers(work):
         found = [(step, *note.values.values()) for step, note in one.seen(kind)]
         return [(step, round(first.norm / 3**0.5, 3)) for step, first, *_ in found if first]
 
-    assert norms("gradient") == [(0, 8), (1, 8), (2, 8), (3, 8), (4, 8), (5, 8)]
-    assert norms("update") == [(1, 0.333), (2, 4), (3, 2), (4, 8), (5, 4), (6, 0)]
+    assert norms("gradient") == [*((n, 8) for n in range(6)), (7, 0.577), (8, 0.577)]
+    assert norms("update")[1:] == [(2, 4), (3, 2), (4, 8), (5, 4), (6, 0), (7, 0.289), (8, 0.289)]
+    set_at = [note.about["Linear.weight"] for _, note in one.seen("weight")[-2:]]
+    assert set_at == [line_of(OPTIMIZERS, "nets[1].weight.data")] * 2
     settings = one.seen("setting")[2][1].values
     assert settings[0, "lr"] == 0.5 and (0, "mask") not in settings
 
@@ -327,6 +346,10 @@ def test_after_gc_freeze(work):
     code = """
 import gc, numpy as np, torch
 model, teacher, numbers = *(torch.nn.Linear(1, 1) for _ in "ab"), np.random.default_rng(0)
+class Queue:
+    rows = None
+queue = Queue()
+queue.rows = torch.ones(3)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for step in range(6):
     optimizer.zero_grad()
@@ -337,6 +360,7 @@ for step in range(6):
     (one,) = notes_of(code)
     others = {step: note.values for step, note in one.seen("other")}
     assert others[3].keys() == others[0].keys() == {"Linear.weight", "Linear.bias"}
+    assert [list(note.values) for _, note in one.seen("attribute")] == [["Queue.rows"]]
     assert len([note.generators for _, note in one[Step] if note.generators]) > 1
 
 
@@ -356,16 +380,64 @@ def test_share():
     assert Process.positions(rank, 1, 6).tolist() == [2, 3, 6, 7, 10, 11]
 
 
-def test_small_and_large_tensors():
-    """In double precision, a step may be small; a weight may be imaginary; a dataset is too large
-    to be looked at."""
+def test_small_tensors():
+    """In double precision, a step may be small; a weight may be imaginary."""
     weight = torch.ones(5, dtype=torch.double)
     assert np.isclose(
         moved(sketch(weight), sketch(weight + 1e-9)).norm, 1e-9 * 5**0.5, rtol=0.5, atol=0
     )
     assert sketch(1j * weight).norm == sketch(weight).norm
-    mine = SimpleNamespace(bank=torch.ones(3), data=torch.empty(10_000_000))
-    assert list(held.tensors_of(inspect.currentframe())) == ["SimpleNamespace.bank"], mine
+
+
+class Teacher(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.register_buffer("table", torch.arange(3))
+
+
+class Settings:
+    rows = torch.ones(2)  # of the class
+
+
+class Numbers(list):
+    def __init__(self, **numbers):
+        super().__init__([0])
+        vars(self).update(numbers)
+
+
+def test_variables():
+    """The numbers of a script, also in datasets, in datasets of a part, in dictionaries; tensors
+    that an object holds, but for what is a model's, no number, or too large."""
+    alpha, far, words = np.float16(1.5), float("inf"), {1: 2.0, "beta": 3}
+    many = {f"word{n}": n for n in range(300)}
+    seeded = torch.Generator().manual_seed(7)
+    part = DataLoader(Subset(Subset(Numbers(gamma=4), [0]), [0]))
+    weight, frame = torch.ones(1), inspect.currentframe()
+    weight.delta = 5
+    with warnings.catch_warnings(action="error"):
+        found = held.variables_of(frame)
+    expected = {"alpha": 1.5, "beta": 3.0, "gamma": 4.0, "seeded": 7.0}
+    assert found.items() >= expected.items(), (alpha, far, words, many, seeded, part)
+    assert not {"far", "delta", "word1", 1} & found.keys()
+    assert all(type(number) is float for number in found.values())
+    kept = {"bank": torch.ones(3), "data": torch.empty(10_000_000), "none": torch.empty(0)}
+    kept |= {"ids": torch.arange(3), "weight": nn.Parameter(torch.ones(1))}
+    mine = SimpleNamespace(**kept, graph=torch.eye(2).to_sparse(), name="a")
+    assert list(held.tensors_of(frame)) == ["SimpleNamespace.bank"], mine
+
+
+def test_what_is_held():
+    """What is trained, by the names of variables; a teacher, but not what changes samples."""
+    teacher, blur = Teacher(), nn.Linear(1, 2)
+    run = SimpleNamespace(of_datasets={blur}, written={}, nth=lambda key: 0)
+    values, _ = held.others(run, {id(teacher.layer.bias)}, "running_mean$")
+    mine = [name for name in values if "Teacher" in name]
+    assert mine == ["Teacher.layer.weight"] and (1, 2) not in [v.shape for v in values.values()]
+    optimizer = torch.optim.SGD(teacher.parameters(), 0.1)
+    trained = held.Trained(run, optimizer)
+    assert trained.names[id(teacher.layer.bias)] == "teacher.layer.bias"
+    assert trained.buffers() == {} and set(trained.modes()) == {"teacher", "teacher.layer"}
 
 
 def test_crash_below_torch(work):

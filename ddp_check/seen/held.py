@@ -225,7 +225,9 @@ def variables_of(frame):
         for name, thing in list(variables.items()):
             if isinstance(thing, torch.Generator):
                 thing = thing.initial_seed()
-            is_number = isinstance(thing, (int, float, np.floating, np.integer))
-            if is_number and isinstance(name, str) and not abs(thing) > 1e300:
+            if isinstance(thing, np.number):
+                thing = thing.item()  # half precision could not be compared with 1e300
+            is_number = isinstance(thing, (int, float)) and isinstance(name, str)
+            if is_number and not abs(thing) > 1e300:
                 found.setdefault(name, float(thing))
     return found
