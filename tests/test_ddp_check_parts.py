@@ -3,11 +3,10 @@ rank is given, which runs it takes. Each test fails if the line that it is for i
 
 import argparse
 import os
-import pickle
 import random
 import tempfile
 import types
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -165,21 +164,6 @@ def test_limits():
 
 
 # ---- what a rank is given
-
-
-@pytest.fixture
-def make_process(tmp_path, monkeypatch):
-    """A Process, as one of a run has it, of two ranks."""
-
-    def make(run="all", rank=0, known=({},) * 5, **options):
-        facts = {"folder": str(tmp_path), "nproc": 2, "run": run, "seed": 0, "short": None}
-        facts |= asdict(Options(20)) | options
-        monkeypatch.setenv("DDP_CHECK", process.json.dumps(facts))
-        with open(tmp_path / "one.draws", "wb") as file:
-            pickle.dump((20, *known), file)
-        return process.Process(rank)
-
-    return make
 
 
 def test_positions(make_process):

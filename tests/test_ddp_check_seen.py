@@ -18,6 +18,7 @@ from ddp_check import script, text
 from ddp_check.notes import MANY_EVALUATIONS, MANY_VALUES, Collective, End, Notes, Said, Step
 from ddp_check.process import Process
 from ddp_check.seen import held
+from ddp_check.seen.trace import Trace
 from ddp_check.sketch import moved, sketch
 
 FRAMEWORK = """
@@ -433,11 +434,56 @@ def test_what_is_held():
     run = SimpleNamespace(of_datasets={blur}, written={}, nth=lambda key: 0)
     values, _ = held.others(run, {id(teacher.layer.bias)}, "running_mean$")
     mine = [name for name in values if "Teacher" in name]
-    assert mine == ["Teacher.layer.weight"] and (1, 2) not in [v.shape for v in values.values()]
+    assert mine == ["Teacher.layer.weight"] and (2, 1) not in [v.shape for v in values.values()]
     optimizer = torch.optim.SGD(teacher.parameters(), 0.1)
     trained = held.Trained(run, optimizer)
     assert trained.names[id(teacher.layer.bias)] == "teacher.layer.bias"
     assert trained.buffers() == {} and set(trained.modes()) == {"teacher", "teacher.layer"}
+
+
+def test_traced(make_process):
+    """What a line's value is made from, also through copies, parts, and a division by a count;
+    where sorted entries were; which weights a line has set; which batches it has joined."""
+    run = make_process("again", lines=1)
+    table, weight = torch.ones(3, 2), nn.Parameter(torch.ones(4))
+    layer, other = nn.Linear(2, 2), torch.zeros(2)
+    layer.bias.data = other
+    with Trace(run), torch.no_grad():
+        nn.functional.embedding(torch.tensor([1]), table, max_norm=1.0)
+        assert list(run.written) == [table.data_ptr()]
+        nn.functional.embedding(torch.tensor([1]), layer.weight)
+        layer.double()
+        assert len(run.written) == 1
+        weight.data = torch.zeros(4)
+        assert len(run.written) == 2
+        x, y = torch.arange(6.0).view(3, 2), torch.ones(2, 2)
+        torch.cat([x, y]), torch.cat([x, x], 1), torch.cat([x, x], dim=1)
+        assert run.joined == {}
+        run.loaded |= {"a": (3, None), "b": (2, None)}
+        torch.vstack([x, y]), torch.concat([y, y], -2), torch.cat([y, y, y, y], dim=0)
+        assert run.joined == {5: [3, 2], 4: [2, 2], 8: [2, 2, 2, 2]}
+        z = x * 3
+        copy, (part, _, _) = z.clone(), z.unbind()
+        assert copy.compare_index == part.compare_index == z.compare_index
+        assert not hasattr(other.clone(), "compare_index")
+        values, places = x.sort(0)
+        assert not hasattr(values, "compare_place") and places.clone().compare_place
+        assert all(each.compare_place for each in torch.topk(places, 2, 0))
+        run.thread.quiet = True
+        z / 2
+        run.thread.quiet, run.thread.in_dataset = False, True
+        z / 2
+        run.thread.in_dataset = False
+    with Trace(run):
+        halved = x.div(2), x.div(other=weight.sum()), x.div(weight.sum()), x.add(weight.sum())
+        again = [(lambda: x.add(n))() for n in range(MANY_VALUES + 1)]
+        run.steps = 1
+        late = x * 3
+    assert hasattr(again[-2], "compare_index") and not hasattr(late, "compare_index")
+    assert not hasattr(again[-1], "compare_index") and halved
+    seen = [note for _, note in Notes(run.folder, "again", 0).seen("value")]
+    assert [n.about["by_gradient"] for n in seen if "div" in n.name] == [False, True, True]
+    assert [n.about["by_gradient"] for n in seen if n.name == "add"][0] is False
 
 
 def test_crash_below_torch(work):
