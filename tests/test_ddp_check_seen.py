@@ -452,13 +452,16 @@ def test_traced(make_process):
         nn.functional.embedding(torch.tensor([1]), table, max_norm=1.0)
         assert list(run.written) == [table.data_ptr()]
         nn.functional.embedding(torch.tensor([1]), layer.weight)
+        nn.functional.layer_norm(other, (2,), other, other)
         layer.double()
         assert len(run.written) == 1
         weight.data = torch.zeros(4)
         assert len(run.written) == 2
         x, y = torch.arange(6.0).view(3, 2), torch.ones(2, 2)
         torch.cat([x, y]), torch.cat([x, x], 1), torch.cat([x, x], dim=1)
-        assert run.joined == {}
+        assert run.joined == {} and x.grad is None
+        torch.cat([y[:1], y[:1], y[:1]])  # of no batches
+        assert run.joined.pop(3) == [1, 1, 1]
         run.loaded |= {"a": (3, None), "b": (2, None)}
         torch.vstack([x, y]), torch.concat([y, y], -2), torch.cat([y, y, y, y], dim=0)
         assert run.joined == {5: [3, 2], 4: [2, 2], 8: [2, 2, 2, 2]}
@@ -469,21 +472,37 @@ def test_traced(make_process):
         values, places = x.sort(0)
         assert not hasattr(values, "compare_place") and places.clone().compare_place
         assert all(each.compare_place for each in torch.topk(places, 2, 0))
+        assert places.shape == x.size() and len(other.unbind()) == 2
+        nn.init.constant_(other, 1.0), torch.empty(1), weight.mul_(2)
+        noisy = nn.functional.conv1d(x[None], torch.ones(1, 3, 1)).tolist()
+        assert noisy != [[[6.0, 9.0]]] and z.tolist() == [[0, 3], [6, 9], [12, 15]]
+        run.noise = 0.0
+        assert nn.functional.conv1d(x[None], torch.ones(1, 3, 1)).tolist() == [[[6.0, 9.0]]]
         run.thread.quiet = True
         z / 2
         run.thread.quiet, run.thread.in_dataset = False, True
         z / 2
         run.thread.in_dataset = False
+
+    def plus(n):
+        return x.add(n)
+
     with Trace(run):
         halved = x.div(2), x.div(other=weight.sum()), x.div(weight.sum()), x.add(weight.sum())
-        again = [(lambda: x.add(n))() for n in range(MANY_VALUES + 1)]
+        again = [plus(n) for n in range(MANY_VALUES + 1)]
         run.steps = 1
         late = x * 3
     assert hasattr(again[-2], "compare_index") and not hasattr(late, "compare_index")
     assert not hasattr(again[-1], "compare_index") and halved
     seen = [note for _, note in Notes(run.folder, "again", 0).seen("value")]
+    assert not {"size", "fill_", "empty", "mul_"} & {n.name for n in seen}
     assert [n.about["by_gradient"] for n in seen if "div" in n.name] == [False, True, True]
-    assert [n.about["by_gradient"] for n in seen if n.name == "add"][0] is False
+    added = [n for n in seen if n.name == "add"]
+    assert [n.about["by_gradient"] for n in added] == [False] * (1 + MANY_VALUES)
+    assert added[0].about["called_at"] == "" and added[1].about["called_at"] not in (
+        "",
+        added[1].line,
+    )
 
 
 def test_crash_below_torch(work):

@@ -188,11 +188,10 @@ def scopes_of(frame):
 
 
 def modules_of(frame):
-    """{id: name} of the modules that the script's variables hold, or a wrapper of them."""
-    scopes = [list(scope.items()) for scope in scopes_of(frame)]
-    held = [(name, m) for scope in scopes for name, m in scope if isinstance(m, nn.Module)]
+    """{id: name} of what the script's variables hold; of a module, also if a DDP of it is held."""
+    held = [each for scope in scopes_of(frame) for each in list(scope.items())]
     held += [(name, m.module) for name, m in held if isinstance(m, DistributedDataParallel)]
-    return {id(module): name for name, module in reversed(held) if name != "self"}
+    return {id(thing): name for name, thing in reversed(held) if name != "self"}
 
 
 def tensors_of(frame):

@@ -150,9 +150,7 @@ class Trace(TorchFunctionMode):
                 leaf.compare_place = True
         by = args[1] if len(args) > 1 else kwargs.get("other")
         by_gradient = "div" in name and getattr(by, "requires_grad", False)
-        called_at = ""
-        if frame.f_code.co_name != "<module>":
-            called_at = next((at for at in own_lines(frame) if at != line), "")
+        called_at = next((at for at in own_lines(frame) if at != line), "")
         more = {"by_gradient": by_gradient, "called_at": called_at}
         self.run.note_value("value", line, name, out, made_from, **more)
 
