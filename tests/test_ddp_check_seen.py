@@ -19,6 +19,7 @@ from ddp_check.notes import MANY_EVALUATIONS, MANY_VALUES, Collective, End, Note
 from ddp_check.process import Process
 from ddp_check.seen import held
 from ddp_check.seen.trace import Trace
+from ddp_check.seen.written import note_set
 from ddp_check.sketch import moved, sketch
 
 FRAMEWORK = """
@@ -157,6 +158,7 @@ OPTIMIZERS = """
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer, SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 class Lookahead(Optimizer):
     def __init__(self, base):
@@ -194,6 +196,7 @@ def fails():
     raise ValueError
 
 optimizer = LBFGS([weight(0.0)], max_iter=4)
+StepLR(optimizer, 9)
 optimizer.step(closure)
 optimizer = LBFGS([weight(0.0)], max_iter=1)
 optimizer.step(closure=closure)
@@ -224,15 +227,18 @@ except ValueError:
 nets[1].weight.data.zero_()  # after a step that failed
 nets[1].weight.grad = torch.ones(1, 1)
 optimizer = SGD(nets[1].parameters(), 0.5)
+optimizer.load_state_dict(optimizer.state_dict())
 optimizer.step()
+plateau = ReduceLROnPlateau(optimizer)
+plateau.step(1.0)
 optimizer.step()
 """
 
 
 def test_optimizers(work):
     """LBFGS, whose closure computes several gradients; optimizers that step another, or as their
-    class does; two that fail; one without its closure. Settings that are tensors, or loaded;
-    two models of one class."""
+    class does; two that fail; one without its closure. Settings that are tensors, or loaded,
+    or a scheduler's; two models of one class."""
     (one,) = notes_of(OPTIMIZERS)
     assert one[End][0][1].state == "its end"
     keys = [step.key for _, step in one[Step]]
@@ -249,6 +255,10 @@ def test_optimizers(work):
     assert norms("update")[1:] == [(2, 4), (3, 2), (4, 8), (5, 4), (6, 0), (7, 0.289), (8, 0.289)]
     set_at = [note.about["Linear.weight"] for _, note in one.seen("weight")[-2:]]
     assert set_at == [line_of(OPTIMIZERS, "nets[1].weight.data")] * 2
+    texts = "optimizer = SGD(nets[1]", "plateau =", "plateau.step", "optimizer.load"
+    made, plateau, last, loaded = [line_of(OPTIMIZERS, text) for text in texts]
+    lines = {"made": [made, plateau], "last": last, "loaded": loaded, "wrapped": []}
+    assert one[Step][-1][1].made == lines and "last" not in one[Step][0][1].made
     settings = one.seen("setting")[2][1].values
     assert settings[0, "lr"] == 0.5 and (0, "mask") not in settings
 
@@ -326,6 +336,8 @@ def test_ranks(work):
 
     def weights(notes):
         values = [value for _, note in notes.seen("weight") for value in note.values.items()]
+        lines = {line for _, note in notes.seen("weight") for line in note.about.values()}
+        assert line_of(RANKS, "optimizer.step()") not in lines
         return np.array([value.sums for name, value in values if "wide" not in name])
 
     for rank in ranks:
@@ -457,6 +469,7 @@ def test_traced(make_process):
         assert len(run.written) == 1
         weight.data = torch.zeros(4)
         assert len(run.written) == 2
+        run.written.clear()
         x, y = torch.arange(6.0).view(3, 2), torch.ones(2, 2)
         torch.cat([x, y]), torch.cat([x, x], 1), torch.cat([x, x], dim=1)
         assert run.joined == {} and x.grad is None
@@ -482,6 +495,7 @@ def test_traced(make_process):
         z / 2
         run.thread.quiet, run.thread.in_dataset = False, True
         z / 2
+        note_set(run, table)
         run.thread.in_dataset = False
 
     def plus(n):
@@ -493,7 +507,7 @@ def test_traced(make_process):
         run.steps = 1
         late = x * 3
     assert hasattr(again[-2], "compare_index") and not hasattr(late, "compare_index")
-    assert not hasattr(again[-1], "compare_index") and halved
+    assert not hasattr(again[-1], "compare_index") and halved and not run.written
     seen = [note for _, note in Notes(run.folder, "again", 0).seen("value")]
     assert not {"size", "fill_", "empty", "mul_"} & {n.name for n in seen}
     assert [n.about["by_gradient"] for n in seen if "div" in n.name] == [False, True, True]
