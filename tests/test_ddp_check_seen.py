@@ -269,8 +269,13 @@ from torch import nn
 from torch.utils.data import Subset
 Subset([5, 6], [1, 0])
 Subset({"a": 5}, ["a"])
+
+class Averages(nn.BatchNorm1d):
+    def train(self, mode=True):
+        return super().train(False)
+
 model, teacher = nn.Sequential(nn.Linear(1, 1), nn.SyncBatchNorm(1).eval()), nn.Linear(1, 1)
-frozen, x = nn.Sequential(nn.BatchNorm1d(1)), torch.ones(2, 1)
+frozen, x = nn.Sequential(nn.BatchNorm1d(1), Averages(1)), torch.ones(2, 1)
 frozen.eval()  # the mode
 model[0].weight.register_hook(lambda grad: grad * 2)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
