@@ -545,6 +545,7 @@ def test_traced(make_process):
         assert nn.functional.conv1d(x[None], torch.ones(1, 3, 1)).tolist() == [[[6.0, 9.0]]]
         run.thread.quiet = True
         z / 2
+        note_set(run, table)
         run.thread.quiet, run.thread.in_dataset = False, True
         z / 2
         note_set(run, table)
