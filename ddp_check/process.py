@@ -29,7 +29,6 @@ class PerThread(threading.local):
     sync = False  # inside of SyncBatchNorm
     evaluates = False  # inside of a module in evaluation mode
     torch_state = None  # of torch's generator, before it draws
-    stepping = False  # inside of an optimizer's step
     batch = None  # the number of samples that are made into a batch
     worker = None  # of a loader, which is imitated
 
@@ -68,6 +67,7 @@ class Process:
         self.called_at = {}  # {such a line: the line that has called its function}
         self.of_datasets = weakref.WeakSet()  # modules that it calls for a sample, as a blur
         self.mode_set = ()  # the line that has called train() or eval() last, and who has called it
+        self.stepping = None  # the frame of an optimizer's step, while it sets weights
         self.trained = {}  # {id: name} of what an optimizer has
         self.made = {}  # {id: the lines that made it} of optimizers, a line of a generator
         self.settle = lambda: None  # of files

@@ -1,6 +1,9 @@
 """The fixtures of all tests. conftest.py imports this file once it has hidden the GPUs."""
 
+import json
+import pickle
 import shutil
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -8,6 +11,9 @@ import torch
 from helpers import COMPLETE, content, here, kill, marked, train
 from PIL import Image
 from torchvision import models
+
+from ddp_check.process import Process
+from ddp_check.runs import Options
 
 
 @pytest.fixture(autouse=True)
@@ -102,3 +108,18 @@ def denied(refused, fashion):
         refused(says, COMPLETE, *fashion, "--output", "out", *flags.split())
 
     return denied
+
+
+@pytest.fixture
+def make_process(tmp_path, monkeypatch):
+    """A Process, as one of a run has it, of two ranks."""
+
+    def make(run="all", rank=0, known=({},) * 5, **options):
+        facts = {"folder": str(tmp_path), "nproc": 2, "run": run, "seed": 0, "short": None}
+        facts |= asdict(Options(20)) | options
+        monkeypatch.setenv("DDP_CHECK", json.dumps(facts))
+        with open(tmp_path / "one.draws", "wb") as file:
+            pickle.dump((20, *known), file)
+        return Process(rank)
+
+    return make

@@ -174,7 +174,7 @@ for x, y in loader:
     optimizer.step()
 sys.exit()"""
 HOOKS = """\
-model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)], nn.Linear(4, 1))
+model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(26)], nn.Linear(4, 1))
 for weight in model.parameters(): weight.register_hook(lambda g: g.clamp(-1e-5, 1e-5))"""
 CLIPS_FIRST = """\
 optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -3,9 +3,10 @@ rank is given, which runs it takes. Each test fails if the line that it is for i
 
 import argparse
 import os
-import pickle
+import random
 import tempfile
-from dataclasses import asdict, replace
+import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -165,21 +166,6 @@ def test_limits():
 # ---- what a rank is given
 
 
-@pytest.fixture
-def make_process(tmp_path, monkeypatch):
-    """A Process, as one of a run has it, of two ranks."""
-
-    def make(run="all", rank=0, known=({},) * 5, **options):
-        facts = {"folder": str(tmp_path), "nproc": 2, "run": run, "seed": 0, "short": None}
-        facts |= asdict(Options(20)) | options
-        monkeypatch.setenv("DDP_CHECK", process.json.dumps(facts))
-        with open(tmp_path / "one.draws", "wb") as file:
-            pickle.dump((20, *known), file)
-        return process.Process(rank)
-
-    return make
-
-
 def test_positions(make_process):
     """By turns, by blocks; views of a batch that are joined; the order of the batch's samples."""
     rank = make_process(rank=1)
@@ -315,13 +301,36 @@ def test_steps(make_process):
     assert kinds >= {"setting", "mode", "gradient", "weight", "update", "buffer"}
 
 
+class Game:
+    def reset(self):
+        pass
+
+    def step(self):
+        pass
+
+
+class Dice:
+    def __init__(self):
+        self.numbers, self.secret = random.Random(0), random.SystemRandom()
+
+    def reset(self):
+        pass
+
+
 def test_generators(make_process):
-    """Of the script's, not of Python's own names of temporary files."""
+    """Of the script's, not of Python's own names of temporary files, of the system or a library;
+    and environments."""
     run, mine = make_process(), {"own": np.random.default_rng(0)}
     tempfile.mktemp()
-    names = tempfile._get_candidate_names()
-    found = dict(held.find_generators(run)[0])
+    names, library = tempfile._get_candidate_names(), types.ModuleType("library")
+    game, dice, library.draws = Game(), Dice(), random.Random(0)
+    run.made[id(dice.numbers)] = "train.py:1"
+    found, hidden = held.find_generators(run)
+    found = dict(found)
     assert vars(names)["_rng"] and "own" in found and "_rng" not in found, (found, mine)
+    assert "Dice.numbers, made at train.py:1" in found
+    assert not {"draws", "Dice.secret"} & found.keys()
+    assert f"environment {type(game).__name__}" in hidden and "environment Dice" not in hidden
 
 
 def test_disk(make_process, monkeypatch):

@@ -3,6 +3,7 @@ forks of this process."""
 
 import inspect
 import os
+import warnings
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +11,15 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Subset
 from watched import notes_of
 
 from ddp_check import script, text
 from ddp_check.notes import MANY_EVALUATIONS, MANY_VALUES, Collective, End, Notes, Said, Step
 from ddp_check.process import Process
 from ddp_check.seen import held
+from ddp_check.seen.trace import Trace
+from ddp_check.seen.written import note_set
 from ddp_check.sketch import moved, sketch
 
 FRAMEWORK = """
@@ -154,6 +158,7 @@ OPTIMIZERS = """
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer, SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 class Lookahead(Optimizer):
     def __init__(self, base):
@@ -169,6 +174,10 @@ class Doubling(SGD):
         with torch.no_grad():
             for p in self.param_groups[0]["params"]:
                 p.mul_(2)
+
+class Failing(SGD):
+    def step(self):
+        raise ValueError
 
 class Unaware(SGD):  # of its closure
     def step(self, closure=None):
@@ -187,6 +196,7 @@ def fails():
     raise ValueError
 
 optimizer = LBFGS([weight(0.0)], max_iter=4)
+StepLR(optimizer, 9)
 optimizer.step(closure)
 optimizer = LBFGS([weight(0.0)], max_iter=1)
 optimizer.step(closure=closure)
@@ -209,17 +219,31 @@ optimizer.step(closure)
 nets = [nn.Linear(1, 1), nn.Linear(1, 1)]
 optimizer = SGD([p for net in nets for p in net.parameters()], 0.5)
 optimizer.step()
+optimizer = Failing(nets[0].parameters(), 0.5)
+try:
+    optimizer.step()
+except ValueError:
+    pass
+nets[1].weight.data.zero_()  # after a step that failed
+nets[1].weight.grad = torch.ones(1, 1)
+optimizer = SGD(nets[1].parameters(), 0.5)
+optimizer.load_state_dict(optimizer.state_dict())
+optimizer.step()
+plateau = ReduceLROnPlateau(optimizer)
+plateau.step(1.0)
+optimizer.step()
 """
 
 
 def test_optimizers(work):
     """LBFGS, whose closure computes several gradients; optimizers that step another, or as their
-    class does; one that fails; one without its closure. Settings that are tensors, or loaded;
-    two models of one class."""
+    class does; two that fail; one without its closure. Settings that are tensors, or loaded,
+    or a scheduler's; two models of one class."""
     (one,) = notes_of(OPTIMIZERS)
     assert one[End][0][1].state == "its end"
-    assert [step.key for _, step in one[Step]] == [(n, 0) for n in range(8)]
-    assert one[Step][-1][1].names == [
+    keys = [step.key for _, step in one[Step]]
+    assert keys == [*((n, 0) for n in range(9)), (9, 0), (9, 1)]
+    assert one[Step][7][1].names == [
         f"{of}.{p}" for of in ("Linear", "Linear'") for p in ("weight", "bias")
     ]
 
@@ -227,10 +251,68 @@ def test_optimizers(work):
         found = [(step, *note.values.values()) for step, note in one.seen(kind)]
         return [(step, round(first.norm / 3**0.5, 3)) for step, first, *_ in found if first]
 
-    assert norms("gradient") == [(0, 8), (1, 8), (2, 8), (3, 8), (4, 8), (5, 8)]
-    assert norms("update") == [(1, 0.333), (2, 4), (3, 2), (4, 8), (5, 4), (6, 0)]
+    assert norms("gradient") == [*((n, 8) for n in range(6)), (7, 0.577), (8, 0.577)]
+    assert norms("update")[1:] == [(2, 4), (3, 2), (4, 8), (5, 4), (6, 0), (7, 0.289), (8, 0.289)]
+    set_at = [note.about["Linear.weight"] for _, note in one.seen("weight")[-2:]]
+    assert set_at == [line_of(OPTIMIZERS, "nets[1].weight.data")] * 2
+    texts = "optimizer = SGD(nets[1]", "plateau =", "plateau.step", "optimizer.load"
+    made, plateau, last, loaded = [line_of(OPTIMIZERS, text) for text in texts]
+    lines = {"made": [made, plateau], "last": last, "loaded": loaded, "wrapped": []}
+    assert one[Step][-1][1].made == lines and "last" not in one[Step][0][1].made
     settings = one.seen("setting")[2][1].values
     assert settings[0, "lr"] == 0.5 and (0, "mask") not in settings
+
+
+PASSES = """
+import torch
+from torch import nn
+from torch.utils.data import Subset
+Subset([5, 6], [1, 0])
+Subset({"a": 5}, ["a"])
+
+class Averages(nn.BatchNorm1d):
+    def train(self, mode=True):
+        return super().train(False)
+
+model, teacher = nn.Sequential(nn.Linear(1, 1), nn.SyncBatchNorm(1).eval()), nn.Linear(1, 1)
+frozen, x = nn.Sequential(nn.BatchNorm1d(1), Averages(1)), torch.ones(2, 1)
+frozen.eval()  # the mode
+model[0].weight.register_hook(lambda grad: grad * 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    loss = nn.MSELoss()(model[0](x), teacher(frozen(x)))
+    with torch.no_grad():
+        model[0](x)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1)
+    optimizer.step()
+frozen.train()(x)
+"""
+
+
+def test_passes(work):
+    """Through models that are trained, or not, or in evaluation; with and without gradients; a
+    loss. Only in the first steps, what they give, their weights, the norm of gradients."""
+    (one,) = notes_of(PASSES, lines=2)
+    assert one[End][0][1].state == "its end"
+    inputs = [(step, note.name, "weights" in note.about) for step, note in one.seen("inputs")]
+    passes = [("Linear", True), ("Linear", True), ("Linear", False), ("Linear", True)]
+    passes += [("Linear", False), ("Linear", False), ("Sequential", False)]
+    assert inputs == [(n // 2, *each) for n, each in enumerate(passes)]
+    outputs = [note for _, note in one.seen("outputs")]
+    assert [bool(note.values) for note in outputs] == [True] * 4 + [False] * 3
+    assert not any(note.about["has_batch_norm"] for note in outputs)
+    assert [note.name for _, note in one.seen("evaluation")] == ["Sequential"] * 3
+    (subset,) = [note for _, note in one.seen("value") if note.name == "Subset"]
+    assert list(subset.values[0].rows[0][1]) == [1, 0]
+    norms = [step for step, note in one.seen("value") if note.name == "clip_grad_norm_"]
+    assert norms == [0, 1]
+    line = line_of(PASSES, "model[0].weight.register_hook")
+    assert [note.text for _, note in one[Said] if note.kind == "hook"] == [line]
+    assert [step for step, note in one.seen("value") if note.line == line] == [0, 1]
+    mode = one.seen("mode")[-1][1]
+    assert mode.about["set"][0] == line_of(PASSES, "frozen.eval()")
 
 
 RANKS = """
@@ -306,6 +388,8 @@ def test_ranks(work):
 
     def weights(notes):
         values = [value for _, note in notes.seen("weight") for value in note.values.items()]
+        lines = {line for _, note in notes.seen("weight") for line in note.about.values()}
+        assert line_of(RANKS, "optimizer.step()") not in lines
         return np.array([value.sums for name, value in values if "wide" not in name])
 
     for rank in ranks:
@@ -327,6 +411,10 @@ def test_after_gc_freeze(work):
     code = """
 import gc, numpy as np, torch
 model, teacher, numbers = *(torch.nn.Linear(1, 1) for _ in "ab"), np.random.default_rng(0)
+class Queue:
+    rows = None
+queue = Queue()
+queue.rows = torch.ones(3)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for step in range(6):
     optimizer.zero_grad()
@@ -337,6 +425,7 @@ for step in range(6):
     (one,) = notes_of(code)
     others = {step: note.values for step, note in one.seen("other")}
     assert others[3].keys() == others[0].keys() == {"Linear.weight", "Linear.bias"}
+    assert [list(note.values) for _, note in one.seen("attribute")] == [["Queue.rows"]]
     assert len([note.generators for _, note in one[Step] if note.generators]) > 1
 
 
@@ -356,16 +445,128 @@ def test_share():
     assert Process.positions(rank, 1, 6).tolist() == [2, 3, 6, 7, 10, 11]
 
 
-def test_small_and_large_tensors():
-    """In double precision, a step may be small; a weight may be imaginary; a dataset is too large
-    to be looked at."""
+def test_small_tensors():
+    """In double precision, a step may be small; a weight may be imaginary."""
     weight = torch.ones(5, dtype=torch.double)
     assert np.isclose(
         moved(sketch(weight), sketch(weight + 1e-9)).norm, 1e-9 * 5**0.5, rtol=0.5, atol=0
     )
     assert sketch(1j * weight).norm == sketch(weight).norm
-    mine = SimpleNamespace(bank=torch.ones(3), data=torch.empty(10_000_000))
-    assert list(held.tensors_of(inspect.currentframe())) == ["SimpleNamespace.bank"], mine
+
+
+class Teacher(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.register_buffer("table", torch.arange(3))
+
+
+class Settings:
+    rows = torch.ones(2)  # of the class
+
+
+class Numbers(list):
+    def __init__(self, **numbers):
+        super().__init__([0])
+        vars(self).update(numbers)
+
+
+def test_variables():
+    """The numbers of a script, also in datasets, in datasets of a part, in dictionaries; tensors
+    that an object holds, but for what is a model's, no number, or too large."""
+    alpha, far, words = np.float16(1.5), float("inf"), {1: 2.0, "beta": 3}
+    many = {f"word{n}": n for n in range(300)}
+    seeded = torch.Generator().manual_seed(7)
+    part = DataLoader(Subset(Subset(Numbers(gamma=4), [0]), [0]))
+    weight, frame = torch.ones(1), inspect.currentframe()
+    weight.delta = 5
+    with warnings.catch_warnings(action="error"):
+        found = held.variables_of(frame)
+    expected = {"alpha": 1.5, "beta": 3.0, "gamma": 4.0, "seeded": 7.0}
+    assert found.items() >= expected.items(), (alpha, far, words, many, seeded, part)
+    assert not {"far", "delta", "word1", 1} & found.keys()
+    assert all(type(number) is float for number in found.values())
+    kept = {"bank": torch.ones(3), "data": torch.empty(10_000_000), "none": torch.empty(0)}
+    kept |= {"ids": torch.arange(3), "weight": nn.Parameter(torch.ones(1))}
+    mine = SimpleNamespace(**kept, graph=torch.eye(2).to_sparse(), name="a")
+    assert list(held.tensors_of(frame)) == ["SimpleNamespace.bank"], mine
+
+
+def test_what_is_held():
+    """What is trained, by the names of variables; a teacher, but not what changes samples."""
+    teacher, blur = Teacher(), nn.Linear(1, 2)
+    run = SimpleNamespace(of_datasets={blur}, written={}, nth=lambda key: 0)
+    values, _ = held.others(run, {id(teacher.layer.bias)}, "running_mean$")
+    mine = [name for name in values if "Teacher" in name]
+    assert mine == ["Teacher.layer.weight"] and (2, 1) not in [v.shape for v in values.values()]
+    optimizer = torch.optim.SGD(teacher.parameters(), 0.1)
+    trained = held.Trained(run, optimizer)
+    assert trained.names[id(teacher.layer.bias)] == "teacher.layer.bias"
+    assert trained.buffers() == {} and set(trained.modes()) == {"teacher", "teacher.layer"}
+
+
+def test_traced(make_process):
+    """What a line's value is made from, also through copies, parts, and a division by a count;
+    where sorted entries were; which weights a line has set; which batches it has joined."""
+    run = make_process("again", lines=1)
+    table, weight = torch.ones(3, 2), nn.Parameter(torch.ones(4))
+    layer, other = nn.Linear(2, 2), torch.zeros(2)
+    layer.bias.data = other
+    with Trace(run), torch.no_grad():
+        nn.functional.embedding(torch.tensor([1]), table, max_norm=1.0)
+        assert list(run.written) == [table.data_ptr()]
+        nn.functional.embedding(torch.tensor([1]), layer.weight)
+        nn.functional.layer_norm(other, (2,), other, other)
+        layer.double()
+        assert len(run.written) == 1
+        weight.data = torch.zeros(4)
+        assert len(run.written) == 2
+        run.written.clear()
+        x, y = torch.arange(6.0).view(3, 2), torch.ones(2, 2)
+        torch.cat([x, y]), torch.cat([x, x], 1), torch.cat([x, x], dim=1)
+        assert run.joined == {} and x.grad is None
+        torch.cat([y[:1], y[:1], y[:1]])  # of no batches
+        assert run.joined.pop(3) == [1, 1, 1]
+        run.loaded |= {"a": (3, None), "b": (2, None)}
+        torch.vstack([x, y]), torch.concat([y, y], -2), torch.cat([y, y, y, y], dim=0)
+        assert run.joined == {5: [3, 2], 4: [2, 2], 8: [2, 2, 2, 2]}
+        z = x * 3
+        copy, (part, _, _) = z.clone(), z.unbind()
+        assert copy.compare_index == part.compare_index == z.compare_index
+        assert not hasattr(other.clone(), "compare_index")
+        values, places = x.sort(0)
+        assert not hasattr(values, "compare_place") and places.clone().compare_place
+        assert all(each.compare_place for each in torch.topk(places, 2, 0))
+        assert places.shape == x.size() and len(other.unbind()) == 2
+        nn.init.constant_(other, 1.0), torch.empty(1), weight.mul_(2)
+        noisy = nn.functional.conv1d(x[None], torch.ones(1, 3, 1)).tolist()
+        assert noisy != [[[6.0, 9.0]]] and z.tolist() == [[0, 3], [6, 9], [12, 15]]
+        run.noise = 0.0
+        assert nn.functional.conv1d(x[None], torch.ones(1, 3, 1)).tolist() == [[[6.0, 9.0]]]
+        run.thread.quiet = True
+        z / 2
+        note_set(run, table)
+        run.thread.quiet, run.thread.in_dataset = False, True
+        z / 2
+        note_set(run, table)
+        run.thread.in_dataset = False
+
+    def plus(n):
+        return x.add(n)
+
+    with Trace(run):
+        halved = x.div(2), x.div(other=weight.sum()), x.div(weight.sum()), x.add(weight.sum())
+        again = [plus(n) for n in range(MANY_VALUES + 1)]
+        run.steps = 1
+        late = x * 3
+    assert hasattr(again[-2], "compare_index") and not hasattr(late, "compare_index")
+    assert not hasattr(again[-1], "compare_index") and halved and not run.written
+    seen = [note for _, note in Notes(run.folder, "again", 0).seen("value")]
+    assert not {"size", "fill_", "empty", "mul_"} & {n.name for n in seen}
+    assert [n.about["by_gradient"] for n in seen if "div" in n.name] == [False, True, True]
+    added = [n for n in seen if n.name == "add"]
+    assert [n.about["by_gradient"] for n in added] == [False] * (1 + MANY_VALUES)
+    assert added[1].about["called_at"] not in ("", added[1].line)
 
 
 def test_crash_below_torch(work):

@@ -188,11 +188,10 @@ def scopes_of(frame):
 
 
 def modules_of(frame):
-    """{id: name} of the modules that the script's variables hold, or a wrapper of them."""
-    scopes = [list(scope.items()) for scope in scopes_of(frame)]
-    held = [(name, m) for scope in scopes for name, m in scope if isinstance(m, nn.Module)]
+    """{id: name} of what the script's variables hold; of a module, also if a DDP of it is held."""
+    held = [each for scope in scopes_of(frame) for each in list(scope.items())]
     held += [(name, m.module) for name, m in held if isinstance(m, DistributedDataParallel)]
-    return {id(module): name for name, module in reversed(held) if name != "self"}
+    return {id(thing): name for name, thing in reversed(held) if name != "self"}
 
 
 def tensors_of(frame):
@@ -225,7 +224,9 @@ def variables_of(frame):
         for name, thing in list(variables.items()):
             if isinstance(thing, torch.Generator):
                 thing = thing.initial_seed()
-            is_number = isinstance(thing, (int, float, np.floating, np.integer))
-            if is_number and isinstance(name, str) and not abs(thing) > 1e300:
+            if isinstance(thing, np.number):
+                thing = thing.item()  # half precision could not be compared with 1e300
+            is_number = isinstance(thing, (int, float)) and isinstance(name, str)
+            if is_number and not abs(thing) > 1e300:
                 found.setdefault(name, float(thing))
     return found

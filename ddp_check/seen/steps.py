@@ -5,7 +5,6 @@ import gc
 import inspect
 import os
 import re
-import traceback
 import weakref
 
 import torch
@@ -21,7 +20,7 @@ from torch.optim.optimizer import (
 from ..given.draws import seed_all
 from ..notes import TRIED, Seen, Step
 from ..patches import wrap
-from ..script import library_place, place
+from ..script import is_inside, library_place, place
 from ..sketch import moved, sketches
 from .held import (
     Trained,
@@ -52,17 +51,13 @@ class Steps:
         self.weights = {}  # sketches of those before it
         self.own = {}  # {name: this rank's gradient}, while it has one process's
 
-    def is_nested(self):
-        """Whether another optimizer's step, which has not failed, has called this one."""
-        return any(frame is self.frame for frame, _ in traceback.walk_stack(inspect.currentframe()))
-
     def averaged(self, parameters):
         """The names of those whose gradients a DDP averages."""
         ids = {key for _, of_ddp in self.wrapped.values() for key in of_ddp}
         return [name for name, p in parameters.items() if id(p) in ids]
 
     def begin(self, optimizer, args, kwargs):
-        if self.is_nested():
+        if is_inside(self.frame):  # another optimizer's step, which has not failed
             return None
         self.inside, self.frame = optimizer, inspect.currentframe().f_back
         run = self.run
@@ -91,22 +86,21 @@ class Steps:
             self.note("mode", trained.modes())
             self.weights = sketches(parameters)
             self.note("weight", self.weights, parameters)
+        run.stepping = self.frame
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self.have_gradients(parameters)
-            run.thread.stepping = True
             return None
 
         def watched():
-            run.thread.stepping = False
+            run.stepping = None
             loss = closure()
             self.closures += 1
             if self.closures == 1:  # LBFGS calls it again, with other weights
                 self.have_gradients(parameters)
-            run.thread.stepping = True
+            run.stepping = self.frame
             return loss
 
-        run.thread.stepping = True
         if len(args) > 1:
             return (args[0], watched, *args[2:]), kwargs
         return args, kwargs | {"closure": watched}
@@ -147,7 +141,6 @@ class Steps:
         if self.frame is not inspect.currentframe().f_back:  # but of a step that this one calls
             return
         run = self.run
-        run.thread.stepping = False
         with run.quiet():
             trained = self.optimizers[optimizer]
             parameters, buffers = trained.parameters(optimizer), trained.buffers()
@@ -159,7 +152,7 @@ class Steps:
                 run.keep_space([self.path(what) for what in ("gradients", "after")])
             elif os.path.exists(self.path("after")):
                 self.set_to_one(parameters, buffers)
-        self.inside = self.frame = None
+        self.inside = self.frame = run.stepping = None
         run.steps += 1
         if run.steps in (3, 12, run.options["steps"]):
             with run.quiet():

@@ -138,7 +138,7 @@ class Trace(TorchFunctionMode):
         is_set = "empty" not in name and name != "new"
         file = own_file(frame.f_code.co_filename) if is_set else None
         leaves = [leaf for leaf in leaves_of(out) if torch.is_tensor(leaf)]
-        if file is None and name in self.SCALED and len(made_from) == 1:
+        if name in self.SCALED and len(made_from) == 1:
             out.compare_index = made_from[0]  # as a framework divides a loss by its number of parts
         if file is None or not leaves or isinstance(leaves[0], nn.Parameter):
             return
@@ -150,9 +150,7 @@ class Trace(TorchFunctionMode):
                 leaf.compare_place = True
         by = args[1] if len(args) > 1 else kwargs.get("other")
         by_gradient = "div" in name and getattr(by, "requires_grad", False)
-        called_at = ""
-        if frame.f_code.co_name != "<module>":
-            called_at = next((at for at in own_lines(frame) if at != line), "")
+        called_at = next((at for at in own_lines(frame) if at != line), "")
         more = {"by_gradient": by_gradient, "called_at": called_at}
         self.run.note_value("value", line, name, out, made_from, **more)
 
@@ -236,10 +234,9 @@ def patch(run):
 
     @wrap(nn.Module, "train")  # eval() calls it, too, and it those of the parts
     def train(original, self, mode=True):
-        caller = inspect.currentframe().f_back.f_back.f_code
-        if caller.co_name != "train" or not caller.co_filename.startswith(TORCH):
-            run.mode_set = place()[:2]
-        return original(self, mode)
+        out = original(self, mode)
+        run.mode_set = place()[:2]
+        return out
 
     @wrap(Subset, "__init__")
     def choose(original, self, dataset, indices):
@@ -266,4 +263,5 @@ def patch(run):
                 with Trace(run):  # which is off in a backward pass
                     return hook(*args)
 
-            return original(self, traced)
+            with torch._C.DisableTorchFunction():  # else it would come here again, by Trace
+                return original(self, traced)

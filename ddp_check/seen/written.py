@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..patches import wrap
-from ..script import UNKNOWN, place
+from ..script import UNKNOWN, is_inside, place
 from ..sketch import NO_VALUES, all_plain, is_plain
 
 SETS = r"[a-z]\w*[a-z0-9]_$|__(setitem|iadd|isub|imul|itruediv)__$"
@@ -26,7 +26,7 @@ def with_callers(run, lines):
 
 def note_set(run, tensor):
     """By a line of the script."""
-    is_script = not (run.thread.quiet or run.thread.in_dataset or run.thread.stepping)
+    is_script = not (run.thread.quiet or run.thread.in_dataset or is_inside(run.stepping))
     if is_script and is_plain(tensor):
         line, *callers = place()
         if line != UNKNOWN:
