@@ -22,13 +22,20 @@ from ddp_check.runs import Options, environment
 FACTS = {"nproc": 2, "seed": 0, "short": None, "cpu": True, "m": False, "flags": [], "one": ""}
 
 
+def forget_files():
+    """Another test's of the same names."""
+    linecache.clearcache()
+    text.statements.cache_clear()
+    script.own_file.cache_clear()
+
+
 def watched_rank(folder, facts, rank, port):
     """In a fork: run the script, as one of a run's processes."""
     nproc = 1 if facts["run"] != "all" else facts["nproc"]
     os.environ |= environment(rank, nproc, port) | {"DDP_CHECK": json.dumps(facts)}
     gc.freeze()  # as child() does
     script.START = os.getcwd()
-    script.own_file.cache_clear()
+    forget_files()
     args = child.options()
     script.find_script(args)
     with child.watching(Process(rank)):
@@ -64,9 +71,8 @@ def notes_of(code, run="one", **options):
 def findings_of(code, **options):
     """Of both runs of this script, without noise."""
     (one,), ranks = notes_of(code, **options), notes_of(code, "all", **options)
-    for cached in (linecache.clearcache, text.statements.cache_clear, script.own_file.cache_clear):
-        cached()
+    forget_files()
     with mock.patch.object(script, "START", os.getcwd()):
         found = judge(one, ranks, tolerance=3e-4, scaled={}).findings
-    script.own_file.cache_clear()
+    forget_files()
     return found
