@@ -69,7 +69,6 @@ c = sqlite3.connect("a", uri=True); c.execute("attach 'file:data.db?mode=ro' as 
 c.executescript("attach 'b' as n; create table n.samples as select x from u.samples")
 mmap.mmap(-1, 9)[0] = 7; open("new.lock", "w").close()
 import socket as s; s.socket().bind(("127.0.0.1", 0)); s.socket(s.AF_UNIX).bind(f"\0{os.getpid()}")
-from safetensors.torch import save_file; [save_file({"a": torch.ones(n)}, "new") for n in (1, 2)]
 try: open("no/folder", "r+") \n except FileNotFoundError: pass
 os.open("pipe", os.O_RDWR)
 """
@@ -77,6 +76,15 @@ os.open("pipe", os.O_RDWR)
 
 def test_allowed(users):
     run_each(users, ALLOWED.replace("\\\n", ""), 0)
+
+
+@pytest.mark.slow
+def test_safetensors(users):
+    """It writes a new file, and gives it the name of the one before."""
+    pytest.importorskip("safetensors")
+    code = "from safetensors.torch import save_file\n"
+    code += "for size in 1, 2: save_file({'a': torch.ones(size)}, 'new')"
+    run_each(users, code.replace("\n", r" \n "), 0)
 
 
 def test_attached(users):
