@@ -68,6 +68,8 @@ def check(args, runs):
             known["again"] = runs.once_more(result.lines)
             result = judge(one, ranks, **known)
     prepared = {note.loader for _, note in one[Cut]}
+    if any("passes in a step" in finding.text for finding in result.of("look")):
+        scaled = {}  # it may be the same batch, in fewer parts
     for name, line in scaled.items():
         text = f"a batch size per process, so {args.nproc} times the batch: intended, and "
         text += "the rate, too? Here, "

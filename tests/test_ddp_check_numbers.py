@@ -792,10 +792,10 @@ def test_passes_that_are_left(tmp_path):
 
 def test_what_explains_an_end():
     """Of other numbers of steps: an epoch that may be as long as its samples divide; what takes
-    other samples; not an epoch that is WRONG, nor another look."""
-    cases = ("look", "epoch", ""), ("look", "inputs", "unpaired")
+    other samples; a call that meets another; not an epoch that is WRONG, nor another look."""
+    cases = ("look", "epoch", ""), ("look", "inputs", "unpaired"), ("WRONG", "calls", "")
     assert all(explains_ends(Finding(v, what, 0, "", advice=why)) for v, what, why in cases)
-    others = ("WRONG", "epoch", ""), ("look", "outputs", "coupled")
+    others = ("WRONG", "epoch", ""), ("look", "outputs", "coupled"), ("look", "calls", "")
     assert not any(explains_ends(Finding(v, what, 0, "", advice=why)) for v, what, why in others)
 
 

@@ -865,6 +865,29 @@ def test_calls_in_two_branches(tmp_path, monkeypatch):
     assert Calls().find(notes(), ranks) == []
 
 
+@pytest.mark.parametrize(
+    "end", ["a crash at train.py:8: m(x)", "stopped: no advance at train.py:8"]
+)
+def test_call_before_a_crash(end):
+    """What a rank was about to call where it has crashed, as before, is no call of its notes; two
+    passes through DDP are as many otherwise, as a pass without gradients sends no buffers after."""
+    alone, both = [(1, Collective(PASS, f"train.py:{n}", "", False)) for n in (4, 8)]
+    first, four = replace(both[1]), step_notes()
+    ranks = [notes((0, first), *four, alone), notes((0, first), *four, end=end)]
+    one = notes(*step_notes((1.0,) * 5))
+    (found,) = judge(one, ranks, 3e-4).of("WRONG")
+    assert (found.what, found.line, found.step) == ("calls", "train.py:4", 1)
+    assert any(line.startswith("so the end, after step 4") for line in found.more)
+    quiet = notes((0, first), *four, end="ValueError at train.py:8")
+    assert Calls().find(one, [ranks[0], quiet]) == []
+    again = [notes((0, replace(first)), *four, *calls, both) for calls in ([alone], [])]
+    assert [found.verdict for found in Calls().find(one, again)] == ["look"]
+    again[1] = notes((0, first), *four, (4, both[1]), end=end)  # it was noted
+    assert [found.verdict for found in Calls().find(one, [ranks[0], again[1]])] == ["WRONG"]
+    twice = notes((0, first), *four, (4, both[1]), alone)
+    assert Calls().find(one, [twice, again[1]]) == []  # no second one after it
+
+
 CODE = """\
 import torch.distributed as dist
 names = {word for word in open("words")}
@@ -964,10 +987,12 @@ def test_runs():
     assert result.status == 1 and "could not be noted: gone" in result.findings[0].text
 
 
-def of_loader(rows, size, *more):
+def of_loader(rows, size, *more, first=0):
     key = ("train.py:1", "loader", 0)
     found = [(0, Pass(key, "loader", "DistributedSampler", True, 64, False, size))]
-    found += [(n, Batch(key, n, list(range(n, n + rows)), rows, 9, True, {})) for n in range(3)]
+    for n in range(3):
+        ids = list(range(first + n, first + n + rows))
+        found.append((n, Batch(key, n, ids, rows, 9, True, {})))
     return notes(*found, *step_notes(), *more)
 
 
@@ -990,6 +1015,29 @@ def test_other_options():
     found, _ = other_options(options, right, [blocks, blocks])
     assert found == replace(options, layout="blocks")
     assert other_options(found, right, [blocks, blocks]) is None
+
+
+def test_batch_in_fewer_parts():
+    """Where each rank makes fewer passes in a step, so that the batch is the same, it is not said
+    that the batch is larger."""
+
+    def of(passes, factor, rows, *cut, first=0):
+        values = {0: summary(ONE)}
+        seen = [
+            (1, Seen("inputs", "train.py:5", "Net", n, values, 1 + n, about={}))
+            for n in range(passes)
+        ]
+        found = of_loader(rows, rows, *cut, *seen, first=first).of
+        made = notes(*step_notes([factor] * 4))
+        made.of = found | {Seen: made.of[Seen] + seen}
+        return made
+
+    cut = (0, Cut("loader", 4))
+    for factor, texts in ((1, ["a batch size per process"]), (0.5, ["2 passes in a step on one"])):
+        ranks = [of(1, factor, 2, cut, first=first) for first in (0, 2)]
+        _, result = check(of(2, 1, 4), ranks)
+        assert [f.text[: len(text)] for f, text in zip(result.of("look"), texts)] == texts, result
+        assert len(result.of("look")) == 1
 
 
 def test_order_of_a_batch():

@@ -1,7 +1,9 @@
 """A rule on collective calls: one that a rank makes alone meets the next one of the others. They
 hang, or get what was meant for another call."""
 
-from ..notes import PASS, Collective
+import re
+
+from ..notes import PASS, Collective, Step
 from ..script import source
 from ..text import branch_of
 from .rules import Rule
@@ -14,12 +16,14 @@ class Calls(Rule):
     remedy = "call it on all ranks; on one, evaluate the model that DDP wraps", "#rank-0"
 
     def find(self, one, ranks):
-        theirs = [[each for each in notes[Collective] if each[1].of_all] for notes in ranks]
+        theirs = [calls_of(notes) for notes in ranks]
         lines = [{key(call) for _, call in calls} for calls in theirs]
         for rank in range(1, len(ranks)):
             for (step, a), (_, b) in zip(theirs[0], theirs[rank]):
-                # Without gradients, DDP's next pass sends no buffers: they are as many.
-                verdict = "look" if a.name == b.name == PASS else "WRONG"
+                # Without gradients, DDP's next pass sends no buffers: they are as many, and fit if
+                # no other call is between them.
+                is_even = a.name == b.name == PASS and not any(map(stuck_at, ranks))
+                verdict = "look" if is_even else "WRONG"
                 if is_alone(a, b, lines[0], lines[rank]):
                     return self.alone(step, 0, a, verdict)
                 if is_alone(b, a, lines[rank], lines[0]):
@@ -33,6 +37,21 @@ class Calls(Rule):
         branches = [branch_of(line) for line in (call.line, *call.callers[:1])]
         found[0].more += [source(branch) for branch in branches if branch][:1]
         return found
+
+
+def stuck_at(notes):
+    """The line where it has crashed, or was stopped; "" if neither."""
+    found = re.match(r"(?:a crash|stopped.*?) at (\S+:\d+)", notes.end())
+    return found[1] if found else ""
+
+
+def calls_of(notes):
+    """Those of all ranks, and the one that it was about to make again where it has ended: before
+    its second pass sends buffers, DDP sends the order of its gradients."""
+    calls = [each for each in notes[Collective] if each[1].of_all]
+    step, line = len(notes[Step]), stuck_at(notes)
+    again = [(step, call) for _, call in calls if call.line == line]
+    return calls if (step, line) in [(at, call.line) for at, call in calls] else calls + again[-1:]
 
 
 def key(call):

@@ -14,7 +14,7 @@ ADVICE = {
     "coupled": "of the same inputs and weights: a sample's result depends on which others are in "
     "its batch, or the model remembers earlier ones. Intended?",
     "collate": "of the same samples: collate_fn makes of each what depends on which others are in "
-    "its batch, as MixUp does. Intended?",
+    "its batch, as MixUp does, or on random numbers that it draws. Intended?",
     "stream": "the ranks' streams have other samples in this step than one process's, as shards of "
     "files have. What follows from that cannot be compared",
     "ratio": "a ratio of sums over the rank's own share, as in a Dice loss of the batch. Intended?",

@@ -100,7 +100,8 @@ def is_break(line):
 def explains_ends(finding):
     """Whether it follows from a finding that processes make other numbers of steps."""
     is_length = finding.what == "epoch" and finding.verdict == "look"
-    return is_length or finding.advice == "unpaired"
+    is_call = finding.what == "calls" and finding.verdict == "WRONG"
+    return is_length or is_call or finding.advice == "unpaired"
 
 
 def about_ends(one, ranks, counts, ends):

@@ -78,13 +78,6 @@ def judge(one, ranks, tolerance, again=None, scaled=(), lines=None):
     if steps:
         of_steps, largest, to_trace = find_all(one, ranks, tolerance, again, scaled, lines)
         found += of_steps
-    is_other = len(set(counts)) > 1 or len(set(ends)) > 1
-    if (is_other and not any(f.what == "steps" for f in found)) or ends[0] not in USUAL_ENDS:
-        end = about_ends(one, ranks, counts, ends)
-        if cause := next((f for f in found if explains_ends(f)), None):
-            cause.more += [f"so the end, after step {end.step}: {end.text}", *end.more]
-        else:
-            found.append(end)
     for rule in RULES:
         try:
             results = rule.find(one, ranks)
@@ -96,6 +89,13 @@ def judge(one, ranks, tolerance, again=None, scaled=(), lines=None):
             found.append(Finding("not seen", rule.name, 0, f"needs {rule.needs}"))
         elif results or not any(f.what == rule.name for f in found):
             found += results or [Finding("ok", rule.name, 0, rule.right)]
+    is_other = len(set(counts)) > 1 or len(set(ends)) > 1
+    if (is_other and not any(f.what == "steps" for f in found)) or ends[0] not in USUAL_ENDS:
+        end = about_ends(one, ranks, counts, ends)
+        if cause := next((f for f in found if explains_ends(f)), None):
+            cause.more += [f"so the end, after step {end.step}: {end.text}", *end.more]
+        else:
+            found.append(end)
     in_its_words(found, ranks[0])
     lost = min([f.step for f in found if f.advice in LOST], default=math.inf)
     # Nor can what the script keeps, nor an order that it draws later.

@@ -147,10 +147,8 @@ def passes_per_process(one, ranks, trains, scaled):
         return []
     if scaled:
         if all(len(seen[0]) == len(ranks) * len(of) for of in seen[1:]):
-            text = (
-                f"{len(seen[0])} passes in a step on one process, {len(seen[1])} on each rank, as "
-            )
-            text += "its batch is larger: are their gradients added up? Not compared"
+            text = f"{len(seen[0])} passes in a step on one process, {len(seen[1])} on each rank: "
+            text += "parts of its batch, whose gradients are added up? Not compared"
             return [replace(per_process(ranks, line, rows), text=text)]
         return []
     others = [[tuple(s.values[0].sums) for s in of] for of in seen[1:]]
