@@ -71,11 +71,12 @@ def environment(rank, nproc, port):
 
 def visible_gpus(nproc, needed, cpu=False):
     """The environment in which a run sees so many GPUs, of those that this process sees; none by
-    --cpu, or if they are fewer than the larger run needs. AMD's have a variable of their own."""
+    --cpu, or if they are fewer than the larger run needs: -1 is none, and a script may count how
+    many there are. AMD's have a variable of their own."""
     names = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
     count = torch.cuda.device_count()
     if cpu or count < needed:
-        return dict(zip(names, ("", "-1")))  # "" is all to HIP
+        return dict.fromkeys(names, ",".join(["-1"] * nproc))
     visible = [os.environ[name] for name in reversed(names) if os.environ.get(name)]
     gpus = visible[0].split(",") if visible else [str(gpu) for gpu in range(count)]
     return dict.fromkeys(names, ",".join(gpus[:nproc]))

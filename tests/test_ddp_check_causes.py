@@ -1042,6 +1042,11 @@ def test_lines_that_set_a_buffer():
         return [first(x), into, out, seen(4, "copy", x, made_from=[3], **at)]
 
     assert more(of_model, OTHER) == expected
+
+    def of_the_loop(x):
+        return [seen(1, "mul", x), seen(2, "copy", x, made_from=[1], line="train.py:8")]
+
+    assert more(of_the_loop, OTHER) == expected[:1]  # called by no other line
     right = "a mean over ranks is right up to train.py:1  [mul]"
     assert more(of_line, MEAN) == [right]
 

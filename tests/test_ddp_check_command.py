@@ -374,7 +374,8 @@ def test_gpus(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert runs.visible_gpus(1, 2) == dict.fromkeys(GPUS, "0")
     assert runs.visible_gpus(2, 2) == dict.fromkeys(GPUS, "0,1")
-    assert runs.visible_gpus(1, 4) == {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
+    assert runs.visible_gpus(1, 4) == dict.fromkeys(GPUS, "-1")
+    assert runs.visible_gpus(2, 2, cpu=True) == dict.fromkeys(GPUS, "-1,-1")
     for name in GPUS:
         monkeypatch.setenv(name, "4,2,7")
         assert runs.visible_gpus(2, 2) == dict.fromkeys(GPUS, "4,2")

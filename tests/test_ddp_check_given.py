@@ -26,6 +26,7 @@ import numpy as np, torch, torch.nn.functional as F
 from torch import nn
 from torch.utils.data import *
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.distributed.init_process_group("gloo")
 def show(name, values):
     print(json.dumps([name, torch.as_tensor(values).tolist()]), flush=True)
 def step():
@@ -94,7 +95,6 @@ def test_shares(work):
 
 WHOLE = """
 import torch.distributed as dist
-dist.init_process_group("gloo")
 show("few", torch.stack([torch.randperm(2) for _ in range(20)]))
 show("odd", torch.randperm(5))
 show("odd", np.random.permutation(5))
@@ -299,7 +299,6 @@ MODELS = """
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-dist.init_process_group("gloo")
 torch.cuda.is_available = lambda: True
 
 @torch.compile(dynamic=False)

@@ -2,6 +2,7 @@
 forks of this process."""
 
 import inspect
+import json
 import os
 import warnings
 from collections import Counter
@@ -9,10 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Subset
-from watched import notes_of
+from watched import findings_of, notes_of
 
 from ddp_check import script, text
 from ddp_check.notes import MANY_EVALUATIONS, MANY_VALUES, Collective, End, Notes, Said, Step
@@ -401,6 +403,71 @@ def test_ranks(work):
         often = Counter(call.line for call in calls)
         assert often[line_of(RANKS, "dist.all_reduce")] == MANY_VALUES
         assert often[line_of(RANKS, "model(torch.ones")] == MANY_VALUES
+
+
+SHARDED = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("nccl")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(rank if KIND == "first" else 0)
+model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).eval(), nn.Linear(3, 2))
+mesh = init_device_mesh("cuda", (1, world), mesh_dim_names=("replicate", "shard"))
+if KIND == "second":
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+else:
+    model = FullyShardedDataParallel(
+        model,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+        sync_module_states=True,
+        device_id=torch.cuda.current_device(),
+        **({"device_mesh": mesh} if KIND == "first" else {"use_orig_params": True}),
+    )
+optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+x = torch.arange(64.0).cos().view(16, 4)
+for i in range(0, 16, 8):
+    part = x[i:i + 8][rank * (8 // world):][: 8 // world]
+    loss = model(part).square().sum() / WHOLE
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("kind", ["first", "names", "second"])
+def test_sharded_models(work, kind):
+    """A rank's shard is not taken for another weight, nor its gradient for another one; the first
+    FSDP has all weights on each rank."""
+    code = SHARDED.replace("KIND", repr(kind))
+    right, wrong = [code.replace("WHOLE", size) for size in ("(8 // world)", "8")]
+    found = {finding.verdict for finding in findings_of(right, lines=2)}
+    assert not found & {"WRONG", "look"}, found
+    (found,) = [each for each in findings_of(wrong, lines=2) if each.verdict == "WRONG"]
+    assert (found.what, found.line) == ("loss", line_of(wrong, "loss = "))
+    assert "0.5 times one process's" in found.text
+    assert not any("all_reduce is" in line for line in found.more)  # that of FSDP
+
+
+ALONE = """
+import torch
+weight = torch.nn.Parameter(torch.ones(2))
+weight.sum().backward()
+torch.optim.SGD([weight], 0.1).step()
+"""
+
+
+def test_processes_that_have_not_joined(work):
+    """As of a script for one process: nothing is compared."""
+    notes_of(ALONE)
+    refused = Path("notes/refused")
+    assert not refused.exists()
+    notes_of(ALONE, "all")
+    assert "no init_process_group()" in json.loads(refused.read_text())["text"]
 
 
 # ---- without a script

@@ -268,7 +268,7 @@ def first_behind(values, finding):
             return values.behind(value)
         called = origin.about.get("called_at")
         texts = [f"from {source(origin.line)}  {values.describe(origin)}"]
-        texts += [f"called at {source(called)}"] * bool(called)
+        texts += [f"called at {source(at)}" for at in [called] if at]
         return [*texts, *values.behind(origin)]
     return []
 

@@ -3,7 +3,7 @@
 import inspect
 import operator
 import re
-import sys
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import cpu
+from ..imports import when_imported
 from ..patches import wrap
 from .pairing import MODEL, note_draw, state_of
 
@@ -159,12 +160,39 @@ def control_precision(run):
     def precision(original, *args, **kwargs):
         pass
 
-    @wrap(torch.distributed, "init_process_group")
-    def init_process_group(original, *args, **kwargs):
-        if fsdp := sys.modules.get("torch.distributed.fsdp"):
-            for policy in (fsdp.MixedPrecisionPolicy, fsdp.MixedPrecision):
-                wrap(policy, "__init__")(lambda original, self, *args, **kwargs: original(self))
-        return original(*args, **kwargs)
+    def keep_float32(fsdp):
+        for policy in (fsdp.MixedPrecisionPolicy, fsdp.MixedPrecision):
+            wrap(policy, "__init__")(lambda original, self, *args, **kwargs: original(self))
+
+    when_imported("torch.distributed.fsdp", keep_float32)
+
+
+def control_shards(run):
+    """Each rank has all weights of FullyShardedDataParallel: what is in a shard of a flat parameter
+    is not known. Those of fully_shard() are gathered, as they are compared."""
+
+    def keep_whole(fsdp):
+        @wrap(fsdp.FullyShardedDataParallel, "__init__")
+        def make(original, self, *args, **kwargs):
+            run.say("FSDP shards nothing here, as it is compared: each rank has all weights")
+            given = inspect.signature(original).bind(self, *args, **kwargs)
+            groups = given.arguments.get("process_group"), given.arguments.get("device_mesh")
+            if isinstance(groups[0], tuple) or getattr(groups[1], "ndim", 1) > 1:  # as of a machine
+                given.arguments |= {"process_group": None, "device_mesh": None}
+            given.arguments["sharding_strategy"] = fsdp.ShardingStrategy.NO_SHARD
+            if cpu.MODES:
+                given.arguments["device_id"] = cpu.CPU
+                module = given.arguments["module"]
+                tensors = [*module.parameters(), *module.buffers()]
+                is_real = not any(tensor.is_meta for tensor in tensors)
+                if is_real and given.arguments.pop("sync_module_states", False):  # on GPUs alone
+                    for tensor in tensors:
+                        torch.distributed.broadcast(tensor.detach(), 0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # that another class does it, too
+                original(*given.args, **given.kwargs)
+
+    when_imported("torch.distributed.fsdp", keep_whole)
 
 
 def patch(run):
@@ -172,3 +200,4 @@ def patch(run):
     control_batch_norm(run)
     control_order(run)
     control_precision(run)
+    control_shards(run)

@@ -1,6 +1,7 @@
 """Collective calls, and what DDP is told to average."""
 
 import inspect
+import os
 import traceback
 
 import torch
@@ -12,6 +13,9 @@ from ..patches import wrap
 from ..script import place
 from ..sketch import leaves_of
 from .trace import TORCH
+
+
+FSDP = os.path.join("torch", "distributed", "fsdp", "")  # its calls are not the script's
 
 
 def is_group(thing):
@@ -55,7 +59,8 @@ def patch(run):
         def collective(original, *args, **kwargs):
             line, *callers = place()
             run.drawn_seeds.clear()
-            if is_first_of_many(line):
+            caller = inspect.currentframe().f_back.f_back.f_code.co_filename
+            if FSDP not in caller and is_first_of_many(line):
                 drawn = getattr((*args, None)[0], "check_line", "")
                 if "object_list" in name:  # a list of what is no tensor
                     drawn = run.last_order

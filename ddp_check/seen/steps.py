@@ -19,8 +19,8 @@ from torch.optim.optimizer import (
 
 from ..given.draws import seed_all
 from ..notes import TRIED, Seen, Step
-from ..patches import wrap
-from ..script import is_inside, library_place, place
+from ..patches import stop_both_runs, wrap
+from ..script import is_inside, library_place, place, source
 from ..sketch import moved, sketches
 from .held import (
     Trained,
@@ -35,7 +35,16 @@ from .held import (
 )
 from .written import line_of, with_callers
 
+JOIN = "a script for one process? What it needs for several: docs/your_loop.md#the-checklist"
 BATCH_NORM = r"running_mean$|running_var$|num_batches_tracked$"  # averages: each rank's own
+
+
+def refuse_alone(run):
+    """Processes that each train for themselves, as those of a script for one do."""
+    if not run.is_single and not dist.is_initialized():
+        text = f"its {run.world} processes have not joined: no init_process_group()"
+        facts = {"line": source(place()[0]), "text": text, "remedy": JOIN}
+        stop_both_runs(run.folder, "refused", facts)
 
 
 class Steps:
@@ -69,6 +78,7 @@ class Steps:
             parameters = trained.parameters(optimizer)
             run.trained |= {id(p): name for name, p in parameters.items()}
             if not run.steps:
+                refuse_alone(run)
                 self.note_others()
             self.line, self.library = line, library_place()
             self.closures, self.has_gradients = 0, False

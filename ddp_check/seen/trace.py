@@ -47,6 +47,11 @@ def sum_of_weights(run, module):
         return float(sum(p.sum(dtype=torch.float64) for p in module.parameters()))
 
 
+def is_trained(run, parameter):
+    """Or may be: one that is sharded is hardly a teacher's, and has other numbers on each rank."""
+    return id(parameter) in run.trained or hasattr(parameter, "full_tensor")
+
+
 def indices_in(tree):
     """Of the values that are among the arguments of a function."""
     tensors = filter(torch.is_tensor, leaves_of(tree))
@@ -210,8 +215,8 @@ def patch(run):
             run.model_rows = rows[0]
         arguments = opened(arguments)
         made_from = indices_in(arguments)
-        is_trained = any(id(p) in run.trained for p in inner.parameters())
-        about = {"weights": sum_of_weights(run, inner)} if run.traces and not is_trained else {}
+        own = run.traces and not any(is_trained(run, p) for p in inner.parameters())
+        about = {"weights": sum_of_weights(run, inner)} if own else {}
         index = run.note_value("inputs", line, name, arguments, made_from, **about)
         run.model = index
         try:
