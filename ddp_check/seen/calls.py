@@ -14,7 +14,6 @@ from ..script import place
 from ..sketch import leaves_of
 from .trace import TORCH
 
-
 FSDP = os.path.join("torch", "distributed", "fsdp", "")  # its calls are not the script's
 
 
