@@ -567,9 +567,11 @@ def test_torch_for_cpus_alone(work):
 
 
 def test_written_files(work):
-    """No folders; and nothing by a rename that fails, as another rank has already done it."""
+    """No folders; no store of torch, which is for all ranks; and nothing by a rename that fails, as
+    another rank has already done it."""
     code = """
-import contextlib, os
+import contextlib, os, torch
+torch.distributed.FileStore("store", 1).set("a", "b")
 os.mkdir("new")
 for _ in range(2):
     open("log", "a").close()

@@ -120,10 +120,10 @@ class Guard:
         if not flags & WRITES:
             self.before_reading(path)
         elif not os.path.lexists(path):
-            self.note(path, mode or "w")
+            self.note(path, "w" if mode is None else mode)
         elif stat.S_ISREG(os.stat(path).st_mode) and not flags & os.O_EXCL:
             self.check("append to" if flags & os.O_APPEND else "overwrite", path)
-            self.note(path, mode or "w")
+            self.note(path, "w" if mode is None else mode)
 
     def before_reading(self, path):
         """What is large and read again before the first step is a download, not an output, with all

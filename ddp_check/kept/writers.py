@@ -62,6 +62,7 @@ def watch_writer(module, function, guard):
         return args[position] if len(args) > position else kwargs.get(name)
 
     original = getattr(owner, function)
+    shown = "" if function == "FileStore" else "w"  # that is for all ranks
 
     @wrap(owner, function)
     def write(original, *args, **kwargs):
@@ -69,7 +70,7 @@ def watch_writer(module, function, guard):
         reads = mode and argument(args, kwargs, *mode) in (None, False, "r", "rb")
         if reads or not isinstance(path, (str, bytes, os.PathLike)):
             return original(*args, **kwargs)
-        guard.hook("open", (path, "w", NEW))
+        guard.hook("open", (path, shown, NEW))
         try:
             return original(*args, **kwargs)
         finally:
