@@ -112,11 +112,13 @@ def test_how_far_a_gradient_is():
         ([-1.0, -1.0], "; -1 times one process's", True, False),
         ([2.0, 1.2], "", False, False),
         ([2.0, 2.0, 2.0, 2.0, 1.5], "; 2 times one process's in 4 of 5: a factor", False, False),
+        ([2.0, 1.0, 1.0, 1.0, 1.0], "; 2 times one process's: a factor", False, False),
+        ([2.0, 1.5, 1.0, 1.0, 1.0], "", False, False),
     ],
 )
 def test_gradients_by_a_factor(factors, text, is_factor, is_less):
-    """All, or most, may be the same number of times as large; a small one, or one that a rank alone
-    has not, tells nothing."""
+    """All, most, or a few that differ, may be the same number of times as large; a small one, or
+    one that a rank alone has not, tells nothing."""
 
     def of(*factors, tiny=1e-4, unused=None):
         names = {f"w.{n}": factor for n, factor in enumerate(factors)}

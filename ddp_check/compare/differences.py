@@ -119,7 +119,8 @@ class Differences:
                 ratio, is_same, _ = common_ratio({name: seen.values[name]}, values)
                 text += f"; {ratio:.4g} times one process's" * bool(is_same)
             if kind == "gradient":
-                meant, is_less = self.explain(step, seen.values, values)
+                names = [part for part, _, _ in found]
+                meant, is_less = self.explain(step, seen.values, values, names)
                 text += meant
                 if is_less:
                     self.less.add(step)
@@ -148,11 +149,15 @@ class Differences:
         alone = [rank for rank, line in lines.items() if line and "" in lines.values()]
         return [f"rank {rank} alone has loaded its state: {source(lines[rank])}" for rank in alone]
 
-    def explain(self, step, one, other):
-        """Whether all, or most, are the same number of times as large; and whether it is less."""
+    def explain(self, step, one, other, names):
+        """Whether all, or most, are the same number of times as large; and whether it is less. If
+        not, whether those that differ are. `names`: of these."""
+        few = {name: one[name] for name in names}
+        ratio, alike, number = common_ratio(few, other)
+        meant = meaning(ratio, self.ranks) if alike == number and len(few) < len(one) / 2 else ""
         ratio, alike, number = common_ratio(one, other)
-        if alike < max(0.8 * number, 1):
-            return "", False
+        if meant or alike < max(0.8 * number, 1):
+            return meant, False
         if alike == number and abs(ratio - 1) > 0.3:
             self.factors.add(step)
         text = meaning(ratio, self.ranks)
