@@ -453,6 +453,27 @@ def test_coupled_samples_of_the_second_model():
     assert (found.advice, found.line) == ("coupled", "train.py:5")
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_coupled_samples_of_an_earlier_step(inside):
+    """A GAN's generator is called before its discriminator's step, and trained after it."""
+
+    def of(x, y, *between, of_model=3):
+        def make(x, y):
+            later = inputs(5, y, made_from=[of_model], step=1)
+            loss_of = loss(6, y.sum(), made_from=[5], step=1)
+            return [*model(x, y, inside=inside), *between, later, loss_of]
+
+        return blamed(*processes(make, x, y), step=1)
+
+    found = of(SHARES, OTHER)
+    assert (found.advice, found.verdict) == ("coupled", "look")
+    assert found.line == ("train.py:2" if inside else "train.py:3")
+    assert of(OTHER, OTHER).advice == "share"  # it got other inputs
+    other = seen(4, "mul", torch.ones(3, 6))
+    apart = of(SHARES, OTHER, other, of_model=4)  # made from nothing of the model
+    assert apart.line == "train.py:5" and apart.advice == "share"
+
+
 def test_losses_in_models():
     """Their outputs are numbers: no sample's result, which others could have changed."""
 

@@ -861,6 +861,24 @@ def test_ranks_that_lose_each_other(ended):
     assert more[:2] == [f"rank {rank}: 3 steps, then {LOST}" for rank in range(2)]
 
 
+def test_ranks_that_get_weights():
+    """Of a rank that makes no step, but receives a broadcast after each of another's: nothing of it
+    can be compared; not of one broadcast before all steps."""
+
+    def end(*steps, name="broadcast", line="train.py:20"):
+        sent = [(step, Collective(name, line, "", False)) for step in steps]
+        own = Collective("broadcast", "train.py:20", "", False)
+        ranks = [notes(*step_notes(), *sent), notes((0, own), end=LOST)]
+        counts, ends = [4, 4, 0], ["its end", "its end", LOST]
+        return about_ends(notes(*step_notes()), ranks, counts, ends)
+
+    found = end(0, 1, 2)
+    assert (found.verdict, found.line) == ("look", "train.py:9") and "[1] make no" in found.text
+    assert found.more[1].startswith("rank 1: 0 steps")
+    assert end(0).verdict == end(0, 1, name="reduce").verdict == "WRONG"
+    assert end(0, 1, line="train.py:21").verdict == "WRONG"
+
+
 def test_lines_of_more_steps(ended):
     """What decides whether a step is made, and how its loop ends, its numbers, and who calls it."""
     processes, sides = (

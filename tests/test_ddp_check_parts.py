@@ -595,15 +595,23 @@ def test_other_places():
     assert below(one, ranks, "order") == [f"called at {script}:3: train()"]
 
 
-@pytest.mark.parametrize("wrapped", [0, 2])
-def test_weights_of_a_rank(wrapped):
-    """Those that each rank has drawn are WRONG where DDP averages their gradients in this step; a
+@pytest.mark.parametrize(
+    ("wrapped", "gradients", "verdict"),
+    [
+        (0, (1, 1.1), "WRONG"),
+        (2, (1, 1.1), "look"),
+        (2, (1, 1), "WRONG"),  # averaged by hand
+        (2, (0, 0), "look"),
+    ],
+)
+def test_weights_of_a_rank(wrapped, gradients, verdict):
+    """Those that each rank has drawn are WRONG where their gradients are averaged in this step; a
     DDP that wraps them later sends rank 0's."""
 
     def of(state, factor):
         about = {"chooses": False, "in_module": False, "seeded": None}
         found = [(0, Seen("own", "train.py:3", "torch", 0, {"state": state}, about=about))]
-        for step, note in step_notes():
+        for step, note in step_notes([gradients[state - 1]] * 4):
             if isinstance(note, Step):
                 note.averaged.extend(["w"] * (step >= wrapped))
                 values = {"w": sketch(ONE * (factor if step < 2 else 1))}
@@ -613,7 +621,7 @@ def test_weights_of_a_rank(wrapped):
 
     ranks = [of(1, 1.0), of(2, 1 - 1e-6)]
     (found,) = state_rules.OtherWeights().drawn(ranks)
-    assert found.verdict == ("look" if wrapped else "WRONG"), found
+    assert found.verdict == verdict, found
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_draws_before_weights():
 
 def test_status_without_steps():
     result = judge(notes(), [notes(), notes()], TOLERANCE)
-    assert result.status == 1 and not result.of("WRONG", "look")
+    assert result.status == 2 and not result.of("WRONG", "look")
 
 
 def test_rule_that_fails(monkeypatch, capsys):

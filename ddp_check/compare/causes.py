@@ -120,6 +120,8 @@ class Cause:
         if found := self.other_batch_norm():
             return found + self.averaging(), "WRONG" if self.unlike else "look"
         found, origin, is_input = self.first_value()
+        if origin and (value := self.values.coupled_before(origin, self.step)):
+            found, is_input = [self.finding("outputs", value, "coupled")], False
         for line, name in self.differences.calls.items() if found else ():
             found[0].more.append(f"this {name} is not differentiated: {source(line)}")
         for line in self.differences.gathered.get(self.step, ()) if found else ():

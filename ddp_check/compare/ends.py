@@ -5,7 +5,7 @@ import itertools
 import math
 import re
 
-from ..notes import Batch, Finding, PassEnd, Said, Step
+from ..notes import Batch, Collective, Finding, PassEnd, Said, Step
 from ..script import source
 from ..text import branch_of, lines_inside, loops_around, statement_at
 from .fits import sides
@@ -104,6 +104,14 @@ def explains_ends(finding):
     return is_length or is_call or finding.advice == "unpaired"
 
 
+def gets_weights(rank, ranks):
+    """Whether it makes no step, as a rank does that gets the weights of another after each: both
+    broadcast at a line where that one has made steps."""
+    lines = {n.line for _, n in rank[Collective] if n.name == "broadcast"} if not rank[Step] else ()
+    calls = [each for other in ranks for each in other[Collective]]
+    return any(step and call.name == "broadcast" and call.line in lines for step, call in calls)
+
+
 def about_ends(one, ranks, counts, ends):
     """They have made other numbers of steps, or ended otherwise; or all by the same error, which is
     the script's, and not of data parallelism."""
@@ -118,6 +126,10 @@ def about_ends(one, ranks, counts, ends):
     more = [f"rank {rank}: {line}" for rank, line in enumerate(more)]
     if len(set(counts)) == 1 and places[0] in places[1:] and places[0] != "its end":
         return Finding("look", "end", steps, f"all processes: {text}")
+    if getting := [rank for rank, notes in enumerate(ranks) if gets_weights(notes, ranks)]:
+        text = f"ranks {getting} make no steps, but get the weights of one that does: nothing can "
+        line = next(notes[Step][0][1].line for notes in ranks if notes[Step])
+        return Finding("look", "end", steps, f"{text}be compared", line, more)
     if len(set(counts[1:])) > 1:
         rank = max(range(len(ranks)), key=lambda rank: counts[1 + rank])
         line = ranks[rank][Step][steps][1].line

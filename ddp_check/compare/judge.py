@@ -62,9 +62,9 @@ class Result:
     @property
     def status(self):
         """1 if something is WRONG, 2 if not even the first step can be compared, else 0."""
-        if self.of("WRONG") or not self.steps:
+        if self.of("WRONG"):
             return 1
-        return 0 if self.lost else 2
+        return 0 if self.steps and self.lost else 2
 
 
 def judge(one, ranks, tolerance, again=None, scaled=(), lines=None):

@@ -240,6 +240,20 @@ class Values:
             return (inside or [outputs])[0]
         return None
 
+    def coupled_before(self, value, step):
+        """The same of the pass that has made a value, if that was in an earlier step, as a GAN's
+        generator is called before its discriminator's step; or None."""
+        made_in, _ = self.lines[0][value.index]
+        found = self.coupled(made_in) if made_in < step else None
+        return found if found and self.pass_of(found) == self.pass_of(value) else None
+
+    def pass_of(self, value):
+        """The index of what went into the model that has made it; -1 if none has."""
+        if value.kind == "outputs":
+            known = [i for i in value.made_from if i in self.all]
+            return next((i for i in known if self.all[i].kind == "inputs"), -1)
+        return -1 if value.about["model"] is None else value.about["model"]
+
     def has_other_weights(self, step):
         """The inputs of a model that no optimizer trains, and whose weights are not those of one
         process; or None."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from ..notes import MANY_EVALUATIONS, Step
 from ..script import source
 from ..text import branch_of
+from .fits import size
 from .kinds import misfits, offs, paired
 from .numbers import Variables
 from .rules import Rule, among, is_marked, own_draws
@@ -57,6 +58,7 @@ class OtherWeights(Rule):
         """Weights of each rank's own random numbers."""
         draws = own_draws(ranks)
         of_steps = {step: note.averaged for step, note in ranks[0][Step]}  # may be wrapped later
+        alike = self.averaged_by_hand(ranks) if draws else {}
         for kind in ("weight", "other", "buffer") if draws else ():
             for step, note, others in paired(kind, ranks[0], ranks):
                 off = offs(kind, note.values, [other.values for other in others.values()], "same")
@@ -70,6 +72,9 @@ class OtherWeights(Rule):
                     if marked[0] in averaged:
                         text += ", drawn after DDP has sent rank 0's: it averages gradients only"
                         found = self.wrong(step, line, text)
+                    elif kind == "weight" and marked[0] in alike.get(step, ()):
+                        text += ", which no rank sends, but the gradients of all ranks"
+                        found = self.wrong(step, line, text)
                     else:
                         found = self.look(step, line, f"{text}, and DDP does not send it")
                     found[0].more += callers_of(note, line)
@@ -77,6 +82,16 @@ class OtherWeights(Rule):
                     found[0].more += [f"seeded at {source(at)}" for at in seeded if at][:2]
                     return found
         return []
+
+    def averaged_by_hand(self, ranks):
+        """{step: the names of gradients that are the same to the last digit on all ranks}"""
+        found = {}
+        for step, note, others in paired("gradient", ranks[0], ranks):
+            off = offs("gradient", note.values, [o.values for o in others.values()], "same")
+            found.setdefault(step, set()).update(
+                part for part in off if off[part] == 0 and size(note.values[part])
+            )
+        return found
 
 
 class Attributes(Rule):
