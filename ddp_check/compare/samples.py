@@ -249,9 +249,23 @@ def other_samples(step, batch, union, about, one, ranks):
         text += " in this step, and none is on two: the ranks share the samples, in another order "
         text += "or other batches, so nothing after it can be compared"
     more = {"section": SHARE["section"]} if why else dict(SHARE)
+    verdict = "look"
     if about.has_share and not why:
         more["remedy"] = "the same dataset, split and order on all ranks"
-    return Finding("look", "samples", step, text, batch.key[0], lines, why, **more)
+        if repeated := overlap(batch.key, about, one, ranks):
+            verdict = "WRONG"
+            text += f", and in the pass so far, {repeated} are on several: no shares of one order"
+    return Finding(verdict, "samples", step, text, batch.key[0], lines, why, **more)
+
+
+def overlap(key, about, one, ranks):
+    """How many samples of a pass are on several ranks, if they are many, and one process has none
+    twice, as a sampler would that repeats samples by design. `about`: rank 0's Pass."""
+    theirs = [{repr(index) for index in indices_of(key, notes)} for notes in ranks]
+    mine, number = [repr(index) for index in indices_of(key, one)], sum(map(len, theirs))
+    repeated = number - len(set().union(*theirs))
+    is_by_design = len(set(mine)) < len(mine) or about.sampler == EVEN or takes_share(one, ranks)
+    return 0 if is_by_design or repeated < max(len(ranks), number / 8) else repeated
 
 
 def are_shares(key, size, one, ranks):

@@ -46,6 +46,14 @@ def in_sampler():
     return any(isinstance(frame.f_locals.get("self"), Sampler) for frame, _ in frames)
 
 
+def note_order(run, generator, state, n, is_of_samples=False):
+    if run.model is None:
+        # Another order may be one of a few samples that are only looked at.
+        is_of_samples |= is_running("random_split", "__iter__") or in_sampler()
+        note_draw(run, ORDER, generator, state, n if is_of_samples else 0)
+        run.last_order = run.last_order if run.steps else place()[0]
+
+
 def permutation(run, name, n, generator, state):
     """If it may be one of the batch: within each share, as N processes do."""
     key, (total,), _ = pair(run, name, (n,), state)
@@ -57,11 +65,7 @@ def permutation(run, name, n, generator, state):
     if total != n:
         note_apart(run, name, (n,))
         return shuffled(run.rank, n)
-    if run.model is None:
-        # Another order may be one of a few samples that are only looked at.
-        is_of_samples = "shuffle" in name or is_running("random_split", "__iter__") or in_sampler()
-        note_draw(run, ORDER, generator, state, n if is_of_samples else 0)
-        run.last_order = run.last_order if run.steps else place()[0]
+    note_order(run, generator, state, n, "shuffle" in name)
     if n % run.world or run.world > share:
         return shuffled(0, n)
     values = torch.empty(n, dtype=torch.long)
@@ -104,6 +108,8 @@ class Draws(TorchDispatchMode):
             if name == "aten::randperm":  # of other samples on each rank
                 if is_running("__iter__"):  # of a sampler
                     run.say(place()[0], "own order")
+                else:
+                    note_order(run, "a generator", checksum(out.cpu().numpy()), len(out))
                 return out
             return out.copy_(of_own_generator(run, name, out))
         if name == "aten::randperm":

@@ -234,7 +234,8 @@ def has_share(sampler):
         return True
     if hasattr(sampler, "sampler"):
         return has_share(sampler.sampler)
-    return any(hasattr(sampler, name) for name in ("num_replicas", "world_size", "num_processes"))
+    names = "num_replicas", "world_size", "num_processes", "world"
+    return any(hasattr(sampler, name) for name in names)
 
 
 def has_epochs(sampler):
