@@ -123,8 +123,6 @@ def patch_torch():
 
     @wrap(nn.Module, "to")
     def to(original, self, *args, **kwargs):
-        if is_number(kwargs.get("device")):
-            kwargs["device"] = CPU
         return original(self, *[CPU if is_number(value) else value for value in args], **kwargs)
 
     @wrap(torch, "set_default_device")

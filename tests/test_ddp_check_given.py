@@ -86,6 +86,8 @@ def test_shares(work):
     of_one, notes, one, ranks = both(SHARES)
     assert not of_one.seen("own", "draw") and not notes[0].seen("gaps", "split")
     assert {what for _, note in notes[0].seen("draw") for what in note.values} == {LOOP}
+    drawn = {text_of(note.line) for _, note in notes[0].seen("draw")}
+    assert len(drawn) == SHARES.count("show(") - 1  # all but "many"
     many, _ = one.pop("many"), one.pop("chosen")
     assert all(set(each.pop("chosen")[0]) <= {7, 8} for each in ranks)
     assert [each.pop("many") for each in ranks] == [many, many]
@@ -351,6 +353,8 @@ for x in DataLoader(Data(), 4 // world):
 with torch.no_grad():
     noise(tripled(torch.jit.script(Scripted())(torch.ones(4))))
 show("scripted", isinstance(tripled, torch.jit.ScriptFunction))
+lstm, x = nn.LSTM(4, 4, 2, dropout=0.9), torch.ones(2, 3, 4)
+show("recurrent", lstm(x)[0].equal(lstm(x)[0]))
 show("deterministic", torch.are_deterministic_algorithms_enabled())
 scaler = torch.amp.GradScaler("cpu")
 torch.set_float32_matmul_precision("medium")
@@ -375,7 +379,7 @@ def test_models(work):
     for each in one, *shown:
         assert {*map(tuple, each["gradient"])} == {(7, 7, 7, 7)}
         assert each["deterministic"] == each["scripted"] == [True]
-        assert each["precise"] == [True] * 4
+        assert each["precise"] == [True] * 4 and each["recurrent"] == [True]
     drawing = {(text_of(note.line), *note.values) for _, note in ranks[0].seen("draw", "split")}
     assert drawing == {(text, MODEL) for text in DRAWING}
 
@@ -435,6 +439,10 @@ class Inner(IterableDataset):
         for (x,) in DataLoader(data, 2):
             yield from x
 
+class Noise(Dataset):
+    def __getitem__(self, indices):
+        return torch.rand(len(indices))
+
 def named(samples):
     return {"words": "abc", "number": torch.tensor(4), "x": torch.stack([x for x, in samples])}
 
@@ -444,6 +452,8 @@ def sizes(loader):
 fours = BatchSampler(RandomSampler(data), 4, False)
 for (x,) in DataLoader(data, None, sampler=fours):  # lists
     show("all", x)
+for x in DataLoader(Noise(), None, sampler=fours):  # noise
+    show("noise", x)
 show("sizes", sizes(DataLoader(data, batch_size=None)))  # one by one
 show("sizes", sizes(DataLoader(Stream([torch.ones(3), torch.ones(2)]), batch_size=None)))  # own
 show("sizes", sizes(DataLoader(Stream(["a", "b"]), 2)))  # words
@@ -463,7 +473,7 @@ show("seeded", [*given])
 """
 SIZES = [[1] * 8, [3, 2], [2], [2, 2, 1], [2, 2], [4, 4], [3, 3], [3, 3]]
 SEEDED = torch.randperm(8, generator=torch.Generator().manual_seed(5)).tolist()
-ROWS = {"lists": [4, 4], "one by one": [None] * 8, "own": [3, 2], "words": [None]}
+ROWS = {"lists": [4, 4], "noise": [4, 4], "one by one": [None] * 8, "own": [3, 2], "words": [None]}
 ROWS |= {"with the rest": [2, 2, 1], "without it": [2, 2], "inner": [4, 4], "named": [4, 4]}
 ROWS |= {"named stream": [4, 4], "draws again": [4, 4], "draws": [4]}
 
@@ -476,15 +486,21 @@ def test_loaders(work):
         assert sorted(sum(each["all"], [])) == [*range(8)] and each["sizes"] == SIZES
         assert len({*each["again"][0]}) < 8 and len(each["some"][0]) == 3
         assert [order == SEEDED for order in each["seeded"]] == [True, False]
+        assert each["noise"] == shown[0]["noise"]
+    marks = []  # of a stream's samples, which have no index
     for notes in one, *ranks:
         rows = {}
         for _, note in notes[Batch]:
-            rows.setdefault(text_of(note.key[1]).rpartition("# ")[2], []).append(note.rows)
+            name = text_of(note.key[1]).rpartition("# ")[2]
+            rows.setdefault(name, []).append(note.rows)
+            if name == "with the rest":
+                marks.append([*note.totals])
         assert rows == ROWS and len(notes[Pass]) == len(ROWS)
         drawing = [
             text_of(note.key[1]).rpartition("# ")[2] for _, note in notes[Pass] if note.draws
         ]
         assert drawing == ["draws again", "draws"]
+    assert marks[:3] == marks[3:6] == marks[6:] and len({*sum(marks[:3], [])}) == 5
 
 
 SAMPLERS = """
