@@ -495,6 +495,8 @@ def test_loaders(work):
             rows.setdefault(name, []).append(note.rows)
             if name == "with the rest":
                 marks.append([*note.totals])
+            if name == "named" and not note.number:
+                assert note.totals == {index: float(index) for index in note.indices}
         assert rows == ROWS and len(notes[Pass]) == len(ROWS)
         drawing = [
             text_of(note.key[1]).rpartition("# ")[2] for _, note in notes[Pass] if note.draws
@@ -519,6 +521,8 @@ def passes(name, n, sampler, steps=True):
             step()
 
 passes("looked at", 1, None)
+for _ in DataLoader(data, 4 // world, sampler=sampler(2)):
+    show("weighted", [*WeightedRandomSampler([1.0] * 8, 8 // world)])
 passes("epochs", 3, None if world == 1 else sampler(5))
 passes("same", 3, None if world == 1 else sampler(6))
 passes("looks", 2, None if world == 1 else sampler(7), False)
@@ -537,7 +541,7 @@ def test_orders_of_samplers(work):
     set_epoch(), the same again, but where no step was made."""
     _, ranks, one, shown = both(SAMPLERS)
     for rank, of_rank in enumerate(shown):
-        for name in "epochs", "looks", "both", "other", "in order":
+        for name in "epochs", "looks", "both", "other", "in order", "weighted":
             assert of_rank[name] == [values[rank::2] for values in one[name]]
         assert of_rank["same"] == 3 * [values[rank::2] for values in one["same"][:2]]
         assert of_rank["seed"] == [[3, 0]] and of_rank["of all"] == one["of all"]
