@@ -894,6 +894,13 @@ STRANGERS = [
         "in each epoch, some samples are on both ranks, others on none",
         shows="sampler = DistributedSampler(",
     ),
+    Fault(
+        "buckets",
+        "the ranks' slices of a batch overlap",
+        "batch[rank::world]",
+        "batch[rank : rank + len(batch) // world]",
+        "most samples of a batch are on both ranks, some on none",
+    ),
 ]
 
 LOOP_NAMES = sorted(path.stem for path in LOOPS.glob("*.py"))

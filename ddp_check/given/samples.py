@@ -229,13 +229,14 @@ def patch(run):
 
 
 def has_share(sampler):
-    """Whether it gives each rank a part: DistributedSampler, or another by its name or fields."""
+    """Whether it gives each rank a part: DistributedSampler, or another by its name or fields; the
+    script's own also by what its class uses."""
     if "Distributed" in type(sampler).__name__:
         return True
     if hasattr(sampler, "sampler"):
         return has_share(sampler.sampler)
-    names = "num_replicas", "world_size", "num_processes", "world"
-    return any(hasattr(sampler, name) for name in names)
+    fields = "num_replicas", "world_size", "num_processes"
+    return any(hasattr(sampler, name) for name in fields) or names_in(sampler, "world|replicas")
 
 
 def has_epochs(sampler):
@@ -245,12 +246,18 @@ def has_epochs(sampler):
 
 
 def own_class(sampler):
-    """Whether the script itself has it, and it draws: by the name of a generator or random function
-    that its class uses."""
+    """Whether the script itself has it, and it draws: by a generator or random function."""
+    return names_in(sampler, "rand|choice|shuffle|generator|rng")
+
+
+def names_in(sampler, pattern):
+    """Whether it is the script's own, and its class uses such a name."""
     code = getattr(type(sampler).__iter__, "__code__", None)
     if code is None or not own_file(code.co_filename):
         return False
-    return any(re.search("rand|choice|shuffle|generator|rng", name) for name in code.co_names)
+    inner = [each for each in code.co_consts if inspect.iscode(each)]  # as of a list of many
+    names = [name for each in (code, *inner) for name in each.co_names]
+    return any(re.search(pattern, name) for name in names)
 
 
 def made_by(dataset):
