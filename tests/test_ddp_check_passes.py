@@ -317,8 +317,8 @@ def test_samples_that_each_rank_draws():
     assert found.more == ["its order is drawn at train.py:7"] and not found.remedy
 
 
-ORDER = [0, 1, 2, 3], [4, 5, 6, 7]
-SLICES = ([0, 1], [4, 5]), ([1, 2], [5, 6])
+ORDER = [[*range(n, n + 4)] for n in range(0, 32, 4)]
+SLICES = [[ids[n : n + 2] for ids in ORDER] for n in range(2)]
 
 
 def test_shares_that_overlap():
@@ -326,15 +326,17 @@ def test_shares_that_overlap():
     many samples are on several ranks, but on one process none is there twice."""
     found = other_samples(*SLICES, one=ORDER)
     assert found.verdict == "WRONG" and found.text.endswith(
-        "and in the pass so far, 2 are on several: no shares of one order"
+        "and in the pass so far, 8 are on several: no shares of one order"
     )
     assert other_samples(*SLICES, one=ORDER, has_share=False).verdict == "look"
     assert other_samples(*SLICES, one=ORDER, sampler=EVEN).verdict == "look"
-    twice = [0, 1, 2, 3], [0, 1, 6, 7]  # as of repeated augmentation
+    twice = [*ORDER[:7], ORDER[0]]  # as of repeated augmentation
     assert other_samples(*SLICES, one=twice).verdict == "look"
-    long = [[4 * n + i for i in range(4)] for n in range(8)]
-    few = [ids[:2] for ids in long], [[0, 1], *[ids[2:] for ids in long[1:]]]
-    assert other_samples(*few, one=long).verdict == "look"  # as many as ranks, of many
+    few = SLICES[0], [ids[1:3] if n else ids[2:] for n, ids in enumerate(ORDER)]
+    assert other_samples(*few, one=ORDER).verdict == "look"  # seven may fill up two batches
+    long = [[*range(n, n + 4)] for n in range(0, 400, 4)]
+    few = [ids[:2] for ids in long], [ids[1:3] if n < 10 else ids[2:] for n, ids in enumerate(long)]
+    assert other_samples(*few, one=long).verdict == "look"  # ten of 400
 
 
 def test_samples_in_another_order():

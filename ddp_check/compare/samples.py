@@ -252,20 +252,22 @@ def other_samples(step, batch, union, about, one, ranks):
     verdict = "look"
     if about.has_share and not why:
         more["remedy"] = "the same dataset, split and order on all ranks"
-        if repeated := overlap(batch.key, about, one, ranks):
+        if repeated := overlap(batch, about, one, ranks):
             verdict = "WRONG"
             text += f", and in the pass so far, {repeated} are on several: no shares of one order"
     return Finding(verdict, "samples", step, text, batch.key[0], lines, why, **more)
 
 
-def overlap(key, about, one, ranks):
-    """How many samples of a pass are on several ranks, if they are many, and one process has none
-    twice, as a sampler would that repeats samples by design. `about`: rank 0's Pass."""
-    theirs = [{repr(index) for index in indices_of(key, notes)} for notes in ranks]
-    mine, number = [repr(index) for index in indices_of(key, one)], sum(map(len, theirs))
-    repeated = number - len(set().union(*theirs))
-    is_by_design = len(set(mine)) < len(mine) or about.sampler == EVEN or takes_share(one, ranks)
-    return 0 if is_by_design or repeated < max(len(ranks), number / 8) else repeated
+def overlap(batch, about, one, ranks):
+    """How many samples of a batch's pass are on several ranks, if they are many: more than fill up
+    the last batches; and if one process has none twice, as by a sampler that repeats them by
+    design. `about`: rank 0's Pass."""
+    mine = [repr(index) for index in indices_of(batch.key, one)]
+    theirs = [{repr(index) for index in indices_of(batch.key, notes)} for notes in ranks]
+    repeated = sum(map(len, theirs)) - len(set().union(*theirs))
+    if len(set(mine)) < len(mine) or about.sampler == EVEN or takes_share(one, ranks):
+        return 0
+    return repeated if repeated >= max(2 * batch.rows, len(mine) / 8) else 0
 
 
 def are_shares(key, size, one, ranks):
