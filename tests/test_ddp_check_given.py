@@ -164,6 +164,9 @@ def test_orders(work):
     assert shown == [one, one]
     split = {text_of(note.line): note.about["size"] for _, note in ranks[1].seen("split")}
     assert split == SPLIT
+    assert [note.about["parts"] for _, note in ranks[1].seen("split") if note.about["parts"]] == [
+        [3, 3]
+    ]
     sent = [text_of(note.drawn) for _, note in ranks[0][Collective] if "list" in note.name]
     assert sent == [*DRAWN, DRAWN[1]]
     assert {*map(tuple, one["few"][0])} == {(0, 1), (1, 0)}

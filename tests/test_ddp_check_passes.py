@@ -53,7 +53,7 @@ def a_pass(*batches, number=0, start=0, ends=False, planned=None, trains=True, *
 
 
 def draw(kind, state, line="train.py:5", step=0, **about):
-    about = {"chooses": False, "in_module": False, "seeded": None, "size": 8} | about
+    about = {"chooses": False, "in_module": False, "seeded": None, "size": 8, "parts": ()} | about
     return step, Seen(kind, line, "rand", 0, {"state": state}, about=about)
 
 
@@ -760,8 +760,9 @@ def test_shares_of_orders(second, trains, verdict):
     """WRONG where no two ranks train with the same samples, but for one that is repeated."""
     ids = [[0], [2]], [[4], [6]]
     shares = [a_pass(*ids[0], [1, 3], trains=trains), a_pass(*ids[1], second, trains=trains)]
-    ranks = [notes(draw("split", n, size=64), *of) for n, of in enumerate(shares)]
-    assert verdicts(Splits().find(None, ranks)) == [verdict]
+    for about in ({"size": 64}, {"size": 80, "parts": [64, 16]}):  # that is wrapped
+        ranks = [notes(draw("split", n, **about), *of) for n, of in enumerate(shares)]
+        assert verdicts(Splits().find(None, ranks)) == [verdict]
 
 
 def test_orders_of_two_lines():

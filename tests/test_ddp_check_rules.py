@@ -25,7 +25,7 @@ from ddp_check.sketch import sketch, sketches, summary
 
 
 def draw(kind, state, line="train.py:3", step=0, **about):
-    about = {"chooses": False, "in_module": False, "seeded": None, "size": 8} | about
+    about = {"chooses": False, "in_module": False, "seeded": None, "size": 8, "parts": ()} | about
     return step, Seen(kind, line, "rand", 0, {"state": state}, about=about)
 
 

@@ -258,7 +258,8 @@ class Splits(Rule):
         for step, seen, found in orders:
             line = seen.about.get("made") or seen.line
             if found and not self.is_of_loop(ranks[0], seen.line):
-                if seen.about["size"] in self.sizes_of_shares(ranks):
+                # A dataset of the script's own may have one of a split's parts.
+                if {seen.about["size"], *seen.about["parts"]} & self.sizes_of_shares(ranks):
                     text = "each rank takes its share of an order of its own: some samples are "
                     return self.wrong(step, line, f"{text}on several ranks, others on none")
                 return self.look(step, line, "each rank has an order of its own")

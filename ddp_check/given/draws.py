@@ -46,11 +46,19 @@ def in_sampler():
     return any(isinstance(frame.f_locals.get("self"), Sampler) for frame, _ in frames)
 
 
+def lengths_of_split():
+    """Of random_split's parts, if it has called us."""
+    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
+    split = [frame for frame in frames if frame.f_code.co_name == "random_split"]
+    return list(split[0].f_locals.get("lengths", ())) if split else []
+
+
 def note_order(run, generator, state, n, is_of_samples=False):
     if run.model is None:
         # Another order may be one of a few samples that are only looked at.
-        is_of_samples |= is_running("random_split", "__iter__") or in_sampler()
-        note_draw(run, ORDER, generator, state, n if is_of_samples else 0)
+        parts = lengths_of_split()
+        is_of_samples |= bool(parts) or is_running("__iter__") or in_sampler()
+        note_draw(run, ORDER, generator, state, n if is_of_samples else 0, parts=parts)
         run.last_order = run.last_order if run.steps else place()[0]
 
 

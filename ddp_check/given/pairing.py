@@ -111,12 +111,14 @@ def state_of(generator):
     return checksum(states)
 
 
-def note_draw(run, what, generator, state, size=0, made=""):
+def note_draw(run, what, generator, state, size=0, made="", parts=()):
     """What the script's own generator would have drawn here is told by its state. `size`: of how
-    many samples it draws an order; `made`: the line of its sampler."""
+    many samples it draws an order, `parts`: of how many in each part; `made`: the line of its
+    sampler."""
     if not run.is_single:
         line = place()[0]
         number = run.nth("draw of", run.steps, what, line, generator)
         about = {"seeded": run.seeded.get(generator), "size": size, "made": made}
+        about["parts"] = parts
         kind = "split" if what == ORDER else "draw"
         run.note(Seen(kind, line, generator, number, {what: state}, about=about))
