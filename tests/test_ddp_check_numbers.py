@@ -865,10 +865,11 @@ def test_ranks_that_get_weights():
     """Of a rank that makes no step, but receives a broadcast after each of another's: nothing of it
     can be compared; not of one broadcast before all steps."""
 
-    def end(*steps, name="broadcast", line="train.py:20"):
+    def end(*steps, name="broadcast", line="train.py:20", averaged=()):
         sent = [(step, Collective(name, line, "", False)) for step in steps]
         own = Collective("broadcast", "train.py:20", "", False)
         ranks = [notes(*step_notes(), *sent), notes((0, own), end=LOST)]
+        ranks[0][Step][0][1].averaged.extend(averaged)
         counts, ends = [4, 4, 0], ["its end", "its end", LOST]
         return about_ends(notes(*step_notes()), ranks, counts, ends)
 
@@ -877,6 +878,7 @@ def test_ranks_that_get_weights():
     assert found.more[1].startswith("rank 1: 0 steps")
     assert end(0).verdict == end(0, 1, name="reduce").verdict == "WRONG"
     assert end(0, 1, line="train.py:21").verdict == "WRONG"
+    assert end(0, 1, averaged=["w"]).verdict == "WRONG"  # by DDP: rank 1 was to make steps
 
 
 def test_lines_of_more_steps(ended):

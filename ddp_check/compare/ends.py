@@ -105,9 +105,12 @@ def explains_ends(finding):
 
 
 def gets_weights(rank, ranks):
-    """Whether it makes no step, as a rank does that gets the weights of another after each: both
-    broadcast at a line where that one has made steps."""
-    lines = {n.line for _, n in rank[Collective] if n.name == "broadcast"} if not rank[Step] else ()
+    """Whether it makes no step, as a rank does that gets the weights of another after each, without
+    DDP: both broadcast at a line where that one has made steps."""
+    is_ddp = any(note.averaged for other in ranks for _, note in other[Step])
+    if rank[Step] or is_ddp:
+        return False
+    lines = {call.line for _, call in rank[Collective] if call.name == "broadcast"}
     calls = [each for other in ranks for each in other[Collective]]
     return any(step and call.name == "broadcast" and call.line in lines for step, call in calls)
 
