@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shelve
+import shutil
 import sqlite3
 import subprocess
 import traceback
@@ -229,6 +230,7 @@ try: open("out/model.pt", "x") \n except FileExistsError: pass
 try: os.rmdir("out") \n except OSError: pass
 try: open("no/such/folder", "w") \n except FileNotFoundError: pass
 os.close(os.open("new", os.O_CREAT | os.O_WRONLY, dir_fd=os.open("out", os.O_RDONLY)))
+os.mkdir("m"); os.close(os.open("data.bin", os.O_CREAT | os.O_RDWR, dir_fd=os.open("m", 0)))
 """.strip().splitlines()
 
 
@@ -288,6 +290,9 @@ def test_files_that_could_not_be_created(users):
     assert watched(code + "os.rename('x', 'y')")[0] == 0
     left = remove_made(str(Path("notes").resolve()))
     assert Path("out/later/log").exists() and len(left) == 1
+    shutil.rmtree("out/later")
+    assert watched(f"{code}open('out/later/log', 'a')")[0] == STOPPED  # nor by the same script
+    remove_made(str(Path("notes").resolve()))
     assert watched("open('out/later/log', 'w')")[0] == STOPPED
 
 
