@@ -160,6 +160,14 @@ def shares_in(file):
     return list(dict.fromkeys(found))
 
 
+def class_of(line):
+    """The name of the class that a line is in; "" if it is in none."""
+    node = statement_at(line)
+    while node is not None and not isinstance(node, ast.ClassDef):
+        node = getattr(node, "parent", None)
+    return node.name if node else ""
+
+
 def gives(function):
     """The lines of a function that give what it returns, or yields."""
     code = getattr(function, "__code__", None)

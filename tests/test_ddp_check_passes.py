@@ -321,6 +321,22 @@ ORDER = [[*range(n, n + 4)] for n in range(0, 32, 4)]
 SLICES = [[ids[n : n + 2] for ids in ORDER] for n in range(2)]
 
 
+OWN = """\
+class Own:
+    def __iter__(self):
+        return iter(order[START : size // world])
+part = files[rank::world]
+"""
+
+
+@pytest.mark.parametrize(("start", "verdict"), [("rank", "WRONG"), ("0", "look")])
+def test_samples_by_a_rank_of_its_own(tmp_path, start, verdict):
+    """A sampler of the script's own that takes no share by the rank may draw its own by design."""
+    (tmp_path / "own.py").write_text(OWN.replace("START", start))
+    about = {"sampler": "Own", "made": f"{tmp_path}/own.py:3"}
+    assert other_samples(*SLICES, one=ORDER, **about).verdict == verdict
+
+
 def test_shares_that_overlap():
     """As by an order of each rank's own, or by a wrong slice: WRONG, if a sampler gives shares, and
     many samples are on several ranks, but on one process none is there twice."""

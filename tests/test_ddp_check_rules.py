@@ -190,6 +190,20 @@ def test_draws_before_weights():
     assert found.line == "train.py:3"
 
 
+def test_gradients_averaged_by_hand():
+    """All are the same on all ranks, to the last digit, but for those that are nothing."""
+
+    def of(*factors):
+        values = {f"w.{n}": sketch(ONE * factor) for n, factor in enumerate(factors)}
+        return notes((0, Seen("gradient", "train.py:9", "o", 0, values)))
+
+    def found(*ranks):
+        return state_rules.OtherWeights().averaged_by_hand([of(*factors) for factors in ranks])
+
+    assert found((1, 2, 0), (1, 2, 0)) == {0: {"w.0", "w.1"}}
+    assert found((1, 2), (1, 2 + 1e-5)) == {}  # as of a bias, whatever the weights are
+
+
 # ---- the report as a whole
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..notes import Batch, Cut, Drawn, Finding, Pass, PassEnd, Said, Step
 from ..script import source
-from ..text import lines_of_argument
+from ..text import class_of, lines_of_argument, shares_in
 from .kinds import PAGE
 from .numbers import files_of, shares_of
 
@@ -267,6 +267,10 @@ def overlap(batch, about, one, ranks):
     repeated = sum(map(len, theirs)) - len(set().union(*theirs))
     if len(set(mine)) < len(mine) or about.sampler == EVEN or takes_share(one, ranks):
         return 0
+    if class_of(about.made) == about.sampler:  # the script's own: or each rank's draws are its own
+        lines = shares_in(about.made.rpartition(":")[0])
+        if about.sampler not in map(class_of, lines):
+            return 0
     return repeated if repeated >= max(2 * batch.rows, len(mine) / 8) else 0
 
 

@@ -72,7 +72,7 @@ class OtherWeights(Rule):
                     if marked[0] in averaged:
                         text += ", drawn after DDP has sent rank 0's: it averages gradients only"
                         found = self.wrong(step, line, text)
-                    elif kind == "weight" and marked[0] in alike.get(step, ()):
+                    elif kind == "weight" and alike.get(step, set()).issuperset(marked):
                         text += ", which no rank sends, but the gradients of all ranks"
                         found = self.wrong(step, line, text)
                     else:
@@ -84,13 +84,14 @@ class OtherWeights(Rule):
         return []
 
     def averaged_by_hand(self, ranks):
-        """{step: the names of gradients that are the same to the last digit on all ranks}"""
+        """{step: the names of gradients that are the same to the last digit on all ranks}; none if
+        some are not, as a bias may have the same anyway"""
         found = {}
         for step, note, others in paired("gradient", ranks[0], ranks):
             off = offs("gradient", note.values, [o.values for o in others.values()], "same")
-            found.setdefault(step, set()).update(
-                part for part in off if off[part] == 0 and size(note.values[part])
-            )
+            large = [part for part in off if size(note.values[part])]
+            if not any(off[part] for part in large):
+                found.setdefault(step, set()).update(large)
         return found
 
 

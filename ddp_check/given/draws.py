@@ -47,17 +47,17 @@ def in_sampler():
 
 
 def lengths_of_split():
-    """Of random_split's parts, if it has called us."""
+    """Of the parts of torch's random_split, if that has called us."""
+    code = torch.utils.data.random_split.__code__
     frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
-    split = [frame for frame in frames if frame.f_code.co_name == "random_split"]
-    return list(split[0].f_locals.get("lengths", ())) if split else []
+    return [n for frame in frames if frame.f_code is code for n in frame.f_locals["lengths"]]
 
 
 def note_order(run, generator, state, n, is_of_samples=False):
     if run.model is None:
         # Another order may be one of a few samples that are only looked at.
         parts = lengths_of_split()
-        is_of_samples |= bool(parts) or is_running("__iter__") or in_sampler()
+        is_of_samples |= is_running("random_split", "__iter__") or in_sampler()
         note_draw(run, ORDER, generator, state, n if is_of_samples else 0, parts=parts)
         run.last_order = run.last_order if run.steps else place()[0]
 
