@@ -648,7 +648,7 @@ CASES = {
     "drawn late": ({"AFTER": "model[0].weight.data.normal_()"}, {"others": "WRONG"}),
     "a sampler that is seeded by rank": (
         {"BETWEEN": SEEDED_BY_RANK},
-        {"samples": "look"},
+        {"samples": "WRONG"},
         "its order is drawn at train.py:",
     ),
     "an order by a generator without a seed": (

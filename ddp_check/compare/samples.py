@@ -242,8 +242,7 @@ def other_samples(step, batch, union, about, one, ranks):
     elif about.draws and not about.has_share:
         why = "unpaired"
         text += f": each rank draws its own ({about.sampler}), so nothing after it can be compared"
-        said = [note for _, note in ranks[0][Said] if note.kind == "own order"]
-        lines = [f"its order is drawn at {source(note.text)}" for note in said]
+        lines = drawn_at(ranks[0])
     elif are_shares(batch.key, about.size, one, ranks):
         why = "unpaired"
         text += " in this step, and none is on two: the ranks share the samples, in another order "
@@ -253,9 +252,15 @@ def other_samples(step, batch, union, about, one, ranks):
     if about.has_share and not why:
         more["remedy"] = "the same dataset, split and order on all ranks"
         if repeated := overlap(batch, about, one, ranks):
-            verdict = "WRONG"
+            verdict, lines = "WRONG", lines + drawn_at(ranks[0])
             text += f", and in the pass so far, {repeated} are on several: no shares of one order"
     return Finding(verdict, "samples", step, text, batch.key[0], lines, why, **more)
+
+
+def drawn_at(rank):
+    """In words: where a sampler draws an order by a generator of its own."""
+    said = [note.text for _, note in rank[Said] if note.kind == "own order"]
+    return [f"its order is drawn at {source(line)}" for line in said]
 
 
 def overlap(batch, about, one, ranks):
