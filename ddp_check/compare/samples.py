@@ -251,8 +251,9 @@ def other_samples(step, batch, union, about, one, ranks):
     verdict = "look"
     if about.has_share and not why:
         more["remedy"] = "the same dataset, split and order on all ranks"
+        lines += drawn_at(ranks[0])
         if repeated := overlap(batch, about, one, ranks):
-            verdict, lines = "WRONG", lines + drawn_at(ranks[0])
+            verdict = "WRONG"
             text += f", and in the pass so far, {repeated} are on several: no shares of one order"
     return Finding(verdict, "samples", step, text, batch.key[0], lines, why, **more)
 
