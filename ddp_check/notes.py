@@ -14,6 +14,7 @@ NOISE = 1e-5  # in the layers' outputs: above a float32's, so that it flips more
 STREAM = "a batch of an IterableDataset"
 MANY_VALUES = 50  # of a line and step that are noted
 MANY_EVALUATIONS = 20  # of a line that are noted
+OWN_GENERATOR = "a generator"  # of the script's own
 DATASET = "the dataset"  # which draws for its samples
 PASS = "a pass through DDP, which sends buffers"  # as a collective call
 
@@ -94,6 +95,7 @@ class Collective:
     has_grad: bool  # it is not differentiated, though its tensor is, but by a backward of its own
     of_all: bool = True  # of the group of all ranks
     callers: list = field(default_factory=list)  # the script's lines that have called its function
+    has_backward: bool = False  # of the script's own: it is in a forward of an autograd.Function
 
 
 @dataclass

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Sampler
 
+from ..notes import OWN_GENERATOR
 from ..patches import wrap
 from ..script import is_running, place
 from ..sketch import is_plain
@@ -31,12 +32,12 @@ def of_own_generator(run, name, values):
     share, they are that share of what one process has drawn."""
     shape = tuple(values.shape)
     state = checksum(values.cpu().numpy())
-    key, shape_of_one, _ = pair(run, f"{name} of a generator", shape, state)
+    key, shape_of_one, *_ = pair(run, f"{name} of a generator", shape, state)
     if run.is_single and values.numel() < 1_000_000:
         run.given[key] = values.detach().cpu().clone()
     if shape_of_one == shape or key not in run.given:
         return values
-    note_draw(run, LOOP, "a generator", state)
+    note_draw(run, LOOP, OWN_GENERATOR, state)
     return run.share_of(run.given[key], shape)
 
 
@@ -64,7 +65,7 @@ def note_order(run, generator, state, n, is_of_samples=False):
 
 def permutation(run, name, n, generator, state):
     """If it may be one of the batch: within each share, as N processes do."""
-    key, (total,), _ = pair(run, name, (n,), state)
+    key, (total,), *_ = pair(run, name, (n,), state)
     share = n // run.world
 
     def shuffled(rank, n):
@@ -97,6 +98,16 @@ def widened(run, value, shape, shape_of_one):
     return wide
 
 
+LEAST_SEEDS = 2**31 - 1  # of so many integers one is a seed
+
+
+def among(name, given):
+    """Of how many columns one is chosen, or the limits of integers."""
+    if name == "aten::multinomial":
+        return (given["self"].shape[-1],)
+    return tuple(given[limit] for limit in ("low", "high") if limit in given)
+
+
 class Draws(TorchDispatchMode):
     """Inside of it, torch draws the random numbers that one process draws, or the rank's share.
     What it sees are operators, whose arguments have names, however they were called."""
@@ -117,17 +128,20 @@ class Draws(TorchDispatchMode):
                 if is_running("__iter__"):  # of a sampler
                     run.say(place()[0], "own order")
                 else:
-                    note_order(run, "a generator", checksum(out.cpu().numpy()), len(out))
+                    note_order(run, OWN_GENERATOR, checksum(out.cpu().numpy()), len(out))
                 return out
             return out.copy_(of_own_generator(run, name, out))
         if name == "aten::randperm":
             return out.copy_(permutation(run, name, len(out), "torch", state))
         shape = tuple(out.shape)
-        of_one = pair(run, name, shape, state)
-        key, shape_of_one, _ = of_one
+        names = [argument.name for argument in op._schema.arguments]
+        limits = among(name, dict(zip(names, args)))
+        if name == "aten::randint" and limits[-1] >= LEAST_SEEDS:
+            return out  # a seed, each process's own
+        of_one = pair(run, name, shape, state, among=limits)
+        key, shape_of_one, *_ = of_one
         if shape != shape_of_one:
             note_draw(run, MODEL if run.model is not None else LOOP, "torch", state)
-        names = [argument.name for argument in op._schema.arguments]
         args = [self.of_one(*argument, shape, shape_of_one) for argument in zip(names, args)]
         kwargs = {k: self.of_one(k, value, shape, shape_of_one) for k, value in kwargs.items()}
         with torch.random.fork_rng(devices=[]):
@@ -152,8 +166,10 @@ class Draws(TorchDispatchMode):
 
 def patch(run):
     """Random functions of torch get the numbers of one process. Its own generator goes on beside
-    them: unseeded, it has another state on each rank."""
-    torch.manual_seed(run.hash("unseeded", run.rank))
+    them: unseeded, it has another state on each rank. In a process that the script has started it
+    is as the script's imports, or a fork, have left it."""
+    if not run.options["spawns"]:
+        torch.manual_seed(run.hash("unseeded", run.rank))
 
     @wrap(torch, "manual_seed")
     def manual_seed(original, seed):

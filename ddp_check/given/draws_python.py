@@ -46,6 +46,13 @@ def chosen_from(name, args):
     return checksum(things) if is_short and {*map(type, things)} <= {int, float, str} else None
 
 
+def among(name, args):
+    """How many things a function chooses from, or the limits of its integers."""
+    if name in ("sample", "choice", "choices") and args:
+        return (len(args[0]) if hasattr(args[0], "__len__") else args[0],)
+    return tuple(args[:2]) if name in SEEDS else ()
+
+
 def parameter(run, value, shape, shape_of_one):
     """Such as means, for random numbers of one process's shape."""
     if not isinstance(value, (list, np.ndarray)):
@@ -88,8 +95,9 @@ def patch(run):
             size = args[size_at] if len(args) > size_at else kwargs.get("size")
             shape = () if size is None else tuple(map(int, np.ravel(size)))
             state = state_of(generator)
-            of_one = pair(run, f"{owner.__name__}.{name}", shape, state, chosen_from(name, args))
-            key, shape_of_one, _ = of_one
+            things = chosen_from(name, args), among(name, args)
+            of_one = pair(run, f"{owner.__name__}.{name}", shape, state, *things)
+            key, shape_of_one, *_ = of_one
             with script_state(generator):
                 original(*args, **kwargs)
             inspect.unwrap(owner.seed)(run.hash(key))
@@ -136,7 +144,8 @@ def patch(run):
                 x[to] = value
 
     for generator, (owner, *names) in LIBRARIES.items():
-        owner.seed(run.hash("unseeded", run.rank))
+        if not run.options["spawns"]:
+            owner.seed(run.hash("unseeded", run.rank))
         SCRIPT_STATES[generator] = STATES[generator][0]()
         owner.seed(run.hash("given"))
         watch_seed(generator, owner)

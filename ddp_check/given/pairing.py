@@ -27,14 +27,15 @@ class Draw(NamedTuple):
     key: tuple  # for its seed
     shape: tuple
     state: int  # of the script's own generator
+    among: tuple  # what it is drawn from: how many things, or the limits
 
 
-def pair(run, name, shape, state, chosen_from=None):
+def pair(run, name, shape, state, chosen_from=None, among=()):
     """Which draw of one process this is. It chooses from the same, as of a node's neighbours; or
     has the same lines, from the innermost to the outermost, so that what one rank alone draws does
     not count; or else the same innermost line, or else any. Of these, it is the n-th in the step.
     Where one process draws as many times as often, as for micro-batches, the ranks take turns.
-    Where there is none, what it makes cannot be compared."""
+    Where there is none, or it is drawn `among` others, what it makes cannot be compared."""
     lines, trains = place(), torch.is_grad_enabled()
     places = [lines, lines[0], "any"]
     if chosen_from:  # by no turns: its place alone does not count
@@ -44,7 +45,7 @@ def pair(run, name, shape, state, chosen_from=None):
         for where in places
     ]
     turn = run.nth("turn", lines[0], name) if trains else 0
-    draw = Draw(ways[1], shape, state)
+    draw = Draw(ways[1], shape, state, among)
     if run.is_single:
         for way in ways:
             run.draws.setdefault(way, draw)
@@ -64,6 +65,8 @@ def pair(run, name, shape, state, chosen_from=None):
     found = found[:-1] or found
     for of_one in found:
         if of_one.shape == shape or run.shared_dimension(of_one.shape, shape) is not None:
+            if of_one.among != among:
+                note_apart(run, name, shape)
             return of_one
     note_apart(run, name, shape)
     return draw
