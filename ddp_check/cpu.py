@@ -101,8 +101,9 @@ def install(options, say=None):
 
 
 def needs_gpu(error):
-    """Whether it is raised because something is not imitated."""
-    return bool(MODES and NEEDS.search(str(error)))
+    """Whether it is raised because something is not imitated; not for another version's name."""
+    is_call = isinstance(error, TypeError) and "unexpected keyword" in str(error)
+    return bool(MODES and NEEDS.search(str(error)) and not is_call)
 
 
 def patch_torch():
@@ -142,9 +143,14 @@ def patch_torch():
     def load_script(original, f, map_location=None, *args, **kwargs):
         return original(f, "cpu", *args, **kwargs)
 
-    convert = classmethod(lambda cls, module, *args, **kwargs: module)
-    nn.SyncBatchNorm.convert_sync_batchnorm = convert
     nn.SyncBatchNorm.forward = nn.modules.batchnorm._BatchNorm.forward
+
+
+class Unused(list):
+    """DDP asks whether there is any, the script which."""
+
+    def __bool__(self):
+        return False
 
 
 def patch_distributed():
@@ -174,6 +180,8 @@ def patch_distributed():
     @wrap(nn.parallel.DistributedDataParallel, "__init__")
     def make(original, self, module, device_ids=None, output_device=None, *args, **kwargs):
         original(self, module, None, None, *args, **kwargs)
+        if device_ids is not None:
+            self.device_ids = Unused(getattr(device, "index", device) for device in device_ids)
 
     # It refuses SyncBatchNorm on CPUs
     nn.parallel.DistributedDataParallel._passing_sync_batchnorm_handle = lambda self, module: None

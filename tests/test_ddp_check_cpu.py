@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import finish, free_port, some_fast, start
 from same_text import ROOT
 from test_ddp_check_command import COMMAND
@@ -26,6 +27,8 @@ from datetime import timedelta
 from torch import nn
 from torch.utils.data import DataLoader
 def use(thread): done.append(torch.ones(2).cuda())
+attend = nn.functional.scaled_dot_product_attention
+DDP, one = nn.parallel.DistributedDataParallel, torch.ones(1, 2)
 """
 # As they stand in public scripts, each of which must do what it does on a GPU.
 LINES = """
@@ -72,13 +75,14 @@ torch.save(torch.ones(2), "a"); assert torch.load("a", map_location="meta").is_m
 torch.save(torch.ones(2), "a"); torch.load("a", map_location=lambda storage, _: storage.cuda(1))
 t = threading.Thread(target=lambda: done.append(torch.ones(2).cuda())); t.start(); t.join(); done[0]
 t = type("T", (threading.Thread,), {"run": use})(); t.start(); t.join(); done[0]
-from torch.nn.attention import sdpa_kernel as k, SDPBackend as S; k(S.CUDNN_ATTENTION).__enter__()
+with nn.attention.sdpa_kernel(nn.attention.SDPBackend.CUDNN_ATTENTION): attend(*torch.ones(3, 1, 2))
 nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(2)).cuda()(torch.randn(3, 2))
 dist.new_group([0], timedelta(1), "nccl"); dist.new_group(backend="nccl", pg_options=options)
 nn.SyncBatchNorm(2).cuda()(torch.randn(3, 2).cuda())
 dist.barrier(device_ids=[0]); dist.all_reduce(torch.ones(2).cuda(), dist.ReduceOp.AVG)
 dist.broadcast_object_list([1], 0, device=torch.device("cuda", 0))
 nn.parallel.DistributedDataParallel(nn.Linear(2, 2).cuda(), device_ids=[1], output_device=1)
+at = [torch.device("cuda", 1)]; m = DDP(nn.Linear(2, 2), at); assert [*m.device_ids] == [1]; m(one)
 nn.DataParallel(nn.Linear(2, 2), device_ids=[0, 1]).cuda()(torch.zeros(1, 2))
 torch.utils.checkpoint.checkpoint(nn.Linear(2, 2).cuda(), torch.ones(1, 2), use_reentrant=False)
 dist.device_mesh.init_device_mesh("cuda", (1,))
@@ -123,11 +127,36 @@ def test_lines(work):
     failed = []
     for line in LINES.strip().splitlines():
         group = GROUP.replace("FILE", str(Path("store").resolve()))
-        text = START + (group if "dist." in line or "Data" in line else "") + line
+        text = START + (group if re.search(r"dist\.|Data|DDP", line) else "") + line
         if in_fork(run_line, text):
             failed.append(line)
         Path("store").unlink(missing_ok=True)
     assert not failed, "\n".join(failed)
+
+
+def said_of(text):
+    said = []
+    cpu.install(SimpleNamespace(cpu=False, nproc=2, run="all"), said.append)
+    exec(text, {"torch": torch, "at": torch.device("cuda", 1)})
+    return [cpu.WHAT] != said[:1] or set(said) != {cpu.WHAT}
+
+
+def test_it_is_said():
+    """Whichever way a script asks for a GPU, the report says that it ran on CPUs."""
+    for text in "torch.ones(2).cuda()", "torch.ones(2, device=at)", "torch.ones(2).to(at)":
+        assert in_fork(said_of, text) == 0, text
+    assert in_fork(said_of, "torch.ones(2).to('cpu')") == 1
+
+
+def asks_for(error):
+    cpu.install(SimpleNamespace(cpu=False, nproc=2, run="all"))
+    return int(cpu.needs_gpu(error))
+
+
+def test_what_needs_a_gpu():
+    """What is not imitated; not what this version of torch has under another name."""
+    assert in_fork(asks_for, RuntimeError("CUDA error: no device")) == 1
+    assert in_fork(asks_for, TypeError("got an unexpected keyword argument 'use_cuda'")) == 0
 
 
 def test_libraries_get_the_truth(work):
