@@ -68,7 +68,7 @@ class Process:
         self.of_datasets = weakref.WeakSet()  # modules that it calls for a sample, as a blur
         self.mode_set = ()  # the line that has called train() or eval() last, and who has called it
         self.stepping = None  # the frame of an optimizer's step, while it sets weights
-        self.trained = {}  # {id: name} of what an optimizer has
+        self.trained = {}  # {id: (the optimizer's number, name)} of what one has
         self.made = {}  # {id: the lines that made it} of optimizers, a line of a generator
         self.settle = lambda: None  # of files
         self.notes = open(f"{self.folder}/{self.name}.{self.rank}.notes", "wb")
@@ -79,7 +79,7 @@ class Process:
                 self.draws, self.given, self.batches, self.batch_sizes, self.orders = known
 
     def names_in(self, module):
-        """Of the parameters of a module that an optimizer has."""
+        """[(optimizer's number, name)] of the parameters of a module that one has."""
         return [self.trained[id(p)] for p in module.parameters() if id(p) in self.trained]
 
     @property

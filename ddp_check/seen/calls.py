@@ -6,6 +6,7 @@ import traceback
 
 import torch
 from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 from ..notes import MANY_VALUES, PASS, Averages, Collective, Said
@@ -13,6 +14,7 @@ from ..patches import wrap
 from ..script import place
 from ..sketch import leaves_of
 from .trace import TORCH
+from .written import note_set
 
 FSDP = os.path.join("torch", "distributed", "fsdp", "")  # its calls are not the script's
 
@@ -50,6 +52,11 @@ def patch(run):
         run.note(Said("join", place()[0]))
         return original(self, *args)  # once the other ranks have no batches either
 
+    @wrap(ModelAverager, "__init__")
+    def make_averager(original, self, *args, **kwargs):
+        run.note(Said("local", place()[0]))
+        original(self, *args, **kwargs)
+
     def is_first_of_many(line):
         return run.nth("collective", run.steps, line) < MANY_VALUES
 
@@ -65,10 +72,14 @@ def patch(run):
                     drawn = run.last_order
                 tensors = leaves_of((args[:2], list(kwargs.values())))
                 has_grad = any(getattr(tensor, "requires_grad", False) for tensor in tensors)
-                has_grad = has_grad and (torch.is_grad_enabled() or in_function())
+                has_backward = has_grad and not torch.is_grad_enabled() and in_function()
+                has_grad = has_backward or has_grad and torch.is_grad_enabled()
                 groups = [each for each in (*args, *kwargs.values()) if is_group(each)]
                 of_all = all(group.size() == run.world for group in groups)
-                run.note(Collective(name, line, drawn, has_grad, of_all, callers[:2]))
+                about = has_grad, of_all, callers[:2], has_backward
+                run.note(Collective(name, line, drawn, *about))
+                if name in ("all_reduce", "broadcast") and torch.is_tensor((*args, None)[0]):
+                    note_set(run, args[0])
             return original(*args, **kwargs)
 
     @wrap(DistributedDataParallel, "_sync_buffers")

@@ -22,13 +22,17 @@ from ..script import own_file
 from ..sketch import sketches, whole
 from .written import line_of
 
+WRAPPERS = DistributedDataParallel  # which names what it wraps "module"
+
 
 def outer_modules():
     """All modules that are not part of another one; not DDP, but what it wraps."""
     gc.collect()  # a model that the script has dropped may be in a cycle
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
-    modules = [module for module in modules if not isinstance(module, DistributedDataParallel)]
+    wrappers = [module for module in modules if isinstance(module, WRAPPERS)]
+    modules = [module for module in modules if not isinstance(module, WRAPPERS)]
     inner = {id(child) for module in modules for child in module.children()}
+    inner |= {id(wrapper.module) for wrapper in wrappers if id(wrapper) in inner}
     return [module for module in modules if id(module) not in inner]
 
 
@@ -50,6 +54,19 @@ def set_to(tensor, value):
         tensor.copy_(value)
 
 
+def named(function, module):
+    """What module.named_parameters, or such, gives, without the names of DDP inside of it, as where
+    a script wraps parts of its model on several processes alone."""
+    inside = [f"{name}." for name, m in module.named_modules() if name and isinstance(m, WRAPPERS)]
+    found = []
+    for name, thing in function():
+        for prefix in inside:
+            if f"{name}.".startswith(f"{prefix}module."):
+                name = (prefix + f"{name}."[len(prefix) + 7 :]).rstrip(".")
+        found.append((name, thing))
+    return found
+
+
 class Trained:
     """An optimizer's parameters, by name, and the buffers of their modules."""
 
@@ -59,17 +76,17 @@ class Trained:
         order = {id(p): i for i, p in enumerate(parameters)}
         modules = [m for m in outer_modules() if any(id(p) in order for p in m.parameters())]
         variables = modules_of(inspect.currentframe())
-        named = [(variables.get(id(m), type(m).__name__), m) for m in modules]
+        both = [(variables.get(id(m), type(m).__name__), m) for m in modules]
 
         def place_of(both):  # the same in each process, also where several have the same parameters
             return min(order.get(id(p), len(order)) for p in both[1].parameters()), both[0]
 
         self.owners, self.names = {}, {}
-        for of, module in sorted(named, key=place_of):
+        for of, module in sorted(both, key=place_of):
             while of in self.owners:
                 of += "'"
             self.owners[of] = module
-            for name, p in module.named_parameters():
+            for name, p in named(module.named_parameters, module):
                 self.names.setdefault(id(p), f"{of}.{name}")
 
     def parameters(self, optimizer):
@@ -84,7 +101,7 @@ class Trained:
         return {
             f"{of}.{name}": buffer
             for of, owner in self.owners.items()
-            for name, buffer in owner.named_buffers()
+            for name, buffer in named(owner.named_buffers, owner)
             if buffer.is_floating_point()
         }
 
@@ -93,7 +110,7 @@ class Trained:
         return {
             f"{of}.{name}".rstrip("."): module.training
             for of, owner in self.owners.items()
-            for name, module in owner.named_modules()
+            for name, module in named(owner.named_modules, owner)
         }
 
 
@@ -112,7 +129,8 @@ def others(run, trained, averages):
     {name: the line that has set it last}."""
     found, lines = {}, {}
     for module in [module for module in outer_modules() if module not in run.of_datasets]:
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        tensors = named(module.named_parameters, module) + named(module.named_buffers, module)
+        for name, tensor in tensors:
             is_known = id(tensor) in trained or is_lazy(tensor) or re.search(averages, name)
             if not is_known and tensor.is_floating_point() and not tensor.is_meta:
                 full = f"{type(module).__name__}.{name}"

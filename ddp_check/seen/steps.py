@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from ..given.draws import seed_all
+from ..imports import when_imported
 from ..notes import TRIED, Seen, Step
 from ..patches import stop_both_runs, wrap
 from ..script import is_inside, library_place, place, source
@@ -47,6 +48,36 @@ def refuse_alone(run):
         stop_both_runs(run.folder, "refused", facts)
 
 
+def refuse_parts(run):
+    """A model whose layers, or whose stages, are on other ranks: these share each batch."""
+
+    def refuse(what):
+        facts = {"line": source(place()[0]), "text": f"not compared: {what}"}
+        facts["remedy"] = "run it with data parallelism alone, a size of 1 for what shares a batch"
+        stop_both_runs(run.folder, "refused", facts)
+
+    def refuse_layers(module):
+        @wrap(module, "parallelize_module")
+        def parallelize(original, layer, device_mesh=None, *args, **kwargs):
+            if dist.is_initialized() and (device_mesh or dist.group.WORLD).size() > 1:
+                refuse("tensor parallelism")
+            return original(layer, device_mesh, *args, **kwargs)
+
+    def refuse_stages(module):
+        @wrap(module.PipelineStage, "__init__")
+        def make(original, self, submodule, stage_index, num_stages, *args, **kwargs):
+            if num_stages > 1:
+                refuse("pipeline parallelism")
+            original(self, submodule, stage_index, num_stages, *args, **kwargs)
+
+    when_imported("torch.distributed.tensor.parallel", refuse_layers)
+    when_imported("torch.distributed.pipelining", refuse_stages)
+
+
+def has_gradients(optimizer):
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
 class Steps:
     """Of all optimizers of this process."""
 
@@ -68,15 +99,18 @@ class Steps:
     def begin(self, optimizer, args, kwargs):
         if is_inside(self.frame):  # another optimizer's step, which has not failed
             return None
-        self.inside, self.frame = optimizer, inspect.currentframe().f_back
         run = self.run
+        is_training = run.steps or dist.is_initialized() or args[1:] or kwargs
+        if not (is_training or has_gradients(optimizer)):
+            return None  # as for a plot of a schedule
+        self.inside, self.frame = optimizer, inspect.currentframe().f_back
         with run.quiet():
             if optimizer not in self.optimizers:
                 self.optimizers[optimizer] = Trained(run, optimizer)
             trained, (line, *callers) = self.optimizers[optimizer], place()
             trained.step += 1
             parameters = trained.parameters(optimizer)
-            run.trained |= {id(p): name for name, p in parameters.items()}
+            run.trained |= {id(p): (trained.number, name) for name, p in parameters.items()}
             if not run.steps:
                 refuse_alone(run)
                 self.note_others()
@@ -217,6 +251,7 @@ class Steps:
 
 def patch(run):
     steps = Steps(run)
+    refuse_parts(run)
     wrap(gc, "freeze")(lambda original: None)  # what is frozen is not found any more
 
     @wrap(Optimizer, "__init__")

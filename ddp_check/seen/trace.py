@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Subset
 
+from .. import cpu
 from ..given.alike import keep_precise
 from ..notes import MANY_EVALUATIONS, MANY_VALUES, Seen
 from ..patches import stop_both_runs, wrap
@@ -157,6 +158,7 @@ class Trace(TorchFunctionMode):
         by_gradient = "div" in name and getattr(by, "requires_grad", False)
         called_at = next((at for at in own_lines(frame) if at != line), "")
         more = {"by_gradient": by_gradient, "called_at": called_at}
+        more["drawn"] = getattr(first, "check_line", "")
         self.run.note_value("value", line, name, out, made_from, **more)
 
 
@@ -178,8 +180,9 @@ def is_training_step(module):
 
 
 def is_batch_norm(module):
+    """Of a rank's own samples; on CPUs, SyncBatchNorm is one."""
     is_kind = isinstance(module, nn.modules.batchnorm._BatchNorm)
-    return is_kind and not isinstance(module, nn.SyncBatchNorm)
+    return is_kind and bool(cpu.MODES or not isinstance(module, nn.SyncBatchNorm))
 
 
 def patch(run):
