@@ -50,7 +50,7 @@ def check(args, runs):
 
     one, ranks = runs.pair(other_options)
     scaled = loaders_by_process(runs.options, one, ranks)
-    known = {"tolerance": args.tolerance, "scaled": scaled}
+    known = {"tolerance": args.tolerance, "scaled": scaled, "own_flags": bool(args.one)}
     result = judge(one, ranks, **known)
     if args.noise or result.may_be_noise:
         is_clock = all(finding.what == "printed" for finding in result.measured)  # as it may be

@@ -145,6 +145,37 @@ def sets_in_order(file):
     return list(dict.fromkeys(found))
 
 
+def flags_in(file):
+    """{name of the number or text: the flag} of an ArgumentParser's."""
+    found = {}
+    for call in [node for each in statements(file) for node in own_nodes(each)]:
+        if isinstance(call, ast.Call) and name_of(call.func) == "add_argument":
+            words = [getattr(word, "value", None) for word in call.args]
+            flags = [word for word in words if isinstance(word, str) and word.startswith("--")]
+            dest = [ast.literal_eval(word.value) for word in call.keywords if word.arg == "dest"]
+            for flag in flags[:1]:
+                found[(*dest, flag[2:].replace("-", "_"))[0]] = flag
+    return found
+
+
+def parameters_in(file):
+    """The lines that make a parameter, but for those that give it to a module, as in `self.a =`."""
+    found = []
+    for statement in statements(file):
+        calls = [node for node in own_nodes(statement) if isinstance(node, ast.Call)]
+        makes = any(
+            name_of(call.func) == "Parameter" or any(is_true(word) for word in call.keywords)
+            for call in calls
+        )
+        if makes and not ast.unparse(statement).startswith("self."):
+            found.append(f"{file}:{statement.lineno}")
+    return found
+
+
+def is_true(word):
+    return word.arg == "requires_grad" and getattr(word.value, "value", None) is True
+
+
 def shares_in(file):
     """The lines that take a share by the rank: x[rank::world], x.chunk(world)[rank],
     range(rank, n, world), or i % world == rank."""

@@ -32,12 +32,16 @@ ADVICE = {
     "with one seed. Seed them by rank",
     "drawing": "a generator of the script's own draws other numbers on each rank in these steps: "
     "nothing after it can be compared",
+    "local": "the ranks average their weights, as local SGD does, which is not one process's "
+    "training: nothing after it can be compared",
     "unpaired": "it comes from outside of torch, as of an environment, by random numbers of each "
     "rank's own: nothing after it can be compared",
 }
+OF_NO_MODULE = "(of no module)"
 CHOOSES = "__getitem__", "index_select", "take", "gather"
 FEW = 3  # steps that differ, whose lines are looked at: the first may be as it is meant to be
-LOST = "stream", "apart", "gathered", "drawing", "unpaired"  # after which nothing can be compared
+# After these nothing can be compared.
+LOST = "stream", "apart", "gathered", "drawing", "unpaired", "local"
 LOOKS = "coupled", "collate", "ratio", *LOST  # which may be intended
 
 
@@ -65,7 +69,9 @@ class Cause:
             usual, generators = "drawing", drawing
         is_made = value.name in CHOOSES or is_outside
         is_apart = is_made and min(variables.apart, default=math.inf) <= step
-        if not numbers and (is_apart or step in variables.with_gaps):
+        is_apart = is_apart or step in variables.with_gaps or values.has_other_layout(value)
+        is_apart = is_apart or values.is_drawn_at(value, self.differences.own_draws)
+        if not numbers and is_apart:
             usual = "apart"
         if step in self.differences.gathered and values.has_own_numbers(value, step):
             usual = "gathered"
@@ -112,6 +118,8 @@ class Cause:
         """The findings, and whether they may be intended: "look", "WRONG" or "unclear"."""
         if self.has_other_weights:
             return [], "WRONG"  # all else follows from them
+        if self.unlike and self.differences.local:
+            return [self.local()], "look"
         if value := self.values.has_other_weights(self.step):
             return [self.finding("weight", value, "weights"), *self.averaging()], "WRONG"
         if value := self.values.coupled(self.step):
@@ -122,11 +130,13 @@ class Cause:
         found, origin, is_input = self.first_value()
         if origin and (value := self.values.coupled_before(origin, self.step)):
             found, is_input = [self.finding("outputs", value, "coupled")], False
-        for line, name in self.differences.calls.items() if found else ():
+        tells = bool(found) and (found[0].verdict == "WRONG" or found[0].advice == "gathered")
+        for line, name in self.differences.calls.items() if tells else ():
             found[0].more.append(f"this {name} is not differentiated: {source(line)}")
-        for line in self.differences.gathered.get(self.step, ()) if found else ():
-            if line not in self.differences.calls:
-                found[0].more.append(f"before it, this gathers: {source(line)}")
+        known = [source(line) for line in self.differences.calls]
+        for text in self.differences.gathers(self.step) if tells else ():
+            if text.partition(": ")[2] not in known:
+                found[0].more.append(text)
         if branch := self.branch(origin, found[0].verdict if found else "WRONG"):
             found.append(branch)
         is_look = bool(found) and found[0].verdict == "look"
@@ -139,6 +149,12 @@ class Cause:
         if self.unlike or is_clear:
             return found, "look" if is_look and not self.unlike else "WRONG"
         return found, "unclear"
+
+    def local(self):
+        """Gradients that are not averaged, as the weights are."""
+        text = f"{self.unlike.partition(':')[0]}: {ADVICE['local']}"
+        about = {"advice": "local", "section": f"{PAGE}#gradients"}
+        return Finding("look", "averaging", self.step, text, self.differences.local, **about)
 
     def other_batch_norm(self):
         """Other passes than those of one process, through a model with batch norm."""
@@ -160,7 +176,10 @@ class Cause:
         seen = self.values.of_rank.get(self.step, [])
         passes = [v for v in seen if v.kind == "outputs"]
         losses = [v for v in seen if v.kind == "loss"]
-        of_names = [v for v in passes if any(name in names for name in v.about["trains"])]
+        trained = self.values.trained_at()
+        number = self.differences.steps[self.step].key[0]
+        unequal = {(number, name) for name in names}
+        of_names = [v for v in passes if unequal & trained[v.line, v.name]]
         more = []
         last = (of_names or passes)[-1:]
         for each in last:
@@ -171,6 +190,11 @@ class Cause:
         if told and not is_late:
             more += [source(told), *self.variables.set_at(told, self.step)]
         text, about = self.unlike, {"remedy": "call the wrapped model"}
+        if not any(v.about["is_ddp"] for v in passes) and not self.differences.wraps:
+            more += self.differences.by_hand(self.step)
+            about["remedy"] = "average the gradients of all parameters; or wrap the model in DDP"
+        if any(name.endswith(OF_NO_MODULE) for name in names):
+            more += [f"a parameter: {source(at)}" for at in self.variables.parameters()]
         about["section"], line = f"{PAGE}#gradients", ""
         if not passes:  # as of an optimizer that steps inside of a model
             more += [source(v.line) for v in losses[-1:]]
@@ -220,6 +244,7 @@ class Cause:
         clips = [v for v in values.find(step, "value") if v.name == "clip_grad_norm_"]
         clips = [] if self.unlike else clips  # of gradients that are averaged after it
         origins = [values.origin(value) for value in clips + near[-1:] + later + inside[:1]]
+        origins = [v for v in origins if not (v in later and values.is_gradient(v))]
         for origin in [each for each in origins if not values.says_nothing(each)][:1]:
             found = [self.finding("value", origin, "same loss" if losses else None)]
             return found, origin, False
@@ -245,6 +270,8 @@ class Cause:
         branches = [branch for branch in map(branch_of, lines) if branch]
         if any(self.is_by_rank(branch) for branch in branches):
             return None
+        if self.differences.communicates.intersection(branches) and "one process" not in on:
+            return None  # all ranks take it, or they would hang
         text = f"computed on {on} alone: {ADVICE['branch']}"
         more = [f"called at {source(at)}" for at in lines[1:]]
         for branch in branches[:1]:
@@ -283,7 +310,7 @@ def find_causes(values, differences, variables, steps, samples, lost):
     for tried, number in enumerate(steps, 1):
         cause = Cause(values, differences, variables, number)
         if number >= lost:  # but the ranks' gradients are to be equal in any case
-            if cause.unlike:
+            if cause.unlike and not differences.local:
                 return looks + cause.averaging(), wrong, lost
         elif samples and samples[0].step <= number:
             return looks, min(wrong, number), lost  # other samples: all else follows

@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +12,10 @@ from ..script import source
 from ..text import branch_of, calls_of, lines_that_set
 from .fits import meaning, same, sides, size
 from .kinds import HIDES, KINDS, PAGE, TENSORS, misfits, offs, paired
+from .rules import own_draws
 from .samples import takes_others
+
+NEAR = 5  # lines, between a collective call and what its result is written to
 
 
 def found_in(kind, step, text, line, more=()):
@@ -38,6 +42,24 @@ def told_to_average(notes):
     return told
 
 
+def averages_weights(notes, set_at):
+    """The line that averages the weights between steps, as in local SGD; or ""."""
+    said = [note.text for _, note in notes[Said] if note.kind == "local"]
+    reduces = [call.line for _, call in notes[Collective] if call.name == "all_reduce"]
+    first = next(iter(set_at.values()), {})
+    for lines in set_at.values():
+        for name, line in lines.items():
+            if line and first.get(name) != line and any(is_near(line, at) for at in reduces):
+                said.append(line)
+    return (*said, "")[0]
+
+
+def is_near(line, other):
+    """Within a few lines of a file."""
+    (file, _, number), (of_other, _, at) = line.rpartition(":"), other.rpartition(":")
+    return file == of_other and number.isdigit() and abs(int(number) - int(at)) <= NEAR
+
+
 class Differences:
     """Of what the optimizers' steps have, as findings."""
 
@@ -46,16 +68,20 @@ class Differences:
         losses = {step: loss.at for step, loss in ranks[0].seen("loss")}
         calls = [(step, call) for step, call in ranks[0][Collective] if call.has_grad]
         calls = [(step, call) for step, call in calls if call.at < losses.get(step, math.inf)]
+        calls = [both for both in calls if not both[1].has_backward] or calls
         # {line: name} of collective calls in a step, before its backward()
         self.calls = {call.line: call.name for step, call in calls if step == calls[0][0]}
         self.gathered = {}  # {step: the lines that gather something before its last backward()}
         for step, call in ranks[0][Collective]:
-            if "gather" in call.name and call.at < losses.get(step, -1):
+            is_before = call.at < losses.get(step, -1)
+            if "gather" in call.name and is_before and not call.has_backward:
                 self.gathered.setdefault(step, {})[call.line] = None
         self.told = told_to_average(ranks[0])
         self.takes_others = functools.partial(takes_others, one, ranks)
         self.steps = {step: note for step, note in ranks[0][Step]}
         self.of_ranks = [{step: note for step, note in n[Step]} for n in ranks]
+        calls = [branch_of(call.line) for _, call in ranks[0][Collective] if call.of_all]
+        self.communicates = set(calls)  # the branches in which all ranks have to be
         reduces = [(step, call) for step, call in ranks[0][Collective] if "reduce" in call.name]
         # [(step, line, name)] of calls between backward() and the step
         self.late = [
@@ -66,18 +92,25 @@ class Differences:
         # Lines that have registered a hook of a parameter, which gets the rank's own gradient.
         self.hooks = [note.text for _, note in ranks[0][Said] if note.kind == "hook"]
         self.set_at = {step: seen.about for step, seen in ranks[0].seen("weight")}
+        self.local = averages_weights(ranks[0], self.set_at)
         self.factors = set()  # steps in which all gradients are the same number of times as large
         self.less = set()  # and those in which it is 1 / N
+        # Lines whose numbers are each rank's own, though they were given one process's.
+        self.own_draws = {seen.line for _, seen in own_draws(ranks)}
+        self.wraps = any(note.made.get("wrapped") for _, note in ranks[0][Step])  # in DDP
         self.hidden = []  # of noise
+        self.shards = []  # the finding of what each rank has a part of, if there is any
         for kind in TENSORS:
             self.hide(kind, noise)
             for step, seen, others in paired(kind, one, ranks):
+                seen, others = self.without_shards(step, seen, others)
                 if kind == "gradient" and others:
                     self.gradients.setdefault(step, []).extend(o.values for o in others.values())
                 before = len(self.findings)
                 for rank, other in others.items():
                     of_kind = noise.get((kind, seen.line, seen.name), {})
-                    self.check(kind, step, seen, rank, other.values, tolerance, of_kind)
+                    names = [each.values.keys() for each in others.values()]
+                    self.check(kind, step, seen, rank, other.values, tolerance, of_kind, names)
                 values = [other.values for other in others.values()]
                 sent = [call.line for at, call in ranks[0][Collective] if "broad" in call.name]
                 is_broadcast = kind == "buffer" and sent and values
@@ -100,10 +133,31 @@ class Differences:
             text += f"on one process: smaller faults in {len(wide)} of {len(parts)} are not seen"
             self.hidden.append(Finding("not told", kind, 0, text))
 
-    def check(self, kind, step, seen, rank, values, tolerance, noise):
+    def without_shards(self, step, seen, others):
+        """What each rank has whole: of a part, as by a sharded optimizer or layer of the script's
+        own, there is nothing of this shape on one process."""
+        ranks = [other.values for other in others.values()]
+        shards = {name for name, whole in seen.values.items() if are_shards(whole, ranks, name)}
+        for name in sorted(shards, key=str)[: 0 if self.shards else 1]:
+            whole, *parts = [str(of[name].shape) for of in (seen.values, *ranks)]
+            text = f"each rank has a part of {name}, {', '.join(parts)} of {whole}: not compared, "
+            text += f"nor its gradient ({len(shards)} of {len(seen.values)})"
+            self.shards.append(Finding("look", "weight", step, text, seen.line))
+        if not shards:
+            return seen, others
+
+        def rest(note):
+            kept = {name: value for name, value in note.values.items() if name not in shards}
+            return replace(note, values=kept)
+
+        return rest(seen), {rank: rest(other) for rank, other in others.items()}
+
+    def check(self, kind, step, seen, rank, values, tolerance, noise, all_names=()):
+        """`all_names`: of the parameters that each of the ranks has."""
         on = f" on rank {rank}" if rank else ""
-        if missing := sorted(seen.values.keys() ^ values.keys(), key=str):
-            if kind == "gradient":
+        missing = sorted(seen.values.keys() ^ values.keys(), key=str)
+        if missing and kind == "gradient":
+            if not share_parameters(seen.values.keys(), all_names):
                 text = f"{missing[:3]} on one side alone{on}"
                 self.findings.append(Finding("WRONG", "parameters", step, text, seen.line))
         found = misfits(kind, seen.values, [values], tolerance, noise)
@@ -128,9 +182,8 @@ class Differences:
                     more = [
                         f"this {name} is not differentiated: {source(at)}" for at, name in calls
                     ]
-                late = dict.fromkeys((source(at), name) for of, at, name in self.late if of == step)
                 if meant:
-                    more += [f"this {name} is after backward(): {at}" for at, name in late]
+                    more += self.by_hand(step)
                 more += [
                     f"before the ranks average, a hook gets each gradient: {source(at)}"
                     for at in self.hooks[:2]
@@ -180,6 +233,16 @@ class Differences:
                 (unequal if is_unequal else equal).append(name)
         return unequal, equal
 
+    def by_hand(self, step):
+        """In words: the collective calls between a step's backward() and it."""
+        late = dict.fromkeys((source(at), name) for of, at, name in self.late if of == step)
+        return [f"this {name} is after backward(): {at}" for at, name in late][:3]
+
+    def gathers(self, step):
+        """In words: the calls that gather something before a step's last backward()."""
+        lines = self.gathered.get(step, ())
+        return [f"before it, this gathers: {source(line)}" for line in lines]
+
     def outside(self, step, names):
         """Those of `names` that no DDP averages, if it averages others; [(line, what it did)]."""
         note = self.steps.get(step)
@@ -202,6 +265,21 @@ class Differences:
         if right:
             text += f", but not of {parts_of(right, parts_of(unequal).count('.') + 1)[:200]}"
         return f"{text}: not averaged in this step?"
+
+
+def are_shards(whole, ranks, name):
+    """Whether the ranks' tensors of this name are as large as one process's, with a little padding,
+    only together."""
+    parts = [of_rank.get(name) for of_rank in ranks]
+    if len(parts) < 2 or not all((whole, *parts)):
+        return False
+    total, *numbers = [math.prod(sketch.shape) for sketch in (whole, *parts)]
+    return max(numbers) < total <= sum(numbers) < 1.1 * total + len(ranks)
+
+
+def share_parameters(all_names, of_ranks):
+    """Whether each rank's optimizer has a part of one process's parameters, as in ZeRO."""
+    return all_names == set().union(*of_ranks) and all(names < all_names for names in of_ranks)
 
 
 def common_ratio(one, other):

@@ -15,6 +15,7 @@ from .ends import (
     left_out_steps,
     left_pass,
     other_optimizers,
+    parted_weights,
     uneven_join,
 )
 from .frameworks import in_its_words
@@ -67,16 +68,18 @@ class Result:
         return 0 if self.steps and self.lost else 2
 
 
-def judge(one, ranks, tolerance, again=None, scaled=(), lines=None):
+def judge(one, ranks, tolerance, again=None, scaled=(), lines=None, own_flags=False):
     """The Result of comparing one process's notes with each rank's. `again`: of one process once
-    more; `scaled`: loaders with a batch size per process; `lines`: the notes of a further pair of
+    more; `scaled`: loaders with a batch size per process; `own_flags`: one process was given flags
+    of its own, as for the batch of all ranks; `lines`: the notes of a further pair of
     runs, (of one process, of the ranks), which have the values of lines."""
     said = [note.text for _, note in [*one[Said], *ranks[0][Said]] if note.kind == "note"]
     found = [Finding("note", "", 0, text) for text in dict.fromkeys(said)]
     counts, ends = [len(n[Step]) for n in (one, *ranks)], [n.end() for n in (one, *ranks)]
     steps, largest, to_trace = min(counts), {}, 0
     if steps:
-        of_steps, largest, to_trace = find_all(one, ranks, tolerance, again, scaled, lines)
+        known = again, scaled, lines, own_flags
+        of_steps, largest, to_trace = find_all(one, ranks, tolerance, *known)
         found += of_steps
     for rule in RULES:
         try:
@@ -104,7 +107,7 @@ def judge(one, ranks, tolerance, again=None, scaled=(), lines=None):
     return Result(found, steps, len(ranks), largest, lost, to_trace)
 
 
-def find_all(one, ranks, tolerance, again, scaled, lines):
+def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
     """All findings, in the order of the script; {kind: the largest difference}; the number of steps
     of which the values of lines would explain one."""
     lines = lines or (one, ranks)
@@ -116,7 +119,12 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
         last = ended[0].step
         samples = [finding for finding in samples if finding.step < last]
     due = bool(lengths) and lengths[0].verdict == "look"  # so is a schedule by len(loader)
-    left_out = [other_optimizers(one, ranks), uneven_join(ranks), left_out_steps(ranks)]
+    left_out = [
+        parted_weights(one, ranks),
+        other_optimizers(one, ranks),
+        uneven_join(ranks),
+        left_out_steps(ranks),
+    ]
     left_out = [finding for finding in (*left_out, left_pass(one, ranks)) if finding]
     for finding in left_out[:1]:
         last = min(last, finding.step)
@@ -184,14 +192,17 @@ def find_all(one, ranks, tolerance, again, scaled, lines):
             known[0].line = known[0].line or finding.line
             known[0].off = known[0].off or finding.off
         else:
+            if finding.what == "gradient":
+                finding.more += differences.gathers(finding.step)
             found.append(finding)
     if settings:
         found = [finding for finding in found if finding.what != "numbers"]
     for finding in settings[:1]:
-        is_scaled = bool(scaled) and finding.advice == "world"  # by the script, for its own batch
+        # By the script, for the batch of all ranks
+        is_scaled = bool(scaled or own_flags) and finding.advice == "world"
         if due or is_scaled or finding.step >= lost:
             finding.verdict = "look"
-    found += settings[:1] + differences.hidden
+    found += settings[:1] + differences.shards + differences.hidden
     printed = compare_printed(one, ranks, values, variables, repeated(ranks), again or lines[0])
     printed = [finding for finding in printed if finding.step < lost][:2]
     last = max([*to_explain, *[finding.step for finding in printed]], default=-1)

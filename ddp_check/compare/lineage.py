@@ -1,11 +1,14 @@
 """What the script's lines have computed, what it was made from, and which of it differs."""
 
+import numpy as np
+
 from ..notes import MANY_VALUES
 from ..script import source
 from .fits import fit, meaning, relative, sides, unlike
 from .kinds import KINDS, VALUES, limit_of, offs, paired
 
 EMPTY = "zeros", "ones", "empty", "full", "new_zeros", "zeros_like", "empty_like", "to", "cuda"
+FORMS = "reshape", "view", "flatten", "ravel", "cat", "clone", "detach", "stack"
 COUNTS = "arange", "eye", "linspace", "tril_indices", "triu_indices"
 
 
@@ -127,6 +130,36 @@ class Values:
         makers = [v for v in self.ancestors(value) if v.index in here and self.is_fresh(v)]
         shapes = [v.values[0].shape for v in makers if v.values.get(0)]
         return any(shape and shape[0] in rows for shape in shapes)
+
+    def is_drawn_at(self, value, lines):
+        """Whether it is made from what one of these lines has drawn."""
+        return any(v.about.get("drawn") in lines for v in [value, *self.ancestors(value)])
+
+    def is_gradient(self, value):
+        """Whether it may be no more than a gradient in another form."""
+        return self.is_fresh(value) and value.name in FORMS
+
+    def trained_at(self):
+        """{(line, model): (optimizer's number, name) of what the passes through it there train, in
+        any step}; before an optimizer's first step, these are not known."""
+        found = {}
+        for values in self.of_rank.values():
+            for value in values:
+                if value.kind == "outputs":
+                    found.setdefault((value.line, value.name), set()).update(value.about["trains"])
+        return found
+
+    def has_other_layout(self, value):
+        """Whether it is made from places that a rank has counted for its share, as each so
+        many-th, in another layout than that of its samples."""
+        counts = [v for v in self.ancestors(value) if v.name in COUNTS and self.is_fresh(v)]
+        for one, *ranks in [p for v in counts for p in self.parts(v.index).values()]:
+            if None not in (one, *ranks) and len(one.shape) == 1:
+                mine, *theirs = [sketch.rows[0][1] for sketch in (one, *ranks)]
+                both = sorted(mine), sorted(n for of_rank in theirs for n in of_rank)
+                if len(both[0]) == len(both[1]) and np.allclose(*both):
+                    return True
+        return False
 
     def is_copied(self, value):
         """Whether all ranks have the same rows."""

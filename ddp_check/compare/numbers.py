@@ -6,11 +6,20 @@ from decimal import Decimal
 
 from ..notes import PASS, Collective, Drawn, Finding, Printed, Said, Step
 from ..script import source
-from ..text import divisions_behind, lines_that_set, names_at, sets_in_order, shares_in
+from ..text import (
+    divisions_behind,
+    lines_that_set,
+    names_at,
+    parameters_in,
+    sets_in_order,
+    shares_in,
+)
 from .fits import relative, sides
 from .kinds import PAGE, SCORES
 
-SAME = 2e-3  # of printed numbers
+SAME = 2e-4  # of printed numbers: a mean of means over nearly equal shares is not much further off
+AGAIN = 2e-3  # of those of another run on one process
+LAST_DIGITS = 1.5  # of the last digit: a number on the edge of two is printed as either
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.I)
 
 
@@ -23,7 +32,9 @@ class Variables:
         first, *theirs = [
             {k: v for _, note in n[Step] for k, v in note.generators.items()} for n in ranks
         ]
-        self.unseeded = [note.text for _, note in ranks[0][Said] if note.kind == "unseeded"]
+        lines = [note.text for _, note in ranks[0][Said] if note.kind == "unseeded"]
+        # Not of a library, which makes it as it is imported
+        self.unseeded = [line for line in lines if not re.search(": (from|import) ", source(line))]
         self.files = files_of(ranks[0])
         self.apart = {step for n in ranks for step, _ in n.seen("apart")}
         self.apart |= uneven_draws(one, ranks)
@@ -110,6 +121,10 @@ class Variables:
         found = [at for line in (*lines, *made) for at in divisions_behind(line, self.files)]
         return [f"divided at {source(at)}" for at in dict.fromkeys(found)][:3]
 
+    def parameters(self):
+        """Lines that make a parameter outside of a class's module."""
+        return [line for file in self.files for line in parameters_in(file)][:3]
+
     def other_data(self):
         """In words: lines by which the ranks' data may be other than one process's."""
         sets = [line for file in self.files for line in sets_in_order(file)][:2]
@@ -148,13 +163,13 @@ def uneven_draws(one, ranks):
 
 
 def scores(text, losses):
-    """The numbers in a printed line that have three digits; None for others, and for a loss that
-    backward() got."""
+    """(The number, how much of it is rounding) of those in a printed line that have three digits;
+    (None, 0) for others, and for a loss that backward() got."""
     for text in NUMBER.findall(text):
         number, digits = float(text), -Decimal(text).as_tuple().exponent
         is_loss = digits > 1 and any(abs(number - x) <= 0.51 * 10**-digits for x in losses)
         is_short = len(re.sub(r"e.*|\D", "", text).lstrip("0")) < 3
-        yield None if is_short or is_loss else number
+        yield (None, 0) if is_short or is_loss else (number, LAST_DIGITS * 10**-digits)
 
 
 def put_together(notes, step, printed):
@@ -184,12 +199,15 @@ def compare_printed(one, ranks, values, variables, repeats, again=None):
                 continue
             if step != other:
                 break
-            both_of_one = zip(NUMBER.findall(a.text), NUMBER.findall(c.text))
-            same = [relative(float(x), float(y)) < SAME for x, y in both_of_one]
-            pairs = list(zip(scores(a.text, losses), scores(b.text, their), same))
-            pairs = [(x, y) for x, y, same in pairs if None not in (x, y) and same]
+            again_of_one = map(float, NUMBER.findall(c.text))
+            pairs = list(zip(scores(a.text, losses), scores(b.text, their), again_of_one))
             limit = max(SAME, 2 * repeats.get(step, 0))
-            wrong = [(x, y) for x, y in pairs if relative(x, y) > limit]
+            wrong = [
+                (x, y)
+                for (x, rounding), (y, _), other in pairs
+                if None not in (x, y) and relative(x, y) > limit and abs(x - y) > rounding
+                if relative(x, other) < AGAIN and 3 * abs(x - other) < abs(x - y)
+            ]
             if wrong:
                 text = f"{wrong[0][0]:g} on one process, {wrong[0][1]:g} on rank 0, in "
                 text += f"{a.text.strip()[:100]!r}: of rank 0's share alone, or a mean of means "

@@ -5,7 +5,7 @@ import itertools
 import math
 from dataclasses import replace
 
-from ..notes import Batch, Pass, PassEnd, Said, Step
+from ..notes import OWN_GENERATOR, Batch, Pass, PassEnd, Said, Step
 from ..script import source
 from ..text import loops_around, statement_at, tests_with
 from .fits import relative, sides
@@ -20,6 +20,16 @@ def passes_of(notes):
     for _, batch in notes[Batch]:
         orders.setdefault(batch.key, []).extend(batch.indices or [None])
     return [(at, p, orders.get(p.key, []), p.key in trains) for at, p in notes[Pass]]
+
+
+def optimizers_of(notes):
+    """{pass: the optimizers that make steps with its batches}"""
+    numbers, found = {}, {}
+    for step, note in notes[Step]:
+        numbers.setdefault(step, set()).add(note.key[0])
+    for step, batch in notes[Batch]:
+        found.setdefault(batch.key, set()).update(numbers.get(step, ()))
+    return found
 
 
 def single_batches(notes):
@@ -67,10 +77,11 @@ class Order(Rule):
     def find(self, one, ranks):
         seen, last, fixed_on_one = False, {}, self.fixed(one)
         lists = [{p.key: order for _, p, order, _ in passes_of(notes)} for notes in ranks]
+        optimizers = optimizers_of(ranks[0])
         for step, about, _, trains in passes_of(ranks[0]):
             loop = loop_of(about)  # another loop over it, as to find a rate, is no epoch
             orders = [of.get(about.key, []) for of in lists]
-            line, earlier = last.get(loop, ("", [[]]))
+            line, earlier, of_optimizers = last.get(loop, ("", [[]], set()))
             size = min(map(len, [*orders, *earlier]))
             now, before = [[order[:size] for order in of] for of in (orders, earlier)]
             is_fixed = now == before and not about.has_epochs and fixed_on_one.get(about.key)
@@ -79,16 +90,20 @@ class Order(Rule):
             if trains and is_shuffled(now[0], 3) and len({*itertools.chain(*now)}) >= ENOUGH:
                 seen = True
                 if now == before:
+                    mine = optimizers.get(about.key, set())
+                    is_other = bool(mine and of_optimizers) and mine.isdisjoint(of_optimizers)
                     text = f"pass {about.key[2] + 1} has the order of an earlier one"
                     text += ", on one process, too: intended?" * is_fixed
-                    found = (self.look if is_fixed else self.wrong)(step, about.key[0], text)
+                    text += ", with which another optimizer trains: intended?" * is_other
+                    is_look = is_fixed or is_other
+                    found = (self.look if is_look else self.wrong)(step, about.key[0], text)
                     if line != about.key[0]:
                         found[0].more.append(f"the earlier one: {source(line)}")
                     epochs = [line for line in about.callers[:1] if loops_around(line)]
                     found[0].more += [f"called at {source(line)}" for line in epochs]
                     return found
             if trains:  # a batch that is looked at before is no epoch
-                last[loop] = about.key[0], orders
+                last[loop] = about.key[0], orders, optimizers.get(about.key, set())
         for batches in single_batches(ranks[0]).values():
             seen = seen or len(batches) > 3
             for order, same in itertools.groupby(batches, key=lambda batch: batch[1]):
@@ -247,6 +262,16 @@ class Data(Rule):
         return [] if seen else None
 
 
+def draws_more(seen, ranks):
+    """Whether a generator of the script's own gives all ranks the same orders, and one of them more
+    of these, as where rank 0 alone asks a sampler for its length."""
+    drawn = [[s for _, s in notes.seen("split") if s.line == seen.line] for notes in ranks]
+    orders = [{order for s in of_rank for order in s.values.values()} for of_rank in drawn]
+    fewest = min(orders, key=len)
+    is_own = all(s.name == OWN_GENERATOR for of_rank in drawn for s in of_rank)
+    return is_own and len(set(map(len, drawn))) > 1 and all(map(fewest.issubset, orders))
+
+
 class Splits(Rule):
     name = "split"
     right = "what is shuffled or split before the training is so alike on all ranks"
@@ -254,7 +279,7 @@ class Splits(Rule):
     remedy = "same seed, sorted(glob(...)), sorted(set(...)) on all ranks", "#what-must-be-equal"
 
     def find(self, one, ranks):
-        orders = among("split", ranks)
+        orders = [order for order in among("split", ranks) if not draws_more(order[1], ranks)]
         for step, seen, found in orders:
             line = seen.about.get("made") or seen.line
             if found and not self.is_of_loop(ranks[0], seen.line):

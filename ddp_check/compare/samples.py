@@ -8,7 +8,7 @@ import numpy as np
 
 from ..notes import Batch, Cut, Drawn, Finding, Pass, PassEnd, Said, Step
 from ..script import source
-from ..text import class_of, lines_of_argument, shares_in
+from ..text import class_of, flags_in, lines_of_argument, shares_in
 from .kinds import PAGE
 from .numbers import files_of, shares_of
 
@@ -166,8 +166,11 @@ def remedy_by_one(rank, world, rows=0):
         rows = next(batch.rows for _, batch in rank[Batch] if batch.key in trains)
     variables = rank[Step][0][1].variables if rank[Step] else {}
     names = [name for name, n in variables.items() if re.search(SIZE, name.lower()) and n == rows]
-    if names:
-        return f'give one process the samples of all ranks: --one "--{names[0]} {rows * world}"'
+    flags = {name: flag for file in files_of(rank) for name, flag in flags_in(file).items()}
+    for name in names:
+        flag = flags.get(name, "" if flags else f"--{name}")
+        if flag:
+            return f'give one process the samples of all ranks: --one "{flag} {rows * world}"'
     return f"give one process a batch of {rows * world}, the samples of all ranks"
 
 
@@ -243,7 +246,7 @@ def other_samples(step, batch, union, about, one, ranks):
         why = "unpaired"
         text += f": each rank draws its own ({about.sampler}), so nothing after it can be compared"
         lines = drawn_at(ranks[0])
-    elif are_shares(batch.key, about.size, one, ranks):
+    elif are_shares(batch, about.size, one, ranks):
         why = "unpaired"
         text += " in this step, and none is on two: the ranks share the samples, in another order "
         text += "or other batches, so nothing after it can be compared"
@@ -280,12 +283,17 @@ def overlap(batch, about, one, ranks):
     return repeated if repeated >= max(2 * batch.rows, len(mine) / 8) else 0
 
 
-def are_shares(key, size, one, ranks):
-    """Whether the ranks' samples of a pass are parts of the same whole as one process's: none is on
-    two ranks, but for those that a sampler repeats; where the pass has ended, and had all samples
-    on one process, none is left out. `size`: of the dataset."""
-    theirs = [{repr(index) for index in indices_of(key, notes)} for notes in ranks]
-    everyone, mine = set().union(*theirs), {repr(index) for index in indices_of(key, one)}
+def are_shares(batch, size, one, ranks):
+    """Whether the ranks' samples of a batch's pass are parts of the same whole as one process's:
+    none is on two ranks, but for those that a sampler repeats; where the pass has ended, and had
+    all samples on one process, none is left out. `size`: of the dataset, which a batch sampler may
+    take again and again in one pass: then, of the first time."""
+    key, share = batch.key, batch.rows // len(ranks)
+    mine, *theirs = [[repr(index) for index in indices_of(key, notes)] for notes in (one, *ranks)]
+    if size and share and len(mine) > size:
+        theirs = [of_rank[: size // len(ranks) // share * share] for of_rank in theirs]
+    mine, *theirs = map(set, (mine, *theirs))
+    everyone = set().union(*theirs)
     ends = [any(note.key == key for _, note in notes[PassEnd]) for notes in (one, *ranks)]
     repeated = sum(map(len, theirs)) - len(everyone)
     left_out = len(mine - everyone) if all(ends) and len(mine) == size else 0
