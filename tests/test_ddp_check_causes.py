@@ -49,7 +49,7 @@ def gradient(factor):
 def seen(index, name, *tensors, made_from=(), kind="value", step=0, line="", **about):
     """What a line has computed, of the line `train.py:index` unless another one is given."""
     library, number = about.pop("library", ""), about.pop("number", 0)
-    about = {"model": None, "trains": ["w"], "is_ddp": True, "callers": []} | about
+    about = {"model": None, "trains": [(0, "w")], "is_ddp": True, "callers": []} | about
     values = {part: summarized(each) for part, each in enumerate(tensors)}
     made = list(made_from), about, library
     return step, Seen(kind, line or f"train.py:{index}", name, number, values, index, *made)

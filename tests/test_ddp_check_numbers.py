@@ -397,7 +397,7 @@ def test_averaging_that_is_set_late(told, is_late):
     """After the pass that it is for, which was told not to."""
 
     def of(factor):
-        about = {"model": None, "trains": ["w"], "is_ddp": True, "callers": []}
+        about = {"model": None, "trains": [(0, "w")], "is_ddp": True, "callers": []}
         values = {0: summary(ONE)}
         all_notes = {
             "off": lambda line: Averages(line, False),
@@ -485,8 +485,10 @@ def test_rates_of_other_groups():
 def test_rates_for_larger_batches(rate, verdict):
     """Where one process was given batches as large as those of all ranks, the script's rate for its
     own batch may be right."""
-    result = judge(setting([0.1]), [setting([rate])] * 2, TOLERANCE, scaled=["loader"])
-    assert rule(result, "setting") == [verdict]
+    for about in {"scaled": ["loader"]}, {"own_flags": True}:
+        result = judge(setting([0.1]), [setting([rate])] * 2, TOLERANCE, **about)
+        assert rule(result, "setting") == [verdict]
+    assert rule(judge(setting([0.1]), [setting([rate])] * 2, TOLERANCE), "setting") == ["WRONG"]
 
 
 # ---- the script's numbers
@@ -508,10 +510,12 @@ def test_numbers_that_differ():
     assert variables.others(0) == {"rows": [8.0, 4.0, 4.0]}
 
 
-def test_generators_in_other_states():
+def test_generators_in_other_states(tmp_path):
     """Those that draw for a step, and are in other states on other ranks; and what is said of
     them."""
-    said = [(0, Said("unseeded", "train.py:6")), (0, Said("file", "train.py"))]
+    (tmp_path / "lib.py").write_text("from a_library import that_makes_one\n")
+    said = [(0, Said("unseeded", f"{tmp_path}/lib.py:1"))]
+    said += [(0, Said("unseeded", "train.py:6")), (0, Said("file", "train.py"))]
 
     def of(*states):
         before, after = [dict(zip(("order", "alike", "kept"), each)) for each in states]
@@ -631,7 +635,7 @@ def test_lines_of_a_context(tmp_path):
     ],
 )
 def test_numbers_of_a_line(text, loss, numbers):
-    assert list(scores(text, [loss])) == numbers
+    assert [number for number, _ in scores(text, [loss])] == numbers
 
 
 def test_what_is_printed_of_no_score():

@@ -630,6 +630,7 @@ def test_weights_of_a_rank(wrapped, gradients, verdict):
         ("accuracy 0.731", "accuracy 0.726", "accuracy 0.7311"),
         ("recall [0.115 0.196]", "recall [0.117 0.2  ]", "recall [0.1151 0.196]"),  # as numpy
         ("recall [0.115 0.196]", "recall [0.117 0. ]", "recall [0.1151 0.196]"),
+        ("accuracy 0.9839", "accuracy 0.9836", "accuracy 0.9839"),  # a mean over 31 and 30
     ],
 )
 def test_printed(texts):
@@ -641,6 +642,22 @@ def test_printed(texts):
     assert not list(compare_printed(one, [one], values, variables, {}))
     assert not list(compare_printed(one, [rank], values, variables, {}, rank))
     assert len(list(compare_printed(one, [rank], values, variables, {}, again))) == 1
+
+
+@pytest.mark.parametrize(
+    "one, rank, again",
+    [
+        ("accuracy 0.2970", "accuracy 0.2969", "accuracy 0.2970"),  # on the edge of two
+        ("accuracy 98.393", "accuracy 98.389", "accuracy 98.393"),  # too near
+        ("accuracy 0.9839", "accuracy 0.9836", "accuracy 0.9837"),  # as near as by noise
+    ],
+)
+def test_printed_alike(one, rank, again):
+    one, rank, again = [
+        notes(*step_notes(), (4, Printed("train.py:20", text))) for text in (one, rank, again)
+    ]
+    variables, values = Variables(one, [rank, rank]), Values(one, [rank, rank], TOLERANCE, {})
+    assert not list(compare_printed(one, [rank], values, variables, {}, again))
 
 
 def test_where_a_score_is_put_together():
@@ -1089,14 +1106,28 @@ def test_report():
     assert "random      needs dropout, noise" in everything
 
 
-def test_remedy_by_one():
+FLAGS = """
+parser.add_argument("config")
+parser.add_argument("--batch-size", type=int)
+parser.add_argument("-b", "--mini-batch", dest="bs")
+"""
+
+
+def test_remedy_by_one(tmp_path):
     """A flag, if one of the script's numbers is named as such; not a keyword of torch's."""
 
-    def of(name):
-        return notes((0, Cut("loader", 4)), (0, Step((0, 0), "", [], {}, [], [], {name: 4.0}, {})))
+    def of(name, *said):
+        step = Step((0, 0), "", [], {}, [], [], {name: 4.0}, {})
+        return notes(*said, (0, Cut("loader", 4)), (0, step))
 
     assert '--one "--batch_size 8"' in remedy_by_one(of("batch_size"), 2)
     assert "--one" not in remedy_by_one(of("batched_grad_copy"), 2)
+    (tmp_path / "train.py").write_text(FLAGS)
+    file = 0, Said("file", f"{tmp_path}/train.py")
+    assert '--one "--batch-size 8"' in remedy_by_one(of("batch_size", file), 2)
+    assert '--one "-b 8"' not in remedy_by_one(of("bs", file), 2)
+    assert '--one "--mini-batch 8"' in remedy_by_one(of("bs", file), 2)
+    assert "--one" not in remedy_by_one(of("train_batch_size", file), 2)  # as of a file of settings
 
 
 def test_many_findings():

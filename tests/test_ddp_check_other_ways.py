@@ -1,0 +1,411 @@
+"""Right trainings of another form than usual: none of them is WRONG, whether it can be compared or
+not; and faults in such, at their line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from watched import findings_of, notes_of
+
+from ddp_check.notes import Said
+
+START = """
+import math, numpy as np, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+x = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(x, x[:, :3].argmax(1))
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+sampler = DistributedSampler(data)
+loader = DataLoader(data, 8 // world, sampler=sampler)
+"""
+LOOP = """
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+"""
+SGD = "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+WAYS = {
+    "pairs drawn of the rank's own batch": """
+torch.manual_seed(rank)
+model = DDP(nn.Linear(8, 8))
+optimizer = torch.optim.Adam(model.parameters())
+for x1, _ in loader:
+    x0 = torch.randn_like(x1)
+    plan = torch.softmax(-torch.cdist(x0, x1).flatten(), 0).double().numpy()
+    chosen = np.random.choice(len(plan), p=plan / plan.sum(), size=len(x0))
+    i, j = np.divmod(chosen, len(x1))
+    loss = (model(x0[i]) - x1[j]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "pairs drawn by torch": """
+torch.manual_seed(rank)
+model = DDP(nn.Linear(8, 8))
+optimizer = torch.optim.Adam(model.parameters())
+for x1, _ in loader:
+    x0 = torch.randn_like(x1)
+    pairs = torch.softmax(-torch.cdist(x0, x1).flatten(), 0).multinomial(len(x0))
+    loss = (model(x0[pairs // len(x1)]) - x1[pairs % len(x1)]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "noise of the whole batch from a seed of its own": """
+torch.manual_seed(rank)
+model = DDP(nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(4):
+    z = torch.randn(8, 8).split(8 // world)
+    optimizer.zero_grad()
+    model(z[0]).square().mean().backward()
+    optimizer.step()
+""",
+    "strata that the ranks share by turns": """
+torch.manual_seed(rank)
+model = DDP(nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, _ in [(x[rank * 8 // world:(rank + 1) * 8 // world], 0) for x in data.tensors[0].split(8)]:
+    n = len(x) * world
+    level = (torch.arange(rank, n, world) + torch.rand(len(x))) / n
+    loss = (model(x * level[:, None]) - x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "blocks of an order, over and over": """
+class Blocks(Sampler):
+    def __iter__(self):
+        order = torch.randperm(32, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return iter(order[rank * 32 // world:(rank + 1) * 32 // world])
+
+class Endless(BatchSampler):
+    def __iter__(self):
+        for self.sampler.epoch in range(3):
+            yield from super().__iter__()
+
+batches = Endless(Blocks() if world > 1 else torch.utils.data.RandomSampler(data), 8 // world, True)
+batches.sampler.epoch = 0
+model = DDP(net)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in DataLoader(data, batch_sampler=batches):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+""",
+    "a shard of a flat optimizer": """
+flat = nn.utils.parameters_to_vector(net.parameters()).detach()
+n = math.ceil(len(flat) / world)
+flat = F.pad(flat, (0, n * world - len(flat)))
+shard = nn.Parameter(flat[rank * n:(rank + 1) * n].clone())
+optimizer = torch.optim.Adam([shard], 0.01)
+for x, y in loader:
+    nn.utils.vector_to_parameters(flat, net.parameters())
+    net.zero_grad()
+    F.cross_entropy(net(x), y).backward()
+    grad = torch.zeros_like(flat)
+    of_all = torch.cat([p.grad.flatten() for p in net.parameters()])
+    grad[:len(of_all)] = of_all
+    shard.grad = torch.empty(n)
+    dist.reduce_scatter_tensor(shard.grad, grad)
+    shard.grad /= world
+    optimizer.step()
+    dist.all_gather_into_tensor(flat, shard.detach())
+""",
+    "an optimizer of every so many-th parameter": """
+model, every = DDP(net), list(net.parameters())
+optimizer = torch.optim.Adam(every[rank::world], 0.01)
+for x, y in loader:
+    net.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    for i, p in enumerate(every):
+        dist.broadcast(p.data, i % world)
+""",
+    "experts of the rank": """
+import torch.distributed.nn as dnn
+experts = [nn.Linear(8, 8) for _ in range(2)]
+own = nn.ModuleList(experts[rank * 2 // world:(rank + 1) * 2 // world])
+head = DDP(nn.Linear(8, 3))
+optimizer = torch.optim.Adam([*own.parameters(), *head.parameters()], 0.01)
+for x, y in loader:
+    optimizer.zero_grad()
+    every = torch.cat(dnn.all_gather(x))
+    outs = torch.cat(dnn.all_gather(torch.stack([expert(every) for expert in own])))
+    mine = outs[:, rank * len(x):(rank + 1) * len(x)]
+    chosen = mine[(x[:, 3] > 0).long(), torch.arange(len(x))]
+    F.cross_entropy(head(x + chosen), y).backward()
+    for p in own.parameters():
+        p.grad /= world
+    optimizer.step()
+""",
+    "local SGD": f"""
+model = net
+{SGD}
+for step, (x, y) in enumerate(loader):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    if step % 2:
+        for p in model.parameters():
+            dist.all_reduce(p.data)
+            p.data /= world
+""",
+    "local SGD of a flat vector": f"""
+model = net
+{SGD}
+for step, (x, y) in enumerate(loader):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    dist.all_reduce(flat)
+    nn.utils.vector_to_parameters(flat / world, model.parameters())
+""",
+    "torch's local SGD": """
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+averager = PeriodicModelAverager(period=2, warmup_steps=0)
+model = net
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in loader:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    averager.average_parameters(model.parameters())
+""",
+    "a length that rank 0 alone asks for": f"""
+class Batches(Sampler):
+    epoch = 0
+    def batches(self):
+        order = torch.randperm(32, generator=torch.Generator().manual_seed(self.epoch))
+        return [batch[rank::world].tolist() for batch in order.split(8)]
+    def __iter__(self):
+        return iter(self.batches())
+    def __len__(self):
+        return len(self.batches())
+
+sampler = Batches()
+loader, model = DataLoader(data, batch_sampler=sampler), DDP(net)
+{SGD}
+for epoch in range(3):
+    sampler.epoch = epoch
+    if rank == 0:
+        len(loader)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+""",
+    "a sweep over rates": """
+for rate in 0.1, 0.2:
+    model = DDP(nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    sampler.set_epoch(0)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+""",
+    "parts in DDP on several processes alone": f"""
+model = net
+if world > 1:
+    model[0], model[2] = DDP(model[0]), DDP(model[2])
+{SGD}{LOOP}
+""",
+    "a seed drawn for a picture": f"""
+torch.manual_seed(rank)
+model = DDP(net)
+{SGD}
+for x, y in loader:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    seed = torch.randint(0, 2**63 - 1, []).item()
+    net(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)))
+""",
+}
+LOOKS = {  # what is told of them
+    "pairs drawn of the rank's own batch": "inputs",
+    "pairs drawn by torch": "inputs",
+    "noise of the whole batch from a seed of its own": "inputs",
+    "strata that the ranks share by turns": "inputs",
+    "blocks of an order, over and over": "samples",
+    "a shard of a flat optimizer": "weight",
+    "experts of the rank": "weight",
+    "local SGD": "averaging",
+    "local SGD of a flat vector": "averaging",
+    "torch's local SGD": "averaging",
+    "a sweep over rates": "order",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_right(work, way):
+    found = findings_of(START + WAYS[way], lines=3)
+    assert not [each for each in found if each.verdict == "WRONG"], found
+    looks = {each.what for each in found if each.verdict == "look"}
+    assert LOOKS.get(way) in looks if way in LOOKS else not looks, found
+
+
+DUMMY = """
+dummy = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+for _ in range(30):
+    dummy.step()
+"""
+
+
+def test_steps_before_the_training(work):
+    """As for a plot of a schedule: they are none."""
+    code = START + "model = DDP(net)\n" + SGD + LOOP
+    code = code.replace(
+        'dist.init_process_group("gloo")', DUMMY + 'dist.init_process_group("gloo")'
+    )
+    found = findings_of(code)
+    assert not [each for each in found if each.verdict in ("WRONG", "look")], found
+
+
+@pytest.mark.parametrize("spawns, is_wrong", [(True, False), (False, True)])
+def test_seeds_of_a_process_that_the_script_starts(work, spawns, is_wrong):
+    """Its numbers are as its imports, or a fork, have left them: here, equal on all ranks."""
+    code = START.replace("torch.manual_seed(0)", "") + "p = nn.Parameter(torch.randn(3))\n"
+    code += "model = net\noptimizer = torch.optim.SGD([*net.parameters(), p], 0.1)\n"
+    by_hand = "        loss.backward()\n        for p_ in optimizer.param_groups[0]['params']:\n"
+    by_hand += "            dist.all_reduce(p_.grad)\n            p_.grad /= world\n"
+    loop = LOOP.replace("model(x)", "model(x) + p").replace("        loss.backward()\n", by_hand)
+    found = findings_of(code + loop, spawns=spawns)
+    assert any(each.what == "others" for each in found if each.verdict == "WRONG") == is_wrong
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module\n"
+        "parallelize_module(net, init_device_mesh('cpu', (world,)), {'0': ColwiseParallel()})",
+        "from torch.distributed.pipelining import PipelineStage\n"
+        "PipelineStage(net, rank, world, torch.device('cpu'))",
+    ],
+)
+def test_refused(work, code):
+    """Models of which each rank computes a part, where there are several ranks."""
+    (one,) = notes_of(START + code)
+    assert not Path("notes/refused").exists()
+    notes_of(START + code, "all")
+    refused = json.loads(Path("notes/refused").read_text())
+    assert "parallelism" in refused["text"] and "train.py" in refused["line"]
+
+
+FAULTS = {  # {what: (the script, what its finding is, what it names)}
+    "gradients of a part are averaged by hand": (
+        "model = net\n"
+        + SGD
+        + LOOP.replace(
+            "        optimizer.step",
+            "        for p in model[0].parameters():\n            dist.all_reduce(p.grad)\n"
+            "            p.grad /= world\n        optimizer.step",
+        ),
+        "averaging",
+        ["dist.all_reduce(p.grad)", "average the gradients of all parameters"],
+    ),
+    "a parameter beside the model": (
+        "scale = nn.Parameter(torch.ones(3))\nmodel = DDP(net)\n"
+        + SGD.replace("model.parameters()", "[*net.parameters(), scale]")
+        + LOOP.replace("model(x)", "model(x) * scale"),
+        "averaging",
+        ["a parameter: train.py:", "scale = nn.Parameter"],
+    ),
+    "a generator called without its DDP": (
+        "model = DDP(net)\nother = DDP(nn.Sequential(nn.Linear(3, 1)))\n"
+        "optimizers = [torch.optim.SGD([p for p in m.parameters()], 0.1) for m in (model, other)]\n"
+        "for x, y in loader:\n"
+        "    optimizers[1].zero_grad()\n"
+        "    other(torch.randn(len(x), 3)).mean().backward()\n"
+        "    optimizers[1].step()\n"
+        "    fake = model.module(x)\n"
+        "    optimizers[0].zero_grad()\n"
+        "    other.module(fake).square().mean().backward()\n"
+        "    optimizers[0].step()\n",
+        "averaging",
+        ["the last pass: train.py:", "fake = model.module(x)"],
+    ),
+    "a sum for a mean, beside a branch that all ranks take": (
+        "scale = nn.Parameter(torch.ones(3))\nmodel = DDP(net)\n"
+        + SGD.replace("model.parameters()", "[*net.parameters(), scale]")
+        + LOOP.replace(
+            "        loss = F.cross_entropy(model(x), y)",
+            "        each = F.cross_entropy(model(x) * scale, y, reduction='none')\n"
+            "        total, several = each.detach().sum(), world > 1\n"
+            "        if several:\n            dist.all_reduce(total)\n"
+            "        loss = (each / total).sum() * world",
+        ).replace(
+            "        optimizer.step", "        dist.all_reduce(scale.grad)\n        optimizer.step"
+        ),
+        "gradient",
+        ["2 times one process's", "dist.all_reduce(scale.grad)"],
+    ),
+}
+
+
+GATHERS = """
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(world)]
+        dist.all_gather(parts, x)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dist.all_reduce(grad)
+        return grad.chunk(world)[rank]
+
+def gathered(x):
+    parts = [torch.empty_like(x) for _ in range(world)]
+    dist.all_gather(parts, x)  # without a gradient
+    parts[rank] = x
+    return torch.cat(parts)
+
+model = DDP(net)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, _ in loader:
+    optimizer.zero_grad()
+    z = model(x)
+    (Gather.apply(z) @ gathered(z).T).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_gathers(work):
+    """Of two, the one that is not differentiated is named alone."""
+    found = [each for each in findings_of(START + GATHERS, lines=3) if each.verdict == "WRONG"]
+    words = "\n".join([each.line for each in found] + found[0].more)
+    at = {
+        text: f":{(START + GATHERS).splitlines().index(text) + 1}" for text in GATHERS.splitlines()
+    }
+    assert at["    dist.all_gather(parts, x)  # without a gradient"] in words
+    assert "or this" not in words and at["        dist.all_gather(parts, x)"] not in words
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong(work, fault):
+    code, what, names = FAULTS[fault]
+    found = [each for each in findings_of(START + code, lines=3) if each.verdict == "WRONG"]
+    assert found and found[0].what == what, found
+    words = "\n".join([found[0].text, *found[0].more, found[0].remedy])
+    assert all(name in words for name in names), words
+
+
+def test_averagers_are_noted(work):
+    (one,) = notes_of(START + WAYS["torch's local SGD"])
+    assert [note.text for _, note in one[Said] if note.kind == "local"]
