@@ -273,11 +273,24 @@ def test_largest_of_a_batch():
         assert fits.fit("rows", summary(torch.tensor(number)), parts, 1e-5) == way
 
 
+def test_blocks_of_a_diagonal():
+    """As of a batch of graphs: each rank has some of the blocks, and no other columns."""
+    blocks = [torch.rand(n, n) for n in (2, 3, 4)]
+    one, *ranks = [torch.block_diag(*of) for of in (blocks, blocks[::2], blocks[1:2])]
+
+    def fit(one, *ranks):
+        return fits.fit("same mean rows", summary(one), [summary(of) for of in ranks], 1e-5)
+
+    assert fit(one, *ranks) == "rows"
+    assert fit(one, ranks[0], 2 * ranks[1]) is None and fit(one, ranks[0], ranks[0]) is None
+
+
 def test_shapes_that_have_no_part():
-    """A matrix of all pairs of a rank's rows is no part of one process's, though each row is like
-    its rows; nor is a queue of another shape."""
-    part = [summary(torch.eye(4))] * 2
-    assert fits.fit("same mean rows", summary(torch.eye(8)), part, 1e-5) is None
+    """A matrix of all pairs of a rank's rows is no part of one process's; nor is a queue of another
+    shape."""
+    x = torch.rand(8, 3)
+    part = [summary(x[:4] @ x[:4].T), summary(x[4:] @ x[4:].T)]
+    assert fits.fit("same mean rows", summary(x @ x.T), part, 1e-5) is None
     queues = sketches({"one": ONE, "flat": ONE.flatten()}, any_order=True)
     assert fits.sorted_same(queues["one"], [queues["flat"]]) > 1
 
