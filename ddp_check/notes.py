@@ -95,6 +95,7 @@ class Collective:
     has_grad: bool  # it is not differentiated, though its tensor is, but by a backward of its own
     of_all: bool = True  # of the group of all ranks
     callers: list = field(default_factory=list)  # the script's lines that have called its function
+    in_step: bool = False  # of an optimizer
     has_backward: bool = False  # of the script's own: it is in a forward of an autograd.Function
 
 

@@ -223,6 +223,57 @@ if world > 1:
     model[0], model[2] = DDP(model[0]), DDP(model[2])
 {SGD}{LOOP}
 """,
+    "an optimizer that averages": """
+class Averaging(torch.optim.SGD):
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            if world > 1 and len(p) % world:
+                dist.all_reduce(p.grad)
+                p.grad /= world
+            elif world > 1:
+                part = torch.empty_like(p.grad[:len(p) // world])
+                dist.reduce_scatter_tensor(part, p.grad)
+                dist.all_gather_into_tensor(p.grad, part / world)
+        super().step()
+
+optimizer = Averaging(net.parameters(), 0.1)
+for x, y in loader:
+    optimizer.zero_grad()
+    F.cross_entropy(net(x), y).backward()
+    optimizer.step()
+""",
+    "a dataset that asks for its worker": f"""
+class Tables(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, i):
+        assert torch.utils.data.get_worker_info().dataset is self
+        return data[i]
+
+sampler, model = DistributedSampler(Tables()), DDP(net)
+loader = DataLoader(Tables(), 8 // world, sampler=sampler, num_workers=2)
+{SGD}{LOOP}
+""",
+    "a dataset that gives many samples at once": f"""
+class Many(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+    def __getitems__(self, indices):
+        return [data[i] for i in indices]
+
+loader, model = DataLoader(Many(), 8 // world, sampler=DistributedSampler(Many())), DDP(net)
+{SGD}{LOOP.replace("sampler.", "loader.sampler.")}
+""",
+    "a dataset that gives columns": f"""
+class Columns(torch.utils.data.TensorDataset):
+    def __getitems__(self, indices):
+        return dict(x=self.tensors[0][indices], y=self.tensors[1][indices])
+
+data = Columns(*data.tensors)
+loader = DataLoader(data, 8 // world, sampler=sampler, collate_fn=lambda of: (of["x"], of["y"]))
+model = DDP(net)
+{SGD}{LOOP}
+""",
     "a seed drawn for a picture": f"""
 torch.manual_seed(rank)
 model = DDP(net)

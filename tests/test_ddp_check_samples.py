@@ -36,6 +36,8 @@ def test_rows_of_inputs():
     assert rows_of_inputs(of(8), [of(4), of(2)]) == (8, 6)
     assert rows_of_inputs(of(8, 8), [of(4, 4), of(0)]) == (16, 8)
     assert rows_of_inputs(of(8), [of(4), of(4, batches=2)]) == (0, 0)
+    first, second = [notes(*at, inputs(1, X[:n])) for at, n in (([batch([0])], 8), ([], 4))]
+    assert rows_of_inputs(first, [first, second]) == (8, 12)  # by steps, as one has no loader
 
 
 def test_takes_share():

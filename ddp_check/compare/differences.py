@@ -100,10 +100,13 @@ class Differences:
         self.wraps = any(note.made.get("wrapped") for _, note in ranks[0][Step])  # in DDP
         self.hidden = []  # of noise
         self.shards = []  # the finding of what each rank has a part of, if there is any
+        in_steps = [call for _, call in reduces if call.in_step]
         for kind in TENSORS:
             self.hide(kind, noise)
             for step, seen, others in paired(kind, one, ranks):
                 seen, others = self.without_shards(step, seen, others)
+                if kind == "gradient" and in_steps and len(others) == len(ranks):
+                    others = {0: averaged(others)}  # which the optimizer's step averages
                 if kind == "gradient" and others:
                     self.gradients.setdefault(step, []).extend(o.values for o in others.values())
                 before = len(self.findings)
@@ -275,6 +278,19 @@ def are_shards(whole, ranks, name):
         return False
     total, *numbers = [math.prod(sketch.shape) for sketch in (whole, *parts)]
     return max(numbers) < total <= sum(numbers) < 1.1 * total + len(ranks)
+
+
+def averaged(others):
+    """The mean of the ranks' gradients, as one Seen."""
+    first, *rest = others.values()
+    values = {}
+    for name, sketch in first.values.items():
+        parts = [sketch, *[other.values.get(name) for other in rest]]
+        if None not in parts:
+            sums = sum(part.sums for part in parts) / len(parts)
+            sketch = sketch._replace(sums=sums, norm=float(np.linalg.norm(sums)))
+        values[name] = sketch
+    return replace(first, values=values)
 
 
 def share_parameters(all_names, of_ranks):

@@ -1,5 +1,6 @@
 """The script's plain numbers, and those that it prints: which differ, and who has set them."""
 
+import copy
 import math
 import re
 from decimal import Decimal
@@ -20,6 +21,8 @@ from .kinds import PAGE, SCORES
 SAME = 2e-4  # of printed numbers: a mean of means over nearly equal shares is not much further off
 AGAIN = 2e-3  # of those of another run on one process
 LAST_DIGITS = 1.5  # of the last digit: a number on the edge of two is printed as either
+# As in what logging writes before a line
+CLOCK = re.compile(r"\d+:\d\d:\d\d([.,]\d+)?")
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.I)
 
 
@@ -189,6 +192,8 @@ def compare_printed(one, ranks, values, variables, repeats, again=None):
         lines = {}
         for step, note in notes[Printed]:
             if step:
+                note = copy.copy(note)
+                note.text = CLOCK.sub("", note.text)
                 skeleton = "".join(NUMBER.sub("#", note.text).split())  # numpy fills up by spaces
                 lines.setdefault(skeleton, []).append((step, note, losses))
         both.append(lines)

@@ -32,9 +32,14 @@ def training_passes(one):
 
 def rows_of_inputs(one, ranks):
     """How many rows go into the models for the second batch of a training loop: on one process, on
-    all ranks together; 0 if no third is known."""
-    totals = []
+    all ranks together; 0 if no third is known. Where a rank has no loader, as it gets its part from
+    another: in the second step."""
+    totals, by_step = [], not all(notes[Batch] for notes in ranks)
     for notes in (one, *ranks):
+        if by_step:
+            seen = [s.values.get(0) for step, s in notes.seen("inputs") if step == 1]
+            totals.append(sum(value.shape[0] for value in seen if value and value.shape))
+            continue
         loops = [batch.key[:2] for _, batch in notes[Batch] if batch.trains]
         loop = max(loops, key=loops.count, default=None)  # not one that only looks at a batch
         starts = [batch.at for _, batch in notes[Batch] if batch.key[:2] == loop]

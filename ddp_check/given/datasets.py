@@ -54,6 +54,17 @@ class Worker(NamedTuple):
     dataset: object
 
 
+@contextlib.contextmanager
+def in_worker(run, loader, seed):
+    """Inside of it, a loader's only worker gives its samples, if it has any."""
+    if loader.num_workers:
+        run.thread.worker = Worker(0, loader.num_workers, seed, loader.dataset)
+    try:
+        yield
+    finally:
+        run.thread.worker = None
+
+
 def states_of_worker(run, loader, seed):
     """What a loader's first worker would begin with: torch seeds it, then the script may."""
     with dataset_numbers(run):
@@ -61,11 +72,8 @@ def states_of_worker(run, loader, seed):
         random.seed(seed)
         np.random.seed(seed % 2**32)
         if loader.worker_init_fn is not None:
-            run.thread.worker = Worker(0, loader.num_workers, seed, loader.dataset)
-            try:
+            with in_worker(run, loader, seed):
                 loader.worker_init_fn(0)
-            finally:
-                run.thread.worker = None
         return given_states()
 
 
@@ -92,7 +100,7 @@ def batches_of(run, loader):
     states = states_of_worker(run, loader, seed) if loader.num_workers else None
     one_by_one = loader.batch_sampler is not None
     for number, indices in enumerate(loader.batch_sampler if one_by_one else loader.sampler):
-        with dataset_numbers(run):
+        with dataset_numbers(run), in_worker(run, loader, seed):
             if one_by_one:
                 totals, batch = collated(run, loader, indices, number, states or script_states())
             else:
@@ -128,14 +136,20 @@ def mark_of(sample):
 
 def collated(run, loader, indices, batch, states):
     """Each sample is drawn with a seed of its own; what makes the batch, with one of the batch. The
-    samples' totals are of a pass's first batch, and of what the script puts together itself."""
+    samples' totals are of a pass's first batch, and of what the script puts together itself. A
+    dataset that gives a batch as columns is asked for it at once."""
     samples, totals, own = [], {}, OwnGenerators(loader.dataset)
+    fetch = getattr(loader.dataset, "__getitems__", None)  # which torch prefers
     try:
         for index in indices:
             number = run.hash("sample", base_index(loader.dataset, index))
             seed_all(number)
             before, given = given_states() if not samples else None, own.seed(number)
-            samples.append(loader.dataset[index])
+            found = fetch([index]) if fetch else [loader.dataset[index]]
+            if not isinstance(found, list) or len(found) > 1:
+                seed_all(run.hash("batch", batch))
+                return totals, loader.collate_fn(fetch(indices))
+            samples += found
             if before and torch.is_grad_enabled():
                 drawn = [(k, states[k]) for k, v in given_states().items() if before[k] != v]
                 for generator, state in drawn + own.drawn(given):

@@ -116,7 +116,8 @@ def watch_lmdb(module, guard):
             guard.made.settle()
 
     for name in "open", "Environment":
-        wrap(module, name)(open_environment)
+        if hasattr(module, name):  # not a module of the script's own of this name
+            wrap(module, name)(open_environment)
 
 
 def patch(guard):

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..notes import MANY_VALUES, PASS, Averages, Collective, Said
 from ..patches import wrap
-from ..script import place
+from ..script import is_inside, place
 from ..sketch import leaves_of
 from .trace import TORCH
 from .written import note_set
@@ -76,7 +76,8 @@ def patch(run):
                 has_grad = has_backward or has_grad and torch.is_grad_enabled()
                 groups = [each for each in (*args, *kwargs.values()) if is_group(each)]
                 of_all = all(group.size() == run.world for group in groups)
-                about = has_grad, of_all, callers[:2], has_backward
+                in_step = run.stepping is not None and is_inside(run.stepping)
+                about = has_grad, of_all, callers[:2], in_step, has_backward
                 run.note(Collective(name, line, drawn, *about))
                 if name in ("all_reduce", "broadcast") and torch.is_tensor((*args, None)[0]):
                     note_set(run, args[0])
@@ -91,6 +92,7 @@ def patch(run):
         return original(self)
 
     names = "all_reduce reduce all_gather all_gather_into_tensor all_gather_object gather "
-    names += "gather_object broadcast broadcast_object_list scatter_object_list"
+    names += "gather_object broadcast broadcast_object_list scatter_object_list "
+    names += "reduce_scatter reduce_scatter_tensor"
     for name in names.split():
         watch_collective(name)
