@@ -448,6 +448,23 @@ def test_gathers(work):
     assert "or this" not in words and at["        dist.all_gather(parts, x)"] not in words
 
 
+BRANCH = """
+flags = type("Flags", (), {"gpus": world})
+norm = nn.BatchNorm1d(3)
+model = net
+if flags.gpus > 1:
+    norm = nn.BatchNorm1d(int(torch.ones(3).sum()))
+    model = DDP(net)
+"""
+
+
+def test_a_branch_of_several_processes(work):
+    """It is no cause of another fault."""
+    code = START + BRANCH + SGD + LOOP.replace("model(x), y)", "model(x), y, reduction='sum')")
+    wrong = [each.what for each in findings_of(code, lines=3) if each.verdict == "WRONG"]
+    assert wrong and "branch" not in wrong
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_wrong(work, fault):
     code, what, names = FAULTS[fault]

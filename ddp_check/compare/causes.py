@@ -270,7 +270,10 @@ class Cause:
         branches = [branch for branch in map(branch_of, lines) if branch]
         if any(self.is_by_rank(branch) for branch in branches):
             return None
-        if self.differences.communicates.intersection(branches) and "one process" not in on:
+        is_of_all = on.count("rank") == self.values.ranks and "one process" not in on
+        if is_of_all and branches and not any(map(self.is_by_numbers, branches)):
+            return None  # as of several processes alone
+        if is_of_all and self.differences.communicates.intersection(branches):
             return None  # all ranks take it, or they would hang
         text = f"computed on {on} alone: {ADVICE['branch']}"
         more = [f"called at {source(at)}" for at in lines[1:]]
@@ -283,8 +286,14 @@ class Cause:
         """Whether an `if` says which ranks are to run it, and nothing else that differs."""
         _, _, test = source(branch).partition(": ")  # not the file's name, such as main.py
         by_rank = re.search("rank|world|master|main|distributed", test)
-        by_values = re.search(r"\.item\(|\bfloat\(|loss", test)
-        return by_rank and not by_values and not self.variables.behind([branch], self.step, 0)
+        return by_rank and not self.is_by_numbers(branch)
+
+    def is_by_numbers(self, branch):
+        """Whether an `if` is decided by what a process has computed, or by a number that differs
+        otherwise than by the number of processes."""
+        _, _, test = source(branch).partition(": ")
+        by_values = re.search(r"\.(item|mean|sum|max|min|norm)\(|\bfloat\(|loss", test) is not None
+        return by_values or bool(self.variables.behind([branch], self.step, 0))
 
 
 def first_behind(values, finding):
