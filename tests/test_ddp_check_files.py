@@ -140,8 +140,6 @@ sqlite3.connect("data.db").executescript("create table other (x)")
 sqlite3.connect(":memory:").executescript("attach 'data.db' as u; delete from u.samples")
 c = sqlite3.connect("new"); c.execute("attach ? as u", ["data.db"]).execute("drop table u.samples")
 sqlite3.Connection("data.db").execute("delete from samples").connection.commit()
-shelve.open("shelf")["b"] = 2
-dbm.open("shelf", "w")["b"] = "2"
 open(b"data.bin", "r+b").write(b"1234")
 os.remove(b"out/model.pt")
 os.rename(Path("out/model.pt"), b"old")
@@ -232,6 +230,19 @@ try: open("no/such/folder", "w") \n except FileNotFoundError: pass
 os.close(os.open("new", os.O_CREAT | os.O_WRONLY, dir_fd=os.open("out", os.O_RDONLY)))
 os.mkdir("m"); os.close(os.open("data.bin", os.O_CREAT | os.O_RDWR, dir_fd=os.open("m", 0)))
 """.strip().splitlines()
+
+
+@pytest.mark.parametrize(
+    "code", ['shelve.open("shelf")["b"] = 2', 'dbm.open("shelf", "w")["b"] = "2"']
+)
+def test_databases_of_the_library(users, code):
+    """Refused; or, where Python has one in C, it is opened to be read, and its write fails."""
+    _, refused, _ = watched(f"try: {code}\nexcept dbm.error: pass\nelse: raise SystemExit(7)")
+    assert not refused or "shelf" in json.loads(refused)["text"]
+    after = users_content()
+    assert {path: after.get(path) for path in users} == users
+    remove_made(str(Path("notes").resolve()))
+    assert users_content() == users
 
 
 @pytest.mark.parametrize("code", ALLOWED)

@@ -284,6 +284,7 @@ for x, y in loader:
     optimizer.step()
     seed = torch.randint(0, 2**63 - 1, []).item()
     net(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)))
+    np.random.choice(np.array(5))
 """,
 }
 LOOKS = {  # what is told of them
@@ -368,6 +369,14 @@ FAULTS = {  # {what: (the script, what its finding is, what it names)}
         ),
         "averaging",
         ["dist.all_reduce(p.grad)", "average the gradients of all parameters"],
+    ),
+    "an optimizer that reduces a norm alone": (
+        "class Clipping(torch.optim.SGD):\n    def step(self):\n"
+        "        norm = sum(p.grad.norm() for p in self.param_groups[0]['params'])\n"
+        "        dist.all_reduce(norm)\n        super().step()\n"
+        "model = net\noptimizer = Clipping(model.parameters(), 0.1)\n" + LOOP,
+        "averaging",
+        ["each rank has its own gradient"],
     ),
     "a parameter beside the model": (
         "scale = nn.Parameter(torch.ones(3))\nmodel = DDP(net)\n"

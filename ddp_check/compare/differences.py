@@ -3,7 +3,6 @@
 import functools
 import math
 import os
-from dataclasses import replace
 
 import numpy as np
 
@@ -12,10 +11,9 @@ from ..script import source
 from ..text import branch_of, calls_of, lines_that_set
 from .fits import meaning, same, sides, size
 from .kinds import HIDES, KINDS, PAGE, TENSORS, misfits, offs, paired
+from .parted import averaged, averages_weights, share_parameters, without_shards
 from .rules import own_draws
 from .samples import takes_others
-
-NEAR = 5  # lines, between a collective call and what its result is written to
 
 
 def found_in(kind, step, text, line, more=()):
@@ -40,24 +38,6 @@ def told_to_average(notes):
         is_late = note.does and not last and note.at > passes.get(step, math.inf)
         told[step], last = (note.line, is_late), note.does
     return told
-
-
-def averages_weights(notes, set_at):
-    """The line that averages the weights between steps, as in local SGD; or ""."""
-    said = [note.text for _, note in notes[Said] if note.kind == "local"]
-    reduces = [call.line for _, call in notes[Collective] if call.name == "all_reduce"]
-    first = next(iter(set_at.values()), {})
-    for lines in set_at.values():
-        for name, line in lines.items():
-            if line and first.get(name) != line and any(is_near(line, at) for at in reduces):
-                said.append(line)
-    return (*said, "")[0]
-
-
-def is_near(line, other):
-    """Within a few lines of a file."""
-    (file, _, number), (of_other, _, at) = line.rpartition(":"), other.rpartition(":")
-    return file == of_other and number.isdigit() and abs(int(number) - int(at)) <= NEAR
 
 
 class Differences:
@@ -104,7 +84,8 @@ class Differences:
         for kind in TENSORS:
             self.hide(kind, noise)
             for step, seen, others in paired(kind, one, ranks):
-                seen, others = self.without_shards(step, seen, others)
+                seen, others, shards = without_shards(step, seen, others)
+                self.shards = self.shards or shards
                 if kind == "gradient" and in_steps and len(others) == len(ranks):
                     others = {0: averaged(others)}  # which the optimizer's step averages
                 if kind == "gradient" and others:
@@ -135,25 +116,6 @@ class Differences:
             text = f"noise of {NOISE} in the layers' outputs changes {worst} by {wide[worst]:.0e} "
             text += f"on one process: smaller faults in {len(wide)} of {len(parts)} are not seen"
             self.hidden.append(Finding("not told", kind, 0, text))
-
-    def without_shards(self, step, seen, others):
-        """What each rank has whole: of a part, as by a sharded optimizer or layer of the script's
-        own, there is nothing of this shape on one process."""
-        ranks = [other.values for other in others.values()]
-        shards = {name for name, whole in seen.values.items() if are_shards(whole, ranks, name)}
-        for name in sorted(shards, key=str)[: 0 if self.shards else 1]:
-            whole, *parts = [str(of[name].shape) for of in (seen.values, *ranks)]
-            text = f"each rank has a part of {name}, {', '.join(parts)} of {whole}: not compared, "
-            text += f"nor its gradient ({len(shards)} of {len(seen.values)})"
-            self.shards.append(Finding("look", "weight", step, text, seen.line))
-        if not shards:
-            return seen, others
-
-        def rest(note):
-            kept = {name: value for name, value in note.values.items() if name not in shards}
-            return replace(note, values=kept)
-
-        return rest(seen), {rank: rest(other) for rank, other in others.items()}
 
     def check(self, kind, step, seen, rank, values, tolerance, noise, all_names=()):
         """`all_names`: of the parameters that each of the ranks has."""
@@ -268,34 +230,6 @@ class Differences:
         if right:
             text += f", but not of {parts_of(right, parts_of(unequal).count('.') + 1)[:200]}"
         return f"{text}: not averaged in this step?"
-
-
-def are_shards(whole, ranks, name):
-    """Whether the ranks' tensors of this name are as large as one process's, with a little padding,
-    only together."""
-    parts = [of_rank.get(name) for of_rank in ranks]
-    if len(parts) < 2 or not all((whole, *parts)):
-        return False
-    total, *numbers = [math.prod(sketch.shape) for sketch in (whole, *parts)]
-    return max(numbers) < total <= sum(numbers) < 1.1 * total + len(ranks)
-
-
-def averaged(others):
-    """The mean of the ranks' gradients, as one Seen."""
-    first, *rest = others.values()
-    values = {}
-    for name, sketch in first.values.items():
-        parts = [sketch, *[other.values.get(name) for other in rest]]
-        if None not in parts:
-            sums = sum(part.sums for part in parts) / len(parts)
-            sketch = sketch._replace(sums=sums, norm=float(np.linalg.norm(sums)))
-        values[name] = sketch
-    return replace(first, values=values)
-
-
-def share_parameters(all_names, of_ranks):
-    """Whether each rank's optimizer has a part of one process's parameters, as in ZeRO."""
-    return all_names == set().union(*of_ranks) and all(names < all_names for names in of_ranks)
 
 
 def common_ratio(one, other):

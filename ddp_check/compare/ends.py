@@ -8,8 +8,8 @@ import re
 from ..notes import Batch, Collective, Finding, PassEnd, Said, Step
 from ..script import source
 from ..text import branch_of, lines_inside, loops_around, statement_at
-from .fits import same, sides, size
-from .kinds import PAGE, paired
+from .fits import sides
+from .kinds import PAGE
 from .numbers import Variables
 from .samples import training_passes
 
@@ -51,31 +51,6 @@ def other_optimizers(one, ranks):
                 about = {"advice": "unpaired", "section": f"{PAGE}#decisions"}
                 return Finding("look", "steps", step, text, line, more=[source(made)], **about)
     return None
-
-
-def parted_weights(one, ranks):
-    """Where one process's weights are on several ranks, each of which has others under the same
-    names, as of experts. None if that is not so."""
-    step, mine, *theirs = next(
-        (
-            (step, seen.values, *[other.values for other in others.values()])
-            for step, seen, others in paired("weight", one, ranks)
-            if len(others) == len(ranks)
-        ),
-        (0, {}),
-    )
-    missing = [name for name in mine if any(name not in of_rank for of_rank in theirs)]
-    everywhere = [value for of_rank in theirs for value in of_rank.values()]
-    if not missing or any(all(name in of for name in mine) for of in theirs):
-        return None
-    for name in missing:
-        if not any(same(mine[name], [value]) <= 1e-6 * size(value) for value in everywhere):
-            return None
-    if all(same(mine[n], [of[n]]) <= 1e-6 * size(of[n]) for of in theirs for n in of if n in mine):
-        return None  # each has a part, of the same names
-    text = f"each rank has a part of the weights, such as {missing[0]}, under its own names: "
-    about = {"advice": "unpaired", "section": f"{PAGE}#model"}
-    return Finding("look", "weight", step, f"{text}nothing can be compared", **about)
 
 
 def uneven_join(ranks):

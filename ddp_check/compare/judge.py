@@ -15,13 +15,13 @@ from .ends import (
     left_out_steps,
     left_pass,
     other_optimizers,
-    parted_weights,
     uneven_join,
 )
 from .frameworks import in_its_words
 from .kinds import HIDES, TENSORS, TIMES_NOISE, VALUES, noise_of
 from .lineage import Values
 from .numbers import Variables, compare_printed
+from .parted import parted_weights
 from .rules import RULES
 from .samples import compare_lengths, compare_samples, passes_per_process
 from .score_rules import repeated  # the last of all rules

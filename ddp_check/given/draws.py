@@ -136,7 +136,7 @@ class Draws(TorchDispatchMode):
         shape = tuple(out.shape)
         names = [argument.name for argument in op._schema.arguments]
         limits = among(name, dict(zip(names, args)))
-        if name == "aten::randint" and limits[-1] >= LEAST_SEEDS:
+        if name == "aten::randint" and limits[-1] >= LEAST_SEEDS and out.numel() == 1:
             return out  # a seed, each process's own
         of_one = pair(run, name, shape, state, among=limits)
         key, shape_of_one, *_ = of_one

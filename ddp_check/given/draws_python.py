@@ -49,8 +49,9 @@ def chosen_from(name, args):
 def among(name, args):
     """How many things a function chooses from, or the limits of its integers."""
     if name in ("sample", "choice", "choices") and args:
-        return (len(args[0]) if hasattr(args[0], "__len__") else args[0],)
-    return tuple(args[:2]) if name in SEEDS else ()
+        with contextlib.suppress(TypeError):  # a number
+            return (len(args[0]),)
+    return tuple(map(repr, args[:2])) if name in ("choice", *SEEDS) else ()
 
 
 def parameter(run, value, shape, shape_of_one):

@@ -83,17 +83,25 @@ def watch_sqlite(guard):
         wrap(owner, "connect")(connect)
 
 
-def watch_gdbm(module, guard):
+def watch_dbm(module, guard, endings):
+    """`endings`: of the names of its files."""
+
     @wrap(module, "open")
     def open_database(original, path, flag="r", *mode):
-        if flag[0] in "cw" and guard.is_users(os.path.realpath(os.fsdecode(path))):
+        files = [os.fsdecode(path) + ending for ending in endings]
+        if flag[0] in "cw" and any(guard.is_users(os.path.realpath(file)) for file in files):
             flag = "r" + flag[1:]
         elif flag[0] != "r":
-            guard.hook("open", (path, "w", os.O_WRONLY))
+            for file in files:
+                guard.hook("open", (file, "w", os.O_WRONLY))
         try:
             return original(path, flag, *mode)
         finally:
             guard.made.settle()
+
+
+def endings_of(ndbm):
+    return [".db"] if "Berkeley" in ndbm.library else [".pag", ".dir"]
 
 
 def watch_lmdb(module, guard):
@@ -122,5 +130,6 @@ def watch_lmdb(module, guard):
 
 def patch(guard):
     watch_sqlite(guard)
-    when_imported("_gdbm", lambda module: watch_gdbm(module, guard))
+    when_imported("_gdbm", lambda module: watch_dbm(module, guard, [""]))
+    when_imported("dbm.ndbm", lambda module: watch_dbm(module, guard, endings_of(module)))
     when_imported("lmdb", lambda module: watch_lmdb(module, guard))

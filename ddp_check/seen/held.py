@@ -22,15 +22,13 @@ from ..script import own_file
 from ..sketch import sketches, whole
 from .written import line_of
 
-WRAPPERS = DistributedDataParallel  # which names what it wraps "module"
-
 
 def outer_modules():
     """All modules that are not part of another one; not DDP, but what it wraps."""
     gc.collect()  # a model that the script has dropped may be in a cycle
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
-    wrappers = [module for module in modules if isinstance(module, WRAPPERS)]
-    modules = [module for module in modules if not isinstance(module, WRAPPERS)]
+    wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    modules = [module for module in modules if not isinstance(module, DistributedDataParallel)]
     inner = {id(child) for module in modules for child in module.children()}
     inner |= {id(wrapper.module) for wrapper in wrappers if id(wrapper) in inner}
     return [module for module in modules if id(module) not in inner]
@@ -57,7 +55,11 @@ def set_to(tensor, value):
 def named(function, module):
     """What module.named_parameters, or such, gives, without the names of DDP inside of it, as where
     a script wraps parts of its model on several processes alone."""
-    inside = [f"{name}." for name, m in module.named_modules() if name and isinstance(m, WRAPPERS)]
+    inside = [
+        f"{name}."
+        for name, m in module.named_modules()
+        if name and isinstance(m, DistributedDataParallel)
+    ]
     found = []
     for name, thing in function():
         for prefix in inside:
