@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers import some_fast
 from watched import findings_of, notes_of
 
 from ddp_check.notes import Said
@@ -287,6 +288,8 @@ for x, y in loader:
     np.random.choice(np.array(5))
 """,
 }
+FAST = "pairs drawn by torch", "an optimizer that averages", "experts of the rank", "local SGD"
+FAST += "a length that rank 0 alone asks for", "parts in DDP on several processes alone"
 LOOKS = {  # what is told of them
     "pairs drawn of the rank's own batch": "inputs",
     "pairs drawn by torch": "inputs",
@@ -302,7 +305,7 @@ LOOKS = {  # what is told of them
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some_fast(WAYS, *FAST))
 def test_right(work, way):
     found = findings_of(START + WAYS[way], lines=3)
     assert not [each for each in found if each.verdict == "WRONG"], found
@@ -474,7 +477,7 @@ def test_a_branch_of_several_processes(work):
     assert wrong and "branch" not in wrong
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", some_fast(FAULTS, "a parameter beside the model"))
 def test_wrong(work, fault):
     code, what, names = FAULTS[fault]
     found = [each for each in findings_of(START + code, lines=3) if each.verdict == "WRONG"]
