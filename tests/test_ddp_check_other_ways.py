@@ -275,6 +275,19 @@ loader = DataLoader(data, 8 // world, sampler=sampler, collate_fn=lambda of: (of
 model = DDP(net)
 {SGD}{LOOP}
 """,
+    "a seed that rank 0 draws and sends": f"""
+torch.manual_seed(rank)
+model = DDP(net)
+{SGD}
+for x, y in loader:
+    x = x + 0.1 * torch.randn_like(x)
+    seed = torch.randint(0, 2**63 - 1, [])
+    dist.broadcast(seed, 0)
+    p = torch.randn(3, 3, generator=torch.Generator().manual_seed(seed.item()))
+    optimizer.zero_grad()
+    F.cross_entropy(model(x) @ p, y).backward()
+    optimizer.step()
+""",
     "a seed drawn for a picture": f"""
 torch.manual_seed(rank)
 model = DDP(net)

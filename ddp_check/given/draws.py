@@ -98,9 +98,6 @@ def widened(run, value, shape, shape_of_one):
     return wide
 
 
-LEAST_SEEDS = 2**31 - 1  # of so many integers one is a seed
-
-
 def among(name, given):
     """Of how many columns one is chosen, or the limits of integers."""
     if name == "aten::multinomial":
@@ -136,8 +133,6 @@ class Draws(TorchDispatchMode):
         shape = tuple(out.shape)
         names = [argument.name for argument in op._schema.arguments]
         limits = among(name, dict(zip(names, args)))
-        if name == "aten::randint" and limits[-1] >= LEAST_SEEDS and out.numel() == 1:
-            return out  # a seed, each process's own
         of_one = pair(run, name, shape, state, among=limits)
         key, shape_of_one, *_ = of_one
         if shape != shape_of_one:
