@@ -73,6 +73,31 @@ for step in range(4):
     model(z[0]).square().mean().backward()
     optimizer.step()
 """,
+    "an environment that is made late": """
+class Environment:
+    def reset(self): self.number = 0
+    def step(self):
+        self.number += 1
+        rows = np.arange(64 // world) + 100 * self.number + 1000 * rank
+        return torch.from_numpy(np.sin(rows) * 43758.5).frac().float().view(-1, 8)
+
+model = DDP(nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def rows_of(epochs):
+    for epoch in range(epochs):
+        for x, _ in loader:
+            yield x
+    games = Environment()
+    games.reset()
+    for step in range(6):
+        yield games.step()
+
+for x in rows_of(1):
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
     "strata that the ranks share by turns": """
 torch.manual_seed(rank)
 model = DDP(nn.Linear(8, 8))
@@ -307,6 +332,7 @@ LOOKS = {  # what is told of them
     "pairs drawn of the rank's own batch": "inputs",
     "pairs drawn by torch": "inputs",
     "noise of the whole batch from a seed of its own": "inputs",
+    "an environment that is made late": "inputs",
     "strata that the ranks share by turns": "inputs",
     "blocks of an order, over and over": "samples",
     "a shard of a flat optimizer": "weight",

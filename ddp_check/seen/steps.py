@@ -120,7 +120,7 @@ class Steps:
             wrapped = dict.fromkeys(line for line, _ in self.wrapped.values())
             made = made | {"wrapped": list(wrapped)}
             variables = variables_of(inspect.currentframe())
-            if not trained.step or run.steps == TRIED - 1:  # it takes a while
+            if not trained.step or not run.steps & (run.steps - 1):  # it takes a while
                 self.generators = find_generators(run)
             made_generators = states_of(self.generators[0]) | self.generators[1]
             key = trained.number, trained.step
