@@ -21,6 +21,7 @@ from .script import library_place, own_file
 from .sketch import NO_VALUES, as_tensors, by_sample, leaves_of, summary
 
 MANY_PARTS = 8  # tensors of a value that are noted
+LEAST_SEED = 100  # numbers below are rather sizes or choices
 
 
 class PerThread(threading.local):
@@ -63,6 +64,7 @@ class Process:
         self.seeded = {}  # {generator: the script's line that has seeded it last}
         # {a number that was drawn: the generator's state}, until the ranks put something together.
         self.drawn_seeds = {}
+        self.own_seeds = {}  # {seed of a generator: own_seed() of it, as it first draws}
         self.written = {}  # {where a tensor is: the line that has set it last}
         self.called_at = {}  # {such a line: the line that has called its function}
         self.of_datasets = weakref.WeakSet()  # modules that it calls for a sample, as a blur
@@ -134,9 +136,15 @@ class Process:
         """A seed, which differs between keys."""
         return zlib.crc32(repr((self.options["seed"], *key)).encode())
 
+    def keep_drawn(self, number, state):
+        """A number that the script has drawn before the training: it may be a seed."""
+        if not self.steps and abs(number) > LEAST_SEED:
+            self.drawn_seeds[number % 2**64] = state
+
     def own_seed(self, seed):
         """Of a seed that the script has drawn without sending it, this rank's own."""
-        state = self.drawn_seeds.get(seed) if isinstance(seed, numbers.Integral) else None
+        is_number = isinstance(seed, numbers.Integral)
+        state = self.drawn_seeds.get(int(seed) % 2**64) if is_number else None
         return seed if state is None else self.hash("own seed", seed, state)
 
     @contextlib.contextmanager

@@ -528,3 +528,30 @@ def test_wrong(work, fault):
 def test_averagers_are_noted(work):
     (one,) = notes_of(START + WAYS["torch's local SGD"])
     assert [note.text for _, note in one[Said] if note.kind == "local"]
+
+
+SEEDED = """
+seeds = torch.randint(-(2**63), 2**63 - 1, (8,), generator=torch.Generator().manual_seed(7))
+torch.manual_seed(seeds[rank])
+seed = torch.randint(-(2**63), 2**63 - 1, ()).item()
+noise = torch.Generator().manual_seed(seed)
+model = DDP(net)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in loader:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    seen = [torch.empty(1) for _ in range(world)]
+    dist.all_gather(seen, torch.randn(8 // world, generator=noise).sum()[None])
+"""
+
+
+@pytest.mark.parametrize(
+    "sends", [False, True], ids=["each rank draws one", "all have that of rank 0"]
+)
+def test_seeds_of_generators(work, sends):
+    code = START + SEEDED
+    if sends:
+        code = code.replace(".item()", "\ndist.broadcast(seed, 0)\nseed = seed.item()")
+    found = [each for each in findings_of(code, lines=3) if each.what == "random"]
+    assert [each.verdict for each in found] == ["WRONG" if sends else "ok"]

@@ -27,11 +27,13 @@ from .pairing import (
 )
 
 
-def of_own_generator(run, name, values):
+def of_own_generator(run, name, values, generator):
     """Numbers of a generator that the script has made: left alone, but where a rank has drawn its
     share, they are that share of what one process has drawn."""
     shape = tuple(values.shape)
-    state = checksum(values.cpu().numpy())
+    seed = generator.initial_seed()
+    own = run.own_seeds.setdefault(seed, run.own_seed(seed))
+    state = checksum((values.cpu().numpy(), own))
     key, shape_of_one, *_ = pair(run, f"{name} of a generator", shape, state)
     if run.is_single and values.numel() < 1_000_000:
         run.given[key] = values.detach().cpu().clone()
@@ -127,7 +129,7 @@ class Draws(TorchDispatchMode):
                 else:
                     note_order(run, OWN_GENERATOR, checksum(out.cpu().numpy()), len(out))
                 return out
-            return out.copy_(of_own_generator(run, name, out))
+            return out.copy_(of_own_generator(run, name, out, generator))
         if name == "aten::randperm":
             return out.copy_(permutation(run, name, len(out), "torch", state))
         shape = tuple(out.shape)
@@ -144,6 +146,8 @@ class Draws(TorchDispatchMode):
             values = op(*args, **kwargs)
         if shape != shape_of_one:
             return out.copy_(run.share_of(values, shape))
+        if "randint" in name and values.numel() == 1:
+            run.keep_drawn(int(values), state)
         return out.copy_(marked(run, name, "torch", values, of_one, state))
 
     def of_one(self, name, value, shape, shape_of_one):

@@ -19,7 +19,6 @@ LIBRARIES = {
     "numpy": (np.random, "get_state", "set_state"),
 }
 SEEDS = "randint", "randrange"  # which may draw a seed
-LEAST_SEED = 100  # numbers below are rather sizes or choices
 STATES = {"random": (random.getstate, random.setstate)}
 STATES["numpy"] = np.random.get_state, np.random.set_state
 
@@ -109,8 +108,8 @@ def patch(run):
                     run.last_order = run.last_order if run.steps else place()[0]
                     note_draw(run, ORDER, generator, state)
                 values = original(*args, **kwargs)
-                if name in SEEDS and not (shape or run.steps) and values > LEAST_SEED:
-                    run.drawn_seeds[int(values)] = state
+                if name in SEEDS and not shape:
+                    run.keep_drawn(int(values), state)
                 return marked(run, name, generator, values, of_one, state)
             note_draw(run, LOOP, generator, state)
             with run.quiet():
