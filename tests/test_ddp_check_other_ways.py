@@ -176,6 +176,20 @@ for x, y in loader:
         p.grad /= world
     optimizer.step()
 """,
+    "tables of the rank, of other numbers than one process's": """
+import torch.distributed.nn as dnn
+sizes = [5, 6, 7, 8][rank * 4 // world:(rank + 1) * 4 // world]
+tables = nn.ModuleList([nn.EmbeddingBag(size, 8, sparse=True) for size in sizes])
+head = DDP(nn.Linear(8, 3))
+sparse = torch.optim.SGD([*tables.parameters(), *head.parameters()], 0.1)
+for x, y in DataLoader(data, 8):
+    sparse.zero_grad()
+    ids = (x[:, :1].abs() * 9).long()
+    sums = sum(table(ids % size) for table, size in zip(tables, sizes))
+    mine = slice(rank * 8 // world, (rank + 1) * 8 // world)
+    F.cross_entropy(head(dnn.all_reduce(sums)[mine]), y[mine]).backward()
+    sparse.step()
+""",
     "local SGD": f"""
 model = net
 {SGD}
@@ -337,6 +351,7 @@ LOOKS = {  # what is told of them
     "blocks of an order, over and over": "samples",
     "a shard of a flat optimizer": "weight",
     "experts of the rank": "weight",
+    "tables of the rank, of other numbers than one process's": "weight",
     "local SGD": "averaging",
     "local SGD of a flat vector": "averaging",
     "torch's local SGD": "averaging",

@@ -1,11 +1,12 @@
 """What the ranks have parts of, and what they average, otherwise than DDP does."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 
-from ..notes import Collective, Finding, Said
+from ..notes import Collective, Finding, Said, Step
 from ..sketch import Sketch
 from .fits import same, size
 from .kinds import PAGE, paired
@@ -49,6 +50,10 @@ def share_parameters(all_names, of_ranks):
     return all_names == set().union(*of_ranks) and all(names < all_names for names in of_ranks)
 
 
+def shapes_of(weights, but):
+    return Counter(str(value.shape) for name, value in weights.items() if value and name not in but)
+
+
 def parted_weights(one, ranks):
     """Where one process's weights are on several ranks, each of which has others under the same
     names, as of experts. None if that is not so."""
@@ -64,11 +69,15 @@ def parted_weights(one, ranks):
     everywhere = [value for of_rank in theirs for value in of_rank.values()]
     if not missing or any(all(name in of for name in mine) for of in theirs):
         return None
-    for name in missing:
-        if not any(same(mine[name], [value]) <= 1e-6 * size(value) for value in everywhere):
-            return None
-    if all(same(mine[n], [of[n]]) <= 1e-6 * size(of[n]) for of in theirs for n in of if n in mine):
-        return None  # each has a part, of the same names
+    averaged = next((note.averaged for at, note in ranks[0][Step] if at == step), [])
+    whole, *parts = [shapes_of(weights, averaged) for weights in (mine, *theirs)]
+    if not (averaged and all(parts) and whole == sum(parts, Counter())):  # else each is on one rank
+        for name in missing:
+            if not any(same(mine[name], [value]) <= 1e-6 * size(value) for value in everywhere):
+                return None
+        both = [(mine[name], of[name]) for of in theirs for name in of if name in mine]
+        if all(same(one, [other]) <= 1e-6 * size(other) for one, other in both):
+            return None  # each has a part, of the same names
     text = f"each rank has a part of the weights, such as {missing[0]}, under its own names: "
     about = {"advice": "unpaired", "section": f"{PAGE}#model"}
     return Finding("look", "weight", step, f"{text}nothing can be compared", **about)
