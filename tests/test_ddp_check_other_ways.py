@@ -456,6 +456,18 @@ FAULTS = {  # {what: (the script, what its finding is, what it names)}
         "averaging",
         ["the last pass: train.py:", "fake = model.module(x)"],
     ),
+    "a closure that returns the rank's loss": (
+        "model, search = DDP(net), 'strong_wolfe'\n"
+        "optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4, line_search_fn=search)\n"
+        + LOOP.replace(
+            "        optimizer.zero_grad()",
+            "        def closure():\n            optimizer.zero_grad()\n"
+            "            loss = F.cross_entropy(model(x), y)\n            loss.backward()\n"
+            "            return loss\n        optimizer.step(closure)\n        continue",
+        ),
+        "averaging",
+        ["the ranks call closure() other numbers of times", "return the mean loss"],
+    ),
     "a sum for a mean, beside a branch that all ranks take": (
         "scale = nn.Parameter(torch.ones(3))\nmodel = DDP(net)\n"
         + SGD.replace("model.parameters()", "[*net.parameters(), scale]")

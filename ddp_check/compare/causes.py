@@ -207,6 +207,12 @@ class Cause:
         if told:
             about["remedy"] = "let the last pass before the step average"
             about["section"] = f"{PAGE}#gradient-accumulation"
+        for step, seen in self.differences.closures[:1]:
+            if step <= self.step:
+                text += f" In step {step + 1} the ranks call closure() other numbers of times, by "
+                text += "their losses, so their calls do not meet any more"
+                line, about["remedy"] = seen.line, "return the mean loss of all ranks from it"
+                about["section"] = f"{PAGE}#an-optimizer-with-a-closure"
         outside, lines = self.differences.outside(self.step, names)
         if outside:
             those = "these" if outside == names else parts_of(outside)

@@ -12,7 +12,7 @@ from ..text import branch_of, calls_of, lines_that_set
 from .fits import meaning, same, sides, size
 from .kinds import HIDES, KINDS, PAGE, TENSORS, misfits, offs, paired
 from .parted import averaged, averages_weights, share_parameters, without_shards
-from .rules import own_draws
+from .rules import among, own_draws
 from .samples import takes_others
 
 
@@ -77,6 +77,8 @@ class Differences:
         self.less = set()  # and those in which it is 1 / N
         # Lines whose numbers are each rank's own, though they were given one process's.
         self.own_draws = {seen.line for _, seen in own_draws(ranks)}
+        # Steps in which the ranks have called their closures other numbers of times.
+        self.closures = [(step, seen) for step, seen, found in among("closure", ranks) if found]
         self.wraps = any(note.made.get("wrapped") for _, note in ranks[0][Step])  # in DDP
         self.hidden = []  # of noise
         self.shards = []  # the finding of what each rank has a part of, if there is any

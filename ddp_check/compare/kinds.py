@@ -43,6 +43,7 @@ KINDS = {
     "evaluation": Kind("alike", 3, 0),
     "logged": Kind("alike", 3, 0),
     "split": Kind("alike", 0, 0),
+    "closure": Kind("alike", 0, 0),
     "apart": Kind("alike", 0, 0),
     "gaps": Kind("alike", 0, 0),
     "own": Kind("alike", 0, 0),

@@ -190,6 +190,11 @@ class Steps:
             parameters, buffers = trained.parameters(optimizer), trained.buffers()
             if not self.has_gradients:  # an optimizer that does not call its closure
                 self.have_gradients(parameters)
+            if self.closures > 1:
+                calls = {"calls": self.closures}
+                run.note(
+                    Seen("closure", self.line, f"optimizer {trained.number}", trained.step, calls)
+                )
             self.note_after(parameters, buffers)
             if run.saves:
                 self.save("after", parameters | buffers)
