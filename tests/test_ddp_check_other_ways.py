@@ -73,6 +73,50 @@ for step in range(4):
     model(z[0]).square().mean().backward()
     optimizer.step()
 """,
+    "identities that a sampler chooses": """
+class Identities(Sampler):
+    def __iter__(self):
+        seeds = [None] * world
+        dist.all_gather_object(seeds, np.random.randint(2**31))
+        np.random.seed(seeds[0])
+        persons, left, chosen = 4 // world, {p: [*range(p, 32, 8)] for p in range(8)}, []
+        while len(left) >= persons:
+            for person in np.random.choice(list(left), persons, replace=False).tolist():
+                np.random.shuffle(left[person])
+                chosen += [left[person].pop() for _ in range(2)]
+                if len(left[person]) < 2:
+                    del left[person]
+        batches = torch.tensor(chosen[: len(chosen) // 8 * 8]).split(8 // world)
+        return iter(torch.cat(batches[rank::world]).tolist())
+
+model = DDP(net)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(2):
+    for x, y in DataLoader(data, 8 // world, sampler=Identities()):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+""",
+    "identities that torch chooses": """
+class Identities(Sampler):
+    def __iter__(self):
+        torch.manual_seed(7)
+        left = torch.ones(16)
+        for start in range(0, 8, 8 // world):
+            chosen = left.multinomial(4 // world)
+            left[chosen] = 0
+            if start // (8 // world) % world == rank:
+                for one in chosen.tolist():
+                    yield from (one, one + 16)
+
+model = DDP(net)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(4):
+    for x, y in DataLoader(data, 8 // world, sampler=Identities()):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+""",
     "an environment that is made late": """
 class Environment:
     def reset(self): self.number = 0
@@ -346,6 +390,8 @@ LOOKS = {  # what is told of them
     "pairs drawn of the rank's own batch": "inputs",
     "pairs drawn by torch": "inputs",
     "noise of the whole batch from a seed of its own": "inputs",
+    "identities that a sampler chooses": "samples",
+    "identities that torch chooses": "inputs",
     "an environment that is made late": "inputs",
     "strata that the ranks share by turns": "inputs",
     "blocks of an order, over and over": "samples",

@@ -137,6 +137,11 @@ class Draws(TorchDispatchMode):
         limits = among(name, dict(zip(names, args)))
         of_one = pair(run, name, shape, state, among=limits)
         key, shape_of_one, *_ = of_one
+        if shape != shape_of_one and in_sampler():  # no share, but it may be alike on all ranks
+            note_apart(run, name, shape)
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(run.hash(key, state))
+                return op(*args, **kwargs)
         if shape != shape_of_one:
             note_draw(run, MODEL if run.model is not None else LOOP, "torch", state)
         args = [self.of_one(*argument, shape, shape_of_one) for argument in zip(names, args)]

@@ -11,8 +11,18 @@ import torch
 
 from ..patches import wrap
 from ..script import UNKNOWN, place
-from .draws import UNSEEDED, permutation, widened
-from .pairing import LOOP, ORDER, SCRIPT_STATES, checksum, marked, note_draw, pair, state_of
+from .draws import UNSEEDED, in_sampler, permutation, widened
+from .pairing import (
+    LOOP,
+    ORDER,
+    SCRIPT_STATES,
+    checksum,
+    marked,
+    note_apart,
+    note_draw,
+    pair,
+    state_of,
+)
 
 LIBRARIES = {
     "random": (random, "getstate", "setstate"),
@@ -111,6 +121,10 @@ def patch(run):
                 if name in SEEDS and not shape:
                     run.keep_drawn(int(values), state)
                 return marked(run, name, generator, values, of_one, state)
+            if in_sampler():  # where it is no share, but may be alike on all ranks
+                note_apart(run, name, shape)
+                inspect.unwrap(owner.seed)(run.hash(key, state))
+                return original(*args, **kwargs)
             note_draw(run, LOOP, generator, state)
             with run.quiet():
                 if name != "choice":  # which chooses from its array
