@@ -481,6 +481,15 @@ FAULTS = {  # {what: (the script, what its finding is, what it names)}
         "averaging",
         ["each rank has its own gradient"],
     ),
+    "a parameter beside the model, which is clamped": (
+        "scale = nn.Parameter(torch.ones(3))\nmodel = DDP(net)\n"
+        + SGD.replace("model.parameters()", "[*net.parameters(), scale]")
+        + LOOP.replace("model(x)", "model(x) * scale")
+        + "        mean = loss.detach() / world\n        dist.all_reduce(mean)\n"
+        + "        with torch.no_grad():\n            scale.clamp_(0, 4)\n",
+        "averaging",
+        ["a parameter: train.py:", "scale = nn.Parameter"],
+    ),
     "a parameter beside the model": (
         "scale = nn.Parameter(torch.ones(3))\nmodel = DDP(net)\n"
         + SGD.replace("model.parameters()", "[*net.parameters(), scale]")
