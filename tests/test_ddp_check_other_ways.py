@@ -481,6 +481,19 @@ FAULTS = {  # {what: (the script, what its finding is, what it names)}
         "averaging",
         ["each rank has its own gradient"],
     ),
+    "a term by all ranks' batch size, of words and their offsets": (
+        "bags = [torch.arange(i % 3 + 1) + i % 5 for i in range(32)]\n"
+        "def collate(ids):\n"
+        "    sizes = torch.tensor([0, *[len(bags[i]) for i in ids][:-1]])\n"
+        "    return torch.cat([bags[i] for i in ids]), sizes.cumsum(0), torch.tensor(ids) % 3\n"
+        "loader = DataLoader(range(32), 8 // world, sampler=sampler, collate_fn=collate)\n"
+        "model = DDP(nn.EmbeddingBag(8, 3))\n" + SGD + "for words, starts, y in loader:\n"
+        "    out = model(words, starts)\n    term = out.square().sum() / 8\n"
+        "    optimizer.zero_grad()\n    (F.cross_entropy(out, y) + term).backward()\n"
+        "    optimizer.step()\n",
+        "value",
+        ["a sum over ranks is right up to", "term = out.square().sum() / 8"],
+    ),
     "a parameter beside the model, which is clamped": (
         "scale = nn.Parameter(torch.ones(3))\nmodel = DDP(net)\n"
         + SGD.replace("model.parameters()", "[*net.parameters(), scale]")

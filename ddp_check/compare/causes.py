@@ -230,7 +230,7 @@ class Cause:
         goes into a model does."""
         values, step = self.values, self.step
         losses = [v for v in self.of_step if v.kind == "loss"]
-        inputs = values.find(step, "inputs")
+        inputs = [v for v in values.find(step, "inputs") if not values.has_right_outputs(v)]
         if wrong := inputs + values.find(step, "loss"):
             origin = values.origin(wrong[0])
             if inputs and values.has_other_places(inputs[0]):

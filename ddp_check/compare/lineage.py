@@ -204,6 +204,15 @@ class Values:
         wrong = [part for part, fits in both if fits is None]
         return all(part in integers for part in wrong)
 
+    def has_right_outputs(self, inputs):
+        """Whether no more than integers of it differ, which are places: as the model makes of them
+        what it makes on one process."""
+        step, _ = self.lines[0][inputs.index]
+        outputs = [v for v in self.of_step[step] if v.kind == "outputs"]
+        made = [v for v in outputs if inputs.index in v.made_from]
+        is_right = bool(made) and not any(self.differs(v.index) for v in made)
+        return is_right and self.has_other_places(inputs)
+
     def beside_places(self, origin, losses):
         """If only integers differ in what goes into a model: what a loss is made from, and differs,
         but is not made from them; or None."""
