@@ -494,6 +494,18 @@ FAULTS = {  # {what: (the script, what its finding is, what it names)}
         "value",
         ["a sum over ranks is right up to", "term = out.square().sum() / 8"],
     ),
+    "a mean over the rank's own number, of equal losses": (
+        "y, valid = x[:, :3].argmax(1), torch.ones(32)\nvalid[7:10] = 0\n"
+        "nn.init.zeros_(net[2].weight)\nnn.init.zeros_(net[2].bias)\nmodel = DDP(net)\n"
+        + SGD
+        + "for epoch in range(4):\n"
+        "    out = model(x[rank::world])\n    mask = valid[rank::world]\n"
+        "    each = F.cross_entropy(out, y[rank::world], reduction='none')\n"
+        "    total, number = (each * mask).sum(), mask.sum()\n    optimizer.zero_grad()\n"
+        "    (total / number).backward()\n    optimizer.step()\n",
+        "value",
+        ["divided by 29 on one process, 15, 14 on the ranks"],
+    ),
     "a parameter beside the model, which is clamped": (
         "scale = nn.Parameter(torch.ones(3))\nmodel = DDP(net)\n"
         + SGD.replace("model.parameters()", "[*net.parameters(), scale]")

@@ -37,6 +37,7 @@ ADVICE = {
     "unpaired": "it comes from outside of torch, as of an environment, by random numbers of each "
     "rank's own: nothing after it can be compared",
 }
+MEAN_OF_VALID = "#a-loss-that-is-a-mean-over-what-is-valid"
 OF_NO_MODULE = "(of no module)"
 CHOOSES = "__getitem__", "index_select", "take", "gather"
 FEW = 3  # steps that differ, whose lines are looked at: the first may be as it is meant to be
@@ -254,7 +255,16 @@ class Cause:
         for origin in [each for each in origins if not values.says_nothing(each)][:1]:
             found = [self.finding("value", origin, "same loss" if losses else None)]
             return found, origin, False
+        if not self.unlike and (value := values.divided_by_own(losses)):
+            return [self.divided_by_own(value)], value, False
         return [], None, False
+
+    def divided_by_own(self, value):
+        """A mean whose numbers are so nearly equal that the loss hardly differs."""
+        numbers = [sketch.number for sketch in self.values.parts(value.made_from[1])[0]]
+        text = f"[{value.name}]: divided by {sides(*numbers)}, of which each rank has its own"
+        about = {"remedy": KINDS["loss"].remedy, "section": f"{PAGE}{MEAN_OF_VALID}"}
+        return Finding("WRONG", "value", self.step, text, value.line, advice="share", **about)
 
     def not_differentiated(self):
         """A collective call that the loss is made from."""

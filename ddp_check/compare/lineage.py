@@ -135,6 +135,17 @@ class Values:
         """Whether it is made from what one of these lines has drawn."""
         return any(v.about.get("drawn") in lines for v in [value, *self.ancestors(value)])
 
+    def divided_by_own(self, losses):
+        """What losses are made from: a sum divided by a number, of both of which each rank has its
+        own; or None."""
+        for value in [v for loss in losses for v in self.ancestors(loss) if v.name == "div"]:
+            known = [i for i in value.made_from if i in self.all]
+            if len(known) == 2 and all(self.fits(i) == ["sum"] for i in known):
+                counts = [sketch.number for sketch in self.parts(known[1])[0]]
+                if None not in counts and len(set(counts[1:])) > 1:
+                    return value
+        return None
+
     def is_gradient(self, value):
         """Whether it may be no more than a gradient in another form."""
         return self.is_fresh(value) and value.name in FORMS
