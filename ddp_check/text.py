@@ -34,6 +34,17 @@ def statement_at(line):
     return None
 
 
+def backward_of(line):
+    """Where the class of a line, such as a torch.autograd.Function, has its backward(); or ""."""
+    node = statement_at(line)
+    while node is not None and not isinstance(node, ast.ClassDef):
+        node = getattr(node, "parent", None)
+    for each in node.body if node else ():
+        if isinstance(each, ast.FunctionDef) and each.name == "backward":
+            return f"{line.rpartition(':')[0]}:{each.lineno}"
+    return ""
+
+
 def loops_around(line):
     """The lines of all loops that a line is in, innermost first."""
     found, node = [], statement_at(line)

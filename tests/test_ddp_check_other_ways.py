@@ -461,6 +461,19 @@ def test_refused(work, code):
     assert "parallelism" in refused["text"] and "train.py" in refused["line"]
 
 
+GATHER = """
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(world)]
+        dist.all_gather(parts, x)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dist.all_reduce(grad)
+        return grad.chunk(world)[rank]
+"""
 FAULTS = {  # {what: (the script, what its finding is, what it names)}
     "gradients of a part are averaged by hand": (
         "model = net\n"
@@ -505,6 +518,18 @@ FAULTS = {  # {what: (the script, what its finding is, what it names)}
         "    (total / number).backward()\n    optimizer.step()\n",
         "value",
         ["divided by 29 on one process, 15, 14 on the ranks"],
+    ),
+    "labels that each rank counts from 0": (
+        GATHER
+        + "model = DDP(net)\n"
+        + SGD
+        + LOOP.replace("F.cross_entropy(model(x), y)", "loss_of(model(x))").replace(
+            "for epoch",
+            "def loss_of(z):\n    targets = torch.arange(len(z))\n"
+            "    return F.cross_entropy(z @ Gather.apply(z).T, targets)\n\nfor epoch",
+        ),
+        "value",
+        ["[arange]", "add the number of rows on the ranks before"],
     ),
     "a parameter beside the model, which is clamped": (
         "scale = nn.Parameter(torch.ones(3))\nmodel = DDP(net)\n"
@@ -566,19 +591,8 @@ FAULTS = {  # {what: (the script, what its finding is, what it names)}
 }
 
 
-GATHERS = """
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        parts = [torch.empty_like(x) for _ in range(world)]
-        dist.all_gather(parts, x)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx, grad):
-        dist.all_reduce(grad)
-        return grad.chunk(world)[rank]
-
+GATHERS = f"""
+{GATHER}
 def gathered(x):
     parts = [torch.empty_like(x) for _ in range(world)]
     dist.all_gather(parts, x)  # without a gradient
@@ -593,6 +607,17 @@ for x, _ in loader:
     (Gather.apply(z) @ gathered(z).T).square().mean().backward()
     optimizer.step()
 """
+
+
+def test_backward_of_a_gather(work):
+    """A class's own, which does not sum over the ranks: it is named, and not called none."""
+    code = START + GATHERS.replace("gathered(z)", "z")
+    right = findings_of(code, lines=3)
+    assert "gradient" not in [each.what for each in right if each.verdict == "WRONG"], right
+    code = code.replace("        dist.all_reduce(grad)\n", "")
+    found = [each for each in findings_of(code, lines=3) if each.verdict == "WRONG"]
+    words = "\n".join([each.text for each in found] + found[0].more)
+    assert "its backward: train.py:" in words and "is not differentiated: " not in words, words
 
 
 def test_gathers(work):

@@ -5,10 +5,11 @@ import re
 
 from ..notes import STREAM, Finding
 from ..script import source
-from ..text import branch_of, lines_inside, lines_that_set
+from ..text import backward_of, branch_of, lines_inside, lines_that_set
 from .differences import parts_of
 from .fits import sides
 from .kinds import KINDS, PAGE
+from .lineage import COUNTS
 
 ADVICE = {
     "coupled": "of the same inputs and weights: a sample's result depends on which others are in "
@@ -20,6 +21,8 @@ ADVICE = {
     "ratio": "a ratio of sums over the rank's own share, as in a Dice loss of the batch. Intended?",
     "share": "one process has neither these numbers nor their mean or sum. If they come from this "
     "rank's samples alone, all_reduce what they are made from first",
+    "counted": "each rank counts its own rows from 0, where one process counts those of all: add "
+    "the number of rows on the ranks before",
     "same loss": "but the loss is the same",
     "branch": "a decision by numbers of the rank's own share?",
     "weights": "no optimizer trains it, and its weights are not those of one process. If numbers "
@@ -72,6 +75,8 @@ class Cause:
         is_apart = is_made and min(variables.apart, default=math.inf) <= step
         is_apart = is_apart or step in variables.with_gaps or values.has_other_layout(value)
         is_apart = is_apart or values.is_drawn_at(value, self.differences.own_draws)
+        if what == "value" and value.name in COUNTS and values.is_fresh(value):
+            usual = "counted"
         if not numbers and is_apart:
             usual = "apart"
         if step in self.differences.gathered and values.has_own_numbers(value, step):
@@ -132,8 +137,8 @@ class Cause:
         if origin and (value := self.values.coupled_before(origin, self.step)):
             found, is_input = [self.finding("outputs", value, "coupled")], False
         tells = bool(found) and (found[0].verdict == "WRONG" or found[0].advice == "gathered")
-        for line, name in self.differences.calls.items() if tells else ():
-            found[0].more.append(f"this {name} is not differentiated: {source(line)}")
+        if tells:
+            found[0].more += self.differences.not_differentiated()
         known = [source(line) for line in self.differences.calls]
         for text in self.differences.gathers(self.step) if tells else ():
             if text.partition(": ")[2] not in known:
@@ -274,6 +279,8 @@ class Cause:
         remedy = "torch.distributed.nn.functional has calls that are differentiated"
         about = {"remedy": remedy, "section": f"{PAGE}#what-depends-on-the-whole-batch"}
         more = [f"or this {name}: {source(at)}" for at, name in others]
+        own = [backward_of(at) for at in self.differences.calls if at not in self.differences.cut]
+        more += [f"its backward: {source(at)}" for at in own if at]
         return Finding("WRONG", "gradient", self.step, text, line, more, "backward", **about)
 
     def branch(self, origin, verdict):

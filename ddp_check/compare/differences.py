@@ -51,6 +51,8 @@ class Differences:
         calls = [both for both in calls if not both[1].has_backward] or calls
         # {line: name} of collective calls in a step, before its backward()
         self.calls = {call.line: call.name for step, call in calls if step == calls[0][0]}
+        # Those that no backward of the script's own differentiates.
+        self.cut = [call.line for _, call in calls if not call.has_backward]
         self.gathered = {}  # {step: the lines that gather something before its last backward()}
         for step, call in ranks[0][Collective]:
             is_before = call.at < losses.get(step, -1)
@@ -145,10 +147,7 @@ class Differences:
                 text += meant
                 if is_less:
                     self.less.add(step)
-                    calls = self.calls.items()
-                    more = [
-                        f"this {name} is not differentiated: {source(at)}" for at, name in calls
-                    ]
+                    more = self.not_differentiated()
                 if meant:
                     more += self.by_hand(step)
                 more += [
@@ -161,6 +160,11 @@ class Differences:
                 more = [f"in {source(seen.library)}", *more]
             self.findings.append(found_in(kind, step, text, line, more))
             self.findings[-1].off = off
+
+    def not_differentiated(self):
+        """In words: the calls of self.cut."""
+        calls = [(at, name) for at, name in self.calls.items() if at in self.cut]
+        return [f"this {name} is not differentiated: {source(at)}" for at, name in calls]
 
     def loaded(self, step):
         """In words: where some ranks alone have loaded this optimizer's state."""
