@@ -17,7 +17,7 @@ from torch import nn
 
 from .notes import NOISE, Drawn, End, Said, Seen
 from .patches import LEAVE
-from .script import library_place, own_file
+from .script import library_place, own_file, place
 from .sketch import NO_VALUES, as_tensors, by_sample, leaves_of, summary
 
 MANY_PARTS = 8  # tensors of a value that are noted
@@ -31,6 +31,9 @@ class PerThread(threading.local):
     evaluates = False  # inside of a module in evaluation mode
     torch_state = None  # of torch's generator, before it draws
     batch = None  # the number of samples that are made into a batch
+    sample = None  # the seed of the sample that a dataset makes
+    first_seeds = {}  # {(generator, that seed): with which the dataset has seeded it first}
+    reseeded = {}  # {generator: (the seed with which the dataset has seeded it last, its sample)}
     worker = None  # of a loader, which is imitated
 
 
@@ -146,6 +149,17 @@ class Process:
         is_number = isinstance(seed, numbers.Integral)
         state = self.drawn_seeds.get(int(seed) % 2**64) if is_number else None
         return seed if state is None else self.hash("own seed", seed, state)
+
+    def seed_of_sample(self, generator, seed):
+        """Of what a dataset seeds itself, by a worker's number, an index or what it has drawn: the
+        sample's own, as a worker gives other samples on the ranks. Another for another seed."""
+        number = self.thread.sample
+        if number is None:
+            return seed
+        self.thread.reseeded[generator] = seed, number
+        self.seeded[generator] = place()[0]
+        first = self.thread.first_seeds.setdefault((generator, number), seed)
+        return number if seed == first else self.hash("sample", number, seed)
 
     @contextlib.contextmanager
     def quiet(self):

@@ -73,6 +73,25 @@ for step in range(4):
     model(z[0]).square().mean().backward()
     optimizer.step()
 """,
+    "crops of a generator that each worker seeds by its number": """
+class Crops(torch.utils.data.Dataset):
+    is_seeded = False
+    def __len__(self): return 32
+    def __getitem__(self, i):
+        if not self.is_seeded:
+            number = torch.utils.data.get_worker_info().id
+            self.is_seeded = True
+            torch.manual_seed(number + 1000 * rank)
+            np.random.seed(number + 1000 * rank)
+        return data[i][0] + torch.randn(8) + np.random.rand(), data[i][1]
+
+model = DDP(net)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in DataLoader(Crops(), 8 // world, sampler=sampler, num_workers=2):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+""",
     "identities that a sampler chooses": """
 class Identities(Sampler):
     def __iter__(self):
@@ -430,6 +449,14 @@ def test_steps_before_the_training(work):
     assert not [each for each in found if each.verdict in ("WRONG", "look")], found
 
 
+def test_workers_seeded_alike(work):
+    """The line that seeds them is named, and what follows from it is no finding of its own."""
+    code = WAYS["crops of a generator that each worker seeds by its number"]
+    found = findings_of(START + code.replace("number + 1000 * rank", "number"), lines=3)
+    (wrong,) = [each for each in found if each.verdict == "WRONG"]
+    assert wrong.what == "random" and "torch.manual_seed(number)" in "".join(wrong.more)
+
+
 @pytest.mark.parametrize("spawns, is_wrong", [(True, False), (False, True)])
 def test_seeds_of_a_process_that_the_script_starts(work, spawns, is_wrong):
     """Its numbers are as its imports, or a fork, have left them: here, equal on all ranks."""
@@ -632,7 +659,8 @@ def test_gathers(work):
 
 
 BRANCH = """
-flags = type("Flags", (), {"gpus": world})
+flags = type("Flags", (), {})()
+flags.gpus, flags.distributed = world, world > 1
 norm = nn.BatchNorm1d(3)
 model = net
 if flags.gpus > 1:
@@ -641,9 +669,13 @@ if flags.gpus > 1:
 """
 
 
-def test_a_branch_of_several_processes(work):
-    """It is no cause of another fault."""
+@pytest.mark.parametrize(
+    "mean", ["", "        if not flags.distributed:\n            loss = loss.mean()\n"]
+)
+def test_a_branch_of_several_processes(work, mean):
+    """Or of one: it is no cause of another fault."""
     code = START + BRANCH + SGD + LOOP.replace("model(x), y)", "model(x), y, reduction='sum')")
+    code = code.replace("        loss.backward", f"{mean}        loss.backward")
     wrong = [each.what for each in findings_of(code, lines=3) if each.verdict == "WRONG"]
     assert wrong and "branch" not in wrong
 

@@ -316,7 +316,7 @@ class Cause:
         otherwise than by the number of processes."""
         _, _, test = source(branch).partition(": ")
         by_values = re.search(r"\.(item|mean|sum|max|min|norm)\(|\bfloat\(|loss", test) is not None
-        return by_values or bool(self.variables.behind([branch], self.step, 0))
+        return by_values or self.variables.decide(branch, self.step)
 
 
 def first_behind(values, finding):

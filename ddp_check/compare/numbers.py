@@ -108,6 +108,12 @@ class Variables:
             return self.behind(dict.fromkeys(hidden), step, further - 1)
         return list(texts.values())
 
+    def decide(self, branch, step):
+        """Whether numbers in an `if` differ, but for a flag that is set on all ranks or on none."""
+        others = self.others(step)
+        numbers = [others[name] for name in names_at(branch) if name in others]
+        return any(len(set(of[1:])) > 1 or not {*of} <= {0, 1} for of in numbers)
+
     def set_at(self, line, step):
         """The lines where the numbers in a line are set; or, of `with context():`, the context."""
         names = names_at(line)

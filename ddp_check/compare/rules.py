@@ -6,7 +6,7 @@ is so, None if nothing was seen."""
 
 from dataclasses import replace
 
-from ..notes import DATASET, Collective, Finding, Step
+from ..notes import DATASET, OWN_GENERATOR, Collective, Finding, Step
 from ..script import source
 from .kinds import PAGE, misfits, paired
 from .samples import takes_share
@@ -62,6 +62,8 @@ class RandomNumbers(Rule):
             if found and not (is_whole and found[0].part == DATASET):
                 text = f"{found[0].part} draws the same numbers on all ranks ({seen.name})"
                 results = self.wrong(step, seen.line, text)
+                if seen.name == OWN_GENERATOR:
+                    return [replace(results[0], remedy="seed this generator with seed + rank")]
                 if line := seen.about["seeded"]:
                     results[0].more.append(f"last seeded at {source(line)}")
                 return results

@@ -43,10 +43,12 @@ def of_own_generator(run, name, values, generator):
     return run.share_of(run.given[key], shape)
 
 
-def in_sampler():
-    """Whether we are called from a method of a sampler, such as its __init__."""
+def in_sampler(of_torch=True):
+    """Whether we are called from a method of a sampler, such as its __init__; also of torch's?"""
     frames = traceback.walk_stack(inspect.currentframe())
-    return any(isinstance(frame.f_locals.get("self"), Sampler) for frame, _ in frames)
+    kinds = [type(frame.f_locals.get("self")) for frame, _ in frames]
+    samplers = [kind for kind in kinds if issubclass(kind, Sampler)]
+    return any(of_torch or not kind.__module__.startswith("torch.") for kind in samplers)
 
 
 def lengths_of_split():
@@ -137,7 +139,9 @@ class Draws(TorchDispatchMode):
         limits = among(name, dict(zip(names, args)))
         of_one = pair(run, name, shape, state, among=limits)
         key, shape_of_one, *_ = of_one
-        if shape != shape_of_one and in_sampler():  # no share, but it may be alike on all ranks
+        if shape != shape_of_one and in_sampler(
+            of_torch=False
+        ):  # no share, but it may be alike on all ranks
             note_apart(run, name, shape)
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(run.hash(key, state))
@@ -177,10 +181,10 @@ def patch(run):
 
     @wrap(torch, "manual_seed")
     def manual_seed(original, seed):
-        if not run.thread.in_dataset:
-            run.seeded["torch"] = place()[0]
-            seed = run.own_seed(seed)
-        return original(seed)
+        if run.thread.in_dataset:
+            return original(run.seed_of_sample("torch", seed))
+        run.seeded["torch"] = place()[0]
+        return original(run.own_seed(seed))
 
     def watch(owner, name):
         @wrap(owner, name)

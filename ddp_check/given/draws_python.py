@@ -77,6 +77,8 @@ def patch(run):
     def watch_seed(generator, owner):
         @wrap(owner, "seed")
         def seed(original, *args, **kwargs):
+            if run.thread.in_dataset:
+                args = [run.seed_of_sample(generator, arg) for arg in args]
             if run.has_own_numbers():
                 return original(*args, **kwargs)
             run.seeded[generator] = place()[0]
@@ -121,7 +123,7 @@ def patch(run):
                 if name in SEEDS and not shape:
                     run.keep_drawn(int(values), state)
                 return marked(run, name, generator, values, of_one, state)
-            if in_sampler():  # where it is no share, but may be alike on all ranks
+            if in_sampler(of_torch=False):  # where it is no share, but may be alike on all ranks
                 note_apart(run, name, shape)
                 inspect.unwrap(owner.seed)(run.hash(key, state))
                 return original(*args, **kwargs)
