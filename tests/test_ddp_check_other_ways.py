@@ -558,6 +558,20 @@ FAULTS = {  # {what: (the script, what its finding is, what it names)}
         "value",
         ["[arange]", "add the number of rows on the ranks before"],
     ),
+    "codes that each rank sets to its own samples": (
+        "class Codes(nn.Linear):\n    def __init__(self):\n        super().__init__(8, 3)\n"
+        "        self.register_buffer('codes', torch.zeros(4, 8))\n"
+        "    def forward(self, x):\n        if self.training:\n"
+        "            mean = x.detach().mean(0)\n            dist.all_reduce(mean)\n"
+        "            self.codes.mul_(0.9).add_(mean / world, alpha=0.1)\n"
+        "        return super().forward(x + torch.cdist(x, self.codes) @ self.codes)\n"
+        "model = DDP(Codes(), broadcast_buffers=False)\n"
+        + SGD
+        + LOOP
+        + "        with torch.no_grad():\n            model.module.codes[1] = x[0]\n",
+        "buffer",
+        ["self.codes.mul_(0.9)", "differ"],
+    ),
     "a parameter beside the model, which is clamped": (
         "scale = nn.Parameter(torch.ones(3))\nmodel = DDP(net)\n"
         + SGD.replace("model.parameters()", "[*net.parameters(), scale]")
@@ -683,7 +697,7 @@ def test_a_branch_of_several_processes(work, mean):
 @pytest.mark.parametrize("fault", some_fast(FAULTS, "a parameter beside the model"))
 def test_wrong(work, fault):
     code, what, names = FAULTS[fault]
-    found = [each for each in findings_of(START + code, lines=3) if each.verdict == "WRONG"]
+    found = [each for each in findings_of(START + code, lines=12) if each.verdict == "WRONG"]
     assert found and found[0].what == what, found
     words = "\n".join([found[0].text, *found[0].more, found[0].remedy])
     assert all(name in words for name in names), words

@@ -101,9 +101,10 @@ class Differences:
                     self.check(kind, step, seen, rank, other.values, tolerance, of_kind, names)
                 values = [other.values for other in others.values()]
                 sent = [call.line for at, call in ranks[0][Collective] if "broad" in call.name]
-                is_broadcast = kind == "buffer" and sent and values
-                if is_broadcast and not misfits("other", values[0], values[1:], 3e-4):
-                    for finding in self.findings[before:]:  # what rank 0 had
+                for finding in self.findings[before:] if kind == "buffer" else ():
+                    if misfits("other", values[0], values[1:], 3e-4):
+                        finding.advice = "unequal"
+                    elif sent:  # what rank 0 had
                         finding.verdict = "look"
                         finding.text += ", alike on all ranks; the script broadcasts: intended?"
                         finding.more.append(source(sent[-1]))

@@ -177,7 +177,7 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
         if (clear or of_kind)[:1] and (clear or of_kind)[0].step < lost:
             finding = (clear or of_kind)[0]
             finding.text += f" (in {len({f.step for f in of_kind})} steps)"
-            if finding.step < wrong and looks:
+            if finding.step < wrong and looks and finding.advice != "unequal":
                 finding.verdict = "look"
             if kind in ("weight", "buffer"):
                 finding.more += first_behind(values, finding)
