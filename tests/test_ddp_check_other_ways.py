@@ -8,7 +8,8 @@ import pytest
 from helpers import some_fast
 from watched import findings_of, notes_of
 
-from ddp_check.notes import Said
+from ddp_check.compare.judge import after_orders
+from ddp_check.notes import Finding, Said
 
 START = """
 import math, numpy as np, torch, torch.distributed as dist
@@ -733,3 +734,10 @@ def test_seeds_of_generators(work, sends):
         code = code.replace(".item()", "\ndist.broadcast(seed, 0)\nseed = seed.item()")
     found = [each for each in findings_of(code, lines=3) if each.what == "random"]
     assert [each.verdict for each in found] == ["WRONG" if sends else "ok"]
+
+
+def test_what_follows_from_an_order():
+    """Batches of other samples, from the repeated pass on: no finding of their own."""
+    order, before = Finding("WRONG", "order", 6, "again"), Finding("WRONG", "inputs", 5, "others")
+    found = after_orders([before, Finding("WRONG", "inputs", 6, "other numbers"), order])
+    assert found == [before, order] and order.more == ["so step 7: inputs: other numbers"]

@@ -92,6 +92,7 @@ def judge(one, ranks, tolerance, again=None, scaled=(), lines=None, own_flags=Fa
             found.append(Finding("not seen", rule.name, 0, f"needs {rule.needs}"))
         elif results or not any(f.what == rule.name for f in found):
             found += results or [Finding("ok", rule.name, 0, rule.right)]
+    found = after_orders(found)
     is_other = len(set(counts)) > 1 or len(set(ends)) > 1
     if (is_other and not any(f.what == "steps" for f in found)) or ends[0] not in USUAL_ENDS:
         end = about_ends(one, ranks, counts, ends)
@@ -207,6 +208,21 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
     printed = [finding for finding in printed if finding.step < lost][:2]
     last = max([*to_explain, *[finding.step for finding in printed]], default=-1)
     return found + printed, differences.largest, int(last) + 1
+
+
+def after_orders(found):
+    """The findings without those that follow from an order that is another epoch's, too: batches of
+    other samples."""
+    order = next((f for f in found if f.what == "order" and f.verdict == "WRONG"), None)
+    rest = []
+    for finding in found:
+        is_batch = finding.what in ("inputs", "samples") and finding.verdict == "WRONG"
+        if order and is_batch and finding.step >= order.step:
+            order.more += [f"so step {finding.step + 1}: {finding.what}: {finding.text}"]
+            order.off = max(order.off, finding.off)
+        else:
+            rest.append(finding)
+    return rest
 
 
 def follows(finding, cause):
