@@ -8,7 +8,7 @@ import pytest
 from helpers import some_fast
 from watched import findings_of, notes_of
 
-from ddp_check.compare.judge import after_orders
+from ddp_check.compare.judge import after_orders, due_to_plan
 from ddp_check.notes import Finding, Said
 
 START = """
@@ -734,6 +734,19 @@ def test_seeds_of_generators(work, sends):
         code = code.replace(".item()", "\ndist.broadcast(seed, 0)\nseed = seed.item()")
     found = [each for each in findings_of(code, lines=3) if each.what == "random"]
     assert [each.verdict for each in found] == ["WRONG" if sends else "ok"]
+
+
+def test_steps_planned_from_the_batch_size():
+    """Of one process, which was given the samples of all ranks."""
+
+    def verdicts(counts, *kinds):
+        found = [Finding("WRONG", kind, 6, "other") for kind in kinds]
+        due_to_plan(found, counts)
+        return [each.verdict for each in found]
+
+    assert verdicts([20, 18, 18], "setting", "end") == ["look", "look"]
+    assert verdicts([20, 18, 19], "setting", "end") == ["WRONG", "WRONG"]
+    assert verdicts([20, 18, 18], "end") == verdicts([20, 18, 18], "setting") == ["WRONG"]
 
 
 def test_what_follows_from_an_order():

@@ -100,6 +100,8 @@ def judge(one, ranks, tolerance, again=None, scaled=(), lines=None, own_flags=Fa
             cause.more += [f"so the end, after step {end.step}: {end.text}", *end.more]
         else:
             found.append(end)
+    if scaled and not own_flags and counts[0] > counts[1]:
+        due_to_plan(found, counts)
     in_its_words(found, ranks[0])
     lost = min([f.step for f in found if f.advice in LOST], default=math.inf)
     # Nor can what the script keeps, nor an order that it draws later.
@@ -208,6 +210,16 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
     printed = [finding for finding in printed if finding.step < lost][:2]
     last = max([*to_explain, *[finding.step for finding in printed]], default=-1)
     return found + printed, differences.largest, int(last) + 1
+
+
+def due_to_plan(found, counts):
+    """Where one process was given all ranks' samples, and makes more steps: by a script that plans
+    its steps, and so its schedule, from the batch size of one process."""
+    both = [f for f in found if f.what in ("setting", "end") and f.verdict == "WRONG"]
+    if {f.what for f in both} == {"setting", "end"} and len(set(counts[1:])) == 1:
+        for finding in both:
+            finding.verdict = "look"
+            finding.text += "; are the steps planned from one process's batch size? Then by --one"
 
 
 def after_orders(found):
