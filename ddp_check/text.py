@@ -117,6 +117,14 @@ def lines_that_set(line, name):
     return [f"{file}:{n}" for n in sorted(set(found[min(found)]))[-3:]] if found else []
 
 
+def returns_of(line, name):
+    """Lines of a line's file in which a function of this name returns something."""
+    file = line.rpartition(":")[0]
+    functions = [n for n in statements(file) if isinstance(n, ast.FunctionDef) and n.name == name]
+    inside = [n for function in functions for n in ast.walk(function)]
+    return [f"{file}:{n.lineno}" for n in inside if isinstance(n, ast.Return)][:3]
+
+
 def lines_of_argument(line, names):
     """Those that set the variable that a statement gives as an argument of one of these names."""
     for node in own_nodes(statement_at(line) or ast.Pass()):

@@ -573,6 +573,29 @@ FAULTS = {  # {what: (the script, what its finding is, what it names)}
         "buffer",
         ["self.codes.mul_(0.9)", "differ"],
     ),
+    "a part of a model in a second pass without DDP": (
+        "other = nn.Sequential(nn.Linear(8, 3))\nmodel = DDP(net)\n"
+        "wrapped = DDP(other)\n"
+        + SGD.replace("model.parameters()", "[*net.parameters(), *other.parameters()]")
+        + LOOP.replace(
+            "        optimizer.step",
+            "        wrapped(x).mean().backward()\n"
+            "        F.linear(net[0](x), net[2].weight).mean().backward()\n        optimizer.step",
+        ),
+        "averaging",
+        ["own gradient of net.0.weight, net.0.bias, net.2.weight, but not of net.2.bias"],
+    ),
+    "a factor of a function's": (
+        "count = 0\ndef factor():\n    return min(1.0, count / 50)\nmodel = DDP(net)\n"
+        + SGD
+        + LOOP.replace(
+            "F.cross_entropy(model(x), y)", "model(x).square().mean() * factor()"
+        ).replace(
+            "        optimizer.step()", "        optimizer.step()\n        count += 3 * world"
+        ),
+        "loss",
+        ["count is ", "set at train.py:"],
+    ),
     "a parameter beside the model, which is clamped": (
         "scale = nn.Parameter(torch.ones(3))\nmodel = DDP(net)\n"
         + SGD.replace("model.parameters()", "[*net.parameters(), scale]")

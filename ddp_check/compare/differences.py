@@ -30,6 +30,12 @@ def parts_of(names, depth=None):
     return ", ".join(dict.fromkeys(".".join(part[:depth]) for part in parts))
 
 
+def are_apart(names, others, depth):
+    """Whether the first parts of names, up to this depth, are none of the others'."""
+    both = [{tuple(name.split(".")[:depth]) for name in of} for of in (names, others)]
+    return both[0].isdisjoint(both[1])
+
+
 def told_to_average(notes):
     """{step: (the last line that tells DDP whether to average, whether it does so only after the
     last pass, which was told not to)}"""
@@ -233,9 +239,10 @@ class Differences:
         always = {name for at in self.gradients for name in self.unequal_gradients(at)[0]}
         right = [name for at in self.gradients for name in self.unequal_gradients(at)[1]]
         right = [name for name in right if name not in always]
-        text = f"each rank has its own gradient of {parts_of(unequal)}"
+        depth = next((n for n in range(1, 9) if are_apart(unequal, right, n)), 9) if right else None
+        text = f"each rank has its own gradient of {parts_of(unequal, depth)[:200]}"
         if right:
-            text += f", but not of {parts_of(right, parts_of(unequal).count('.') + 1)[:200]}"
+            text += f", but not of {parts_of(right, depth)[:200]}"
         return f"{text}: not averaged in this step?"
 
 

@@ -12,6 +12,7 @@ from ..text import (
     lines_that_set,
     names_at,
     parameters_in,
+    returns_of,
     sets_in_order,
     shares_in,
 )
@@ -103,7 +104,7 @@ class Variables:
                     lines += lines_that_set(line, name)
                     texts[name] = self.describe(name, f"{line}: {text}", step, line)
                 elif name not in self.all[0].get(step, {}):
-                    hidden += lines_that_set(line, name)
+                    hidden += lines_that_set(line, name) or returns_of(line, name)
         if not texts and further:
             return self.behind(dict.fromkeys(hidden), step, further - 1)
         return list(texts.values())
