@@ -583,7 +583,7 @@ FAULTS = {  # {what: (the script, what its finding is, what it names)}
             "        F.linear(net[0](x), net[2].weight).mean().backward()\n        optimizer.step",
         ),
         "averaging",
-        ["own gradient of net.0.weight, net.0.bias, net.2.weight, but not of net.2.bias"],
+        ["own gradient of net.0.weight, net.2.weight, but not of net.0.bias, net.2.bias"],
     ),
     "a factor of a function's": (
         "count = 0\ndef factor():\n    return min(1.0, count / 50)\nmodel = DDP(net)\n"
