@@ -25,7 +25,7 @@ MODES = []  # those of this process, one
 WHAT = 'on CPUs: "cuda" is the CPU, nccl gloo, SyncBatchNorm BatchNorm; kernels, mixed precision '
 WHAT += "and what only happens on GPUs are not checked"
 NEEDS = r"\b(CUDA|NVIDIA|NVML|triton|GPUs?)\b|cuda|0 active drivers|gloo does not|"
-NEEDS += r"ProcessGroupGloo(?!.* size at)|getFuture not implemented"
+NEEDS += r"ProcessGroupGloo(?!.* size at)|getFuture not implemented|_cpu_?\" not implemented"
 NEEDS = re.compile(NEEDS, re.IGNORECASE)
 
 

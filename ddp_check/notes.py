@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from .script import own_file, source
 
+PROGRAM = "what this program does to files is not seen: "  # and its line
 TRIED = 3  # steps after which the ranks are looked at: is this start of any use?
 NOISE = 1e-5  # in the layers' outputs: above a float32's, so that it flips more ReLUs
 STREAM = "a batch of an IterableDataset"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from .notes import Step
+from .notes import PROGRAM, Said, Step
 from .runs import NothingCompared, Options, Run
 
 
@@ -61,7 +61,12 @@ class Runs:
         if not os.path.exists(f"{self.folder}/one.draws"):
             raise NothingCompared(f"on one process: {end}")
         if not one[Step]:
-            raise NothingCompared(f"no optimizer.step() on one process; then {end}")
+            text = f"no optimizer.step() on one process; then {end}"
+            said = [note.text for _, note in one[Said] if note.text.startswith(PROGRAM)]
+            if said and end != "its end":
+                text += f"; does it start its ranks here: {said[0].removeprefix(PROGRAM)}? Then "
+                text += "check what that starts, with a rank's flags: {rank}, {n}"
+            raise NothingCompared(text)
         return one
 
     def once_more(self, lines, further=0):

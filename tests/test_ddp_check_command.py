@@ -222,6 +222,7 @@ BROKEN = {
     "import argparse\nargparse.ArgumentParser(prog='me').parse_args(['--no'])": "me: error:",
     "x = (": "SyntaxError",
     "print('done')": "no optimizer.step() on one process; then its end",
+    "import os\nos.system('true')\nexit(1)": "its ranks here: train.py:2: os.system",
 }
 
 

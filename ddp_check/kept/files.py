@@ -10,11 +10,12 @@ write which the script starts, and those that C++ writes, but for the libraries 
 
 import contextlib
 import os
+import re
 import stat
 import sys
 import threading
 
-from ..notes import File
+from ..notes import PROGRAM, File
 from ..patches import stop_both_runs
 from ..script import UNKNOWN, place, source
 from .made import Made, full, identity
@@ -173,8 +174,8 @@ class Guard:
 
     def say_program(self, *_):
         line = place()[0]
-        if line != UNKNOWN:
-            self.process.say(f"what this program does to files is not seen: {source(line)}")
+        if line != UNKNOWN and not re.search(": (import|from) ", source(line)):
+            self.process.say(PROGRAM + source(line))
 
 
 GUARD = None
