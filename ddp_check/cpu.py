@@ -63,6 +63,8 @@ class OnCpu(TorchFunctionMode):
         if any(map(is_cuda, args[1:])):
             self.say(WHAT)
             args = args[0], *[CPU if is_cuda(value) else value for value in args[1:]]
+        if name == "histc" and not args[0].is_floating_point():  # which a GPU counts, too
+            return function(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
         return function(*args, **kwargs)
 
 

@@ -50,6 +50,7 @@ torch.set_default_device("meta"); assert torch.zeros(2).is_meta
 torch.set_default_tensor_type(torch.DoubleTensor); assert "Double" in torch.zeros(2).type()
 assert torch.zeros(2).type(torch.cuda.LongTensor).dtype == torch.int64
 assert torch.zeros(2).type("torch.cuda.HalfTensor").dtype == torch.float16
+assert torch.histc(torch.tensor([0, 1, 1, 4], device="cuda"), 5, 0, 4).tolist() == [1, 2, 0, 0, 1]
 g = torch.Generator(device="cuda").manual_seed(1); torch.randn(2, device="cuda", generator=g)
 torch.cuda.manual_seed_all(1); torch.cuda.set_rng_state(torch.cuda.get_rng_state())
 assert len(torch.cuda.get_rng_state_all()) == len(torch.cuda.default_generators) == 2

@@ -685,6 +685,17 @@ def test_backward_of_a_gather(work):
     assert "its backward: train.py:" in words and "is not differentiated: " not in words, words
 
 
+def test_what_is_reduced_to_be_printed(work):
+    """After a step: it is not why the next one's gradient differs."""
+    loss = "out = model(x)\n        loss = out.square().mean() + (out - out.detach()).sum()"
+    loop = (
+        LOOP.replace("loss = F.cross_entropy(model(x), y)", loss) + "        dist.all_reduce(loss)"
+    )
+    found = findings_of(f"{START}model = DDP(net)\n{SGD}{loop}", lines=3)
+    (wrong,) = [each for each in found if each.verdict == "WRONG"]
+    assert wrong.what == "gradient" and "dist.all_reduce" not in f"{wrong.more}", wrong
+
+
 def test_gathers(work):
     """Of two, the one that is not differentiated is named alone."""
     found = [each for each in findings_of(START + GATHERS, lines=3) if each.verdict == "WRONG"]

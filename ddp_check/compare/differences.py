@@ -52,8 +52,14 @@ class Differences:
     def __init__(self, one, ranks, tolerance, noise):
         self.ranks, self.findings, self.largest, self.gradients = len(ranks), [], {}, {}
         losses = {step: loss.at for step, loss in ranks[0].seen("loss")}
+        # Before that, a step reports what the one before it has computed.
+        starts = {step: seen.at for step, seen in reversed([*ranks[0].seen("inputs")])}
         calls = [(step, call) for step, call in ranks[0][Collective] if call.has_grad]
-        calls = [(step, call) for step, call in calls if call.at < losses.get(step, math.inf)]
+        calls = [
+            (step, call)
+            for step, call in calls
+            if starts.get(step, math.inf if starts else -1) < call.at < losses.get(step, math.inf)
+        ]
         calls = [both for both in calls if not both[1].has_backward] or calls
         # {line: name} of collective calls in a step, before its backward()
         self.calls = {call.line: call.name for step, call in calls if step == calls[0][0]}
