@@ -9,6 +9,7 @@ import shelve
 import shutil
 import sqlite3
 import subprocess
+import tempfile
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
@@ -272,6 +273,15 @@ def test_writers_in_c(users):
         assert watched(start + code)[0] == STOPPED, code
     allowed = "import h5py; h5py.File('data.bin'); h5py.File('new', 'x'); h5py.File('new', 'a')"
     assert watched(start + allowed)[0] == 0
+
+
+def test_temporary_folders_of_imports(users):
+    """Made before the files are watched, as in a process that the script starts; another's stay."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = f"os.rmdir({folder!r})"
+        assert watched(names)[0] == 0
+    (empty := Path("empty")).mkdir()
+    assert watched(f"os.rmdir({str(empty)!r})")[0] == STOPPED
 
 
 def test_other_programs_are_said(users):

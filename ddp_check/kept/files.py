@@ -9,10 +9,12 @@ are forked; writers.py and databases.py have what it does not tell. Not seen are
 write which the script starts, and those that C++ writes, but for the libraries in these two."""
 
 import contextlib
+import gc
 import os
 import re
 import stat
 import sys
+import tempfile
 import threading
 
 from ..notes import PROGRAM, File
@@ -63,6 +65,12 @@ class Guard:
             "socket.bind": self.before_bind,
         }
         self.events |= dict.fromkeys(PROGRAMS, self.say_program)
+        for (
+            thing
+        ) in gc.get_objects():  # which imports have made before, in a process that it starts
+            if type(thing) is tempfile.TemporaryDirectory:
+                path = os.path.realpath(thing.name)
+                self.made.add(path, "early", identity(path))
 
     def hook(self, event, args):
         if event in self.events and not self.thread.busy:
