@@ -93,6 +93,26 @@ for x, y in DataLoader(Crops(), 8 // world, sampler=sampler, num_workers=2):
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
 """,
+    "a dataset that has the rank's share, by positions in it": """
+class Part(torch.utils.data.Dataset):
+    def __init__(self):
+        order = np.random.RandomState(0).permutation(32)
+        self.rows = np.arange(32)[order % world == rank]
+    def __len__(self): return 32
+    def __getitem__(self, i): return data[self.rows[i]]
+
+class Positions(DistributedSampler):
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(32 // world, generator=generator).tolist())
+
+model, sampler = DDP(net), Positions(Part())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in DataLoader(sampler.dataset, 8 // world, sampler=sampler):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+""",
     "identities that a sampler chooses": """
 class Identities(Sampler):
     def __iter__(self):
@@ -410,6 +430,7 @@ LOOKS = {  # what is told of them
     "pairs drawn of the rank's own batch": "inputs",
     "pairs drawn by torch": "inputs",
     "noise of the whole batch from a seed of its own": "inputs",
+    "a dataset that has the rank's share, by positions in it": "samples",
     "identities that a sampler chooses": "samples",
     "identities that torch chooses": "inputs",
     "an environment that is made late": "inputs",

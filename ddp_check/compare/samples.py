@@ -9,6 +9,7 @@ import numpy as np
 from ..notes import Batch, Cut, Drawn, Finding, Pass, PassEnd, Said, Step
 from ..script import source
 from ..text import class_of, flags_in, lines_of_argument, shares_in
+from .fits import relative
 from .kinds import PAGE
 from .numbers import files_of, shares_of
 
@@ -247,6 +248,10 @@ def other_samples(step, batch, union, about, one, ranks):
         )
         text += "one that takes its share itself: nothing can be compared"
         lines = shares_of(files_of(ranks[0])) + lines
+    elif have_own_indices(batch.key, ranks):
+        why = "unpaired"
+        text += ": one index is of other samples on each rank, as where its dataset has a share of "
+        text += "its own, so nothing after it can be compared"
     elif about.draws and not about.has_share:
         why = "unpaired"
         text += f": each rank draws its own ({about.sampler}), so nothing after it can be compared"
@@ -264,6 +269,16 @@ def other_samples(step, batch, union, about, one, ranks):
             verdict = "WRONG"
             text += f", and in the pass so far, {repeated} are on several: no shares of one order"
     return Finding(verdict, "samples", step, text, batch.key[0], lines, why, **more)
+
+
+def have_own_indices(key, ranks):
+    """Whether the ranks have the same indices in a pass's first batch, but each other samples."""
+    first = [next((b for _, b in n[Batch] if b.key == key and b.totals), None) for n in ranks]
+    if None in first:
+        return False
+    mine, *theirs = [batch.totals for batch in first]
+    both = [(mine[i], of[i]) for of in theirs for i in of if i in mine]
+    return len(both) > 1 and all(relative(a, b) > 1e-6 for a, b in both)
 
 
 def drawn_at(rank):
