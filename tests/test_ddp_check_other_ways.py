@@ -113,6 +113,11 @@ for x, y in DataLoader(sampler.dataset, 8 // world, sampler=sampler):
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
 """,
+    "a model that is recorded in training mode": f"""
+model = DDP(net)
+torch.jit.trace(net, torch.zeros(2, 8))
+{SGD}{LOOP}
+""",
     "identities that a sampler chooses": """
 class Identities(Sampler):
     def __iter__(self):

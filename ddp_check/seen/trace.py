@@ -189,9 +189,16 @@ def patch(run):
     """What goes into and comes out of each outermost module in training; and the losses."""
     refuse_graphs(run)
 
+    @wrap(torch.jit, "trace")
+    def record(
+        original, *args, **kwargs
+    ):  # as for TensorBoard's graph: it is no step of a training
+        with run.quiet():
+            return original(*args, **kwargs)
+
     @wrap(nn.Module, "__call__")
     def call(original, module, *args, **kwargs):
-        if is_training_step(module):
+        if run.thread.quiet or is_training_step(module):
             return original(module, *args, **kwargs)
         if run.thread.in_dataset:
             run.of_datasets.add(module)
