@@ -244,6 +244,12 @@ def is_set(node, names):
     return is_made or isinstance(node, (ast.Set, ast.SetComp)) or name_of(node) in names
 
 
+def is_path(node):
+    """Whether `folder / name` is a file's name."""
+    name = getattr(node, "right", None)
+    return isinstance(name, ast.JoinedStr) or isinstance(getattr(name, "value", None), str)
+
+
 def divisions_behind(line, files):
     """Where a function divides, or takes a mean, that has computed what this line has: a score."""
     calls = [n for n in own_nodes(statement_at(line) or ast.Pass()) if isinstance(n, ast.Call)]
@@ -256,6 +262,7 @@ def divisions_behind(line, files):
                         "mean",
                         "average",
                     )
-                    if is_mean or isinstance(getattr(each, "op", None), ast.Div):
+                    is_division = isinstance(getattr(each, "op", None), ast.Div)
+                    if is_mean or (is_division and not is_path(each)):
                         found.append(f"{file}:{each.lineno}")
     return list(dict.fromkeys(found))
