@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from ..notes import NOISE, Averages, Collective, Finding, Said, Step
+from ..notes import NOISE, PASS, Averages, Collective, Finding, Said, Step
 from ..script import source
 from ..text import branch_of, calls_of, lines_that_set
 from .fits import meaning, same, sides, size
@@ -97,6 +97,7 @@ class Differences:
         self.hidden = []  # of noise
         self.shards = []  # the finding of what each rank has a part of, if there is any
         in_steps = [call for _, call in reduces if call.in_step]
+        sends = any(call.name == PASS for _, call in ranks[0][Collective])
         for kind in TENSORS:
             self.hide(kind, noise)
             for step, seen, others in paired(kind, one, ranks):
@@ -115,7 +116,8 @@ class Differences:
                 sent = [call.line for at, call in ranks[0][Collective] if "broad" in call.name]
                 for finding in self.findings[before:] if kind == "buffer" else ():
                     if misfits("other", values[0], values[1:], 3e-4):
-                        finding.advice = "unequal"
+                        # DDP may send rank 0's, as it does those of batch norm.
+                        finding.advice = "" if sends else "unequal"
                     elif sent:  # what rank 0 had
                         finding.verdict = "look"
                         finding.text += ", alike on all ranks; the script broadcasts: intended?"
