@@ -25,7 +25,7 @@ MODES = []  # those of this process, one
 WHAT = 'on CPUs: "cuda" is the CPU, nccl gloo, SyncBatchNorm BatchNorm; kernels, mixed precision '
 WHAT += "and what only happens on GPUs are not checked"
 NEEDS = r"\b(CUDA|NVIDIA|NVML|triton|GPUs?)\b|cuda|0 active drivers|gloo does not|"
-NEEDS += r"ProcessGroupGloo(?!.* size at)|getFuture not implemented|_cpu_?\" not implemented"
+NEEDS += r"ProcessGroupGloo(?!.* size at)|getFuture not implemented"
 NEEDS = re.compile(NEEDS, re.IGNORECASE)
 
 
@@ -63,7 +63,7 @@ class OnCpu(TorchFunctionMode):
         if any(map(is_cuda, args[1:])):
             self.say(WHAT)
             args = args[0], *[CPU if is_cuda(value) else value for value in args[1:]]
-        if name == "histc" and not args[0].is_floating_point():  # which a GPU counts, too
+        if name == "histc" and args and not args[0].is_floating_point():  # which a GPU counts, too
             return function(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
         return function(*args, **kwargs)
 

@@ -32,8 +32,9 @@ class PerThread(threading.local):
     torch_state = None  # of torch's generator, before it draws
     batch = None  # the number of samples that are made into a batch
     sample = None  # the seed of the sample that a dataset makes
-    first_seeds = {}  # {(generator, that seed): with which the dataset has seeded it first}
-    reseeded = {}  # {generator: (the seed with which the dataset has seeded it last, its sample)}
+    asks = False  # whether its dataset has asked which worker it is in
+    states = None  # of that worker's generators
+    seeded = frozenset()  # those that it seeds itself for this sample
     worker = None  # of a loader, which is imitated
 
 
@@ -151,15 +152,17 @@ class Process:
         return seed if state is None else self.hash("own seed", seed, state)
 
     def seed_of_sample(self, generator, seed):
-        """Of what a dataset seeds itself, by a worker's number, an index or what it has drawn: the
-        sample's own, as a worker gives other samples on the ranks. Another for another seed."""
-        number = self.thread.sample
-        if number is None:
+        """Of what a dataset seeds by its worker, which gives other samples on the ranks: the
+        sample's own."""
+        if self.thread.sample is None:
             return seed
-        self.thread.reseeded[generator] = seed, number
-        self.seeded[generator] = place()[0]
-        first = self.thread.first_seeds.setdefault((generator, number), seed)
-        return number if seed == first else self.hash("sample", number, seed)
+        if not self.thread.asks:
+            self.thread.seeded.add(generator)
+            return seed
+        if seed is not None:
+            self.thread.states[generator] = self.hash("worker", repr(seed))
+            self.seeded[generator] = place()[0]
+        return self.thread.sample
 
     @contextlib.contextmanager
     def quiet(self):

@@ -130,6 +130,39 @@ class Normed(nn.Linear):
 model = DDP(Normed())
 {SGD}{LOOP}
 """,
+    "what a dataset makes once, from a seed": """
+class Words(torch.utils.data.Dataset):
+    order = None
+    def __len__(self): return 32
+    def __getitem__(self, i):
+        if self.order is None:
+            np.random.seed(0)
+            self.order = np.random.permutation(32)
+        np.random.seed(np.array([7, i]))
+        return data[self.order[i]][0] + np.random.rand(), data[i][1]
+
+starts = np.random.randint(0, np.array([5, 6]))
+model = DDP(net)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in DataLoader(Words(), 8 // world, sampler=sampler, num_workers=2):
+    starts = np.random.randint(0, np.array([5, 6]))
+    optimizer.zero_grad()
+    F.cross_entropy(model(x.float()), y).backward()
+    optimizer.step()
+""",
+    "a weighted sampler of each rank": """
+class DistributedWeighted(Sampler):
+    def __init__(self): self.num_replicas = world
+    def __iter__(self): return iter(torch.ones(32).multinomial(32 // world, True).tolist())
+
+torch.manual_seed(rank)
+model = DDP(net)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in DataLoader(data, 8 // world, sampler=DistributedWeighted()):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+""",
     "identities that a sampler chooses": """
 class Identities(Sampler):
     def __iter__(self):
@@ -449,6 +482,7 @@ LOOKS = {  # what is told of them
     "noise of the whole batch from a seed of its own": "inputs",
     "a dataset that has the rank's share, by positions in it": "samples",
     "statistics of the batch, under another name than batch norm's": "outputs",
+    "a weighted sampler of each rank": "samples",
     "identities that a sampler chooses": "samples",
     "identities that torch chooses": "inputs",
     "an environment that is made late": "inputs",

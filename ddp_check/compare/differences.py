@@ -117,7 +117,7 @@ class Differences:
                 for finding in self.findings[before:] if kind == "buffer" else ():
                     if misfits("other", values[0], values[1:], 3e-4):
                         # DDP may send rank 0's, as it does those of batch norm.
-                        finding.advice = "" if sends else "unequal"
+                        finding.advice = "" if sends or sent else "unequal"
                     elif sent:  # what rank 0 had
                         finding.verdict = "look"
                         finding.text += ", alike on all ranks; the script broadcasts: intended?"

@@ -100,7 +100,8 @@ def judge(one, ranks, tolerance, again=None, scaled=(), lines=None, own_flags=Fa
             cause.more += [f"so the end, after step {end.step}: {end.text}", *end.more]
         else:
             found.append(end)
-    if scaled and not own_flags and counts[0] > counts[1]:
+    is_usual = set(ends) <= set(USUAL_ENDS)
+    if scaled and not own_flags and is_usual and counts[0] > counts[1]:
         due_to_plan(found, counts)
     in_its_words(found, ranks[0])
     lost = min([f.step for f in found if f.advice in LOST], default=math.inf)

@@ -221,8 +221,8 @@ class Values:
         step, _ = self.lines[0][inputs.index]
         outputs = [v for v in self.of_step[step] if v.kind == "outputs"]
         made = [v for v in outputs if inputs.index in v.made_from]
-        is_right = bool(made) and not any(self.differs(v.index) for v in made)
-        return is_right and self.has_other_places(inputs)
+        fits = {fit for v in made for fit in self.fits(v.index)}
+        return bool(fits) and not {None, "unknown"} & fits and self.has_other_places(inputs)
 
     def beside_places(self, origin, losses):
         """If only integers differ in what goes into a model: what a loss is made from, and differs,

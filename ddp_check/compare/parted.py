@@ -84,8 +84,8 @@ def parted_weights(one, ranks):
 
 
 def averages_weights(notes, set_at):
-    """The line that averages the weights between steps, as in local SGD; or "". One that sets few
-    of them, as it clamps a temperature, does not."""
+    """The line that averages the weights between steps, as in local SGD; or "". One that sets a
+    single one of several, as it clamps a temperature, does not."""
     said = [note.text for _, note in notes[Said] if note.kind == "local"]
     reduces = [call.line for _, call in notes[Collective] if call.name == "all_reduce"]
     first, averaged = next(iter(set_at.values()), {}), {}
@@ -94,7 +94,7 @@ def averages_weights(notes, set_at):
             if line and first.get(name) != line and any(is_near(line, at) for at in reduces):
                 averaged[name] = line
     names = {name for lines in set_at.values() for name in lines.keys() - lines.values()}
-    said += averaged.values() if 2 * len(averaged) > len(names) else []
+    said += averaged.values() if len(averaged) > 1 or len(names) == 1 else []
     return (*said, "")[0]
 
 

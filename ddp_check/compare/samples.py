@@ -248,7 +248,7 @@ def other_samples(step, batch, union, about, one, ranks):
         )
         text += "one that takes its share itself: nothing can be compared"
         lines = shares_of(files_of(ranks[0])) + lines
-    elif have_own_indices(batch.key, ranks):
+    elif about.has_share and have_own_indices(batch.key, ranks):
         why = "unpaired"
         text += ": one index is of other samples on each rank, as where its dataset has a share of "
         text += "its own, so nothing after it can be compared"
@@ -260,6 +260,9 @@ def other_samples(step, batch, union, about, one, ranks):
         why = "unpaired"
         text += " in this step, and none is on two: the ranks share the samples, in another order "
         text += "or other batches, so nothing after it can be compared"
+    elif any(note.kind == "chooses" for _, note in ranks[0][Said]):
+        why = "unpaired"
+        text += ": a sampler of each rank chooses its own, so nothing after it can be compared"
     more = {"section": SHARE["section"]} if why else dict(SHARE)
     verdict = "look"
     if about.has_share and not why:

@@ -87,16 +87,6 @@ def base_index(dataset, index):
         return repr(index)
 
 
-def own_states(run, number):
-    """Of the generators that the dataset seeds itself, once in a worker: by its number, or a seed.
-    For a sample alone, its seed is the sample's. `number`: of this sample."""
-    worker, found = run.thread.worker, {}
-    for generator, (seed, at) in run.thread.reseeded.items():
-        is_worker = worker and seed in (worker.id, worker.seed, worker.seed % 2**32)
-        found[generator] = seed if is_worker or at != number else checksum((seed, number))
-    return found
-
-
 def batches_of(run, loader):
     """What a DataLoader gives, made here, where random numbers and files are watched: (the indices
     of its samples, {index: a sample's total} if it is known, the batch). Its sampler is asked when
@@ -107,9 +97,7 @@ def batches_of(run, loader):
         for samples, batch in batches_of_stream(run, loader):
             yield None, {mark: mark for mark in samples}, batch
         return
-    states, run.thread.reseeded = None, {}
-    if loader.num_workers:
-        states = states_of_worker(run, loader, seed)
+    states = states_of_worker(run, loader, seed) if loader.num_workers else None
     one_by_one = loader.batch_sampler is not None
     for number, indices in enumerate(loader.batch_sampler if one_by_one else loader.sampler):
         with dataset_numbers(run), in_worker(run, loader, seed):
@@ -151,12 +139,12 @@ def collated(run, loader, indices, batch, states):
     samples' totals are of a pass's first batch, and of what the script puts together itself. A
     dataset that gives a batch as columns is asked for it at once."""
     samples, totals, own = [], {}, OwnGenerators(loader.dataset)
-    run.thread.first_seeds = {}
     fetch = getattr(loader.dataset, "__getitems__", None)  # which torch prefers
     try:
         for index in indices:
             number = run.thread.sample = run.hash("sample", base_index(loader.dataset, index))
             seed_all(number)
+            run.thread.asks, run.thread.states, run.thread.seeded = False, states, set()
             before, given = given_states() if not samples else None, own.seed(number)
             found = fetch([index]) if fetch else [loader.dataset[index]]
             if not isinstance(found, list) or len(found) > 1:
@@ -164,13 +152,13 @@ def collated(run, loader, indices, batch, states):
                 return totals, loader.collate_fn(fetch(indices))
             samples += found
             if before and torch.is_grad_enabled():
-                states = states | own_states(run, number)
                 drawn = [(k, states[k]) for k, v in given_states().items() if before[k] != v]
+                drawn = [both for both in drawn if both[0] not in run.thread.seeded]
                 for generator, state in drawn + own.drawn(given):
                     note_draw(run, DATASET, generator, state)
     finally:
         own.restore()
-        run.thread.sample = None
+        run.thread.sample, run.thread.asks = None, False
     seed_all(run.hash("batch", batch))
     if batch == 0 or (is_own(loader.collate_fn) and run.traces):
         bases = [base_index(loader.dataset, index) for index in indices]

@@ -143,6 +143,7 @@ class Draws(TorchDispatchMode):
             of_torch=False
         ):  # no share, but it may be alike on all ranks
             note_apart(run, name, shape)
+            run.say(place()[0], "chooses")
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(run.hash(key, state))
                 return op(*args, **kwargs)

@@ -78,7 +78,7 @@ def patch(run):
         @wrap(owner, "seed")
         def seed(original, *args, **kwargs):
             if run.thread.in_dataset:
-                args = [run.seed_of_sample(generator, arg) for arg in args]
+                args = [run.seed_of_sample(generator, arg) for arg in args[:1]] + [*args[1:]]
             if run.has_own_numbers():
                 return original(*args, **kwargs)
             run.seeded[generator] = place()[0]
@@ -120,11 +120,12 @@ def patch(run):
                     run.last_order = run.last_order if run.steps else place()[0]
                     note_draw(run, ORDER, generator, state)
                 values = original(*args, **kwargs)
-                if name in SEEDS and not shape:
+                if name in SEEDS and not shape and np.ndim(values) == 0:
                     run.keep_drawn(int(values), state)
                 return marked(run, name, generator, values, of_one, state)
             if in_sampler(of_torch=False):  # where it is no share, but may be alike on all ranks
                 note_apart(run, name, shape)
+                run.say(place()[0], "chooses")
                 inspect.unwrap(owner.seed)(run.hash(key, state))
                 return original(*args, **kwargs)
             note_draw(run, LOOP, generator, state)

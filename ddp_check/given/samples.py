@@ -148,6 +148,7 @@ def patch(run):
 
     @wrap(torch.utils.data, "get_worker_info")
     def worker_info(original):
+        run.thread.asks = run.thread.worker is not None and run.thread.sample is not None
         return run.thread.worker or original()
 
     @wrap(DataLoader, "__len__")

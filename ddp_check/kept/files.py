@@ -182,7 +182,7 @@ class Guard:
 
     def say_program(self, *_):
         line = place()[0]
-        if line != UNKNOWN and not re.search(": (import|from) ", source(line)):
+        if line != UNKNOWN and not re.match(r"\S+: (import|from) ", source(line)):
             self.process.say(PROGRAM + source(line))
 
 

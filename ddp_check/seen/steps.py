@@ -36,6 +36,7 @@ from .held import (
 )
 from .written import line_of, with_callers
 
+LATER = 8  # steps after which it is searched once more for generators
 JOIN = "a script for one process? What it needs for several: docs/your_loop.md#the-checklist"
 BATCH_NORM = r"running_mean$|running_var$|num_batches_tracked$"  # averages: each rank's own
 
@@ -120,7 +121,7 @@ class Steps:
             wrapped = dict.fromkeys(line for line, _ in self.wrapped.values())
             made = made | {"wrapped": list(wrapped)}
             variables = variables_of(inspect.currentframe())
-            if not trained.step or not run.steps & (run.steps - 1):  # it takes a while
+            if not trained.step or run.steps in (TRIED - 1, LATER):  # it takes a while
                 self.generators = find_generators(run)
             made_generators = states_of(self.generators[0]) | self.generators[1]
             key = trained.number, trained.step
@@ -190,7 +191,7 @@ class Steps:
             parameters, buffers = trained.parameters(optimizer), trained.buffers()
             if not self.has_gradients:  # an optimizer that does not call its closure
                 self.have_gradients(parameters)
-            if self.closures > 1:
+            if self.closures:
                 calls = {"calls": self.closures}
                 run.note(
                     Seen("closure", self.line, f"optimizer {trained.number}", trained.step, calls)
