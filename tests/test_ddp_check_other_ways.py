@@ -794,6 +794,7 @@ if flags.gpus > 1:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mean", ["", "        if not flags.distributed:\n            loss = loss.mean()\n"]
 )
@@ -835,6 +836,7 @@ for x, y in loader:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sends", [False, True], ids=["each rank draws one", "all have that of rank 0"]
 )
