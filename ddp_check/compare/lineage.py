@@ -140,7 +140,9 @@ class Values:
         own; or None."""
         for value in [v for loss in losses for v in self.ancestors(loss) if v.name == "div"]:
             known = [i for i in value.made_from if i in self.all]
-            if len(known) == 2 and all(self.fits(i) == ["sum"] for i in known):
+            if len(known) == len(value.made_from) == 2 and all(
+                self.fits(i) == ["sum"] for i in known
+            ):
                 counts = [sketch.number for sketch in self.parts(known[1])[0]]
                 if None not in counts and len(set(counts[1:])) > 1:
                     return value

@@ -139,9 +139,8 @@ class Draws(TorchDispatchMode):
         limits = among(name, dict(zip(names, args)))
         of_one = pair(run, name, shape, state, among=limits)
         key, shape_of_one, *_ = of_one
-        if shape != shape_of_one and in_sampler(
-            of_torch=False
-        ):  # no share, but it may be alike on all ranks
+        # No share, but it may be alike on all ranks.
+        if shape != shape_of_one and in_sampler(of_torch=False):
             note_apart(run, name, shape)
             run.say(place()[0], "chooses")
             with torch.random.fork_rng(devices=[]):

@@ -65,9 +65,8 @@ class Guard:
             "socket.bind": self.before_bind,
         }
         self.events |= dict.fromkeys(PROGRAMS, self.say_program)
-        for (
-            thing
-        ) in gc.get_objects():  # which imports have made before, in a process that it starts
+        # What imports have made before, in a process that the script starts.
+        for thing in gc.get_objects():
             if type(thing) is tempfile.TemporaryDirectory:
                 path = os.path.realpath(thing.name)
                 self.made.add(path, "early", identity(path))

@@ -190,9 +190,8 @@ def patch(run):
     refuse_graphs(run)
 
     @wrap(torch.jit, "trace")
-    def record(
-        original, *args, **kwargs
-    ):  # as for TensorBoard's graph: it is no step of a training
+    def record(original, *args, **kwargs):
+        """As for a graph in TensorBoard: it trains nothing."""
         with run.quiet():
             return original(*args, **kwargs)
 
