@@ -12,6 +12,7 @@ by monkeypatch are attributes of Python's and torch's modules, or of one whose f
 
 import ast
 import csv
+import gc
 import itertools
 import multiprocessing
 import os
@@ -157,6 +158,7 @@ class Kept(torch.nn.parallel.DistributedDataParallel):
 
 
 def inside(path, runs, log, folder, environment):
+    gc.freeze()  # what is there already: looking through it would copy its memory
     os.setsid()
     if torch.__version__ < "2.10":
         torch.nn.parallel.DistributedDataParallel = Kept

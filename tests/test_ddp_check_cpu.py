@@ -2,6 +2,7 @@
 
 Lines of scripts are run in forks of this process, which is told nothing else."""
 
+import gc
 import os
 import re
 import shlex
@@ -103,6 +104,7 @@ def in_fork(function, *words):
     pid = os.fork()
     if pid == 0:
         status = 1
+        gc.freeze()  # as child() does
         signal.alarm(60)  # a line that hangs
         try:
             status = function(*words) or 0

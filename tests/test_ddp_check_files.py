@@ -2,6 +2,7 @@
 
 Here the guard alone is in a fork of this process; test_ddp_check_command.py has whole runs."""
 
+import gc
 import json
 import os
 import re
@@ -23,6 +24,8 @@ from ddp_check import script
 from ddp_check.kept import files
 from ddp_check.kept.made import Janitor, Made, identity, remove_made
 from ddp_check.patches import STOPPED
+
+gc.freeze()  # as child() does; in a fork, looking through all that is here would take longest
 
 START = """\
 import csv, dbm, io, json, logging, logging.handlers, mmap, os, pickle, shelve, shutil, sqlite3
