@@ -326,6 +326,27 @@ def test_settings_explain_updates():
     assert found == {"setting": "WRONG"}
 
 
+@pytest.mark.parametrize("steps, rate, verdict", [(6, 0.3, "look"), (7, 0.3, "WRONG")])
+def test_a_schedule_planned_from_the_batch_size(steps, rate, verdict):
+    """Of one process, whose steps are as many as all ranks' samples would need; not another."""
+
+    def of(rate, steps):
+        found = step_notes([1.0] * 4)
+        for _, note in found[::2]:
+            note.variables["steps_per_epoch"] = steps
+        return notes(*found, *setting(rate, range(1, 4)))
+
+    one, ranks = of(0.1, 12), [of(rate, steps)] * 2
+    for about in {"scaled": {"loader": "train.py:1"}}, {}:
+        found, result = judged(one, *ranks, **about)
+        assert found == {"setting": verdict if about else "WRONG"}
+        assert ("by --one" in result.findings[0].text) == (verdict == "look" and bool(about))
+    known = {"scaled": {"loader": "train.py:1"}, "own_flags": True}  # by --one, as it is said
+    assert judged(one, *ranks, **known)[0] == {"setting": "WRONG"}
+    ranks[1] = of(0.4, steps)
+    assert judged(one, *ranks, scaled={"loader": "train.py:1"})[0] == {"setting": "WRONG"}
+
+
 def test_lost():
     """What cannot be compared any more is not told, such as attributes and printed numbers, nor the
     end or a length that follows; a rate is a look."""

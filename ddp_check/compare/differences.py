@@ -298,4 +298,6 @@ def compare_settings(one, ranks, variables):
             more += variables.behind(list(lines), step)
             found = found_in("setting", step, text, seen.line, more)
             found.advice = "world" if is_scaled else ""
+            if not is_scaled and len(set(numbers)) == 1 and variables.plans(step):
+                found.advice = "plan"
             yield found

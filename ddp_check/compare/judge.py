@@ -204,8 +204,11 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
     for finding in settings[:1]:
         # By the script, for the batch of all ranks
         is_scaled = bool(scaled or own_flags) and finding.advice == "world"
-        if due or is_scaled or finding.step >= lost:
+        is_planned = bool(scaled) and not own_flags and finding.advice == "plan"
+        if due or is_scaled or is_planned or finding.step >= lost:
             finding.verdict = "look"
+        if is_planned:
+            finding.text += "; is it planned from one process's batch size? Then by --one"
     found += settings[:1] + differences.shards + differences.hidden
     printed = compare_printed(one, ranks, values, variables, repeated(ranks), again or lines[0])
     printed = [finding for finding in printed if finding.step < lost][:2]

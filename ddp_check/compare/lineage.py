@@ -69,7 +69,9 @@ class Values:
         mine, *theirs = [of.get(step, []) for of in self.passes]
         numbers = [len(mine), *map(len, theirs)]
         lines = [v.line for v in self.of_rank.get(step, []) if v.kind == "outputs"]
-        is_even = len(set(lines)) == len(lines) or mine == list(map(sum, zip(*theirs)))
+        # What a model gives need not have the batch first.
+        is_even = all(sum(of) == n or {*of} == {n} for n, *of in zip(mine, *theirs))
+        is_even = is_even or len(set(lines)) == len(lines)
         return [] if has_all or (is_even and len(set(numbers)) == 1) else numbers
 
     def differs(self, index):

@@ -67,6 +67,11 @@ class Variables:
             if numbers not in usual and any(relative(n, numbers[0]) > 1e-6 for n in numbers)
         }
 
+    def plans(self, step):
+        """Whether a rank counts 1 / N of what one process does, as steps of N times the batch."""
+        both = [n for n in self.others(step).values() if len(set(n[1:])) == 1 and n[0] > n[1] >= 1]
+        return any(abs(n[0] / (len(n) - 1) - n[1]) < 1 and float(n[1]).is_integer() for n in both)
+
     def changing(self, step):
         """In words: those that differ, and were not yet so at the first step."""
         first, line = self.others(min(self.all[0])), self.lines[step]

@@ -27,7 +27,10 @@ def training_passes(one):
     """The keys of passes in which there are steps."""
     steps = {}
     for step, batch in one[Batch]:
-        steps.setdefault(batch.key, set()).add(step)
+        if batch.trains:
+            steps.setdefault(batch.key, set()).add(step)
+    if len(one[Step]) == 1:  # it was told to make no more
+        return set(steps)
     return {key for key in steps if len(steps[key]) > 1}
 
 
