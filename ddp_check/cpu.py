@@ -27,6 +27,7 @@ WHAT += "and what only happens on GPUs are not checked"
 NEEDS = r"\b(CUDA|NVIDIA|NVML|triton|GPUs?)\b|cuda|0 active drivers|gloo does not|"
 NEEDS += r"ProcessGroupGloo(?!.* size at)|getFuture not implemented"
 NEEDS = re.compile(NEEDS, re.IGNORECASE)
+SEVERAL = re.compile(r"\b(single|one|1|multiple|several|more than one)[- ](GPU|CUDA device)", re.I)
 
 
 def is_cuda(device):
@@ -104,9 +105,12 @@ def install(options, say=None):
 
 
 def needs_gpu(error):
-    """Whether it is raised because something is not imitated; not for another version's name."""
-    is_call = isinstance(error, TypeError) and "unexpected keyword" in str(error)
-    return bool(MODES and NEEDS.search(str(error)) and not is_call)
+    """Whether it is raised because something is not imitated; not for another version's name, nor
+    by a script that refuses to be one process."""
+    text = str(error)
+    is_other = isinstance(error, TypeError) and "unexpected keyword" in text
+    is_other = is_other or SEVERAL.search(text)
+    return bool(MODES and NEEDS.search(text) and not is_other)
 
 
 def patch_torch():

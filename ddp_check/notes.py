@@ -146,9 +146,9 @@ class Printed:
 class Said:
     """Something for the user to know ("note"); the "order" of a batch's samples over ranks; a
     loader that gives one process the batches of all ranks ("scaled"); a "framework" that is used;
-    the line and the name of a sampler that one has "replaced"; the line of a generator that has no
-    seed ("unseeded"), or of an order by a generator of the script's ("own order"); the line of a
-    "join" that ends; a "file" of the script's."""
+    the line that has made a "buffer"; the line and the name of a sampler that one has "replaced";
+    the line of a generator that has no seed ("unseeded"), or of an order by a generator of the
+    script's ("own order"); the line of a "join" that ends; a "file" of the script's."""
 
     kind: str
     text: str

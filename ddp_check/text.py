@@ -246,8 +246,9 @@ def is_set(node, names):
 
 def is_path(node):
     """Whether `folder / name` is a file's name."""
-    name = getattr(node, "right", None)
-    return isinstance(name, ast.JoinedStr) or isinstance(getattr(name, "value", None), str)
+    name = node.right
+    is_text = isinstance(name, ast.JoinedStr) or isinstance(getattr(name, "value", None), str)
+    return is_text or re.search("dir|path|root|folder", ast.unparse(node.left)) is not None
 
 
 def divisions_behind(line, files):

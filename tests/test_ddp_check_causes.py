@@ -446,6 +446,12 @@ def test_coupled_samples(inside, line):
     (found, averaging), verdict = cause(*processes(make, SHARES, OTHER, own=True)).blame()
     assert (found.advice, averaging.verdict, verdict) == ("coupled", "WRONG", "WRONG")
 
+    def counted(x, y):  # its rows, before: as an index, which says nothing
+        return [seen(2, "arange", torch.arange(float(len(y))), model=1), *make(x, y)]
+
+    ((found,), _) = cause(*processes(counted, SHARES, OTHER)).blame()
+    assert found.line == line
+
 
 def test_coupled_samples_of_the_second_model():
     """Of other inputs, the first one's outputs have to be others."""
@@ -535,6 +541,7 @@ def test_passes_of_limited_size(own):
         (PARTS[::-1], [PARTS[:1], PARTS[1:]], {}),
         (PARTS, [PARTS[1:], PARTS[:1]], {}),
         ([ONE], [[ONE], [ONE]], {}),  # of what is no share
+        ([ONE, 2 * ONE], [[ONE, 2 * ONE]] * 2, {}),
         ([ONE, 2 * ONE], [[ONE, 2 * ONE]] * 2, {"lines": ["train.py:1", "train.py:2"]}),
     ],
 )

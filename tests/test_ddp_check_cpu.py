@@ -162,6 +162,8 @@ def test_what_needs_a_gpu():
     size = "ProcessGroupGloo::scatter: invalid tensor size at index 0 (expected (16), got (8))"
     assert in_fork(asks_for, RuntimeError(size)) == 0  # the script's own
     assert in_fork(asks_for, TypeError("got an unexpected keyword argument 'use_cuda'")) == 0
+    # Nor where a script refuses to be one process.
+    assert in_fork(asks_for, AssertionError("Cannot train with DDP on a single gpu.")) == 0
 
 
 def test_libraries_get_the_truth(work):

@@ -193,6 +193,7 @@ def test_refused(users, code):
 
 
 ALLOWED = r"""
+assert type(print) is type(open); print("a script may ask for that, before it replaces print")
 assert open("data.bin", "r+b").read(4) == bytes(4)
 assert open("out/log.csv", "r+", newline="").readline() == "epoch,loss\n"
 np.memmap("data.bin", np.float32)[:] = 1

@@ -633,6 +633,19 @@ FAULTS = {  # {what: (the script, what its finding is, what it names)}
         "value",
         ["[arange]", "add the number of rows on the ranks before"],
     ),
+    "negatives of the rank's batch, and of a queue that DDP sends": (
+        "torch.manual_seed(1 + rank)\n"
+        "net.register_buffer('queue', F.normalize(torch.randn(16, 3), dim=1))\n"
+        "model = DDP(net)\n"
+        + SGD
+        + LOOP.replace(
+            "        loss = F.cross_entropy(model(x), y)",
+            "        keys = torch.cat([model(x), net.queue.clone()])\n"
+            "        loss = F.cross_entropy(keys[: len(x)] @ keys.T, torch.arange(len(x)))",
+        ),
+        "value",
+        ["[cat]", "one process has neither"],
+    ),
     "codes that each rank sets to its own samples": (
         "class Codes(nn.Linear):\n    def __init__(self):\n        super().__init__(8, 3)\n"
         "        self.register_buffer('codes', torch.zeros(4, 8))\n"

@@ -923,7 +923,7 @@ for name in sorted(names): print(name)
 mine = names_of(range(dist.get_rank(), 9, 2)) + words[rank::world][:3]
 part, place = words.chunk(world)[rank], places[rank]
 def score(model):
-    total = sum(model); save(folder / "w", folder / f"{total}")
+    total = sum(model); save(folder / "w", folder / f"{total}", root_dir / name)
     return total / len(model)
 print(score([1, 2]))
 """

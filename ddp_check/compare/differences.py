@@ -89,8 +89,10 @@ class Differences:
         self.local = averages_weights(ranks[0], self.set_at)
         self.factors = set()  # steps in which all gradients are the same number of times as large
         self.less = set()  # and those in which it is 1 / N
-        # Lines whose numbers are each rank's own, though they were given one process's.
+        # Lines whose numbers are each rank's own, though they were given one process's; but for
+        # those of buffers, as rank 0's are sent.
         self.own_draws = {seen.line for _, seen in own_draws(ranks)}
+        self.own_draws -= {note.text for _, note in ranks[0][Said] if note.kind == "buffer"}
         # Steps in which the ranks have called their closures other numbers of times.
         self.closures = [(step, seen) for step, seen, found in among("closure", ranks) if found]
         self.wraps = any(note.made.get("wrapped") for _, note in ranks[0][Step])  # in DDP

@@ -293,7 +293,7 @@ class Values:
             if not any(sketch and sketch.shape for sketch in outputs.values.values()):
                 continue  # only numbers: a loss that the model computes
             inside = [v for v in self.of_step[step] if v.about["model"] == inputs[0].index]
-            inside = [v for v in inside if self.differs(v.index)]
+            inside = [v for v in inside if self.differs(v.index) and not self.says_nothing(v)]
             return (inside or [outputs])[0]
         return None
 

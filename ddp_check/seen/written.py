@@ -6,6 +6,7 @@ import re
 import torch
 from torch import nn
 
+from ..notes import Said
 from ..patches import wrap
 from ..script import UNKNOWN, is_inside, place
 from ..sketch import NO_VALUES, all_plain, is_plain
@@ -56,6 +57,8 @@ def patch(run):
         def register(original, self, *args, **kwargs):
             for tensor in (*args, *kwargs.values()):
                 note_set(run, tensor)
+            if name == "register_buffer":
+                run.note_once(Said("buffer", place()[0]))
             return original(self, *args, **kwargs)
 
     watch_module("register_parameter")
