@@ -210,6 +210,15 @@ def test_batch_size_of_each_process():
     assert loaders_by_process(options, of(WHOLE), [of(HALVES)] * 2) == {LOADER: LINE}
 
 
+def test_passes_of_a_single_step():
+    """As --steps 1 asks for: of those in which gradients are computed. Of several steps, a pass in
+    which there is one is none, as one that only looks at a batch."""
+    tests = a_pass(FIRST, line="train.py:9", trains=False)
+    for steps, lines in (1, {LINE}), (2, set()):
+        one = notes(*tests, *a_pass(FIRST), *step_notes([1.0] * steps))
+        assert {line for line, *_ in training_passes(one)} == lines
+
+
 def test_layouts():
     """That of blocks, if all that is known of orders says so, and something depends on it."""
 

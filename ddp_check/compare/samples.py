@@ -27,10 +27,9 @@ def training_passes(one):
     """The keys of passes in which there are steps."""
     steps = {}
     for step, batch in one[Batch]:
-        if batch.trains:
-            steps.setdefault(batch.key, set()).add(step)
+        steps.setdefault(batch.key, set()).add(step)
     if len(one[Step]) == 1:  # it was told to make no more
-        return set(steps)
+        return {batch.key for _, batch in one[Batch] if batch.trains}
     return {key for key in steps if len(steps[key]) > 1}
 
 
