@@ -75,7 +75,7 @@ class Cause:
         is_apart = is_made and min(variables.apart, default=math.inf) <= step
         is_apart = is_apart or step in variables.with_gaps or values.has_other_layout(value)
         is_apart = is_apart or values.is_drawn_at(value, self.differences.own_draws)
-        if what == "value" and value.name in COUNTS and values.is_fresh(value):
+        if what == "value" and value.name in COUNTS:
             usual = "counted"
         if not numbers and is_apart:
             usual = "apart"
@@ -293,11 +293,11 @@ class Cause:
         branches = [branch for branch in map(branch_of, lines) if branch]
         if any(self.is_by_rank(branch) for branch in branches):
             return None
-        is_of_all = on.count("rank") == self.values.ranks and "one process" not in on
-        if is_of_all and branches and not any(map(self.is_by_numbers, branches)):
-            return None  # as of several processes alone
-        if is_of_all and self.differences.communicates.intersection(branches):
-            return None  # all ranks take it, or they would hang
+        if on.count("rank") == self.values.ranks:
+            if branches and not any(map(self.is_by_numbers, branches)):
+                return None  # as of several processes alone
+            if self.differences.communicates.intersection(branches):
+                return None  # all ranks take it, or they would hang
         text = f"computed on {on} alone: {ADVICE['branch']}"
         more = [f"called at {source(at)}" for at in lines[1:]]
         for branch in branches[:1]:

@@ -51,7 +51,7 @@ def share_parameters(all_names, of_ranks):
 
 
 def shapes_of(weights, but):
-    return Counter(str(value.shape) for name, value in weights.items() if value and name not in but)
+    return Counter(str(value.shape) for name, value in weights.items() if name not in but)
 
 
 def parted_weights(one, ranks):
@@ -69,9 +69,9 @@ def parted_weights(one, ranks):
     everywhere = [value for of_rank in theirs for value in of_rank.values()]
     if not missing or any(all(name in of for name in mine) for of in theirs):
         return None
-    averaged = next((note.averaged for at, note in ranks[0][Step] if at == step), [])
+    averaged = ranks[0][Step][0][1].averaged
     whole, *parts = [shapes_of(weights, averaged) for weights in (mine, *theirs)]
-    if not (averaged and all(parts) and whole == sum(parts, Counter())):  # else each is on one rank
+    if not (averaged and whole == sum(parts, Counter())):  # else each is on one rank
         for name in missing:
             if not any(same(mine[name], [value]) <= 1e-6 * size(value) for value in everywhere):
                 return None

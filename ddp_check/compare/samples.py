@@ -39,17 +39,18 @@ def rows_of_inputs(one, ranks):
     another: in the second step."""
     totals, by_step = [], not all(notes[Batch] for notes in ranks)
     for notes in (one, *ranks):
+        seen = notes.seen("inputs")
         if by_step:
-            seen = [s.values.get(0) for step, s in notes.seen("inputs") if step == 1]
-            totals.append(sum(value.shape[0] for value in seen if value and value.shape))
-            continue
-        loops = [batch.key[:2] for _, batch in notes[Batch] if batch.trains]
-        loop = max(loops, key=loops.count, default=None)  # not one that only looks at a batch
-        starts = [batch.at for _, batch in notes[Batch] if batch.key[:2] == loop]
-        if len(starts) < 3:
-            return 0, 0
-        seen = [s.values.get(0) for _, s in notes.seen("inputs") if starts[1] < s.at < starts[2]]
-        totals.append(sum(value.shape[0] for value in seen if value and value.shape))
+            seen = [(step, s) for step, s in seen if step == 1]
+        else:
+            loops = [batch.key[:2] for _, batch in notes[Batch] if batch.trains]
+            loop = max(loops, key=loops.count, default=None)  # not one that only looks at a batch
+            starts = [batch.at for _, batch in notes[Batch] if batch.key[:2] == loop]
+            if len(starts) < 3:
+                return 0, 0
+            seen = [(step, s) for step, s in seen if starts[1] < s.at < starts[2]]
+        values = [s.values.get(0) for _, s in seen]
+        totals.append(sum(value.shape[0] for value in values if value and value.shape))
     return totals[0], sum(totals[1:])
 
 
@@ -213,8 +214,7 @@ def compare_samples(one, ranks):
             continue
         if len({batch.rows, *[other.rows for other in others]}) == 1 and not is_same:
             found.append(per_process(ranks, line, batch.rows))
-            continue
-        if batch.rows and total != batch.rows:
+        elif batch.rows and total != batch.rows:
             text = f"batch {number} has {batch.rows} samples on one process, "
             text += f"{[other.rows for other in others]} on the ranks"
             repeats = samplers[batch.key].sampler == EVEN
