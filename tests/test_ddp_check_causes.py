@@ -614,6 +614,7 @@ def test_two_backward_passes():
     found = averaging(*a_pass(1), a_loss(3), a_loss(4))
     assert "a second backward() followed" in found.text and found.line == "train.py:4"
     assert found.remedy.startswith("call backward() once")
+    assert found.section.endswith("#one-backward-for-each-forward-pass")
     found = averaging(*a_pass(1), a_loss(3), *a_pass(4), a_loss(6))
     assert "second" not in found.text
 
@@ -625,6 +626,7 @@ def told(line, does):
 def test_told_not_to_average():
     found = averaging(told("train.py:40", False), *a_pass(1), a_loss(3), a_loss(4))
     assert found.remedy == "let the last pass before the step average"
+    assert found.section.endswith("#gradient-accumulation")
     assert found.more == ["the last pass: train.py:2  [Net]", "train.py:40"]
     assert "second" not in found.text
     late = told("train.py:40", False), *a_pass(1), told("train.py:41", True), a_loss(3)
@@ -639,6 +641,19 @@ def test_steps_without_a_pass():
     assert found.more == ["train.py:4", "the step: train.py:9"]
 
 
+def test_averaged_by_hand():
+    """Without DDP: the calls after backward(), which may leave out some."""
+
+    def unwrap(each):
+        for _, note in each[Step]:
+            note.averaged[:], note.made["wrapped"][:] = [], []
+
+    call = 0, Collective("all_reduce", "train.py:8", "", False)
+    found = averaging(*a_pass(1, is_ddp=False), a_loss(3), call, change=unwrap)
+    assert found.more[1:] == ["this all_reduce is after backward(): train.py:8"]
+    assert found.remedy.startswith("average the gradients of all parameters")
+
+
 def test_parameters_outside_of_ddp():
     """All that are not averaged, or some of them."""
 
@@ -649,6 +664,7 @@ def test_parameters_outside_of_ddp():
     found = averaging(*a_pass(1), a_loss(3), change=add_name)
     assert "DDP does not average head.v: not in it" in found.text
     assert found.remedy.startswith("wrap all that is trained")
+    assert found.section.endswith("#model")
 
     def rename(each):
         for _, note in each[Step]:
@@ -748,7 +764,7 @@ def test_calls_that_are_not_differentiated():
 
 def test_other_values_of_the_same_loss():
     """What is right in the loss, but is not one process's: inside of a model, or after the loss. A
-    number that is only logged is not."""
+    number that is only logged is not, nor are gradients in another form."""
 
     def found(make, *values, **about):
         return blamed(*processes(make, *values, **about))
@@ -758,6 +774,7 @@ def test_other_values_of_the_same_loss():
     after = found(lambda x: [right, seen(6, "mul", x)], OTHER)
     assert (after.line, after.advice, after.verdict) == ("train.py:6", "same loss", "WRONG")
     assert after.text.endswith("on the ranks: but the loss is the same")
+    assert found(lambda x: [right, seen(6, "flatten", x)], OTHER) is None
     inside = found(lambda x: [seen(1, "mul", x, model=0), right], OTHER)
     assert inside.line == "train.py:1"
     alone = found(lambda x: [seen(1, "mul", x)], OTHER)
@@ -852,6 +869,8 @@ if rank == 0 and count > 4:
 if rank == 0 and loss.item() > 3:
     x = clamp(x)
 x = clamp(x)
+if good:
+    x = clamp(x)
 """
 
 
@@ -869,8 +888,10 @@ def decided(line, x, is_alone, made_from=(4,), step=0, by_gradient=False, called
     return [*[clamp, more] * is_alone, value, loss(6, x, made_from=[5])]
 
 
-def of_decision(*words, values=ALIKE, variables=([{}],) * 3, **about):
-    is_alone = False, True, False
+ALONE = False, True, False
+
+
+def of_decision(*words, values=ALIKE, variables=([{}],) * 3, is_alone=ALONE, **about):
     both = processes(
         lambda x, here: decided(*words, x, here, **about), values, is_alone, variables=variables
     )
@@ -890,6 +911,8 @@ def test_decisions(branches):
     (found,) = of_decision(f"{branches}:6", variables=[[{"count": n}] for n in (8, 5, 5)])
     assert "count is 8 on one process, 5, 5 on the ranks" in found.more[1]
     assert of_decision(f"{branches}:9")  # of no `if` in this file
+    assert of_decision(f"{branches}:11")  # which may be of one rank's own
+    assert not of_decision(f"{branches}:11", is_alone=(False, True, True))
 
 
 def test_lines_of_one_rank_that_decide_nothing(branches):
@@ -985,7 +1008,7 @@ def test_steps_before_other_samples():
     both = losses_of(ALIKE, (1.0, 1.0), (1.2, 1.2), (1.2, 1.2))
     later = [Finding("WRONG", "samples", 1, "")]
     assert [each.verdict for each in causes_of(both, [0, 1], later)[0]] == ["look"]
-    assert causes_of(both, [0, 1], [Finding("WRONG", "samples", 0, "")])[0] == []
+    assert causes_of(both, [0, 1], [Finding("WRONG", "samples", 0, "")])[:2] == ([], 0)
 
 
 # ---- in words
@@ -1057,8 +1080,9 @@ def test_lines_that_set_a_buffer():
     def first(x):
         return seen(1, "mul", x, called_at="train.py:30")
 
-    def of_line(x):
-        return [first(x), seen(2, "copy", x, made_from=[1], line="train.py:8")]
+    def of_line(x):  # which also has what is one process's
+        right = seen(0, "zeros", ONE, line="train.py:8")
+        return [right, first(x), seen(2, "copy", x, made_from=[1], line="train.py:8")]
 
     shapes = "other numbers, of shape (8, 6) on one process, (4, 6), (4, 6) on the ranks"
     expected = [f"from train.py:1  [mul]: {shapes}", "called at train.py:30"]

@@ -19,6 +19,7 @@ from ddp_check.compare.fits import relative
 from ddp_check.compare.judge import judge
 from ddp_check.compare.kinds import misfits, noise_of, paired
 from ddp_check.compare.numbers import Variables, scores, uneven_draws
+from ddp_check.compare.parted import averaged, averages_weights, parted_weights
 from ddp_check.notes import (
     Averages,
     Batch,
@@ -175,6 +176,18 @@ def test_parameters_of_one_side():
     ]
     mine, theirs = [notes(step_of(), tensors("buffer", each)) for each in (one, more)]
     assert not found_in(mine, mine, theirs)
+    parts = gradients(one), gradients({"bias": 1.0})  # as of ZeRO
+    assert not found_in(gradients(more), *parts)
+    assert len(found_in(gradients(more | {"head": 1.0}), *parts)) == 2  # which no rank has
+
+
+def test_gradients_that_a_step_averages():
+    """Those that not all ranks have are as they were."""
+    first, second = {"w": 1.0, "bias": 1.0, "none": 1.0}, {"w": 3.0, "none": None}
+    ranks = [tensors("gradient", factors)[1] for factors in (first, second)]
+    values = averaged(dict(enumerate(ranks))).values
+    assert fits.same(values["w"], [sketch(2 * ONE)]) < 1e-6
+    assert all(values[name] is ranks[0].values[name] for name in ("bias", "none"))
 
 
 def test_noise_that_hides():
@@ -205,6 +218,42 @@ def test_lines_that_have_set_weights():
     library = "/site-packages/trainer.py:5"
     (first,) = differences(of(1.0, library=library), of(1.0), wrong).findings
     assert first.more == [f"in {library}"]
+
+
+def test_parts_of_weights():
+    """Of one process's, a rank has some under the same names as others have: as of experts."""
+
+    def is_parted(one, *ranks, averaged=()):
+        def of(found):
+            values = sketches({name: torch.full(shape, x) for name, (x, *shape) in found.items()})
+            return notes(step_of(averaged=averaged), (0, Seen("weight", LINE, "o", 0, values)))
+
+        return parted_weights(of(one), [of(found) for found in ranks]) is not None
+
+    first, second, other, gate = (1.0, 4), (2.0, 4), (3.0, 4), (5.0, 4)
+    one = {"x": first, "y": second}
+    assert is_parted(one, {"x": first}, {"x": second})
+    assert not is_parted(one, {"x": first}, {"y": second})  # as of ZeRO
+    assert not is_parted(one, {"x": first}, {"x": other})  # y is on no rank
+    assert not is_parted(one, {"x": other, "y": second}, {"x": second})  # of all on one rank
+    # Where DDP has averaged the others, these may have other numbers, if not other shapes.
+    one["gate"], ranks = gate, [{"x": other, "gate": gate}] * 2
+    assert is_parted(one, *ranks, averaged=["gate"]) and not is_parted(one, *ranks)
+    ranks[1] = {"x": (3.0, 5), "gate": gate}
+    assert not is_parted(one, *ranks, averaged=["gate"])
+
+
+def test_weights_that_are_averaged():
+    """Between steps, near a call that reduces; if all are, and not a single one of several."""
+
+    def line_of(*lines, reduces="train.py:20"):
+        set_at = {0: {"a": "", "b": ""}, 1: dict(zip("ab", lines))}
+        call = Collective("all_reduce", reduces, "", False)
+        return averages_weights(notes((0, call)), set_at)
+
+    assert line_of("train.py:22", "train.py:25") == "train.py:22"
+    assert line_of("train.py:22", "") == "" == line_of("train.py:26", "train.py:26")
+    assert line_of("other.py:22", "other.py:22") == "" == line_of("?", "?", reduces="?")
 
 
 def test_who_has_loaded_an_optimizer():
@@ -882,17 +931,20 @@ def test_ranks_that_get_weights():
     """Of a rank that makes no step, but receives a broadcast after each of another's: nothing of it
     can be compared; not of one broadcast before all steps."""
 
-    def end(*steps, name="broadcast", line="train.py:20", averaged=()):
+    def end(*steps, name="broadcast", line="train.py:20", averaged=(), order=(0, 1)):
         sent = [(step, Collective(name, line, "", False)) for step in steps]
         own = Collective("broadcast", "train.py:20", "", False)
         ranks = [notes(*step_notes(), *sent), notes((0, own), end=LOST)]
         ranks[0][Step][0][1].averaged.extend(averaged)
-        counts, ends = [4, 4, 0], ["its end", "its end", LOST]
-        return about_ends(notes(*step_notes()), ranks, counts, ends)
+        counts, ends = [4, 0], ["its end", LOST]
+        ranks, counts, ends = [[each[n] for n in order] for each in (ranks, counts, ends)]
+        return about_ends(notes(*step_notes()), ranks, [4, *counts], ["its end", *ends])
 
     found = end(0, 1, 2)
     assert (found.verdict, found.line) == ("look", "train.py:9") and "[1] make no" in found.text
     assert found.more[1].startswith("rank 1: 0 steps")
+    found = end(0, 1, order=(1, 0))
+    assert found.line == "train.py:9" and "[0] make no" in found.text
     assert end(0).verdict == end(0, 1, name="reduce").verdict == "WRONG"
     assert end(0, 1, line="train.py:21").verdict == "WRONG"
     assert end(0, 1, averaged=["w"]).verdict == "WRONG"  # by DDP: rank 1 was to make steps

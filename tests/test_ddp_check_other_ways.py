@@ -373,9 +373,9 @@ sampler = Batches()
 loader, model = DataLoader(data, batch_sampler=sampler), DDP(net)
 {SGD}
 for epoch in range(3):
-    sampler.epoch = epoch
     if rank == 0:
         len(loader)
+    sampler.epoch = epoch
     for x, y in loader:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()

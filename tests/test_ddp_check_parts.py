@@ -489,7 +489,7 @@ def test_a_file_of_several(modes, verdict):
     assert [found.verdict for found in Files().find(None, ranks)] == [verdict]
 
 
-def test_shares_of_a_test_set():
+def test_shares_of_a_test_set(tmp_path):
     """A sample that is on no rank is a look."""
     key = ("train.py:9", "test", 0)
 
@@ -501,10 +501,14 @@ def test_shares_of_a_test_set():
     for first, verdicts in ([0, 2, 4], ["ok"]), ([0, 2], ["look"]):
         result = judge(of([0, 1, 2, 3, 4]), [of(first), of([1, 3])], TOLERANCE)
         assert rule(result, "test set") == verdicts
+    one, file = of([0, 1, 2, 3, 4]), tmp_path / "data.py"
+    file.write_text("part = names[rank::world]\n")
     for sizes, verdicts in ((3, 2), ["ok"]), ((2, 2), ["look"]):  # of datasets of a share each
         ranks = [of(range(size), size) for size in sizes]
-        result = judge(of([0, 1, 2, 3, 4]), ranks, TOLERANCE)
-        assert rule(result, "test set") == verdicts
+        ranks[0].of[Said] = [(0, Said("file", str(file)))]
+        assert rule(judge(one, ranks, TOLERANCE), "test set") == verdicts
+    line = f"a share by the rank: {file}:1: part = names[rank::world]"
+    assert below(one, ranks, "test set") == [line]
 
 
 def test_uneven_batch():
@@ -596,32 +600,37 @@ def test_other_places():
 
 
 @pytest.mark.parametrize(
-    ("wrapped", "gradients", "verdict"),
+    ("wrapped", "gradients", "verdict", "words"),
     [
-        (0, (1, 1.1), "WRONG"),
-        (2, (1, 1.1), "look"),
-        (2, (1, 1), "WRONG"),  # averaged by hand
-        (2, (0, 0), "look"),
+        (0, (1, 1.1), "WRONG", "drawn after DDP has sent rank 0's: it averages gradients only"),
+        (2, (1, 1.1), "look", "and DDP does not send it"),
+        (2, (1, 1), "WRONG", "which no rank sends, but the gradients of all ranks"),  # by hand
+        (2, (0, 0), "look", "and DDP does not send it"),
     ],
 )
-def test_weights_of_a_rank(wrapped, gradients, verdict):
+def test_weights_of_a_rank(wrapped, gradients, verdict, words):
     """Those that each rank has drawn are WRONG where their gradients are averaged in this step; a
     DDP that wraps them later sends rank 0's."""
 
     def of(state, factor):
-        about = {"chooses": False, "in_module": False, "seeded": None}
+        about = {"chooses": False, "in_module": False, "seeded": "train.py:2"}
         found = [(0, Seen("own", "train.py:3", "torch", 0, {"state": state}, about=about))]
         for step, note in step_notes([gradients[state - 1]] * 4):
             if isinstance(note, Step):
                 note.averaged.extend(["w"] * (step >= wrapped))
-                values = {"w": sketch(ONE * (factor if step < 2 else 1))}
-                found.append((step, Seen("weight", "train.py:9", "optimizer 0", step, values)))
+                weight = sketch(ONE * (factor if step < 2 else 1))
+                about, values = {"w": "train.py:4", "train.py:4": "train.py:30"}, {"w": weight}
+                if step >= wrapped:  # another is not averaged
+                    values = {"v": weight, **values}
+                found.append((step, Seen("weight", "train.py:9", "o", step, values, about=about)))
             found.append((step, note))
         return notes(*found)
 
     ranks = [of(1, 1.0), of(2, 1 - 1e-6)]
     (found,) = state_rules.OtherWeights().drawn(ranks)
     assert found.verdict == verdict, found
+    assert found.text == f"w has each rank's own random numbers, {words}"
+    assert found.more == ["called at train.py:30", "seeded at train.py:2"]
 
 
 @pytest.mark.parametrize(

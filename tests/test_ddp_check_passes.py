@@ -23,7 +23,19 @@ from ddp_check.compare.samples import (
     training_passes,
 )
 from ddp_check.compare.starts import loaders_by_process, other_options
-from ddp_check.notes import Batch, Collective, Cut, Drawn, End, Pass, PassEnd, Said, Seen, Step
+from ddp_check.notes import (
+    OWN_GENERATOR,
+    Batch,
+    Collective,
+    Cut,
+    Drawn,
+    End,
+    Pass,
+    PassEnd,
+    Said,
+    Seen,
+    Step,
+)
 from ddp_check.runs import Options
 from ddp_check.sketch import summary
 
@@ -304,11 +316,16 @@ def test_samples_on_no_rank():
     found = other_samples(*COPIES)
     assert found.remedy == "the same dataset, split and order on all ranks" and not found.advice
     assert other_samples(*COPIES, has_share=False).remedy == SHARE["remedy"]
+    drawn = other_samples(*COPIES, said=[(0, Said("own order", "train.py:7"))])
+    assert drawn.more == ["its order is drawn at train.py:7"]
 
 
-def test_samples_of_another_dataset():
-    """Nothing can be compared with a dataset of each rank's share."""
-    found = other_samples(([0, 1], [2, 3]), ([0, 1], [2, 3]), sizes=(8, 4))
+def test_samples_of_another_dataset(tmp_path):
+    """Nothing can be compared with a dataset of each rank's share, whose line is named."""
+    (tmp_path / "own.py").write_text("part = files[rank::world]\n")
+    said = [(0, Said("file", f"{tmp_path}/own.py"))]
+    found = other_samples(([0, 1], [2, 3]), ([0, 1], [2, 3]), said=said, sizes=(8, 4))
+    assert found.more == [f"a share by the rank: {tmp_path}/own.py:1: part = files[rank::world]"]
     assert found.text == (
         "its dataset has 8 samples on one process, [4, 4] on the ranks, as one that takes its "
         "share itself: nothing can be compared"
@@ -353,6 +370,7 @@ def test_shares_that_overlap():
     assert found.verdict == "WRONG" and found.text.endswith(
         "and in the pass so far, 8 are on several: no shares of one order"
     )
+    assert other_samples(*SLICES, one=ORDER, draws=True).verdict == "WRONG"
     assert other_samples(*SLICES, one=ORDER, has_share=False).verdict == "look"
     assert other_samples(*SLICES, one=ORDER, sampler=EVEN).verdict == "look"
     twice = [*ORDER[:7], ORDER[0]]  # as of repeated augmentation
@@ -390,6 +408,8 @@ def test_shares_of_a_pass():
     assert not are_shares(first, two_left, **whole)
     assert are_shares(first, two_left, sizes=(8, 8))  # the others may be still to come
     assert are_shares(first, two_left, ends=True, sizes=(9, 9))  # as of drop_last
+    again = {"one": (FIRST, SECOND, FIRST), "sizes": (8, 8)}  # as of a batch sampler: other shares
+    assert are_shares((*first, second[0]), (*second, first[0]), **again)
     tests = a_pass(FIRST, SECOND, line="train.py:9", trains=False)  # a test set is on both
     assert are_shares(first, second, said=tests)
 
@@ -556,6 +576,14 @@ def test_order_of_one_process():
     assert order(fixed, one=epochs(LONG, [], has_epochs=False)) is None  # it ends before
 
 
+def test_order_of_another_optimizer():
+    """As in a sweep over rates: a look."""
+    steps = [(n, Step((n // 10, n), LINE, [], {}, [], [], {}, {})) for n in (0, 1, 10, 11)]
+    (found,) = order(epochs(LONG, LONG) + steps)
+    assert found.verdict == "look"
+    assert found.text.endswith("with which another optimizer trains: intended?")
+
+
 def test_order_of_a_first_look():
     """A batch that is looked at before the first epoch is not one of an epoch before."""
     looked = a_pass([3, 1, 0, 2, 7]), a_pass([3, 1, 0, 2, 7], [5, 6, 4], number=1, start=1)
@@ -589,7 +617,9 @@ def test_iterators_of_two_functions(tmp_path):
     def of(first, second):
         return order(a_pass(*LONG, line=first) + a_pass(*LONG, line=second, start=5))
 
-    assert of(lines[0], lines[1]) is None and verdicts(of(lines[1], lines[2])) == ["WRONG"]
+    (found,) = of(lines[1], lines[2])
+    assert found.verdict == "WRONG" and of(lines[0], lines[1]) is None
+    assert found.more == [f"the earlier one: {lines[1]}: batches = iter(loader)"]
 
 
 def test_empty_batch():
@@ -620,17 +650,17 @@ def test_first_batch_of_each_pass():
 def test_loaders_of_one_order():
     """Of loaders that are made for each epoch: those that train, and shuffle."""
 
-    def of(*batches, loaders=("loader 0 of train.py:3", "loader 1 of train.py:3"), **about):
-        about = {"ends": True, "has_epochs": False} | about
-        found = [
-            a_pass(*batches, loader=loader, number=loaders[:n].count(loader), start=9 * n, **about)
-            for n, loader in enumerate(loaders)
-        ]
-        return order(found[0] + found[1])
+    def of(*batches, second=(), loaders=(LOADER, "loader 1 of train.py:3"), **about):
+        about, found = {"ends": True, "has_epochs": False} | about, []
+        for n, loader in enumerate(loaders):
+            about["number"] = loaders[:n].count(loader)
+            found += a_pass(*(n and second or batches), loader=loader, start=9 * n, **about)
+        return order(found)
 
     (found,) = of(*LONG, made="train.py:7")
     assert found.verdict == "look" and found.more == ["its sampler: train.py:7"]
     assert of(*LONG)[0].more == []
+    assert of(*LONG, second=LONG[::-1]) is None
     assert of(*LONG, trains=False) is None and of([0, 1, 2], [3, 4, 5]) is None
     assert of(*LONG, loaders=[LOADER, LOADER]) is None  # in a fixed order on one process, too
 
@@ -712,7 +742,8 @@ def test_stream_on_all_ranks():
 
 def test_counts(tmp_path):
     """Of what a test compares, and that only grows, in some steps; not in very few of them."""
-    (tmp_path / "loop.py").write_text("step()\nif seen > 9:\n    stop()\n")
+    for name, test in ("loop.py", "seen > 9"), ("turns.py", "seen % 8 == 0"):
+        (tmp_path / name).write_text(f"step()\nif {test}:\n    stop()\n")
 
     def found(one, of_rank, file="loop.py", steps=5, times=range(5), said=()):
         def of(rows, steps=5):
@@ -725,6 +756,7 @@ def test_counts(tmp_path):
 
     assert found(4, 2) == ["look"] == found(4, 2, steps=4) == found(4, 8)
     assert found(4, 2, "other.py") is None and found(4, 8, "other.py") is None
+    assert found(4, 8, "turns.py") == ["look"]  # it may pass by a multiple
     assert found(4, 4) == [] == found(4, 1)
     assert found(4, 2, steps=3) is None and found(4, 2, times=[0, 1, 2, 3, 0]) is None
     assert found(4, 2, times=[0, 0, 1, 1, 2]) == ["look"]
@@ -761,6 +793,29 @@ def test_orders_that_are_sent(each):
 
     assert Splits().find(None, [of(4), of(5)]) == []
     assert verdicts(Splits().find(None, [of(4, False), of(5, False)])) == ["look"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "verdict"),
+    [
+        (([1, 1], [1, 2], [2, 3]), OWN_GENERATOR, None),
+        (([1, 1], [1, 2], [2, 3]), "torch", ["look"]),
+        (([1, 1], [4, 2], [4, 4]), OWN_GENERATOR, ["look"]),  # of which the others have not all
+        (([2], [1], [3]), OWN_GENERATOR, ["look"]),  # as many as the others
+    ],
+)
+def test_orders_that_one_rank_draws_more_of(ranks, name, verdict):
+    """The same, by a generator of its own, as where rank 0 alone asks a sampler for its length."""
+
+    def of(*states_of_steps):
+        found = step_notes([1] * 8)
+        for step, states in enumerate(states_of_steps):
+            for n, state in enumerate(states):
+                seen = draw("split", state, step=step)[1]
+                found.append((step, replace(seen, name=name, number=n)))
+        return notes(*found)
+
+    assert verdicts(Splits().find(None, [of(*ranks), of([1], [2], [3])])) == verdict
 
 
 def test_orders_of_fewer_steps():

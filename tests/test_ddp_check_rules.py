@@ -17,6 +17,7 @@ from ddp_check.notes import (
     PassEnd,
     Printed,
     Seen,
+    Step,
 )
 from ddp_check.script import UNKNOWN
 from ddp_check.sketch import sketch, sketches, summary
@@ -67,7 +68,8 @@ def test_files_of_all_ranks(path, line, found):
 
 def test_the_worst_file_is_named():
     """One that is made anew by each, before one that each adds to."""
-    files = [File("created", "log", "train.py:1", "a"), File("created", "out", "train.py:2", "w")]
+    modes = enumerate(["a", "w", "a"])
+    files = [File("created", f"out.{mode}{n}", f"train.py:{1 + n}", mode) for n, mode in modes]
     (found,) = Files().find(None, [notes(*[(0, file) for file in files])] * 2)
     assert found.verdict == "WRONG" and found.line == "train.py:2"
 
@@ -92,12 +94,12 @@ GATHER = Collective("all_gather", "train.py:11", "", False)
 REDUCE = Collective("all_reduce", "train.py:12", "", False)
 
 
-def evaluation(indices, call=None, ends=True, size=4, has_share=False):
+def evaluation(indices, call=None, ends=True, size=4, has_share=False, key=KEY):
     """Of one pass, after the training."""
-    found = [*step_notes(), (3, Pass(KEY, "test", "Own", has_share, size, False, 4))]
+    found = [*step_notes(), (3, Pass(key, "test", "Own", has_share, size, False, 4))]
     if indices:
-        found.append((3, Batch(KEY, 0, indices, len(indices), 1, False)))
-    found += [(3, PassEnd(KEY, 1))] * ends + ([(3, call)] if call else [])
+        found.append((3, Batch(key, 0, indices, len(indices), 1, False)))
+    found += [(3, PassEnd(key, 1))] * ends + ([(3, call)] if call else [])
     return notes(*found)
 
 
@@ -129,6 +131,16 @@ def test_shares_of_evaluations():
     assert text == "5 samples on all ranks, of 4: Own repeats some, which count twice"
     dropped = Collective("gather_for_metrics", "train.py:11", "", False)
     assert of([0, 2, 3], [1, 3], dropped) == [] == of([0, 2, 3], [1, 3], has_share=False)
+
+
+def test_loader_of_an_evaluation(tmp_path):
+    """It is said where that is made whose sampler repeats samples."""
+    (tmp_path / "loaders.py").write_text("loader = DataLoader(data)\n")
+    place, ids = f"{tmp_path}/loaders.py:1", ([0, 1, 2, 3], [0, 2, 3], [1, 3])
+    key = "train.py:9", f"loader 0 of {place}", 0
+    one, *ranks = [evaluation(of, has_share=True, key=key) for of in ids]
+    (found,) = score_rules.TestSamples().find(one, ranks)
+    assert found.more == [f"its loader: {place}: loader = DataLoader(data)"]
 
 
 def test_evaluations_of_one_side():
@@ -176,6 +188,27 @@ def test_who_has_other_weights():
     assert find(right, wrong) == "and rank 0's does not: right if only rank 0 uses it"
     assert find(wrong, wrong).startswith("but is alike on all ranks")
     assert find(wrong, right) == ""
+    assert state_rules.OtherWeights().find(right, [right, right]) == []
+    assert state_rules.OtherWeights().find(notes(), [right, right]) is None
+
+
+def test_lines_that_set_other_weights(tmp_path):
+    """Who has called them, and the numbers in them."""
+    (tmp_path / "teacher.py").write_text("teacher.mul_(decay)\nupdate()\n")
+    first, second = [f"{tmp_path}/teacher.py:{n}" for n in (1, 2)]
+
+    def of(decay):
+        found = notes(*step_notes(), kept("other", w=ONE * decay))
+        for _, note in found[Step]:
+            note.variables["decay"] = decay
+        found.seen("other")[0][1].about = {"w": first, first: second}
+        return found
+
+    (found,) = state_rules.OtherWeights().find(of(0.8), [of(0.4)] * 2)
+    assert found.line == first and found.more == [
+        f"called at {second}: update()",
+        f"{first}: decay is 0.8 on one process, 0.4, 0.4 on the ranks",
+    ]
 
 
 def test_draws_before_weights():

@@ -25,9 +25,9 @@ def batch(order, line="train.py:1", trains=True, step=0):
 
 def test_rows_of_inputs():
     """Of all passes with the second batch, but for what has no rows."""
+    others = inputs(1, torch.tensor(1.0)), inputs(1, None, X)
 
     def of(*rows, batches=3):
-        others = inputs(1, torch.tensor(1.0)), inputs(1, None, X)
         second = [inputs(1, X[:n]) for n in rows]
         looks = batch([0], "train.py:9"), inputs(0, X)
         found = *looks, batch([0]), inputs(0, X[:1]), batch([1]), *second, *others, batch([2])
@@ -36,7 +36,9 @@ def test_rows_of_inputs():
     assert rows_of_inputs(of(8), [of(4), of(2)]) == (8, 6)
     assert rows_of_inputs(of(8, 8), [of(4, 4), of(0)]) == (16, 8)
     assert rows_of_inputs(of(8), [of(4), of(4, batches=2)]) == (0, 0)
-    first, second = [notes(*at, inputs(1, X[:n])) for at, n in (([batch([0])], 8), ([], 4))]
+    found = inputs(0, X), *others
+    first = notes(batch([0]), *found, inputs(1, X))
+    second = notes(*found, inputs(1, X[:4]))
     assert rows_of_inputs(first, [first, second]) == (8, 12)  # by steps, as one has no loader
 
 
