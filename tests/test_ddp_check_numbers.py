@@ -625,7 +625,7 @@ def test_draws_of_steps_that_not_all_make():
 
 def test_counts_that_begin_later(tmp_path):
     """A number that the first step has not is no count; of one, it is said where it grows."""
-    (tmp_path / "count.py").write_text("seen = 0\nseen += rows\n")
+    (tmp_path / "count.py").write_text("seen = 0\nseen += 8\n")
     file = str(tmp_path / "count.py")
 
     def of(rows):

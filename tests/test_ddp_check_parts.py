@@ -55,7 +55,13 @@ from ddp_check.runs import NothingCompared, Options
 from ddp_check.seen import held
 from ddp_check.seen import steps as seen_steps
 from ddp_check.sketch import sketch, sketches, summary
-from ddp_check.text import divisions_behind, sets_in_order, shares_in
+from ddp_check.text import (
+    branch_of,
+    divisions_behind,
+    parameters_in,
+    sets_in_order,
+    shares_in,
+)
 
 TOLERANCE = 3e-4
 
@@ -85,6 +91,25 @@ def test_objects():
     found = sketching.opened([argparse.Namespace(inner=inner, layer=layer), 3, [0] * 2000])
     assert found == [{"inner": {"x": tensor, "all": None}, "layer": layer}, 3, [0] * 2000]
     assert sketching.opened(layer) is layer
+
+
+def test_trees():
+    """Arrays are tensors; a tree of each sample's tensors becomes a row, but not a batch's own, nor
+    what has no tensors."""
+    array, text = sketching.as_tensors({"all": [np.ones(2), "text"]})["all"]
+    assert torch.is_tensor(array) and text == "text"
+    boxes, batch = [{"boxes": torch.ones(n, 4)} for n in (1, 4)], [torch.ones(2, 3), torch.ones(2)]
+    found = sketching.by_sample({"boxes": boxes}, 2)["boxes"]
+    assert found.tolist() == [[4, 2], [16, 4]]
+    assert sketching.by_sample(batch, 2) == batch and sketching.by_sample(boxes, 3) == boxes
+    assert sketching.by_sample(["a", "b"], 2) == ["a", "b"]
+
+
+def test_rows_of_a_long_batch():
+    """They are noted, unlike those of many columns."""
+    rows = summary(torch.ones(sketching.MANY_COLUMNS + 1, 2)).rows
+    assert len(rows[0][0]) == sketching.MANY_COLUMNS + 1 and rows[1]
+    assert summary(torch.ones(2, sketching.MANY_COLUMNS + 1)).rows[1] is None
 
 
 def test_sketches_of_several():
@@ -853,7 +878,8 @@ def test_orders_that_part():
 def test_samplers(tmp_path):
     """Below samples that no rank has: where the sampler is made, or gives them, or its list."""
     file = tmp_path / "loaders.py"
-    file.write_text("share = drawn[rank::2]\nloader = DataLoader(data, 2, sampler=share)\n")
+    words = "sampler=share, batch_sampler=None, collate_fn=join"
+    file.write_text(f"share = drawn[rank::2]\nloader = DataLoader(data, 2, {words})\n")
     key = ("train.py:1", f"loader 0 of {file}:2", 0)
 
     def of(made, *indices):
@@ -876,6 +902,19 @@ def test_a_crash_of_one_rank(tmp_path):
     ends = [Notes(tmp_path, "all", rank).end() for rank in range(2)]
     assert ends[0] == "cut off" and "a crash at " in ends[1], ends
     assert "train.py:2: ctypes.string_at(0)" in ends[1]
+
+
+def test_how_a_process_is_stopped(tmp_path):
+    """Where it was, if that is known, for how long, and the flag for more."""
+    ends = [Notes(tmp_path, "all", 0)]
+    (tmp_path / "all.0.where").write_text("1 < train.py:2 < train.py:7")
+    ends += [Notes(tmp_path, "all", 0) for _ in range(2)]
+    ends[2].stopped = "nothing new for 60 s", "--wait 300"
+    assert [each.end() for each in ends] == [
+        "cut off",
+        "cut off at train.py:2 < train.py:7",
+        "stopped: nothing new for 60 s at train.py:2 < train.py:7; --wait 300",
+    ]
 
 
 def test_calls_in_two_branches(tmp_path, monkeypatch):
@@ -935,16 +974,31 @@ def score(model):
     total = sum(model); save(folder / "w", folder / f"{total}", root_dir / name)
     return total / len(model)
 print(score([1, 2]))
+for name in names - {"a"}: print(name)
+if dist.get_rank() == 0: print(names)
+scale = nn.Parameter(ones)
+self.scale = nn.Parameter(ones)
+shift = torch.zeros(3, requires_grad=True)
+fixed = torch.zeros(3, requires_grad=False, pin_memory=True)
 """
 
 
 def test_lines_that_are_named(tmp_path):
-    """Those that use a set's order, take a share by the rank, or divide."""
+    """Those that use a set's order, take a share by the rank, divide, or make a parameter of no
+    module."""
     (tmp_path / "named.py").write_text(CODE)
     file = str(tmp_path / "named.py")
-    assert sets_in_order(file) == [f"{file}:3"]
+    assert sets_in_order(file) == [f"{file}:3", f"{file}:11"]
     assert shares_in(file) == [f"{file}:5", f"{file}:6"]
     assert divisions_behind(f"{file}:10", [file]) == [f"{file}:9"]
+    assert parameters_in(file) == [f"{file}:13", f"{file}:15"]
+
+
+def test_branches_by_a_jump(tmp_path):
+    """An `if` before a line decides on it, if it leaves the loop's turn."""
+    text = "if skip:\n        continue\n    if logs:\n        log()\n    step()\n"
+    (tmp_path / "jump.py").write_text(f"for x in loader:\n    {text}")
+    assert branch_of(f"{tmp_path}/jump.py:6") == f"{tmp_path}/jump.py:2"
 
 
 def test_score_of_repeated_samples():
@@ -1120,6 +1174,8 @@ FLAGS = """
 parser.add_argument("config")
 parser.add_argument("--batch-size", type=int)
 parser.add_argument("-b", "--mini-batch", dest="bs")
+parser.add_argument(*words)
+run("--train-batch-size")
 """
 
 
