@@ -252,6 +252,7 @@ def test_rule_that_fails(monkeypatch, capsys):
     found = judge(right, [right, right], TOLERANCE).findings
     (failed,) = [f for f in found if "ZeroDivisionError" in f.text]
     assert failed.verdict == "not seen" and failed.what == RULES[0].name
+    assert "Traceback" in capsys.readouterr().err
     assert {f.what for f in found} >= {rule.name for rule in RULES}
 
 
@@ -298,12 +299,18 @@ def setting(rate, steps=range(4)):
 
 
 def test_other_samples():
-    """A look, unless gradients differ, which follow from them."""
+    """A look, unless gradients differ, which follow from them; or where noise hides these, and the
+    losses do not differ, either."""
     ranks = [training(share, extra=setting(0.1)) for share in OTHERS]
     assert judged(training(WHOLE, extra=setting(0.1)), *ranks)[0] == {"samples": "look"}
     found, result = judged(training(WHOLE), *[training(share, [2] * 4) for share in OTHERS])
     assert found == {"samples": "WRONG"}
     assert "so step 1: gradient" in " ".join(result.of("WRONG")[0].more)
+    ranks = [training(share) for share in OTHERS]
+    for _, note in ranks[0][Step]:
+        note.averaged.append("w")
+    again = training(WHOLE, [1.1] * 4)
+    assert judged(training(WHOLE), *ranks, again=again)[0] == {"samples": "look"}
 
 
 def test_passes_of_other_lengths():
@@ -311,11 +318,17 @@ def test_passes_of_other_lengths():
     makes of the lengths is a look in the first case alone."""
     later = [1, 1, 1, 2]
 
-    def of(ended, rate, shares=WHOLE, factors=later):
-        return training(shares, factors, ended, setting(rate, [0]), ended)
+    def of(ended, rate, shares=WHOLE, factors=later, more=()):
+        return training(shares, factors, ended, [*setting(rate, [0]), *more], ended)
 
-    ranks = [of(3, 0.2, share[:3], [1, 1, 1, 1]) for share in SHARES]
-    found, result = judged(of(4, 0.1), *ranks)
+    def of_next_pass(*indices):  # whose samples are no finding of their own
+        key = (*PASS_KEY[:2], 1)
+        found = [(4, Pass(key, "loader", "Own", False, 64, False, None))]
+        ids = list(indices)
+        return found + [(4 + n, Batch(key, n, ids, len(ids), 9)) for n in range(2)]
+
+    ranks = [of(3, 0.2, share[:3], [1] * 4, of_next_pass(8 + n)) for n, share in enumerate(SHARES)]
+    found, result = judged(of(4, 0.1, more=of_next_pass(0, 1)), *ranks)
     assert found == {"epoch": "look", "setting": "look"}
     assert "later steps are not compared" in result.of("look")[0].text
     ranks = [of(2, 0.2, share[:2], [1, 1, 1, 1]) for share in SHARES]
@@ -380,6 +393,32 @@ def test_a_schedule_planned_from_the_batch_size(steps, rate, verdict):
     assert judged(one, *ranks, scaled={"loader": "train.py:1"})[0] == {"setting": "WRONG"}
 
 
+def test_an_end_that_is_planned():
+    """Where one process plans more steps from its batch size, its schedule and its end are looks,
+    whatever else is WRONG; not after an error, nor where it makes fewer, or has flags of its
+    own."""
+
+    def verdicts(first, then, rates=(0.1, 0.3), end="its end", factor=1.0, planned=None, **known):
+        both = []
+        for count, rate, by in zip((first, then), rates, (1.0, factor)):
+            steps = step_notes([by] * count)
+            for _, note in steps[::2]:
+                note.variables["planned"] = count if planned else 0
+            both.append(notes(*steps, *setting(rate, range(count)), end=end))
+        known = {"scaled": {"loader": "train.py:1"}} | known
+        found, result = judged(both[0], *[both[1]] * 2, **known)
+        texts = [f.text for f in result.findings if f.what in ("setting", "end")]
+        assert [text.count("by --one") for text in texts] == [found["end"] == "look"] * 2
+        return found
+
+    looks = {"setting": "look", "end": "look"}
+    wrong = dict.fromkeys(looks, "WRONG")
+    assert verdicts(4, 3) == looks == verdicts(4, 2, planned=True)
+    assert verdicts(4, 3, factor=1.5) == looks | {"gradient": "WRONG"}
+    assert verdicts(3, 4) == wrong == verdicts(4, 3, own_flags=True) == verdicts(4, 3, scaled={})
+    assert verdicts(4, 3, end="ValueError at train.py:7") == wrong
+
+
 def test_lost():
     """What cannot be compared any more is not told, such as attributes and printed numbers, nor the
     end or a length that follows; a rate is a look."""
@@ -428,32 +467,43 @@ def test_differences_after_an_uneven_batch():
     assert found == {"gradient": "WRONG"} and result.of("WRONG")[0].step == 2
 
 
-def test_another_split():
-    """Of the dataset: the line that has made it is below the samples that differ."""
+def test_another_split(tmp_path):
+    """Of the dataset: the line that has made it is below the samples that differ, and its
+    numbers."""
+    (tmp_path / "split.py").write_text("data = data * 2\npart = Subset(data, range(few))\n")
+    file = f"{tmp_path}/split.py"
 
     def of(shares, factor):
         about = {"model": None}
         found = [
-            (0, Seen("value", f"train.py:{n}", name, 0, {0: summary(ONE * factor)}, n, about=about))
-            for n, name in ((2, "Subset"), (3, "mul"))
+            (0, Seen("value", f"{file}:{n}", name, 0, {0: summary(ONE * factor)}, n, about=about))
+            for n, name in ((1, "mul"), (2, "Subset"))
         ]
-        return training(shares, extra=found)
+        made = training(shares, extra=found)
+        made[Step][0][1].variables["few"] = factor
+        return made
 
     _, result = judged(of(WHOLE, 1), *[of(share, 3) for share in OTHERS])
-    assert [text[:10] for text in result.of("look")[0].more if "train.py" in text] == ["train.py:2"]
+    first, second = [text for text in result.of("look")[0].more if file in text]
+    assert first.startswith(f"{file}:2: part = Subset(data, range(few))  [Subset]: other numbers")
+    assert second == f"{file}:2: few is 1 on one process, 3, 3 on the ranks"
 
 
 def test_buffers_before_gradients():
-    """A buffer that differs before any gradient does follows from nothing."""
+    """A buffer that differs before any gradient does follows from nothing; what its line sets it to
+    is said."""
 
     def of(buffer, factor):
         values = sketches({"mean": ONE * buffer}, any_order=True)
         seen = Seen("buffer", "train.py:9", "model", 0, values, about={})
-        return notes((0, seen), *step_notes([1, 1, factor, 1]))
+        about, of_line = {"model": None}, {0: summary(ONE * buffer**2)}
+        value = Seen("value", "train.py:9", "mul", 0, of_line, 1, about=about)
+        return notes((0, value), (0, seen), *step_notes([1, 1, factor, 1]))
 
     found, result = judged(of(1, 1), *[of(2, 2)] * 2)
     assert found == {"buffer": "WRONG"} and result.lines == 3
-    assert "so step 3: gradient" in " ".join(result.of("WRONG")[0].more)
+    more = result.of("WRONG")[0].more
+    assert more[0].startswith("from train.py:9  [mul]") and "so step 3: gradient" in more[1]
     assert judged(of(1, 1), *[of(2, 1)] * 2)[1].lines == 1
 
 

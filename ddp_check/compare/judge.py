@@ -121,7 +121,6 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
     if ended and ended[0].verdict == "look":  # from then on, steps have other batches
         ended[0].text += "; later steps are not compared"
         last = ended[0].step
-        samples = [finding for finding in samples if finding.step < last]
     due = bool(lengths) and lengths[0].verdict == "look"  # so is a schedule by len(loader)
     left_out = [
         parted_weights(one, ranks),
@@ -132,7 +131,7 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
     left_out = [finding for finding in (*left_out, left_pass(one, ranks)) if finding]
     for finding in left_out[:1]:
         last = min(last, finding.step)
-        samples = [sample for sample in samples if sample.step < last]
+    samples = [sample for sample in samples if sample.step < last]
 
     def compared(notes):
         return notes.without((*VALUES, *TENSORS), lambda step: step >= last or step in uneven)
@@ -189,8 +188,6 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
     for finding in sorted(firsts, key=lambda finding: finding.step):
         known = [cause for cause in found if follows(finding, cause)]
         if known:
-            for part in known[0].text.split("; ")[1:]:  # is not said again
-                finding.text = finding.text.replace(f"; {part}", "")
             known[0].more += [f"so step {finding.step + 1}: {finding.what}: {finding.text}"]
             known[0].more += [text for text in finding.more if text not in known[0].more]
             known[0].line = known[0].line or finding.line
@@ -219,9 +216,9 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
 def due_to_plan(found, counts):
     """Where one process was given all ranks' samples, and makes more steps: by a script that plans
     its steps, and so its schedule, from the batch size of one process."""
-    both = [f for f in found if f.what in ("setting", "end") and f.verdict == "WRONG"]
-    if {f.what for f in both} == {"setting", "end"} and len(set(counts[1:])) == 1:
-        for finding in both:
+    both = [f for f in found if f.what in ("setting", "end")]
+    if len(both) == 2 and len(set(counts[1:])) == 1:
+        for finding in [f for f in both if f.verdict == "WRONG"]:
             finding.verdict = "look"
             finding.text += "; are the steps planned from one process's batch size? Then by --one"
 
@@ -235,7 +232,6 @@ def after_orders(found):
         is_batch = finding.what in ("inputs", "samples") and finding.verdict == "WRONG"
         if order and is_batch and finding.step >= order.step:
             order.more += [f"so step {finding.step + 1}: {finding.what}: {finding.text}"]
-            order.off = max(order.off, finding.off)
         else:
             rest.append(finding)
     return rest
