@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_ddp_check_parts import ONE, PARTS, TOLERANCE, notes
+from test_ddp_check_parts import ONE, PARTS, TOLERANCE, notes, rule
 
 from ddp_check.compare.causes import ADVICE, Cause, find_causes, first_behind
 from ddp_check.compare.differences import Differences
+from ddp_check.compare.judge import judge
 from ddp_check.compare.lineage import Values
 from ddp_check.compare.numbers import Variables, compare_printed
 from ddp_check.notes import (
     MANY_VALUES,
+    PASS,
     STREAM,
     Averages,
     Collective,
@@ -23,7 +25,7 @@ from ddp_check.notes import (
     Seen,
     Step,
 )
-from ddp_check.sketch import sketch, summary
+from ddp_check.sketch import sketch, sketches, summary
 
 # A value on one process, and on two ranks: of rows, and of single numbers.
 SHARES = ONE, *PARTS
@@ -293,6 +295,24 @@ def test_draws_that_are_no_share(script):
     assert found("rand", [], variables=LIMITS).advice == "share"
 
 
+@pytest.mark.parametrize(
+    ("name", "counts", "advice"),
+    [
+        ("arange", [torch.arange(8.0), torch.arange(0.0, 8, 2), torch.arange(1.0, 8, 2)], "apart"),
+        ("eye", [torch.eye(8), torch.eye(4), torch.eye(4)], "share"),
+        ("arange", [None] * 3, "share"),  # of nothing
+    ],
+)
+def test_places_of_a_share(name, counts, advice):
+    """After those that a rank counts for its share in another layout, nothing can be compared."""
+
+    def make(x, count):
+        value = seen(2, "mul", x, made_from=[1])
+        return [seen(1, name, count), value, loss(3, x.sum(), made_from=[2])]
+
+    assert blamed(*processes(make, OTHER, counts)).advice == advice
+
+
 def test_batches_are_not_drawn():
     """A batch of the script's own dataset is wrong, also after draws that are no share."""
 
@@ -463,11 +483,13 @@ def test_coupled_samples_of_the_second_model():
 def test_coupled_samples_of_an_earlier_step(inside):
     """A GAN's generator is called before its discriminator's step, and trained after it."""
 
-    def of(x, y, *between, of_model=3):
+    def of(x, y, is_apart=False):
         def make(x, y):
+            apart = [seen(0, "rand", ONE), seen(4, "mul", y, made_from=[0])]
+            of_model = 4 if is_apart else 3
             later = inputs(5, y, made_from=[of_model], step=1)
             loss_of = loss(6, y.sum(), made_from=[5], step=1)
-            return [*model(x, y, inside=inside), *between, later, loss_of]
+            return [*model(x, y, inside=inside), *apart * is_apart, later, loss_of]
 
         return blamed(*processes(make, x, y), step=1)
 
@@ -475,9 +497,27 @@ def test_coupled_samples_of_an_earlier_step(inside):
     assert (found.advice, found.verdict) == ("coupled", "look")
     assert found.line == ("train.py:2" if inside else "train.py:3")
     assert of(OTHER, OTHER).advice == "share"  # it got other inputs
-    other = seen(4, "mul", torch.ones(3, 6))
-    apart = of(SHARES, OTHER, other, of_model=4)  # made from nothing of the model
-    assert apart.line == "train.py:5" and apart.advice == "share"
+    apart = of(SHARES, OTHER, is_apart=True)  # made from nothing of the model
+    assert apart.line == "train.py:4" and apart.advice == "share"
+
+
+@pytest.mark.parametrize("last", [3, 4])
+def test_lines_of_coupled_samples(last):
+    """The first inside of the model that differs, also of a pass of an earlier step, whatever its
+    outputs are known to be made from."""
+
+    def make(x, y, step):
+        inside = [
+            seen(number, "mul", each, made_from=[before], model=1)
+            for number, each, before in ((2, x, 1), (5, y, 2), (3, x, 1), (4, y, 3))
+        ]
+        out = outputs(6, y, made_from=[last, 1])
+        into = inputs(7, y, made_from=[6], step=step)
+        return [inputs(1, x), *inside, out, into, loss(8, y.sum(), made_from=[7], step=step)]
+
+    for step in range(2):
+        found = blamed(*processes(make, SHARES, OTHER, [step] * 3), step=step)
+        assert (found.advice, found.line) == ("coupled", "train.py:4"), step
 
 
 def test_losses_in_models():
@@ -529,6 +569,10 @@ def test_passes_of_limited_size(own):
         assert (found[0].advice, found[0].verdict) == ("coupled", "look")
         assert found[0].text.endswith("Intended?") and "2, 2 on the ranks" in found[0].text
         assert verdict == ("WRONG" if own else "look") and len(found) == 1 + own
+    result = judge(
+        *processes(lambda x: passes_of(*x, **norm), [[ONE], *HALVES], own=own), TOLERANCE
+    )
+    assert own or not result.may_be_rounding  # of gradients that are as far off
     found, _ = of([ONE], *HALVES)  # without it, no value tells anything: they are of other samples
     assert [each.what for each in found] == ["averaging"] * own
 
@@ -574,6 +618,20 @@ def test_other_weights_that_no_optimizer_has():
     found, _ = cause(*processes(make, TWICE, (1.0, 1.5, 1.5), own=True)).blame()
     assert [each.what for each in found] == ["weight", "averaging"]
     assert blamed(*processes(make, TWICE, (1.0, 1.0, 1.0))).what == "loss"
+
+
+@pytest.mark.parametrize(("call", "found"), [("", ["WRONG"]), (PASS, []), ("broadcast", [])])
+def test_buffers_beside_what_may_be_intended(call, found):
+    """Each rank's own follow from no gradient, unless rank 0's are sent."""
+
+    def make(x, factor):
+        bank = sketches({"bank": ONE * factor}, any_order=True)
+        calls = [(0, Collective(call, "train.py:4", "", False))] * bool(call)
+        buffer = 0, Seen("buffer", "train.py:8", "Net", 0, bank)
+        return [*calls, seen(1, "div", x, by_gradient=True), loss(2, x, made_from=[1]), buffer]
+
+    result = judge(*processes(make, ALIKE, (1.0, 2.0, 3.0)), TOLERANCE)
+    assert rule(result, "value") == ["look"] and rule(result, "buffer") == found
 
 
 # ---- gradients that are not averaged
@@ -703,6 +761,19 @@ def test_a_fault_beside_places():
 
     assert what(of_outputs) == ("inputs", "train.py:2")
 
+    def of_a_model(x, y):  # so do its own lines
+        inside = seen(3, "mul", y, made_from=[2], model=2)
+        into = inputs(2, x, integers(y), integers=[1])
+        return [into, inside, loss(4, y.sum(), made_from=[3])]
+
+    assert what(of_a_model) == ("inputs", "train.py:2")
+
+    def of_right_outputs(x, y):  # where they are right, these are places
+        into = inputs(2, x, integers(y), integers=[1])
+        return [into, outputs(3, x, made_from=[2]), a_loss(5), seen(6, "mul", y)]
+
+    assert what(of_right_outputs) == ("value", "train.py:6")
+
     def of_places(x, y):  # so does what is made from the same integers
         ids = seen(1, "randperm", integers(y), integers=[0])
         into = inputs(2, integers(y), integers=[0], made_from=[1])
@@ -774,7 +845,7 @@ def test_other_values_of_the_same_loss():
     after = found(lambda x: [right, seen(6, "mul", x)], OTHER)
     assert (after.line, after.advice, after.verdict) == ("train.py:6", "same loss", "WRONG")
     assert after.text.endswith("on the ranks: but the loss is the same")
-    assert found(lambda x: [right, seen(6, "flatten", x)], OTHER) is None
+    assert found(lambda x: [right, seen(6, "flatten", x)], OTHER) is None  # a gradient's
     inside = found(lambda x: [seen(1, "mul", x, model=0), right], OTHER)
     assert inside.line == "train.py:1"
     alone = found(lambda x: [seen(1, "mul", x)], OTHER)
@@ -804,10 +875,12 @@ def test_clipped_gradients():
 
 def test_numbers_that_change():
     """If no value differs, numbers that do so from this step on; else these say nothing."""
-    about = {"variables": [[{"k": 1}, {"k": 1}], [{"k": 1}, {"k": 5}], [{"k": 1}, {"k": 5}]]}
+    one, rank = [[{"k": 1, "size": n}, {"k": k, "size": n}] for k, n in ((1, 8), (5, 4))]
+    about = {"variables": [one, rank, rank]}
     about["gradients"] = [(1.0, 1.0), (1.0, 1.2), (1.0, 1.2)]
     (found,), _ = cause(*processes(lambda _: [], MEAN, **about), step=1).blame()
-    assert (found.verdict, found.what) == ("look", "numbers") and "k is 1" in found.more[0]
+    assert (found.verdict, found.what) == ("look", "numbers") and len(found.more) == 1
+    assert "k is 1" in found.more[0]
     both = processes(lambda x: [loss(1, x, step=1)], TWICE, **about)
     assert [each.what for each in cause(*both, step=1).blame()[0]] == ["loss"]
 
@@ -910,6 +983,7 @@ def test_decisions(branches):
     assert not of_decision(f"{branches}:6", variables=[[{"count": 1}]] * 3)
     (found,) = of_decision(f"{branches}:6", variables=[[{"count": n}] for n in (8, 5, 5)])
     assert "count is 8 on one process, 5, 5 on the ranks" in found.more[1]
+    assert not of_decision(f"{branches}:6", variables=[[{"count": n}] for n in (1, 1, 0)])
     assert of_decision(f"{branches}:9")  # of no `if` in this file
     assert of_decision(f"{branches}:11")  # which may be of one rank's own
     assert not of_decision(f"{branches}:11", is_alone=(False, True, True))
@@ -1038,7 +1112,7 @@ def test_words_of_a_loss():
 def test_words_of_a_value():
     """Of the first part that differs; where its line is called."""
     about = {"called_at": "train.py:30"}
-    found = blamed(*processes(lambda x, y: [seen(1, "max", x, y, **about)], MEAN, ALIKE))
+    found = blamed(*processes(lambda x, y: [seen(1, "max", x, y, y, **about)], MEAN, ALIKE))
     assert found.text.startswith("[max]: 2 on one process, 7, 7 on the ranks: one process has")
     assert found.more == ["called at train.py:30"]
     found = blamed(*processes(lambda x: [seen(1, "mul", x)], OTHER))

@@ -174,6 +174,8 @@ def test_parameters_of_one_side():
     assert found_in(gradients(one), gradients(one), gradients(more)) == [
         ("WRONG", "parameters", "['bias'] on one side alone on rank 1", [])
     ]
+    # But for parts of them, as of ZeRO.
+    assert not found_in(gradients(more), gradients(one), gradients({"bias": 1.0}))
     mine, theirs = [notes(step_of(), tensors("buffer", each)) for each in (one, more)]
     assert not found_in(mine, mine, theirs)
     parts = gradients(one), gradients({"bias": 1.0})  # as of ZeRO
@@ -188,6 +190,17 @@ def test_gradients_that_a_step_averages():
     values = averaged(dict(enumerate(ranks))).values
     assert fits.same(values["w"], [sketch(2 * ONE)]) < 1e-6
     assert all(values[name] is ranks[0].values[name] for name in ("bias", "none"))
+
+
+def test_gradients_that_the_step_averages():
+    """Their mean is one process's; of a step that the ranks have not made, there is none."""
+
+    def of(*factors):
+        call = 0, Collective("all_reduce", LINE, "", False, in_step=True)
+        found = [tensors("gradient", {"w": factor}, n) for n, factor in enumerate(factors)]
+        return notes(call, *found)
+
+    assert not found_in(of(1.0, 1.0), of(0.5), of(1.5))
 
 
 def test_noise_that_hides():
@@ -489,6 +502,7 @@ def test_weights_outside_of_ddp():
     wrong = judged(of)
     assert "DDP does not average late, later" in wrong.text
     assert wrong.more[1:3] == ["wrapped at train.py:2", "set at train.py:3"]
+    assert wrong.line == LINE  # of the gradients, which follow
     assert differences(of(1.0), of(1.2), of(1.4)).outside(9, ["w"]) == ([], [])
 
 
@@ -532,9 +546,15 @@ def test_rates(tmp_path):
         assert found.text.endswith(f" {then:g}, {then:g} on the ranks")
 
 
-def test_rates_that_nothing_sets():
+def test_rates_that_nothing_sets(tmp_path):
+    """But for a number that a scheduler is given."""
     (found,) = settings(setting([0.1]), setting([0.3]), setting([0.3]))
     assert found.more == []
+    (tmp_path / "steps.py").write_text("scheduler.step(base)\n")
+    last = f"{tmp_path}/steps.py:1"
+    one, rank = [setting([rate], base=rate, last=last) for rate in (0.1, 0.3)]
+    (found,) = settings(one, rank, rank)
+    assert found.more[1:] == [f"{last}: base is 0.1 on one process, 0.3, 0.3 on the ranks"]
 
 
 def test_rates_of_other_groups():
@@ -790,6 +810,13 @@ def test_steps_that_are_left_out(tmp_path):
         "later steps are not compared"
     )
     assert uneven_losses("train.py:9") is None
+
+    def of(losses, steps):
+        found = [(0, Seen("loss", "train.py:5", "backward", n, {})) for n in range(losses)]
+        return notes(*found, *step_notes([1.0] * steps, f"{file}:2"))
+
+    result = judge(of(1, 4), [of(2, 3), of(1, 4)], TOLERANCE)
+    assert rule(result, "steps") == ["look"] and not rule(result, "end")
 
 
 def test_steps_of_another_optimizer():

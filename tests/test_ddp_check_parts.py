@@ -590,6 +590,9 @@ def test_other_places():
     one = notes(*loss, *step_notes())
     ranks = [notes(*summed, *step_notes([2] * 4))] * 2
     assert below(one, ranks, "gradient") == ["this all_reduce is after backward(): train.py:7"]
+    gather = 0, Collective("all_gather", "train.py:3", "", False)
+    ranks = [notes(gather, *loss, *step_notes([2] * 4))] * 2
+    assert below(one, ranks, "gradient") == ["before it, this gathers: train.py:3"]
     ranks = [notes(*loss, *step_notes()), notes(*loss, *step_notes([1] * 2))]
     assert "the step of rank 0 alone: train.py:9" in below(one, ranks, "end")
 
@@ -670,7 +673,10 @@ def test_weights_of_a_rank(wrapped, gradients, verdict, words):
 def test_printed(texts):
     """A score of rank 0's share alone is a look; not if it is another one in each run; also with
     the noise of another run."""
-    one, rank, again = [notes(*step_notes(), (4, Printed("train.py:20", text))) for text in texts]
+    one, rank, again = [
+        notes(*step_notes(), *[(step, Printed("train.py:20", text)) for step in (3, 4)])
+        for text in texts
+    ]
     variables, values = Variables(one, [rank, rank]), Values(one, [rank, rank], TOLERANCE, {})
     assert len(list(compare_printed(one, [rank], values, variables, {}))) == 1
     assert not list(compare_printed(one, [one], values, variables, {}))
@@ -729,6 +735,18 @@ def test_gathers_before_a_loss():
     assert [text for text in found if "gathers" in text] == ["before it, this gathers: train.py:0"]
 
 
+def test_calls_below_a_loss():
+    """Those of its gradients, too, each once."""
+    gather = Collective("all_gather", "train.py:0", "", True)
+    reduce = Collective("all_reduce", "train.py:1", "", False)
+    ranks = [loss_notes(0.5, gradient=0.5, calls=[gather], after=[reduce])] * 2
+    found = below(loss_notes(1.0), ranks, "loss")
+    assert [text for text in found if text.startswith("this")] == [
+        "this all_gather is not differentiated: train.py:0",
+        "this all_reduce is after backward(): train.py:1",
+    ]
+
+
 @pytest.mark.parametrize("averaged", [[], ["w"]])
 def test_losses_where_noise_hides_gradients(averaged):
     """They tell a fault, but without DDP: then the script may add up losses and gradients."""
@@ -736,7 +754,7 @@ def test_losses_where_noise_hides_gradients(averaged):
     ranks = [loss_notes(0.7, averaged)] * 2
     result = judge(loss_notes(1.0, averaged), ranks, TOLERANCE, again)
     assert rule(result, "gradient") == ["not told"]
-    assert rule(result, "loss") == ["WRONG"] * bool(averaged)
+    assert rule(result, "loss") == ["WRONG"] * bool(averaged) and result.lines == 3
 
 
 def test_steps_without_gradients():
@@ -773,6 +791,7 @@ def test_no_gradient_ever():
     assert found_in(of(0, 1), of(0, 1)) == []
     assert found_in(of(0, 0), of(0, 0)) == ["WRONG"] == found_in(of(0, 1), of(0, 0))
     assert found_in(of(0, 0, other=1), of(0, 0, other=1)) == ["look"]
+    assert found_in(of(0, 1, other=1), of(0, 0, other=1)) == ["WRONG"]
 
 
 def test_loops_that_end_early(tmp_path):

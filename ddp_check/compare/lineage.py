@@ -167,7 +167,7 @@ class Values:
     def has_other_layout(self, value):
         """Whether it is made from places that a rank has counted for its share, as each so
         many-th, in another layout than that of its samples."""
-        counts = [v for v in self.ancestors(value) if v.name in COUNTS and self.is_fresh(v)]
+        counts = [v for v in self.ancestors(value) if v.name in COUNTS]
         for one, *ranks in [p for v in counts for p in self.parts(v.index).values()]:
             if None not in (one, *ranks) and len(one.shape) == 1:
                 mine, *theirs = [sketch.rows[0][1] for sketch in (one, *ranks)]
@@ -305,11 +305,11 @@ class Values:
         return found if found and self.pass_of(found) == self.pass_of(value) else None
 
     def pass_of(self, value):
-        """The index of what went into the model that has made it; -1 if none has."""
+        """The index of what went into the model that has made it; None if none has."""
         if value.kind == "outputs":
             known = [i for i in value.made_from if i in self.all]
-            return next((i for i in known if self.all[i].kind == "inputs"), -1)
-        return -1 if value.about["model"] is None else value.about["model"]
+            return next((i for i in known if self.all[i].kind == "inputs"), None)
+        return value.about["model"]
 
     def has_other_weights(self, step):
         """The inputs of a model that no optimizer trains, and whose weights are not those of one

@@ -1,6 +1,5 @@
 """The script's plain numbers, and those that it prints: which differ, and who has set them."""
 
-import copy
 import math
 import re
 from decimal import Decimal
@@ -115,10 +114,10 @@ class Variables:
         return list(texts.values())
 
     def decide(self, branch, step):
-        """Whether numbers in an `if` differ, but for a flag that is set on all ranks or on none."""
+        """Whether numbers in an `if` differ, but for a flag, such as `is_main`."""
         others = self.others(step)
         numbers = [others[name] for name in names_at(branch) if name in others]
-        return any(len(set(of[1:])) > 1 or not {*of} <= {0, 1} for of in numbers)
+        return any(not {*of} <= {0, 1} for of in numbers)
 
     def set_at(self, line, step):
         """The lines where the numbers in a line are set; or, of `with context():`, the context."""
@@ -204,7 +203,6 @@ def compare_printed(one, ranks, values, variables, repeats, again=None):
         lines = {}
         for step, note in notes[Printed]:
             if step:
-                note = copy.copy(note)
                 note.text = CLOCK.sub("", note.text)
                 skeleton = "".join(NUMBER.sub("#", note.text).split())  # numpy fills up by spaces
                 lines.setdefault(skeleton, []).append((step, note, losses))
