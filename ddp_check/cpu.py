@@ -64,7 +64,7 @@ class OnCpu(TorchFunctionMode):
         if any(map(is_cuda, args[1:])):
             self.say(WHAT)
             args = args[0], *[CPU if is_cuda(value) else value for value in args[1:]]
-        if name == "histc" and args and not args[0].is_floating_point():  # which a GPU counts, too
+        if name == "histc" and args:  # of integers, which a GPU counts, too
             return function(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
         return function(*args, **kwargs)
 
@@ -108,8 +108,7 @@ def needs_gpu(error):
     """Whether it is raised because something is not imitated; not for another version's name, nor
     by a script that refuses to be one process."""
     text = str(error)
-    is_other = isinstance(error, TypeError) and "unexpected keyword" in text
-    is_other = is_other or SEVERAL.search(text)
+    is_other = "unexpected keyword" in text or SEVERAL.search(text)
     return bool(MODES and NEEDS.search(text) and not is_other)
 
 
@@ -136,10 +135,6 @@ def patch_torch():
     @wrap(torch, "set_default_device")
     def set_default_device(original, device):
         original(CPU if is_cuda(device) or is_number(device) else device)
-
-    @wrap(torch, "set_default_tensor_type")
-    def set_default_tensor_type(original, t):
-        original(t.replace("torch.cuda.", "torch.") if isinstance(t, str) else t)
 
     @wrap(torch, "load")
     def load(original, f, map_location=None, *args, **kwargs):

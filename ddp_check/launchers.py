@@ -67,11 +67,10 @@ def after_python(words):
 
 
 def after_torchrun(name, words):
-    from torch.distributed import launch, run
+    from torch.distributed import launch
 
     with no_exit(f"torchrun {shlex.join(words)}"):
-        parse = launch.parse_args if name == LAUNCH else run.parse_args
-        given = parse(words)
+        given = launch.parse_args(words)  # torchrun's flags, and --use-env
     flags = list(given.training_script_args)
     if name == LAUNCH and not given.use_env:  # it passes a flag
         flags.insert(0, f"{local_rank_flag(given.training_script) or '--local-rank'}={{rank}}")

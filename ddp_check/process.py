@@ -226,7 +226,7 @@ class Process:
             return torch.cat([self.positions(rank, n, own) + at for n, at in zip(parts, starts)])
         loader_rows, model_rows = [(n or 0) // ranks for n in (self.loader_rows, self.model_rows)]
         batch = size if size in orders else loader_rows or model_rows or size
-        if model_rows and size % batch and size % model_rows == 0:
+        if model_rows and size % batch:
             batch = model_rows
         if size < batch or size % batch:
             batch = size
@@ -262,7 +262,6 @@ class Process:
         """On one process: what `function` makes of the rows of each rank, as rows of the batch."""
         ranks = range(self.world)
         places = [self.positions(rank, len(tensor) // self.world) for rank in ranks]
-        places = [at.to(tensor.device) for at in places]
         with self.quiet():
             outputs = [function(rank, tensor[at]) for rank, at in zip(ranks, places)]
             return torch.cat(outputs)[torch.cat(places).argsort()]

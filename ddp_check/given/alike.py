@@ -3,7 +3,6 @@
 import inspect
 import operator
 import re
-import warnings
 
 import torch
 import torch.nn.functional as F
@@ -188,9 +187,7 @@ def control_shards(run):
                 if is_real and given.arguments.pop("sync_module_states", False):  # on GPUs alone
                     for tensor in tensors:
                         torch.distributed.broadcast(tensor.detach(), 0)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # that another class does it, too
-                original(*given.args, **given.kwargs)
+            original(*given.args, **given.kwargs)
 
     when_imported("torch.distributed.fsdp", keep_whole)
 

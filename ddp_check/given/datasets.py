@@ -158,7 +158,7 @@ def collated(run, loader, indices, batch, states):
                     note_draw(run, DATASET, generator, state)
     finally:
         own.restore()
-        run.thread.sample, run.thread.asks = None, False
+        run.thread.sample = None
     seed_all(run.hash("batch", batch))
     if batch == 0 or (is_own(loader.collate_fn) and run.traces):
         bases = [base_index(loader.dataset, index) for index in indices]

@@ -1,5 +1,6 @@
 """Samples: the same in both runs, augmented alike, and the batches that loaders give."""
 
+import contextlib
 import inspect
 import itertools
 import math
@@ -29,10 +30,8 @@ from .prepared import batch_of_all, prepared_name
 
 def length(sized):
     """Also of a loader that --short ends early."""
-    try:
+    with contextlib.suppress(TypeError, AttributeError, NotImplementedError):  # not all know it
         return inspect.unwrap(type(sized).__len__)(sized)
-    except (TypeError, AttributeError, NotImplementedError):  # some samplers do not know it
-        return None
 
 
 def whole(dataset):
@@ -284,4 +283,3 @@ def find_order(run, key, indices):
         if len(order) > 1:
             run.say("blocks" if order == list(block) else "turns", "order")
         return order
-    return None

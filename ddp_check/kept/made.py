@@ -163,7 +163,6 @@ class Janitor:
                 self.clean_up(folder, read)
             finally:
                 os._exit(0)
-        os.close(read)
 
     def finish(self):
         os.close(self.pipe)

@@ -120,7 +120,6 @@ def map_users_files(guard):
             path = open_path(fileno) if fileno >= 0 and is_written else ""
             if not guard.is_users(path):
                 return super().__new__(cls, fileno, length, *args, **kwargs)
-            path = os.path.relpath(path)
             guard.process.say(f"{path} is mapped into memory; what is written stays there")
             offset = more.get("offset", 0)
             return super().__new__(cls, fileno, length, access=mmap.ACCESS_COPY, offset=offset)

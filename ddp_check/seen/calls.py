@@ -76,9 +76,8 @@ def patch(run):
                 has_grad = has_backward or has_grad and torch.is_grad_enabled()
                 groups = [each for each in (*args, *kwargs.values()) if is_group(each)]
                 of_all = all(group.size() == run.world for group in groups)
-                in_step = run.stepping is not None and is_inside(run.stepping)
                 sizes = [tensor.numel() for tensor in tensors if torch.is_tensor(tensor)]
-                in_step = in_step and max(sizes, default=0) > 1  # not of a norm
+                in_step = is_inside(run.stepping) and max(sizes, default=0) > 1  # not of a norm
                 about = has_grad, of_all, callers[:2], in_step, has_backward
                 run.note(Collective(name, line, drawn, *about))
                 if name in ("all_reduce", "broadcast") and torch.is_tensor((*args, None)[0]):

@@ -47,7 +47,6 @@ def set_to(tensor, value):
         if hasattr(tensor, "full_tensor"):
             from torch.distributed.tensor import distribute_tensor
 
-            value = value.to(tensor.device)
             value = distribute_tensor(value, tensor.device_mesh, tensor.placements)
         tensor.copy_(value)
 
@@ -156,10 +155,8 @@ def find_generators(run):
     """[(name, one of numpy's or Python's generators that the script has made)]; and {name: number}
     of what has generators of its own, which are not seen: processes, and environments."""
     kinds, found = (np.random.Generator, np.random.RandomState, random.Random), []
-    functions = random.random, np.random.random_sample  # of the global generators
-    known = [inspect.unwrap(function).__self__ for function in functions]
     for thing in [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]:
-        if isinstance(thing, random.SystemRandom) or any(thing is each for each in known):
+        if isinstance(thing, random.SystemRandom):
             continue
         names, owners = [f"a {type(thing).__name__}"], gc.get_referrers(thing)
         insides = [own if isinstance(own, dict) else getattr(own, "__dict__", {}) for own in owners]

@@ -60,7 +60,7 @@ def refuse_parts(run):
     def refuse_layers(module):
         @wrap(module, "parallelize_module")
         def parallelize(original, layer, device_mesh=None, *args, **kwargs):
-            if dist.is_initialized() and (device_mesh or dist.group.WORLD).size() > 1:
+            if (device_mesh or dist.group.WORLD).size() > 1:
                 refuse("tensor parallelism")
             return original(layer, device_mesh, *args, **kwargs)
 
@@ -202,7 +202,6 @@ class Steps:
                 run.keep_space([self.path(what) for what in ("gradients", "after")])
             elif os.path.exists(self.path("after")):
                 self.set_to_one(parameters, buffers)
-        self.inside = self.frame = run.stepping = None
         run.steps += 1
         if run.steps in (3, 12, run.options["steps"]):
             with run.quiet():
