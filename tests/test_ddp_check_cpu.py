@@ -52,10 +52,12 @@ torch.set_default_tensor_type(torch.DoubleTensor); assert "Double" in torch.zero
 assert torch.zeros(2).type(torch.cuda.LongTensor).dtype == torch.int64
 assert torch.zeros(2).type("torch.cuda.HalfTensor").dtype == torch.float16
 assert torch.histc(torch.tensor([0, 1, 1, 4], device="cuda"), 5, 0, 4).tolist() == [1, 2, 0, 0, 1]
+torch.histc(input=torch.ones(2))
 g = torch.Generator(device="cuda").manual_seed(1); torch.randn(2, device="cuda", generator=g)
 torch.cuda.manual_seed_all(1); torch.cuda.set_rng_state(torch.cuda.get_rng_state())
 assert len(torch.cuda.get_rng_state_all()) == len(torch.cuda.default_generators) == 2
 s = torch.cuda.Stream(); s.wait_stream(torch.cuda.current_stream()); torch.zeros(2).record_stream(s)
+with torch.cuda.Stream() as s: s.synchronize()
 with torch.cuda.stream(torch.cuda.Stream(priority=-1)): torch.zeros(2).cuda(non_blocking=True)
 import copy; a = torch.cuda.Event(); assert type(copy.deepcopy(a)) is torch.cuda.Event
 a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(); a.record(); a.elapsed_time(b) / 1e3
@@ -81,7 +83,8 @@ with nn.attention.sdpa_kernel(nn.attention.SDPBackend.CUDNN_ATTENTION): attend(*
 nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(2)).cuda()(torch.randn(3, 2))
 dist.new_group([0], timedelta(1), "nccl"); dist.new_group(backend="nccl", pg_options=options)
 nn.SyncBatchNorm(2).cuda()(torch.randn(3, 2).cuda())
-dist.barrier(device_ids=[0]); dist.all_reduce(torch.ones(2).cuda(), dist.ReduceOp.AVG)
+dist.barrier(async_op=True).wait(); dist.barrier(device_ids=[0])
+dist.all_reduce(torch.ones(2).cuda(), dist.ReduceOp.AVG)
 dist.broadcast_object_list([1], 0, device=torch.device("cuda", 0))
 nn.parallel.DistributedDataParallel(nn.Linear(2, 2).cuda(), device_ids=[1], output_device=1)
 at = [torch.device("cuda", 1)]; m = DDP(nn.Linear(2, 2), at); assert [*m.device_ids] == [1]; m(one)
@@ -251,8 +254,9 @@ def test_launchers(work):
     for typed, expected in TYPED.items():
         args = parser.parse_args(shlex.split(typed))
         if isinstance(expected, str):
-            with pytest.raises(launchers.NotSure, match=re.escape(expected)):
+            with pytest.raises(launchers.NotSure, match=re.escape(expected)) as error:
                 launchers.without_launcher(args)
+            assert ("{rank}" in str(error.value)) == ("deepspeed" in typed)
         else:
             launchers.without_launcher(args)
             assert (args.script, args.flags, bool(args.m)) == expected, typed

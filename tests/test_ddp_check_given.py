@@ -12,12 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import BatchSampler
 from watched import notes_of
 
 from ddp_check.given import alike
 from ddp_check.given.generators import generators_of
 from ddp_check.given.pairing import LOOP, MODEL
-from ddp_check.notes import DATASET, Batch, Collective, Drawn, End, Pass, Said
+from ddp_check.given.prepared import batch_of_all
+from ddp_check.given.samples import find_order
+from ddp_check.notes import DATASET, Batch, Collective, Cut, Drawn, End, Pass, PassEnd, Said
 from ddp_check.process import PerThread
 
 START = """
@@ -76,7 +79,8 @@ means = np.arange(0, 400, 100)[rank::world]  # of each sample
 show("vector", np.random.normal(means, 1, rows))
 show("vector", np.random.normal(list(means), scale=np.ones(rows), size=(rows,)))
 show("table", np.random.normal(means[:, None], np.ones(3), (rows, 3)))
-show("chosen", np.random.choice(np.arange(rows) + 7, rows))
+show("numbers", np.random.randint(0, 9, rows, dtype=np.int64))
+show("chosen", np.random.choice(np.arange(rows) + 7, rows, p=[1 / rows] * rows))
 show("many", torch.rand(2_000_000 // world, generator=own.manual_seed(0))[:3])
 """
 
@@ -121,6 +125,8 @@ class Own(Sampler):
     def __iter__(self):
         return iter(torch.randperm(3, generator=self.own).tolist())
 [*Own()], random_split(range(6), [3, 3])
+order = torch.randperm(8 // world, generator=torch.Generator().manual_seed(3)).tolist()
+assert sorted(order) == [*range(8 // world)]
 with torch.device("meta"):
     nn.Linear(2, 2)
 threading.Thread(target=np.random.default_rng).start()
@@ -148,6 +154,7 @@ SPLIT = {
     "np.random.choice(4, 2, False)": 0,
     "self.own, self.order = torch.Generator(), torch.randperm(7)": 7,
     "torch.randperm(3, generator=self.own)": 3,
+    "order = torch.randperm(8 // world, generator=torch.Generator().manual_seed(3)).tolist()": 0,
     "[*Own()], random_split(range(6), [3, 3])": 6,
 }
 DRAWN = ["order = torch.randperm(4).tolist()", "names = random.sample(range(4), 4)"]
@@ -171,6 +178,7 @@ def test_orders(work):
     assert sent == [*DRAWN, DRAWN[1]]
     assert {*map(tuple, one["few"][0])} == {(0, 1), (1, 0)}
     assert [sorted(odd) for odd in one["odd"]] == [[*range(5)]] * 3
+    assert [*range(5)] not in one["odd"]
     for rows in one["rows"]:
         assert sorted(rows) == [[n, n + 1] for n in range(0, 32, 2)] != rows
         assert [first % 4 for first, _ in rows] == [0, 2] * 8  # within each share
@@ -186,6 +194,9 @@ show("own", torch.rand(2, generator=torch.default_generator))
 for node in range(rank, 4, world):
     show(f"node {node}", np.random.choice(np.arange(100 * node, 100 * node + 100)))
 random.choice([rank, 5, 6])
+torch.randint(5 + rank, (2,))
+torch.multinomial(torch.ones(5 + rank), 2, True)
+np.random.randint(5 + rank)
 np.random.uniform([rank, 0], 9)
 def noise():
     return torch.rand(2)
@@ -199,7 +210,10 @@ torch.randn(5 if world == 1 else 3)
 torch.randperm(4 // world)
 show("own", torch.rand(2))
 torch.manual_seed(3)
+if rank == 1:
+    random.expovariate(1)  # which is not paired
 random.seed(3)
+show("seeded", random.expovariate(1))
 state = random.getstate()
 if rank == 1:
     random.random()
@@ -210,6 +224,8 @@ random.setstate(state)
 if rank == 1:
     random.shuffle([1, 2])
 show("own", random.random())
+random.getstate()
+show("seeded", random.expovariate(1))
 show("unseeded", random.Random().random())
 show("seeded", torch.rand(2))
 for trains in True, False, True:
@@ -232,12 +248,20 @@ def test_choices(work):
     assert shown[1] | shown[0] == one and shown[1]["seeded"] == one["seeded"]
     for values, of_one in zip(shown[1]["own"], one["own"]):
         assert values != of_one and np.allclose(values, of_one, rtol=1e-6)
+    taken = {text_of(note.line) for _, note in ranks[0].seen("draw")}
+    assert 'show("turns", random.random())' in taken
     apart = [[text_of(note.line) for _, note in notes.seen("apart")] for notes in ranks]
     sizes = ["torch.randn(5 if world == 1 else 3)", "torch.randperm(4 // world)"]
-    assert apart == [sizes, ["random.choice([rank, 5, 6])", *sizes, "random.shuffle([1, 2])"]]
+    among = ["torch.randint(5 + rank, (2,))", "torch.multinomial(torch.ones(5 + rank), 2, True)"]
+    among.append("np.random.randint(5 + rank)")
+    others = ["random.choice([rank, 5, 6])", *among, *sizes, "random.shuffle([1, 2])"]
+    assert apart == [sizes, others] and not ranks[0].seen("split")
 
 
 SEEDS = """
+torch.manual_seed(random.randint(1000, 2000))
+torch.rand(2)
+random.seed(5)
 torch.manual_seed(random.randint(7, 7))
 torch.rand(2)
 step()
@@ -250,12 +274,16 @@ torch.rand(2)
 
 def test_numbers_that_are_no_seeds(work):
     """A size that was drawn, or a number of a step: a seed that happens to be the same is the
-    script's own. Of GPUs, their generator counts, too."""
+    script's own; not a large number before it. Of GPUs, their generator counts, too."""
     ranks, _ = run(SEEDS, "one") and run(SEEDS, "all")
-    states = [
-        [n.values["state"] for _, n in notes.seen("own") if n.name == "torch"] for notes in ranks
-    ]
-    assert [a == b for a, b in zip(*states)] == [True, True, False]
+    own = [[note for _, note in notes.seen("own")] for notes in ranks]
+    states = [[n.values["state"] for n in notes if n.name == "torch"] for notes in own]
+    assert [a == b for a, b in zip(*states)] == [False, True, True, False]
+    limits = "1000, 2000", "7, 7", "1000, 1000"
+    seeds = [f"torch.manual_seed(random.randint({both}))" for both in limits]
+    seeded = [(n.name, n.about["seeded"] and text_of(n.about["seeded"])) for n in own[0]]
+    assert [text for name, text in seeded if name == "torch"] == [*seeds, seeds[-1]]
+    assert [text for name, text in seeded if name == "random"] == [None, *["random.seed(5)"] * 2]
 
 
 FORKED = """
@@ -278,6 +306,7 @@ if "DDP_CHECK" in os.environ:
     for generator in random, np.random:
         generator.seed(3)
     torch.manual_seed(3)
+    random.random(), np.random.rand()
     pid = os.fork()
     if pid == 0:
         draw()
@@ -294,6 +323,7 @@ def test_processes_that_the_script_forks(work, capsys, monkeypatch):
     exec(START + FORKED, scope)
     for generator in random, np.random, torch:
         getattr(generator, "manual_seed", getattr(generator, "seed", None))(3)
+    random.random(), np.random.rand()
     scope["draw"]()
     wanted = [json.loads(line)[1] for line in capsys.readouterr().out.splitlines()]
     (notes,), (shown,) = run(FORKED)
@@ -307,6 +337,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 torch.cuda.is_available = lambda: True
+torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = True
+torch.backends.mkldnn.matmul.fp32_precision = "tf32"
 
 @torch.compile(dynamic=False)
 def doubled(x):
@@ -365,6 +397,8 @@ with torch.autocast("cpu", torch.bfloat16):
     show("precise", (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32)
 show("precise", not scaler.is_enabled() and scaler.state_dict()["scale"] == 1)
 show("precise", torch.get_float32_matmul_precision() == "highest")
+show("precise", not torch.backends.cudnn.benchmark and not torch.backends.cudnn.allow_tf32)
+show("precise", torch.backends.mkldnn.matmul.fp32_precision == "ieee")
 show("precise", fsdp.MixedPrecision(param_dtype=torch.bfloat16).param_dtype is None)
 """
 DRAWING = {
@@ -382,7 +416,7 @@ def test_models(work):
     for each in one, *shown:
         assert {*map(tuple, each["gradient"])} == {(7, 7, 7, 7)}
         assert each["deterministic"] == each["scripted"] == [True]
-        assert each["precise"] == [True] * 4 and each["recurrent"] == [True]
+        assert each["precise"] == [True] * 6 and each["recurrent"] == [True]
     drawing = {(text_of(note.line), *note.values) for _, note in ranks[0].seen("draw", "split")}
     assert drawing == {(text, MODEL) for text in DRAWING}
 
@@ -402,10 +436,10 @@ def test_batch_norm(single, monkeypatch):
     monkeypatch.setattr(F, "batch_norm", F.batch_norm)
     monkeypatch.setattr(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward)
     alike.control_batch_norm(single)
-    assert nn.BatchNorm1d(3)(torch.ones(4, 3)) == "shares"
     assert nn.BatchNorm2d(3)(torch.ones(2, 3, 5, 5)) == "shares"
     for module, rows in (nn.BatchNorm1d(3), 2), (nn.BatchNorm1d(3), 5), (nn.SyncBatchNorm(3), 4):
         assert module(torch.ones(rows, 3)).shape == (rows, 3)
+    assert nn.BatchNorm1d(3)(torch.ones(4, 3)) == "shares"
 
 
 def test_order_of_a_batch(single, monkeypatch):
@@ -484,7 +518,7 @@ ROWS |= {"named stream": [4, 4], "draws again": [4, 4], "draws": [4]}
 def test_loaders(work):
     """A dataset may give batches by itself, a stream may end within one, a batch may hold anything.
     What a dataset loads is not the script's. A sampler may choose."""
-    one, ranks, *shown = both(LOADERS, cuts=True)
+    one, ranks, *shown = both(LOADERS, cuts=True, lines=1)
     for each in shown[0], *shown[1]:
         assert sorted(sum(each["all"], [])) == [*range(8)] and each["sizes"] == SIZES
         assert len({*each["again"][0]}) < 8 and len(each["some"][0]) == 3
@@ -498,14 +532,20 @@ def test_loaders(work):
             rows.setdefault(name, []).append(note.rows)
             if name == "with the rest":
                 marks.append([*note.totals])
-            if name == "named" and not note.number:
+            if name == "named":
                 assert note.totals == {index: float(index) for index in note.indices}
-        assert rows == ROWS and len(notes[Pass]) == len(ROWS)
+            if name == "draws again" and note.number:
+                assert not note.totals
+        assert rows == ROWS and len(notes[Pass]) == len(notes[PassEnd]) == len(ROWS)
         drawing = [
             text_of(note.key[1]).rpartition("# ")[2] for _, note in notes[Pass] if note.draws
         ]
         assert drawing == ["draws again", "draws"]
-    assert marks[:3] == marks[3:6] == marks[6:] and len({*sum(marks[:3], [])}) == 5
+    marked = sum(marks[:3], [])
+    assert marks[:3] == marks[3:6] == marks[6:] and len(marked) == len({*marked}) == 5
+    by = {text_of(note.line).rpartition("# ")[2]: note.about for _, note in one.seen("value")}
+    made_by = [by[name]["made_by"] for name in ("noise", "lists")]
+    assert text_of(made_by[0]).startswith("def __getitem__") and made_by[1] == ""
 
 
 SAMPLERS = """
@@ -526,6 +566,7 @@ def passes(name, n, sampler, steps=True):
 passes("looked at", 1, None)
 for _ in DataLoader(data, 4 // world, sampler=sampler(2)):
     show("weighted", [*WeightedRandomSampler([1.0] * 8, 8 // world)])
+    show("views", torch.rand(8 // world))  # of the batch, each twice
 passes("epochs", 3, None if world == 1 else sampler(5))
 passes("same", 3, None if world == 1 else sampler(6))
 passes("looks", 2, None if world == 1 else sampler(7), False)
@@ -535,6 +576,10 @@ passes("other", 1, sampler(9))
 passes("in order", 1, DistributedSampler(data, world, rank, shuffle=False))
 of_all = DistributedSampler(data, 1, 0, seed=3)
 show("of all", [*of_all])
+show("of another line", [*RandomSampler(data)])
+few, many = [iter(DataLoader(data, n // world, sampler=range(rank, 8, world))) for n in (4, 8)]
+next(few), next(many), next(few)
+show("of few", torch.rand(12 // world))  # of the last batch, thrice
 show("seed", [of_all.seed, of_all.epoch])
 """
 
@@ -548,6 +593,10 @@ def test_orders_of_samplers(work):
             assert of_rank[name] == [values[rank::2] for values in one[name]]
         assert of_rank["same"] == 3 * [values[rank::2] for values in one["same"][:2]]
         assert of_rank["seed"] == [[3, 0]] and of_rank["of all"] == one["of all"]
+        assert of_rank["of another line"] == one["of another line"]
+        views = [np.reshape(values, (4, 2))[rank::2].ravel().tolist() for values in one["views"]]
+        assert of_rank["views"] == views
+        assert of_rank["of few"] == [np.reshape(one["of few"], (4, 3))[rank::2].ravel().tolist()]
     orders = {tuple(values) for name in ("both", "other") for values in one[name][::2]}
     assert len(orders) == 3 and one["twice"][:2] == one["twice"][2:]
     assert one["in order"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -562,6 +611,9 @@ class Own(Sampler):
             self.sampler = sampler
     def __iter__(self):
         return iter(torch.randperm(4).tolist())  # in its order
+
+class DistributedOwn(Own):  # as one around another sampler
+    pass
 
 class Ranks(Sampler):
     num_processes = 2
@@ -584,6 +636,7 @@ loaders = [
     DataLoader(data, 2, sampler=Own()),
     DataLoader(data, 2, sampler=Ranks()),
     DataLoader(data, 2, sampler=Own(Ranks())),  # inner
+    DataLoader(data, 2, sampler=DistributedOwn(Own())),
     DataLoader(data, batch_sampler=Batches(Own(Ranks()), 2, False)),
     DataLoader(data, 2, sampler=RandomSampler(data, True)),  # again
 ]
@@ -602,6 +655,7 @@ NOTED = [
     ("Own", False, True, False, GIVEN_BY),
     ("Ranks", True, False, True, "yield from range(4)"),
     ("Own", True, True, True, GIVEN_BY),
+    ("DistributedOwn", True, True, False, GIVEN_BY),
     ("Batches", True, False, True, "yield [0, 1]"),
     ("RandomSampler", False, True, False, ""),
     *[("SequentialSampler", False, False, False, "")] * 2,
@@ -610,15 +664,18 @@ NOTED = [
 
 def test_passes(work):
     """What is noted of a sampler; and each rank's part of the script's batch size, for training."""
-    one, _, shown, (of_rank, _) = both(PASSES, cuts=True)
+    before = (START + PASSES).partition("for loader in DataLoader")[0]
+    scaled = [f"loader 1 of train.py:{before.count(chr(10)) + 1}"]
+    one, ranks, shown, (of_rank, _) = both(PASSES, cuts=True, scaled=scaled)
     noted = [
         (p.sampler, p.has_share, p.draws, p.has_epochs, text_of(p.made) if p.made else "")
         for _, p in one[Pass]
     ]
     assert noted == NOTED and {p.size for _, p in one[Pass]} == {8}
-    assert [p.batch_size for _, p in one[Pass]] == [*[2] * 5, None, 2, 2, 3]
-    assert shown["sizes"] == [2, 1, 2, 2, 2, 1, 2, *[2, 2], *[3, 1]]
-    assert of_rank["sizes"] == [2, 1, 2, 2, 2, 1, 2, *[1] * 4, *[3, 1]]
+    assert [p.batch_size for _, p in one[Pass]] == [*[2] * 6, None, 2, 2, 6]
+    assert shown["sizes"] == [2, 1, 2, 2, 2, 2, 1, 2, *[2, 2], 4]
+    assert of_rank["sizes"] == [2, 1, 2, 2, 2, 2, 1, 2, *[1] * 4, *[3, 1]]
+    assert [cut.batch_size for _, cut in ranks[0][Cut]] == [2]
 
 
 def test_fewer_batches(work):
@@ -669,12 +726,36 @@ def test_loaders_that_a_framework_makes(work):
     names = {note.key[1].partition(" of ")[2] for _, note in batches}
     assert [text_of(name) for name in names] == ["loader = DataLoader(range(8), 2)"]
     assert shown["own"] == [[1, 1, 1]] and own.rows == 3
+    assert [cut.batch_size for _, cut in notes[Cut]] == [4]
+
+
+def test_batch_of_all():
+    """One process has the batches of all ranks, unless the script has divided its batch size."""
+    run = SimpleNamespace(is_single=True, world=2, options={"prepared": True}, note=lambda note: 0)
+    batches = BatchSampler(range(8), 2, False)
+    size, kwargs = batch_of_all(run, "a", 1, {"batch_sampler": batches})
+    assert (size, kwargs["batch_sampler"].batch_size, batches.batch_size) == (1, 4, 2)
+    assert batch_of_all(run, "a", 1, kwargs) == (1, kwargs)
+    assert batch_of_all(run, "a", 2, {}) == (4, {})
+    run.options["prepared"] = False
+    assert batch_of_all(run, "a", 2, {}) == (2, {})
+    run.is_single, run.options["prepared"] = False, True
+    assert batch_of_all(run, "a", 2, {}) == (2, {})
 
 
 GAPS = """
+class Numbers(Dataset):
+    __len__ = lambda self: 8
+    def __getitem__(self, index):
+        show("alone", torch.arange(4).roll(1, 0))
+        return index
 def own(samples):
+    show("batch", torch.rand(()))
+    show("rolled", torch.tensor(samples).roll(1, 0))
+    np.random.seed(get_worker_info().id)
+    show("seeded", np.random.rand())
     return torch.tensor([x for x in samples if x % 3])
-for x in DataLoader(range(8), 4 // world, collate_fn=own):
+for x in DataLoader(Numbers(), 4 // world, collate_fn=own, num_workers=1):
     torch.rand(())
     with torch.no_grad():
         torch.rand(len(x))
@@ -684,13 +765,18 @@ for x in DataLoader(range(8), 4 // world, collate_fn=own):
 
 
 def test_samples_that_are_left_out(work):
-    """Only numbers for samples, in training, may be for others."""
-    _, (first, second), *_ = both(GAPS)
+    """Only numbers for samples, in training, may be for others. What puts them together draws what
+    one process draws, and rolls each share of a batch, but not a sample."""
+    _, (first, second), one, shown = both(GAPS)
+    assert one["batch"] == shown[0]["batch"][:2] and one["batch"][0] != one["batch"][1]
+    assert np.allclose(one["seeded"] + shown[0]["seeded"], np.random.RandomState(0).rand())
+    assert one["rolled"] == [[2, 3, 0, 1], [6, 7, 4, 5]] and one["alone"] == [[3, 0, 1, 2]] * 8
     apart = {text_of(note.line) for _, note in first.seen("gaps")}
     assert apart == {"torch.rand(len(x))  # of these"} and not second.seen("gaps")
 
 
 DATASETS = """
+import inspect, pickle
 rng = np.random.default_rng(3)
 
 class Noise:
@@ -722,6 +808,17 @@ for x in DataLoader(data, 4 // world, **options):
     show("samples", x)
 show("draws", data.noise.draw())
 show("draws", Noise().draw())
+show("outside", get_worker_info() is None)
+def states():
+    states = [inspect.unwrap(function)() for function in (random.getstate, np.random.get_state)]
+    return [torch.get_rng_state().tolist(), *map(pickle.dumps, states)]
+with torch.no_grad():
+    batches = iter(DataLoader(data, 2))
+    next(batches)
+    before = states()
+    next(batches)
+show("outside", [a == b for a, b in zip(before, states())])
+show("outside", rng.random() == np.random.default_rng(3).random())
 """
 
 
@@ -733,7 +830,7 @@ def test_generators_of_datasets(work):
         assert each["samples"] == [one["samples"][0][rank::2]]
         *numbers, seeded = zip(*each["samples"][0])
         assert len({*sum(numbers, ())}) == 2 * 8 and seeded[0] == seeded[1]
-        assert each["draws"][0] == each["draws"][1]
+        assert each["draws"][0] == each["draws"][1] and each["outside"] == [True, [True] * 3, True]
     found = [[note for _, note in notes.seen("draw") if DATASET in note.values] for notes in ranks]
     names = Counter(note.name for note in found[0])
     assert names == {"Generator": 2, "RandomState": 1, "Random": 1, "numpy": 1}
@@ -745,3 +842,25 @@ def test_generators_of_a_large_dataset():
     """It is not searched whole."""
     generators = [[random.Random() for _ in range(20)] for _ in range(20)]
     assert 100 < len(generators_of(generators)) < 300
+
+
+def test_generators_that_are_held_twice():
+    """By the dataset's class and by itself: each is found once."""
+
+    class Data:
+        first = random.Random()
+
+    data = Data()
+    data.again = random.Random()
+    data.all = data.again, data
+    assert generators_of(data) == [data.again, data.first]
+
+
+def test_order_of_a_batch_that_is_other():
+    """Of samples that one process has not, or all of which each rank has, none is known."""
+    run = SimpleNamespace(is_single=False, rank=0, batches={"a": [3, 5, 7, 9]}, say=lambda *_: 0)
+    run.positions = lambda rank, size: torch.arange(rank, 2 * size, 2)
+    for indices, order in ([3, 7], [0, 2]), ([9, 3], [3, 0]), ([3, 8], None), ([3, 5, 7, 9], None):
+        assert find_order(run, "a", indices) == order
+    run.is_single = True
+    assert find_order(run, "b", [4, 6]) is None and run.batches["b"] == [4, 6]

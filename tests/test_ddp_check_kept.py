@@ -70,7 +70,8 @@ c = sqlite3.connect("a", uri=True); c.execute("attach 'file:data.db?mode=ro' as 
 c.executescript("attach 'b' as n; create table n.samples as select x from u.samples")
 mmap.mmap(-1, 9)[0] = 7; open("new.lock", "w").close()
 import socket as s; s.socket().bind(("127.0.0.1", 0)); s.socket(s.AF_UNIX).bind(f"\0{os.getpid()}")
-try: open("no/folder", "r+") \n except FileNotFoundError: pass
+try: open("no/folder", "r+") \n except FileNotFoundError: pass \n else: raise SystemExit(7)
+os.mkfifo("new"); os.stat("new")
 os.open("pipe", os.O_RDWR)
 """
 
@@ -186,8 +187,8 @@ def test_a_database_that_is_not_there(libraries):
 
 def test_a_folder_with_a_librarys_name(work):
     """It is the user's, and no module."""
-    os.mkdir("av")
-    assert watched("sys.path[0] = os.getcwd(); import av; assert av.__path__")[0] == 0
+    os.mkdir("av"), Path("lmdb.py").touch()
+    assert watched("sys.path[0] = os.getcwd(); import av, lmdb; assert av.__path__")[0] == 0
 
 
 def test_caches(work):
@@ -263,6 +264,10 @@ os.kill(os.getpid(), 9)
 
 def test_exit_without_cleanup(work):
     assert notes_of("import os\nos._exit(3)")[0].end() == "os._exit(3)"
+    process, said = SimpleNamespace(pid=os.getpid()), []
+    process.end, ended = said.append, SimpleNamespace(is_set=lambda: False)
+    child.before_exit(process, ended, said.append, 0)
+    assert said == ["its end", 0]
 
 
 def test_where_it_is(work):
@@ -302,19 +307,20 @@ def start_a_rank():
     process = multiprocessing.get_context("fork").Process(target=join)
     process.start()
     process.join()
+    return process.exitcode
 
 
 def test_a_rank_that_the_script_starts(work, monkeypatch):
     """By multiprocessing, with its rank in the environment alone."""
     facts = facts_of(run="one", spawns=True, script="train.py")
     monkeypatch.setenv("DDP_CHECK", json.dumps(facts))
-    assert in_fork(start_a_rank) == 0
+    assert in_fork(start_a_rank) == 3
     assert Notes(Path("notes"), "one", 0).end() == "SystemExit 3"
 
 
 def wait_for_go():
-    parents = iter([1, 2])
-    os.getppid = lambda: next(parents)
+    parents = iter([1])
+    os.getppid = lambda: next(parents, 2)
     signal.alarm(9)
     child.child()
 
@@ -331,9 +337,10 @@ def test_a_rank_that_waits_for_another(work, monkeypatch):
     run = runs.Run(argparse.Namespace(), str(work), "all", 2)
     run.processes = [SimpleNamespace(poll=lambda status=status: status) for status in (None, 1)]
     rounds = iter([False, False, True])
-    look = SimpleNamespace(look=lambda: None, is_silent=lambda: True, steps=lambda: 0)
+    looked = []
+    look = SimpleNamespace(look=lambda: looked.append(1), is_silent=lambda: True, steps=lambda: 0)
     look.hangs = lambda: next(rounds)
-    assert run.wait(look, None) == ({1: 1}, None)
+    assert run.wait(look, None) == ({1: 1}, None) and looked
 
 
 def test_the_next_start(work, monkeypatch):
@@ -346,7 +353,7 @@ def test_the_next_start(work, monkeypatch):
         rounds, made, asked = iter([False] * len(steps) + [True]), iter(steps), []
         look.steps = lambda made=made: next(made)
         assert run.wait(look, lambda notes: asked.append(notes) or others) == ({}, others)
-        assert len(asked) == 1
+        assert [len(notes) for notes in asked] == [2]
     Path("refused").touch()
     assert run.wait(look, None) == ({}, None)
 
@@ -375,6 +382,8 @@ def test_progress(work, monkeypatch):
             Path(f"{rank}.where").write_text(text)
         Path("1.notes").write_text(noted)
         of_run.look()
+        if texts and not noted and not steps:
+            assert of_run.where() == "step 0 of 20, 0 s, at train.py:1"
         assert (of_run.steps(), of_run.moved) == (steps, moved), seconds
         assert of_run.is_silent() == (seconds - of_run.noted > 3) == (seconds in (5, 11, 13, 23))
     assert said == [
@@ -432,6 +441,9 @@ def test_too_few_gpus(monkeypatch):
         args = command.parser.parse_args([*flags, "train.py"])
         assert pairs.Runs(args, "nowhere").too_few_gpus == text
     assert set(runs.visible_gpus(2, 2, cpu=True).values()) == {"-1,-1"}
+    found = pairs.Runs(args, "nowhere")
+    found.one.seconds, found.again.seconds = 1, 2
+    assert found.seconds() == {"on one process": 1, "on one process again": 2}
 
 
 def test_notes_of_a_check():
@@ -449,16 +461,20 @@ def test_notes_of_a_check():
 
 
 def test_rounding_of_outputs(monkeypatch):
-    """It is seen in the values of lines: then they are compared with another run on one process."""
-    results = [mock.Mock(lines=2, may_be_noise=False, may_be_rounding=n == 1) for n in range(3)]
+    """It is seen in the values of lines: then they are compared with another run on one process,
+    unless there was one."""
+    results = [mock.Mock(lines=2, may_be_noise=False, may_be_rounding=n > 0) for n in range(3)]
     for result in results:
-        result.of.return_value = []
-    given = iter(results)
+        result.of.return_value, result.measured = [], [mock.Mock()]
     monkeypatch.setattr(judging, "judge", lambda one, ranks, **known: next(given))
     right = notes(*step_notes())
-    found = FakeRuns(right, [right, right])
-    assert command.check(command.parser.parse_args(["train.py"]), found) is results[2]
-    assert found.made == ["pair", "lines of 2", "noise, lines"]
+    for flags, made in {
+        (): ["pair", "lines of 2", "noise, lines"],
+        ("--noise",): ["pair", "noise, lines", "lines of 2"],
+    }.items():
+        given, found = iter(results), FakeRuns(right, [right, right])
+        assert command.check(command.parser.parse_args([*flags, "train.py"]), found) is results[2]
+        assert found.made == made
 
 
 def test_what_the_command_says(work, monkeypatch, capsys):
@@ -521,7 +537,7 @@ def test_scripts_in_packages(work, monkeypatch):
     """Of python -m: its file, and the folder whose lines are its own."""
     monkeypatch.setattr(script, "START", str(work))
     monkeypatch.setattr(script, "SCRIPT_FOLDER", [""])
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(sys, "path", ["elsewhere", *sys.path])
     for name in "single.py", "package/__main__.py", "package/__init__.py", "package/a/train.py":
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
@@ -538,6 +554,8 @@ def test_a_script_around_python(monkeypatch):
     """As one in the home folder, where Python is, too."""
     monkeypatch.setattr(script, "SCRIPT_FOLDER", [os.sep])
     assert script.is_library(os.__file__) and not script.is_library("/train.py")
+    monkeypatch.setattr(script, "SCRIPT_FOLDER", [f"{script.STANDARD[0]}site-packages/package/"])
+    assert not script.is_library(f"{script.SCRIPT_FOLDER[0]}train.py")  # as of python -m
 
 
 # ---- GPUs

@@ -549,18 +549,22 @@ def test_seeds_of_a_process_that_the_script_starts(work, spawns, is_wrong):
     [
         "from torch.distributed.device_mesh import init_device_mesh\n"
         "from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module\n"
+        "mesh = init_device_mesh('cpu', (world, 1), mesh_dim_names=('data', 'tensor'))\n"
+        "parallelize_module(nn.Linear(2, 2), mesh['tensor'], ColwiseParallel()).forward\n"
         "parallelize_module(net, init_device_mesh('cpu', (world,)), {'0': ColwiseParallel()})",
         "from torch.distributed.pipelining import PipelineStage\n"
-        "PipelineStage(net, rank, world, torch.device('cpu'))",
+        "PipelineStage(net, rank, world, torch.device('cpu')).submod",
     ],
 )
 def test_refused(work, code):
     """Models of which each rank computes a part, where there are several ranks."""
     (one,) = notes_of(START + code)
-    assert not Path("notes/refused").exists()
+    assert not Path("notes/refused").exists() and one.end() == "its end"
     notes_of(START + code, "all")
     refused = json.loads(Path("notes/refused").read_text())
-    assert "parallelism" in refused["text"] and "train.py" in refused["line"]
+    assert "parallelism" in refused["text"]
+    assert code.splitlines()[-1][:60] in refused["line"]
+    assert "data parallelism alone" in refused["remedy"]
 
 
 GATHER = """
@@ -830,7 +834,7 @@ def test_wrong(work, fault):
 
 def test_averagers_are_noted(work):
     (one,) = notes_of(START + WAYS["torch's local SGD"])
-    assert [note.text for _, note in one[Said] if note.kind == "local"]
+    assert [note.text for _, note in one[Said] if note.kind == "local"] and one.end() == "its end"
 
 
 SEEDED = """

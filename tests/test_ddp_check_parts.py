@@ -352,6 +352,7 @@ def test_generators(make_process):
     game, dice, library.draws = Game(), Dice(), random.Random(0)
     run.made[id(dice.numbers)] = "train.py:1"
     found, hidden = held.find_generators(run)
+    assert held.states_of(found)
     found = dict(found)
     assert vars(names)["_rng"] and "own" in found and "_rng" not in found, (found, mine)
     assert "Dice.numbers, made at train.py:1" in found
@@ -1147,6 +1148,10 @@ def test_batch_in_fewer_parts():
         _, result = check(of(2, 1, 4), ranks)
         assert [f.text[: len(text)] for f, text in zip(result.of("look"), texts)] == texts, result
         assert len(result.of("look")) == 1
+        if factor == 1:
+            (size,) = result.of("look")
+            assert "2 times the batch: intended, and the rate, too?" in size.text and size.remedy
+            assert size.text.endswith("the ranks together were given one process's samples")
 
 
 def test_order_of_a_batch():

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 from watched import findings_of, notes_of
 
-from ddp_check import script, text
+from ddp_check import cpu, script, text
 from ddp_check.notes import MANY_EVALUATIONS, MANY_VALUES, Collective, End, Notes, Said, Step
 from ddp_check.process import Process
 from ddp_check.seen import held
-from ddp_check.seen.trace import Trace
+from ddp_check.seen.trace import Trace, is_batch_norm
 from ddp_check.seen.written import note_set
 from ddp_check.sketch import moved, sketch
 
@@ -89,7 +90,7 @@ torch.func.jacrev(net.layer)(x)
 weights, _ = torch.func.stack_module_state([net.layer, nn.Linear(4, 2)])
 torch.func.vmap(lambda each: torch.func.functional_call(net.layer, each, x))(weights)
 torch.utils.checkpoint.checkpoint(net.layer, x, use_reentrant=False).sum().backward()
-torch.jit.trace(net.layer, x)
+torch.jit.trace(net.layer, x)(x)
 nn.LazyLinear(2)(x)
 torch.ones(2, 2).long() @ torch.ones(2, 2).long()
 torch.vstack([torch.tensor(1.0), torch.tensor(2.0)])
@@ -233,6 +234,7 @@ optimizer.load_state_dict(optimizer.state_dict())
 optimizer.step()
 plateau = ReduceLROnPlateau(optimizer)
 plateau.step(1.0)
+assert plateau.last_epoch == 1
 optimizer.step()
 """
 
@@ -261,6 +263,8 @@ def test_optimizers(work):
     made, plateau, last, loaded = [line_of(OPTIMIZERS, text) for text in texts]
     lines = {"made": [made, plateau], "last": last, "loaded": loaded, "wrapped": []}
     assert one[Step][-1][1].made == lines and "last" not in one[Step][0][1].made
+    calls = [note.values["calls"] for _, note in one.seen("closure")]
+    assert calls[0] > 1 and calls[1:] == [1, 1]
     settings = one.seen("setting")[2][1].values
     assert settings[0, "lr"] == 0.5 and (0, "mask") not in settings
 
@@ -287,9 +291,10 @@ for _ in range(3):
     with torch.no_grad():
         model[0](x)
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1)
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1) > 0
     optimizer.step()
 frozen.train()(x)
+exit()
 """
 
 
@@ -298,6 +303,8 @@ def test_passes(work):
     loss. Only in the first steps, what they give, their weights, the norm of gradients."""
     (one,) = notes_of(PASSES, lines=2)
     assert one[End][0][1].state == "its end"
+    weights = [note.about.get("weights") for _, note in one.seen("inputs")]
+    assert [type(each) for each in weights if each is not None] == [float] * 3
     inputs = [(step, note.name, "weights" in note.about) for step, note in one.seen("inputs")]
     passes = [("Linear", True), ("Linear", True), ("Linear", False), ("Linear", True)]
     passes += [("Linear", False), ("Linear", False), ("Sequential", False)]
@@ -305,6 +312,9 @@ def test_passes(work):
     outputs = [note for _, note in one.seen("outputs")]
     assert [bool(note.values) for note in outputs] == [True] * 4 + [False] * 3
     assert not any(note.about["has_batch_norm"] for note in outputs)
+    losses = [note for _, note in one.seen("loss")]
+    assert [bool(note.made_from) for note in losses] == [True, True, False]
+    assert all(note.values[0].number for note in losses)
     assert [note.name for _, note in one.seen("evaluation")] == ["Sequential"] * 3
     (subset,) = [note for _, note in one.seen("value") if note.name == "Subset"]
     assert list(subset.values[0].rows[0][1]) == [1, 0]
@@ -347,18 +357,25 @@ for _ in range(2):
     loss = words(torch.tensor([1, 2])).sum() + wide(torch.ones(2, 4)).sum()
     step(world * (loss + (shards * 2).sum().full_tensor()))
 
+class Averaging(torch.optim.SGD):
+    def step(self):
+        dist.all_reduce(torch.ones(2))  # in a step
+        dist.all_reduce(torch.ones(()))  # as a norm
+        super().step()
+
 # Other names.
 if world > 1:
     core = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     model = DistributedDataParallel(core)
 else:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-optimizer = torch.optim.SGD(model.parameters(), 0.5)
+optimizer = Averaging(model.parameters(), 0.5)
 for _ in range(2):
     step(world * model(torch.arange(16.0).view(4, 4)).square().sum())
 
 # DDP of one process each; and of all, but for some.
 part = nn.Linear(4, 1)
+dist.broadcast(part.weight.data, 0)
 alone = [dist.new_group([r]) for r in range(world)][rank]
 apart = DistributedDataParallel(part, process_group=alone)
 frozen = nn.Linear(4, 1)
@@ -374,10 +391,16 @@ parts = [torch.empty(1) for _ in range(world)]
 x = torch.ones(1, requires_grad=True) * 2
 Loss()(x)
 dist.all_gather(parts, x)  # with gradients
+dist.all_reduce(torch.ones(1), group=alone)  # alone
 for _ in range(60):
     dist.all_reduce(torch.ones(1))  # often
 for _ in range(60):
     model(torch.ones(4, 4))  # often
+if world > 1:
+    passes = core[1].num_batches_tracked.item()
+    core[1].num_batches_tracked += rank
+    model(torch.ones(4, 4))
+    assert core[1].num_batches_tracked == passes + 1  # DDP has sent rank 0's
 """
 
 
@@ -392,6 +415,7 @@ def test_ranks(work):
         values = [value for _, note in notes.seen("weight") for value in note.values.items()]
         lines = {line for _, note in notes.seen("weight") for line in note.about.values()}
         assert line_of(RANKS, "optimizer.step()") not in lines
+        assert line_of(RANKS, "dist.broadcast(part") in lines
         return np.array([value.sums for name, value in values if "wide" not in name])
 
     for rank in ranks:
@@ -402,8 +426,12 @@ def test_ranks(work):
         gathers = [call for call in calls if call.name == "all_gather"]
         assert [call.has_grad for call in gathers] == [False, True]
         assert not any(call.has_backward for call in gathers)
+        within = {call.line for call in calls if call.in_step}
+        assert within == {line_of(RANKS, "dist.all_reduce(torch.ones(2))")}
+        (apart,) = [call.line for call in calls if not call.of_all]
+        assert apart == line_of(RANKS, "dist.all_reduce(torch.ones(1), group")
         often = Counter(call.line for call in calls)
-        assert often[line_of(RANKS, "dist.all_reduce")] == MANY_VALUES
+        assert often[line_of(RANKS, "dist.all_reduce(torch.ones(1))")] == MANY_VALUES
         assert often[line_of(RANKS, "model(torch.ones")] == MANY_VALUES
 
 
@@ -447,8 +475,11 @@ def test_sharded_models(work, kind):
     FSDP has all weights on each rank."""
     code = SHARDED.replace("KIND", repr(kind))
     right, wrong = [code.replace("WHOLE", size) for size in ("(8 // world)", "8")]
-    found = {finding.verdict for finding in findings_of(right, lines=2)}
+    findings = findings_of(right, lines=2)
+    found = {finding.verdict for finding in findings}
     assert not found & {"WRONG", "look"}, found
+    said = [finding.text for finding in findings if "FSDP shards nothing here" in finding.text]
+    assert bool(said) == (kind != "second")
     (found,) = [each for each in findings_of(wrong, lines=2) if each.verdict == "WRONG"]
     assert (found.what, found.line) == ("loss", line_of(wrong, "loss = "))
     assert "0.5 times one process's" in found.text
@@ -495,13 +526,15 @@ for step in range(6):
     others = {step: note.values for step, note in one.seen("other")}
     assert others[3].keys() == others[0].keys() == {"Linear.weight", "Linear.bias"}
     assert [list(note.values) for _, note in one.seen("attribute")] == [["Queue.rows"]]
-    assert len([note.generators for _, note in one[Step] if note.generators]) > 1
+    found = [note.generators for _, note in one[Step] if note.generators]
+    assert len(found) > 1 and any(name.endswith("made at train.py:3") for name in found[0])
 
 
 def test_share():
     """Of a padded batch, also if its samples are columns; not of what has another size, or other
     dimensions. And of the samples that the script has kept of a batch, two entries each."""
-    rank = SimpleNamespace(world=2, is_single=False, joined={}, loaded={"a": (8, None)})
+    loaded = {"a": (8, None), "b": (None, None)}
+    rank = SimpleNamespace(world=2, is_single=False, joined={}, loaded=loaded)
     for one, own, expected in (
         ((8, 6), (4, 5), 0),
         ((5, 8), (4, 4), 1),
@@ -512,6 +545,14 @@ def test_share():
         assert Process.shared_dimension(rank, one, own) == expected
     rank.options, rank.loader_rows, rank.model_rows = {"layout": "turns"}, 8, 3
     assert Process.positions(rank, 1, 6).tolist() == [2, 3, 6, 7, 10, 11]
+
+
+def test_batch_norm_of_own_samples(monkeypatch):
+    """That of SyncBatchNorm is of all, but on CPUs."""
+    assert is_batch_norm(nn.BatchNorm1d(1)) and not is_batch_norm(nn.LayerNorm(1))
+    assert not is_batch_norm(nn.SyncBatchNorm(1))
+    monkeypatch.setattr(cpu, "MODES", ["imitated"])
+    assert is_batch_norm(nn.SyncBatchNorm(1))
 
 
 def test_small_tensors():
@@ -562,8 +603,11 @@ def test_variables():
 
 
 def test_what_is_held():
-    """What is trained, by the names of variables; a teacher, but not what changes samples."""
-    teacher, blur = Teacher(), nn.Linear(1, 2)
+    """What is trained, by the names of variables; a teacher, but not what changes samples, nor what
+    the script has dropped."""
+    teacher, blur, gone = Teacher(), nn.Linear(1, 2), Teacher()
+    gone.itself = [gone]
+    del gone
     run = SimpleNamespace(of_datasets={blur}, written={}, nth=lambda key: 0)
     values, _ = held.others(run, {id(teacher.layer.bias)}, "running_mean$")
     mine = [name for name in values if "Teacher" in name]
@@ -572,6 +616,16 @@ def test_what_is_held():
     trained = held.Trained(run, optimizer)
     assert trained.names[id(teacher.layer.bias)] == "teacher.layer.bias"
     assert trained.buffers() == {} and set(trained.modes()) == {"teacher", "teacher.layer"}
+
+
+def test_names_inside_of_ddp():
+    """They are those of what it wraps, as without it."""
+    wrapper = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper.module = nn.Linear(1, 1, bias=False)
+    net = nn.Sequential(wrapper, nn.Linear(1, 1, bias=False))
+    found = [[*dict(held.named(of, net))] for of in (net.named_parameters, net.named_modules)]
+    assert found == [["0.weight", "1.weight"], ["", "0", "1"]]
 
 
 def test_traced(make_process):
@@ -606,6 +660,7 @@ def test_traced(make_process):
         values, places = x.sort(0)
         assert not hasattr(values, "compare_place") and places.clone().compare_place
         assert all(each.compare_place for each in torch.topk(places, 2, 0))
+        x.argsort(0)
         assert places.shape == x.size() and len(other.unbind()) == 2
         nn.init.constant_(other, 1.0), torch.empty(1), weight.mul_(2)
         noisy = nn.functional.conv1d(x[None], torch.ones(1, 3, 1)).tolist()
@@ -620,6 +675,11 @@ def test_traced(make_process):
         note_set(run, table)
         run.thread.in_dataset = False
 
+    def all_reduce(tensor):  # in place
+        pass
+
+    assert Trace(run).__torch_function__(all_reduce, (), (x,)) is x
+
     def plus(n):
         return x.add(n)
 
@@ -633,6 +693,8 @@ def test_traced(make_process):
     seen = [note for _, note in Notes(run.folder, "again", 0).seen("value")]
     assert not {"size", "fill_", "empty", "mul_"} & {n.name for n in seen}
     assert [n.about["by_gradient"] for n in seen if "div" in n.name] == [False, True, True]
+    (sorts,) = [n.about for n in seen if n.name == "argsort"]
+    assert sorts["integers"] == sorts["places"] == [0]
     added = [n for n in seen if n.name == "add"]
     assert [n.about["by_gradient"] for n in added] == [False] * (1 + MANY_VALUES)
     assert added[1].about["called_at"] not in ("", added[1].line)
