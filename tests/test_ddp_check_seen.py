@@ -514,7 +514,7 @@ model, teacher, numbers = *(torch.nn.Linear(1, 1) for _ in "ab"), np.random.defa
 class Queue:
     rows = None
 queue = Queue()
-queue.rows = torch.ones(3)
+queue.rows, queue.numbers = torch.ones(3), np.random.mtrand._rand  # as scikit-learn may give it
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for step in range(6):
     optimizer.zero_grad()
@@ -528,6 +528,7 @@ for step in range(6):
     assert [list(note.values) for _, note in one.seen("attribute")] == [["Queue.rows"]]
     found = [note.generators for _, note in one[Step] if note.generators]
     assert len(found) > 1 and any(name.endswith("made at train.py:3") for name in found[0])
+    assert not any("RandomState" in name for name in found[0])  # the global one is as it is
 
 
 def test_share():

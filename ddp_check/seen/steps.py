@@ -202,6 +202,7 @@ class Steps:
                 run.keep_space([self.path(what) for what in ("gradients", "after")])
             elif os.path.exists(self.path("after")):
                 self.set_to_one(parameters, buffers)
+        self.inside = self.frame = run.stepping = None  # whose variables are all the gradients
         run.steps += 1
         if run.steps in (3, 12, run.options["steps"]):
             with run.quiet():
