@@ -27,7 +27,7 @@ WHAT += "and what only happens on GPUs are not checked"
 NEEDS = r"\b(CUDA|NVIDIA|NVML|triton|GPUs?)\b|cuda|0 active drivers|gloo does not|"
 NEEDS += r"ProcessGroupGloo(?!.* size at)|getFuture not implemented"
 NEEDS = re.compile(NEEDS, re.IGNORECASE)
-SEVERAL = re.compile(r"\b(single|one|1|multiple|several|more than one)[- ](GPU|CUDA device)", re.I)
+SEVERAL = re.compile(r"\b(single|only one|multiple|several|more than one)[- ]GPU", re.IGNORECASE)
 
 
 def is_cuda(device):

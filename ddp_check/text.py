@@ -246,9 +246,11 @@ def is_set(node, names):
 
 def is_path(node):
     """Whether `folder / name` is a file's name."""
-    name = node.right
+    if not isinstance(node, ast.BinOp):  # but `total /= n`
+        return False
+    name, folder = node.right, ast.unparse(node.left)
     is_text = isinstance(name, ast.JoinedStr) or isinstance(getattr(name, "value", None), str)
-    return is_text or re.search("dir|path|root|folder", ast.unparse(node.left)) is not None
+    return is_text or re.search("(?<![a-z])(dir|path|root|folder)(?![a-z])", folder) is not None
 
 
 def divisions_behind(line, files):

@@ -944,6 +944,10 @@ if rank == 0 and loss.item() > 3:
 x = clamp(x)
 if good:
     x = clamp(x)
+if rank == 0 and remaining:
+    x = clamp(x)
+if world > 1 and is_main:
+    x = clamp(x)
 """
 
 
@@ -983,7 +987,9 @@ def test_decisions(branches):
     assert not of_decision(f"{branches}:6", variables=[[{"count": 1}]] * 3)
     (found,) = of_decision(f"{branches}:6", variables=[[{"count": n}] for n in (8, 5, 5)])
     assert "count is 8 on one process, 5, 5 on the ranks" in found.more[1]
-    assert not of_decision(f"{branches}:6", variables=[[{"count": n}] for n in (1, 1, 0)])
+    for line, name in (13, "remaining"), (15, "is_main"):  # a flag of numbers, or of ranks
+        found = of_decision(f"{branches}:{line}", variables=[[{name: n}] for n in (1, 1, 0)])
+        assert bool(found) == (name == "remaining")
     assert of_decision(f"{branches}:9")  # of no `if` in this file
     assert of_decision(f"{branches}:11")  # which may be of one rank's own
     assert not of_decision(f"{branches}:11", is_alone=(False, True, True))

@@ -167,6 +167,7 @@ def test_what_needs_a_gpu():
     assert in_fork(asks_for, TypeError("got an unexpected keyword argument 'use_cuda'")) == 0
     # Nor where a script refuses to be one process.
     assert in_fork(asks_for, AssertionError("Cannot train with DDP on a single gpu.")) == 0
+    assert in_fork(asks_for, RuntimeError("this kernel needs at least one GPU")) == 1
 
 
 def test_libraries_get_the_truth(work):

@@ -372,17 +372,27 @@ def test_settings_explain_updates():
     assert found == {"setting": "WRONG"}
 
 
-@pytest.mark.parametrize("steps, rate, verdict", [(6, 0.3, "look"), (7, 0.3, "WRONG")])
-def test_a_schedule_planned_from_the_batch_size(steps, rate, verdict):
+@pytest.mark.parametrize(
+    "total, steps, grows, verdict",
+    [
+        (12, 6, 0, "look"),
+        (12, 7, 0, "WRONG"),
+        (12, 6, 1, "WRONG"),  # as of the samples that each has seen
+        (4, 2, 0, "WRONG"),  # a batch's rows
+    ],
+)
+def test_a_schedule_planned_from_the_batch_size(total, steps, grows, verdict):
     """Of one process, whose steps are as many as all ranks' samples would need; not another."""
 
     def of(rate, steps):
         found = step_notes([1.0] * 4)
-        for _, note in found[::2]:
-            note.variables["steps_per_epoch"] = steps
-        return notes(*found, *setting(rate, range(1, 4)))
+        for step, note in found[::2]:
+            note.variables["steps_per_epoch"] = steps * (1 + grows * step)
+        given = Batch(PASS_KEY, 0, [0, 1, 2, 3], 4, 9, True, {})
+        return notes((0, given), *found, *setting(rate, range(1, 4)))
 
-    one, ranks = of(0.1, 12), [of(rate, steps)] * 2
+    rate = 0.3
+    one, ranks = of(0.1, total), [of(rate, steps)] * 2
     for about in {"scaled": {"loader": "train.py:1"}}, {}:
         found, result = judged(one, *ranks, **about)
         assert found == {"setting": verdict if about else "WRONG"}

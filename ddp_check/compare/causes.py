@@ -10,6 +10,7 @@ from .differences import parts_of
 from .fits import sides
 from .kinds import KINDS, PAGE
 from .lineage import COUNTS
+from .numbers import BY_RANK
 
 ADVICE = {
     "coupled": "of the same inputs and weights: a sample's result depends on which others are in "
@@ -308,8 +309,7 @@ class Cause:
     def is_by_rank(self, branch):
         """Whether an `if` says which ranks are to run it, and nothing else that differs."""
         _, _, test = source(branch).partition(": ")  # not the file's name, such as main.py
-        by_rank = re.search("rank|world|master|main|distributed", test)
-        return by_rank and not self.is_by_numbers(branch)
+        return BY_RANK.search(test) and not self.is_by_numbers(branch)
 
     def is_by_numbers(self, branch):
         """Whether an `if` is decided by what a process has computed, or by a number that differs

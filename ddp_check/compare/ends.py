@@ -110,7 +110,7 @@ def gets_weights(rank, ranks):
     is_ddp = any(note.averaged for other in ranks for _, note in other[Step])
     if rank[Step] or is_ddp:
         return False
-    lines = {call.line for _, call in rank[Collective]}
+    lines = {call.line for _, call in rank[Collective] if call.name == "broadcast"}
     calls = [each for other in ranks for each in other[Collective]]
     return any(step and call.name == "broadcast" and call.line in lines for step, call in calls)
 

@@ -71,8 +71,10 @@ def rows(one, ranks):
             numbers = [other.number for other in ranks]
             return min(abs(one.number - max(numbers)), abs(one.number - min(numbers)))
         return max(off_of_rows(one, [other], 0) for other in ranks)
-    # Of several dimensions: blocks of a diagonal, as of a batch of graphs
     dims = [d for d in range(len(one.shape)) if any(o.shape[d] != one.shape[d] for o in ranks)]
+    for d in dims if len(dims) > 1 else ():  # blocks of a diagonal, as of a batch of graphs
+        if sum(other.shape[d] for other in ranks) != one.shape[d]:
+            return math.inf
     return off_of_rows(one, ranks, dims[0])
 
 

@@ -188,6 +188,8 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
     for finding in sorted(firsts, key=lambda finding: finding.step):
         known = [cause for cause in found if follows(finding, cause)]
         if known:
+            for part in known[0].text.split("; ")[1:]:  # is not said again
+                finding.text = finding.text.replace(f"; {part}", "")
             known[0].more += [f"so step {finding.step + 1}: {finding.what}: {finding.text}"]
             known[0].more += [text for text in finding.more if text not in known[0].more]
             known[0].line = known[0].line or finding.line

@@ -4,7 +4,7 @@ import math
 import re
 from decimal import Decimal
 
-from ..notes import PASS, Collective, Drawn, Finding, Printed, Said, Step
+from ..notes import PASS, Batch, Collective, Drawn, Finding, Printed, Said, Step
 from ..script import source
 from ..text import (
     divisions_behind,
@@ -23,6 +23,7 @@ AGAIN = 2e-3  # of those of another run on one process
 LAST_DIGITS = 1.5  # of the last digit: a number on the edge of two is printed as either
 # As in what logging writes before a line
 CLOCK = re.compile(r"\d+:\d\d:\d\d([.,]\d+)?")
+BY_RANK = re.compile(r"(?<![a-z])(rank|world|master|main|distributed)s?(?![a-z])")
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.I)
 
 
@@ -32,6 +33,7 @@ class Variables:
     def __init__(self, one, ranks):
         self.all = [{step: note.variables for step, note in n[Step]} for n in (one, *ranks)]
         self.lines = {step: note.line for step, note in one[Step]}
+        self.rows = {batch.rows for _, batch in one[Batch]}
         first, *theirs = [
             {k: v for _, note in n[Step] for k, v in note.generators.items()} for n in ranks
         ]
@@ -67,8 +69,11 @@ class Variables:
         }
 
     def plans(self, step):
-        """Whether a rank counts 1 / N of what one process does, as steps of N times the batch."""
-        both = [n for n in self.others(step).values() if len(set(n[1:])) == 1 and n[0] > n[1] >= 1]
+        """Whether ranks have a number, the same since the first step, of 1 / N of one process's, as
+        of steps with N times the batch; it is not that of a batch's rows."""
+        before, found = self.others(min(self.all[0])), self.others(step)
+        both = [n for name, n in found.items() if n == before.get(name) and n[0] not in self.rows]
+        both = [n for n in both if len(set(n[1:])) == 1 and n[0] > n[1] >= 1]
         return any(abs(n[0] / (len(n) - 1) - n[1]) < 1 and float(n[1]).is_integer() for n in both)
 
     def changing(self, step):
@@ -114,10 +119,14 @@ class Variables:
         return list(texts.values())
 
     def decide(self, branch, step):
-        """Whether numbers in an `if` differ, but for a flag, such as `is_main`."""
+        """Whether numbers in an `if` differ, but for a flag that is set on all ranks or on none, or
+        that says which ranks, such as `is_main`."""
         others = self.others(step)
-        numbers = [others[name] for name in names_at(branch) if name in others]
-        return any(not {*of} <= {0, 1} for of in numbers)
+        numbers = [(name, others[name]) for name in names_at(branch) if name in others]
+        return any(
+            not {*of} <= {0, 1} or (len(set(of[1:])) > 1 and not BY_RANK.search(name))
+            for name, of in numbers
+        )
 
     def set_at(self, line, step):
         """The lines where the numbers in a line are set; or, of `with context():`, the context."""

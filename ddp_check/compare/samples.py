@@ -29,7 +29,7 @@ def training_passes(one):
     for step, batch in one[Batch]:
         steps.setdefault(batch.key, set()).add(step)
     if len(one[Step]) == 1:  # it was told to make no more
-        return {batch.key for _, batch in one[Batch] if batch.trains}
+        return {*[b.key for step, b in one[Batch] if b.trains and not step][-1:]}
     return {key for key in steps if len(steps[key]) > 1}
 
 
