@@ -32,7 +32,8 @@ def test_numbers_of_ranks(work):
 
 
 def test_a_sum_for_a_mean(work):
-    """A right training, and its loss without a mean."""
+    """A right training, and its loss without a mean; what that means is said once."""
     assert not [each for each in findings_of(TRAINING) if each.verdict in ("WRONG", "look")]
-    found = [each for each in findings_of(TRAINING.replace(".mean()", ".sum()"))]
-    assert [each.what for each in found if each.verdict == "WRONG"]
+    found = findings_of(TRAINING.replace(".mean()", ".sum()"))
+    (loss,) = [each for each in found if each.verdict == "WRONG"]
+    assert "\n".join([loss.text, *loss.more]).count("a factor world_size too much") == 1
