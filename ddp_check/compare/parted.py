@@ -71,7 +71,7 @@ def parted_weights(one, ranks):
         return None
     averaged = ranks[0][Step][0][1].averaged
     whole, *parts = [shapes_of(weights, averaged) for weights in (mine, *theirs)]
-    if not (averaged and whole == sum(parts, Counter())):  # else each is on one rank
+    if not (averaged and all(parts) and whole == sum(parts, Counter())):  # else each is on one rank
         for name in missing:
             if not any(same(mine[name], [value]) <= 1e-6 * size(value) for value in everywhere):
                 return None
