@@ -250,7 +250,7 @@ def is_path(node):
         return False
     name, folder = node.right, ast.unparse(node.left)
     is_text = isinstance(name, ast.JoinedStr) or isinstance(getattr(name, "value", None), str)
-    return is_text or re.search("(?<![a-z])(dir|path|root|folder)(?![a-z])", folder) is not None
+    return is_text or re.search("(?<![a-z])(dir|path|folder)(?![a-z])", folder) is not None
 
 
 def divisions_behind(line, files):

@@ -28,7 +28,7 @@ def training_passes(one):
     steps = {}
     for step, batch in one[Batch]:
         steps.setdefault(batch.key, set()).add(step)
-    if len(one[Step]) == 1:  # it was told to make no more
+    if len(one[Step]) == 1:  # no more were asked for: that of the last batch before it
         return {*[b.key for step, b in one[Batch] if b.trains and not step][-1:]}
     return {key for key in steps if len(steps[key]) > 1}
 
