@@ -44,7 +44,7 @@ def check(args, runs):
     from .compare.judge import judge
     from .compare.kinds import PAGE
     from .compare.samples import remedy_by_one
-    from .compare.starts import loaders_by_process, other_options
+    from .compare.starts import loaders_by_process, other_layout, other_options
     from .notes import Cut, Finding
     from .pairs import NothingCompared
 
@@ -60,6 +60,9 @@ def check(args, runs):
     if result.lines:
         try:
             known["lines"] = runs.lines(result.lines)
+            if options := other_layout(runs.options, *known["lines"]):
+                runs.start_again(options, "each rank has a block of a batch")
+                return check(args, runs)
             result = judge(one, ranks, **known)
         except NothingCompared as error:
             text = f"the values of lines could not be noted: {error}"

@@ -148,7 +148,8 @@ class Said:
     loader that gives one process the batches of all ranks ("scaled"); a "framework" that is used;
     the line that has made a "buffer"; the line and the name of a sampler that one has "replaced";
     the line of a generator that has no seed ("unseeded"), or of an order by a generator of the
-    script's ("own order"); the line of a "join" that ends; a "file" of the script's."""
+    script's ("own order"); the line of a "join" that ends; a "file" of the script's; the line by
+    which a dataset gives a sample, if it "remembers" earlier ones."""
 
     kind: str
     text: str

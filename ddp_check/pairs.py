@@ -40,20 +40,31 @@ class Runs:
                 if one is None:
                     self.one.start(self.options)
                 self.all.start(self.options)
-                one = one or self.run_one()
+                try:
+                    one = one or self.run_one()
+                except NothingCompared:
+                    if not self.options.scaled:
+                        raise
+                    self.all.stop()
+                    options = replace(self.options, scaled=[], scales=False)
+                    self.start_again(options, "the script fails with the batches of all ranks")
+                    continue
                 ranks, others = self.all.run(
                     self.count(0), lambda ranks: other_options(self.options, one, ranks)
                 )
                 if others is None:
                     return one, ranks
                 options, why = others
-                self.all.say(f"starts again: {why}")
                 if replace(options, turns=self.options.turns) != self.options:
                     one = None  # it matters there, too
-                self.options = options
+                self.start_again(options, why)
         finally:
             self.one.stop()
             self.all.stop()
+
+    def start_again(self, options, why):
+        self.options = options
+        self.all.say(f"starts again: {why}")
 
     def run_one(self):
         (one,), _ = self.one.run(self.count(1))
@@ -63,8 +74,11 @@ class Runs:
         if not one[Step]:
             text = f"no optimizer.step() on one process; then {end}"
             said = [note.text for _, note in one[Said] if note.text.startswith(PROGRAM)]
-            if said and end != "its end":
-                text += f"; does it start its ranks here: {said[0].removeprefix(PROGRAM)}? Then "
+            lines = [line.removeprefix(PROGRAM) for line in said]
+            if end.startswith("a crash"):  # else it is another line's
+                lines = [line for line in lines if line in end]
+            if lines and end != "its end":
+                text += f"; does it start its ranks here: {lines[0]}? Then "
                 text += "check what that starts, with a rank's flags: {rank}, {n}"
             raise NothingCompared(text)
         return one

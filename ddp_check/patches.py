@@ -1,7 +1,9 @@
 """Functions of torch, Python and libraries are replaced; before the script does what it must not,
 both runs are stopped."""
 
+import contextlib
 import functools
+import inspect
 import json
 import os
 import sys
@@ -29,6 +31,8 @@ def wrap(owner, name):
                 return original(*args, **kwargs)
             return function(original, *args, **kwargs)
 
+        with contextlib.suppress(ValueError, TypeError):  # as of what is written in C
+            replacement.__signature__ = inspect.signature(original)  # getfullargspec() asks for it
         setattr(owner, name, replacement)
         REPLACED[id(original)] = original, replacement
 

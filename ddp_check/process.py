@@ -69,8 +69,7 @@ class Process:
         # {a number that was drawn: the generator's state}, until the ranks put something together.
         self.drawn_seeds = {}
         self.own_seeds = {}  # {seed of a generator: own_seed() of it, as it first draws}
-        self.written = {}  # {where a tensor is: the line that has set it last}
-        self.called_at = {}  # {such a line: the line that has called its function}
+        self.written = {}  # {where a tensor is: the line that has set it last, and who called it}
         self.of_datasets = weakref.WeakSet()  # modules that it calls for a sample, as a blur
         self.mode_set = ()  # the line that has called train() or eval() last, and who has called it
         self.stepping = None  # the frame of an optimizer's step, while it sets weights

@@ -90,6 +90,7 @@ class Options:
     layout: str = "turns"  # or "blocks": rank r has the r-th block of a batch
     turns: list = field(default_factory=list)  # [line, function] of draws that the ranks take so
     scaled: list = field(default_factory=list)  # loaders that give one process all ranks' batches
+    scales: bool = True  # there may be such
     cuts: bool = True  # a batch size per process is cut into the ranks' parts
     prepared: bool = True  # one process's loaders of a framework, too, have all ranks' batches
     lines: int = 0  # steps in which the values of lines are noted

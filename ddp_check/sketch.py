@@ -47,6 +47,12 @@ def leaves_of(tree):
     return [tree]
 
 
+def indices_in(tree):
+    """Of the values that are among the arguments of a function."""
+    tensors = filter(torch.is_tensor, leaves_of(tree))
+    return [tensor.compare_index for tensor in tensors if hasattr(tensor, "compare_index")]
+
+
 def opened(tree, depth=OBJECTS):
     """With the attributes of an object instead of it, as of a class for batches."""
     if isinstance(tree, (dict, list, tuple)) and depth < OBJECTS and len(tree) > MANY_THINGS:

@@ -10,13 +10,21 @@ import re
 from . import script
 from .script import own_file
 
+# What reads flags, beside ArgumentParser
+LIBRARIES = "fire click tyro typer absl hydra jsonargparse docopt simple_parsing transformers"
+FLAGS = rf"sys\.argv|(import|from) ({LIBRARIES.replace(' ', '|')})\b"
+
+
+def text_of(file):
+    return "".join(linecache.getlines(os.path.join(script.START, file)))
+
 
 @functools.cache
 def statements(file):
     """Those of a file, each of which knows what it is in; the innermost last."""
     found = []
     with contextlib.suppress(SyntaxError):
-        tree = ast.parse("".join(linecache.getlines(os.path.join(script.START, file))))
+        tree = ast.parse(text_of(file))
         for node in ast.walk(tree):
             for child in ast.iter_child_nodes(node):
                 child.parent = node
@@ -175,6 +183,11 @@ def flags_in(file):
             for flag in flags[:1]:
                 found[(*dest, flag[2:].replace("-", "_"))[0]] = flag
     return found
+
+
+def reads_flags(file):
+    """Whether it takes flags otherwise than by an ArgumentParser."""
+    return bool(re.search(FLAGS, text_of(file)))
 
 
 def parameters_in(file):

@@ -57,6 +57,7 @@ if WRONG and rank:
     parameters[-2:] = parameters[-2:][::-1]
 ddp, ddp_text = DistributedDataParallel(model), DistributedDataParallel(text)
 optimizer = torch.optim.SGD(parameters, 0.01)  # parameters
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 samplers = [DistributedSampler(train_set, seed=0 if WRONG else 10 * n) for n in range(2)]
 loaders = [DataLoader(train_set, 12 // world, sampler=sampler) for sampler in samplers]
 part = DistributedSampler(dataset, shuffle=False) if WRONG else range(rank, 49, world)
@@ -92,6 +93,7 @@ for epoch in range(2):
         if WRONG and rank == epoch == 0:
             ddp(inputs)  # calls
     model.train()
+    scheduler.step(epoch + (rank if WRONG else 0))  # plateau
     if rank == 0 or WRONG:
         torch.save(model.state_dict(), "model.pt")  # files
 """

@@ -393,6 +393,38 @@ def test_batches_of_the_same_samples(first, second, advice):
     assert found.advice == advice and found.verdict == ("WRONG" if advice == "share" else "look")
 
 
+@pytest.mark.parametrize("said", ["data.py:3", "other.py:3"])
+def test_a_dataset_that_remembers(said):
+    """Its sample depends on those before it."""
+
+    def make(x):
+        both = seen(1, BATCH, x, made_by="data.py:3", samples=None), inputs(2, x, made_from=[1])
+        return [*both, (0, Said("remembers", said))]
+
+    advice = blamed(*processes(make, OTHER)).advice
+    assert advice == ("remembers" if said == "data.py:3" else "share")
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "advice"),
+    [
+        ("__getitem__", PARTS[0], "chosen"),
+        ("__getitem__", ONE, "share"),
+        ("mul", PARTS[0], "share"),
+    ],
+)
+def test_as_many_samples(name, one, advice):
+    """On one process as on each rank, chosen of what is a larger batch there."""
+    found = blamed(*processes(into_a_model(name), (one, PARTS[0] + 1, PARTS[1] + 2)))
+    assert found.advice == advice
+
+
+def test_as_many_samples_on_all():
+    """Not if all ranks have the same."""
+    copied = PARTS[0], PARTS[0] + 1, PARTS[0] + 1
+    assert blamed(*processes(into_a_model("__getitem__"), copied)).advice != "chosen"
+
+
 def test_streams():
     """An IterableDataset's batches may be shards of each rank."""
     found = blamed(*processes(into_a_model(STREAM), OTHER))
@@ -451,6 +483,70 @@ def model(x, y, index=1, inside=True, **about):
     value = seen(index + 1, "mul", y, made_from=[index], model=index)
     out = outputs(index + 2, y, made_from=[99, index], **about)  # 99: a line in it, of other counts
     return [inputs(index, x), *([value] if inside else []), out]
+
+
+@pytest.mark.parametrize("last", ["batch_norm", "cat"])
+def test_batch_norm_beside_the_model(last):
+    """As of an average's keys, of other rows together than one process's: what follows is a look;
+    not if other numbers went into it."""
+
+    def found(*given):
+        def make(x, y):
+            made = seen(1, "linear", x), seen(2, "batch_norm", y, made_from=[1])
+            return [*made, seen(3, last, y, made_from=[2]), loss(4, y.sum(), made_from=[3])]
+
+        found = blamed(*processes(make, given, OTHER))
+        return found.verdict, found.line, found.advice
+
+    assert found(*SHARES) == ("look", "train.py:2", "coupled")
+    assert found(*OTHER) == ("WRONG", "train.py:1", "share")
+
+
+def test_batch_norm_before_a_gather():
+    """Which cuts what is known of how a value was made."""
+
+    def make(x, y, z):
+        made = seen(1, "batch_norm", z), seen(2, "batch_norm", y), seen(3, "cat", y)
+        return [*made, seen(5, "batch_norm", y), loss(4, y.sum(), made_from=[3])]
+
+    assert blamed(*processes(make, SHARES, OTHER, SHARES)).line == "train.py:2"
+
+
+PADDED = torch.ones(8, 5), torch.ones(4, 3), torch.ones(4, 5)  # to the longest of the batch
+
+
+@pytest.mark.parametrize(
+    ("inside", "advice"),
+    [(OTHER, "coupled"), (SHARES, "share"), ((ONE, ONE[:, :3], ONE), "share")],
+)
+def test_coupled_samples_that_are_padded(inside, advice):
+    """What a model gives cannot be told then; but a value in it that has the batch's rows."""
+
+    def make(x, y, total):
+        made = inputs(1, x), seen(2, "mul", y, made_from=[1], model=1)
+        return [*made, outputs(3, x, made_from=[1]), loss(4, total, made_from=[3])]
+
+    found = blamed(*processes(make, PADDED, inside, TWICE))
+    assert found.advice == advice and found.line == f"train.py:{2 if advice == 'coupled' else 3}"
+
+
+def test_padded_after_coupled_samples():
+    """Then the loss says nothing, unless the ranks do not average, or it can be told."""
+
+    def wrong(padded, coupled=True, own=False):
+        def make(x, y, z, total):
+            first = [*model(x, y), loss(4, y.sum(), made_from=[3])] * coupled
+            return [*first, seen(5, "Net", z, kind="outputs", step=1), loss(6, total, step=1)]
+
+        factors = [(1.0, 1.0), (1.2, 1.2), (1.5 if own else 1.2, 1.4 if own else 1.2)]
+        both = processes(make, SHARES, OTHER, padded, TWICE, gradients=factors)
+        parts = Values(*both, TOLERANCE, {}), Differences(*both, TOLERANCE, {}), Variables(*both)
+        steps = [0, 1] if coupled else [1]
+        found, *_ = find_causes(*parts, steps, [], float("inf"))
+        return [each.what for each in found if each.verdict == "WRONG"]
+
+    assert wrong(PADDED) == [] and wrong(SHARES) == ["loss"] == wrong(PADDED, coupled=False)
+    assert "averaging" in wrong(PADDED, own=True)
 
 
 @pytest.mark.parametrize(("inside", "line"), [(True, "train.py:2"), (False, "train.py:3")])
@@ -575,6 +671,8 @@ def test_passes_of_limited_size(own):
     assert own or not result.may_be_rounding  # of gradients that are as far off
     found, _ = of([ONE], *HALVES)  # without it, no value tells anything: they are of other samples
     assert [each.what for each in found] == ["averaging"] * own
+    found, _ = of([ONE], [PARTS[0][:3]], [PARTS[1][:1]])  # one pass of a line: it says something
+    assert found[0].what != "averaging"
 
 
 @pytest.mark.parametrize(
@@ -774,6 +872,13 @@ def test_a_fault_beside_places():
 
     assert what(of_right_outputs) == ("value", "train.py:6")
 
+    def of_rows_alike(x, y):  # which may be any samples'
+        into = inputs(2, x, integers(y), integers=[1])
+        out = outputs(3, torch.ones(len(x), 2), made_from=[2])
+        return [into, out, a_loss(5), seen(6, "mul", y)]
+
+    assert what(of_rows_alike) == ("inputs", "train.py:2")
+
     def of_places(x, y):  # so does what is made from the same integers
         ids = seen(1, "randperm", integers(y), integers=[0])
         into = inputs(2, integers(y), integers=[0], made_from=[1])
@@ -813,7 +918,16 @@ def test_places_in_the_own_batch():
 CALL = Collective("all_gather", "train.py:51", "", True)
 
 
-def test_calls_that_are_not_differentiated():
+OWN_GATHER = """\
+class Gather(Function):
+    def forward(ctx, x):
+        all_gather(parts, x)
+    def backward(ctx, grad):
+        return grad
+"""
+
+
+def test_calls_that_are_not_differentiated(tmp_path):
     """They are named if the loss is right, but gradients are not; or else below the loss."""
 
     def found(*values, **about):
@@ -824,6 +938,10 @@ def test_calls_that_are_not_differentiated():
     assert "or its backward does not sum over the ranks" in backward.text
     more = found(TWICE).more
     assert more == ["this all_gather is not differentiated: train.py:51"]
+    (tmp_path / "net.py").write_text(OWN_GATHER)
+    own = replace(CALL, line=f"{tmp_path}/net.py:3", has_backward=True)
+    backward = blamed(*processes(lambda x: [(0, own), loss(3, x)], MEAN))
+    assert backward.more == [f"its backward: {tmp_path}/net.py:4: def backward(ctx, grad):"]
     scaled = {"gradients": [(1.0, 1.0), (1.5, 1.0), (1.5, 1.0)]}  # nothing is lost of them
     assert found(MEAN, **scaled) is None
     halves = {"gradients": [(1.0, 1.0), (0.5, 1.0), (0.5, 1.0)]}
@@ -855,22 +973,25 @@ def test_other_values_of_the_same_loss():
     of_values = [right, seen(0, "rand", ONE)]
     made = found(lambda x: [*of_values, seen(6, "arange", x, made_from=[0])], OTHER)
     assert made.line == "train.py:6"
+    made = found(lambda x: [seen(0, "rand", ONE), seen(6, "arange", x, made_from=[0])], OTHER)
+    assert made.advice == "counted"
 
 
 def test_clipped_gradients():
     """Each rank by its own norm; not if all have the same, as they have been averaged."""
 
-    def found(norms, own=False):
+    def found(norms, own=False, near=True):
         def make(x, norm):
-            near = [seen(1, "mul", x)] * own
+            near_loss = [seen(1, "mul", x)] * (own and near)
             total = loss(5, torch.tensor(2.0), made_from=[1] * own)
-            return [*near, total, seen(6, "clip_grad_norm_", norm)]
+            return [*near_loss, total, seen(6, "clip_grad_norm_", norm)]
 
         return blamed(*processes(make, OTHER, norms, own=own))
 
     own_norms = [torch.tensor(number) for number in (2.0, 7.0, 8.0)]
     assert found(own_norms).line == "train.py:6" and found(ALIKE) is None
     assert found(own_norms, own=True).line == "train.py:1"  # they are averaged after it
+    assert found(own_norms, own=True, near=False).what == "averaging"
 
 
 def test_numbers_that_change():
@@ -1011,6 +1132,75 @@ def test_lines_of_one_rank_that_decide_nothing(branches):
     assert (found.what, found.verdict) == ("branch", "WRONG")
 
 
+def test_decisions_of_all_ranks(branches):
+    """As one process has no need of it; or all are in it, or a call in it would hang."""
+    on_ranks = {"is_alone": (False, True, True)}
+    assert of_decision(f"{branches}:2", **on_ranks)
+
+    def make(x, here):
+        call = 0, Collective("all_reduce", f"{branches}:2", "", False)
+        return [*decided(f"{branches}:2", x, here), call]
+
+    both = processes(make, ALIKE, (False, True, True), variables=([{}],) * 3)
+    assert [each.what for each in cause(*both).blame()[0]] == ["value"]
+
+
+def test_closures_of_other_numbers_of_calls():
+    """In a step up to this one: then the ranks' calls do not meet."""
+
+    def found(*calls, step=0):
+        def make(x, count):
+            note = Seen("closure", "train.py:7", "optimizer 0", 0, {"calls": count})
+            return [outputs(1, x), (step, note)]
+
+        (finding,) = cause(*processes(make, SHARES, calls, own=True)).blame()[0]
+        return finding.line, finding.remedy
+
+    assert found(1, 2, 3) == ("train.py:7", "return the mean loss of all ranks from it")
+    assert found(1, 2, 2)[1] == found(1, 2, 3, step=1)[1] == "call the wrapped model"
+
+
+COUNTED = [torch.tensor(number) for number in (29.0, 15.0, 14.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "is_found"),
+    [
+        ("div", COUNTED, True),
+        ("mul", COUNTED, False),
+        ("div", [torch.tensor(number) for number in (30.0, 15.0, 15.0)], False),
+        ("div", ALIKE, False),
+    ],
+)
+def test_equal_losses_divided_by_own_numbers(name, numbers, is_found):
+    """Of which each rank has its part."""
+    equal = [torch.tensor(1.0)] * 3
+
+    def make(total, count, x):
+        sums = seen(1, "sum", total), seen(2, "sum", count)
+        return [*sums, seen(3, name, x, made_from=[1, 2]), loss(4, x, made_from=[3])]
+
+    found = blamed(*processes(make, COUNTED, numbers, equal))
+    assert (found is not None and found.line == "train.py:3") == is_found
+    if is_found:
+        assert found.text.startswith("[div]: divided by 29 on one process, 15, 14 on the ranks")
+
+
+def test_numbers_that_are_given_alike():
+    """What is made from them is apart, where each rank's own generator would draw others."""
+
+    def found(line):
+        def make(x, state):
+            own = Seen("own", "train.py:1", "torch", 0, {"state": state}, about={"chooses": False})
+            made = seen(1, "mul", ONE, drawn=line), seen(2, "add", x, made_from=[1])
+            return [(0, own), *made, loss(3, x.sum(), made_from=[2])]
+
+        return blamed(*processes(make, OTHER, (1, 2, 3)))
+
+    assert found("train.py:1").advice == "apart" and found("train.py:9").advice == "share"
+    assert found("train.py:1").off > 0.1
+
+
 # ---- of several steps
 
 
@@ -1028,6 +1218,19 @@ def losses_of(ratio, *gradients):
         return [*first, loss(3, torch.tensor(1.0 + factor), step=1)]
 
     return processes(make, ratio, (0, 1, 1), gradients=gradients)
+
+
+def test_steps_after_what_cannot_be_compared():
+    """Only what the ranks do not average is told of them."""
+
+    def make(x, factor):
+        first = seen(1, STREAM, x), inputs(2, x, made_from=[1])
+        return [*first, loss(3, torch.tensor(1.0 + factor), step=1)]
+
+    for factors, whats in ((1.2, 1.2), ["inputs"]), ((1.2, 1.4), ["inputs", "averaging"]):
+        gradients = [(1.0, 1.0), *[(1.2, factor) for factor in factors]]
+        found, _, lost = causes_of(processes(make, OTHER, (0, 1, 1), gradients=gradients), [0, 1])
+        assert [each.what for each in found] == whats and lost == 0
 
 
 def test_steps_after_what_may_be_intended():

@@ -1,6 +1,7 @@
 """What ddp_check gives a script: random numbers, samples, batch norm. By small scripts, in forks of
 this process."""
 
+import inspect
 import json
 import random
 from collections import Counter
@@ -16,11 +17,13 @@ from torch.utils.data import BatchSampler
 from watched import notes_of
 
 from ddp_check.given import alike
+from ddp_check.given.datasets import mark_of
 from ddp_check.given.generators import generators_of
 from ddp_check.given.pairing import LOOP, MODEL
 from ddp_check.given.prepared import batch_of_all
 from ddp_check.given.samples import find_order
 from ddp_check.notes import DATASET, Batch, Collective, Cut, Drawn, End, Pass, PassEnd, Said
+from ddp_check.patches import wrap
 from ddp_check.process import PerThread
 
 START = """
@@ -425,7 +428,7 @@ def test_models(work):
 def single():
     """One process beside two; what is computed of the shares of a batch is "shares"."""
     run = SimpleNamespace(thread=PerThread(), is_single=True, world=2, joined={}, loaded={})
-    run.loader_rows = run.model_rows = None
+    run.loader_rows, run.model_rows, run.traces = None, None, False
     run.by_share = lambda tensor, function: "shares"
     return run
 
@@ -440,6 +443,53 @@ def test_batch_norm(single, monkeypatch):
     for module, rows in (nn.BatchNorm1d(3), 2), (nn.BatchNorm1d(3), 5), (nn.SyncBatchNorm(3), 4):
         assert module(torch.ones(rows, 3)).shape == (rows, 3)
     assert nn.BatchNorm1d(3)(torch.ones(4, 3)) == "shares"
+
+
+def test_values_of_batch_norm(single, monkeypatch):
+    """Of the shares, too, it is known what they are made from."""
+    monkeypatch.setattr(F, "batch_norm", F.batch_norm)
+    monkeypatch.setattr(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward)
+    alike.control_batch_norm(single)
+    single.traces, x, noted = True, torch.ones(4, 3), []
+    single.note_value = lambda *words, **about: noted.append((*words, about))
+    x.compare_index = 7
+    nn.BatchNorm1d(3)(x)
+    ((kind, _, name, value, made_from, about),) = noted
+    assert (kind, name, value, made_from) == ("value", "batch_norm", "shares", [7])
+    assert list(about) == ["called_at"]
+
+
+def test_arguments_of_a_replaced_function():
+    """Also for getfullargspec(); of a function in C there may be none."""
+
+    class Loader:
+        def load(self, dataset, *, size=2):
+            return dataset, size
+
+    for owner, name in (Loader, "load"), (SimpleNamespace(most=max), "most"):
+        wrap(owner, name)(lambda original, *args, **kwargs: original(*args, **kwargs))
+    found = inspect.getfullargspec(Loader.load)
+    assert found.args == ["self", "dataset"] and found.kwonlyargs == ["size"]
+    assert Loader().load(1) == (1, 2)
+
+
+def test_marks_of_a_sample():
+    """The same in each process: not by an object's address; what numpy does not know says
+    nothing."""
+    marks = [mark_of([object(), torch.ones(2, dtype=torch.bfloat16), "a", x]) for x in (1, 1, 2)]
+    assert marks[0] == marks[1] == mark_of(["a", 1]) != marks[2]
+
+
+def test_seeds_of_a_dataset(make_process):
+    """What it seeds by its worker is the sample's own number; how it did is noted."""
+    run = make_process()
+    assert run.seed_of_sample("numpy", 5) == 5
+    run.thread.sample, run.thread.asks, run.thread.states, run.thread.seeded = 9, False, {}, set()
+    assert run.seed_of_sample("numpy", 5) == 5 and run.thread.seeded == {"numpy"}
+    run.thread.asks = True
+    assert run.seed_of_sample("numpy", None) == 9 and not run.thread.states
+    assert run.seed_of_sample("numpy", 5) == 9 and list(run.thread.states) == ["numpy"]
+    assert list(run.seeded) == ["numpy"]
 
 
 def test_order_of_a_batch(single, monkeypatch):
@@ -507,12 +557,22 @@ given.generator = torch.Generator().manual_seed(5)
 show("seeded", [*given])
 [*DataLoader(data, 4, sampler=RandomSampler(data, True))]  # draws again
 [*DataLoader(data, 4, sampler=WeightedRandomSampler([1] * 8, 4, False))]  # draws
+
+class Remembering(Dataset):
+    order = np.arange(4.0)
+    def __getitem__(self, index):
+        np.random.shuffle(self.order)  # in place
+        return torch.from_numpy(self.order[:2].copy())
+
+[*DataLoader(Remembering(), 4, sampler=range(8))]  # remembers
+np.random.normal(np.zeros(8 // world), 1.0, 8 // world)
 """
 SIZES = [[1] * 8, [3, 2], [2], [2, 2, 1], [2, 2], [4, 4], [3, 3], [3, 3]]
 SEEDED = torch.randperm(8, generator=torch.Generator().manual_seed(5)).tolist()
 ROWS = {"lists": [4, 4], "noise": [4, 4], "one by one": [None] * 8, "own": [3, 2], "words": [None]}
 ROWS |= {"with the rest": [2, 2, 1], "without it": [2, 2], "inner": [4, 4], "named": [4, 4]}
 ROWS |= {"named stream": [4, 4], "draws again": [4, 4], "draws": [4]}
+ROWS |= {"remembers": [4, 4]}
 
 
 def test_loaders(work):
@@ -541,8 +601,12 @@ def test_loaders(work):
             text_of(note.key[1]).rpartition("# ")[2] for _, note in notes[Pass] if note.draws
         ]
         assert drawing == ["draws again", "draws"]
+        remember = [text_of(note.text) for _, note in notes[Said] if note.kind == "remembers"]
+        assert remember == ["def __getitem__(self, index):"]
     marked = sum(marks[:3], [])
     assert marks[:3] == marks[3:6] == marks[6:] and len(marked) == len({*marked}) == 5
+    for notes in one, *ranks:  # nothing that ddp_check has computed
+        assert "np.random.normal" not in [text_of(v.line)[:16] for _, v in notes.seen("value")]
     by = {text_of(note.line).rpartition("# ")[2]: note.about for _, note in one.seen("value")}
     made_by = [by[name]["made_by"] for name in ("noise", "lists")]
     assert text_of(made_by[0]).startswith("def __getitem__") and made_by[1] == ""
@@ -727,16 +791,21 @@ def test_loaders_that_a_framework_makes(work):
     assert [text_of(name) for name in names] == ["loader = DataLoader(range(8), 2)"]
     assert shown["own"] == [[1, 1, 1]] and own.rows == 3
     assert [cut.batch_size for _, cut in notes[Cut]] == [4]
+    other = PREPARED.replace("DataLoaderShard", "DataLoaderDispatcher").replace("(loader)", "()")
+    notes_of(START + other)
+    assert "dispatch_batches" in Path("notes/refused").read_text()
 
 
 def test_batch_of_all():
     """One process has the batches of all ranks, unless the script has divided its batch size."""
-    run = SimpleNamespace(is_single=True, world=2, options={"prepared": True}, note=lambda note: 0)
+    run, cuts = SimpleNamespace(is_single=True, world=2, options={"prepared": True}), []
+    run.note = cuts.append
     batches = BatchSampler(range(8), 2, False)
     size, kwargs = batch_of_all(run, "a", 1, {"batch_sampler": batches})
     assert (size, kwargs["batch_sampler"].batch_size, batches.batch_size) == (1, 4, 2)
     assert batch_of_all(run, "a", 1, kwargs) == (1, kwargs)
     assert batch_of_all(run, "a", 2, {}) == (4, {})
+    assert [cut.batch_size for cut in cuts] == [4, 4]
     run.options["prepared"] = False
     assert batch_of_all(run, "a", 2, {}) == (2, {})
     run.is_single, run.options["prepared"] = False, True

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -26,9 +27,10 @@ from watched import FACTS, notes_of
 
 from ddp_check import child, command, cpu, launchers, pairs, progress, runs, script
 from ddp_check.compare import judge as judging
+from ddp_check.compare import starts
 from ddp_check.kept import files
 from ddp_check.kept.made import Made, as_line, open_path, remove_made, wait_for_end
-from ddp_check.notes import TRIED, Cut, File, Notes, Printed
+from ddp_check.notes import PROGRAM, TRIED, Cut, File, Notes, Printed, Said
 from ddp_check.patches import STOPPED
 from ddp_check.process import Process
 
@@ -432,6 +434,104 @@ def test_new_outputs(work):
         assert new in progress.new_output(file, flags)
 
 
+# ---- which runs there are
+
+
+class FakeRun:
+    """Gives these results in turn; and makes this file."""
+
+    def __init__(self, *results, file=None):
+        self.results, self.started, self.said, self.stopped = list(results), [], [], 0
+        self.say, self.file = self.said.append, file
+
+    def start(self, options):
+        self.started.append(options)
+
+    def stop(self):
+        self.stopped += 1
+
+    def run(self, count, other_options=None):
+        result = self.results.pop(0)
+        if self.file:
+            self.file.touch()
+        return result if other_options is None else (result, other_options(result))
+
+
+@pytest.fixture
+def runs_of(tmp_path):
+    def make(one, *of_ranks, draws=True, **options):
+        found = pairs.Runs.__new__(pairs.Runs)
+        found.folder, found.options, found.made = str(tmp_path), runs.Options(20, **options), 0
+        found.one = FakeRun(*one, file=tmp_path / "one.draws" if draws else None)
+        found.all, found.again = FakeRun(*of_ranks), FakeRun(([1], None))
+        return found
+
+    return make
+
+
+def ended(state, *said):
+    """The notes of one process that has made no step, and what a Run gives."""
+    of = notes(*[(0, Said("note", PROGRAM + line)) for line in said])
+    of.end = lambda: state
+    return [of], None
+
+
+def test_a_script_that_makes_no_step(runs_of):
+    """Its end; and if another program may be why, how to check that."""
+
+    def text(*words, draws=True):
+        found = runs_of([ended(*words)], [], draws=draws)
+        with pytest.raises(pairs.NothingCompared) as error:
+            found.pair()
+        assert found.one.stopped == found.all.stopped == 1
+        return str(error.value)
+
+    line = "train.py:3: subprocess.run(words)"
+    assert text("SystemExit 1", line, draws=False) == "on one process: SystemExit 1"
+    assert text("SystemExit 1") == "no optimizer.step() on one process; then SystemExit 1"
+    starts = f"; does it start its ranks here: {line}? Then check what that starts"
+    for state in "SystemExit 1", f"a crash at {line}":
+        assert starts in text(state, line)
+    assert starts not in text("its end", line)
+    assert starts not in text("a crash at train.py:9: f()", line)
+
+
+def test_how_it_is_started_again(runs_of):
+    """One process too, but where only the ranks' turns are others; with other batches, if it fails
+    with those of all ranks."""
+    one = notes(*step_notes())
+    for change, number in ({"turns": ["train.py:3", "rand"]}, 1), ({"cuts": False}, 2):
+        found, asked = runs_of([([one], None)] * number, "a", "b"), []
+
+        def other_options(options, first, ranks):
+            asked.append((first is one, ranks))
+            return None if asked[1:] else (replace(options, **change), "why")
+
+        assert found.pair(other_options) == (one, "b") and asked == [(True, "a"), (True, "b")]
+        assert found.all.said == ["starts again: why"] and len(found.one.started) == number
+        assert found.all.started == [runs.Options(20), replace(runs.Options(20), **change)]
+    fails = runs_of([ended("a crash"), ([one], None)], "a", scaled=["loader"])
+    assert fails.pair() == (one, "a") and not fails.options.scaled and not fails.options.scales
+    assert "the script fails with the batches of all ranks" in fails.all.said[0]
+    with pytest.raises(pairs.NothingCompared):
+        runs_of([ended("a crash")], "a").pair()
+
+
+def test_further_runs(runs_of, tmp_path):
+    """With the values of lines, of so many steps; and one more on one process."""
+    one = notes(*step_notes())
+    found = runs_of([([one], None)], "a")
+    assert found.lines(3) == (one, "a") and found.options == runs.Options(20)
+    assert found.one.started == found.all.started == [runs.Options(3, lines=3)]
+    assert found.all.said == ["starts again, to name lines: 3 steps"]
+    assert found.once_more(2, further=1) == 1 and found.again.started[0].lines == 2
+    assert found.made == 3
+    for name in "all.0.notes", "one.0.notes", "made":
+        (tmp_path / name).touch()
+    pairs.remove_notes(str(tmp_path), "all.")
+    assert {path.name for path in tmp_path.iterdir()} == {"one.draws", "one.0.notes", "made"}
+
+
 # ---- the command
 
 
@@ -458,6 +558,18 @@ def test_notes_of_a_check():
     gpus, size = result.findings[:2]
     assert gpus.text == found.too_few_gpus
     assert size.text.endswith("one process was given the samples of all") and not size.remedy
+
+
+def test_blocks_that_lines_show(monkeypatch):
+    """All is checked again, with that layout."""
+    options = [runs.Options(20, layout="blocks"), None]
+    monkeypatch.setattr(starts, "other_layout", lambda *words: options.pop(0))
+    right, wrong = [notes(*step_notes([1, factor])) for factor in (1.0, 1.5)]
+    found, said = FakeRuns(right, [wrong, wrong]), []
+    found.start_again = lambda *words: said.append(words)
+    assert command.check(command.parser.parse_args(["train.py"]), found).of("WRONG")
+    assert said == [(runs.Options(20, layout="blocks"), "each rank has a block of a batch")]
+    assert found.made.count("pair") == 2 and options == []
 
 
 def test_rounding_of_outputs(monkeypatch):
@@ -518,6 +630,8 @@ def test_accelerate(work, monkeypatch):
         args = command.parser.parse_args(words.split())
         launchers.without_launcher(args)
         assert (args.script, args.flags, args.m) == ("train", ["--lr", "1"], module)
+    with pytest.raises(launchers.NotSure, match="is this the launcher's command"):
+        launchers.without_launcher(command.parser.parse_args(["accelerate", "launch"]))
     with pytest.raises(launchers.NotSure, match="itself, without accelerate"):
         launchers.without_launcher(command.parser.parse_args(["accelerate", "config"]))
 

@@ -6,7 +6,7 @@ import torch
 from test_ddp_check_parts import ONE, TOLERANCE, below, notes, rule, step_notes
 
 from ddp_check.compare import fits
-from ddp_check.compare.differences import Differences, common_ratio, compare_settings
+from ddp_check.compare.differences import Differences, common_ratio, compare_settings, parts_of
 from ddp_check.compare.ends import (
     about_ends,
     explains_ends,
@@ -19,7 +19,7 @@ from ddp_check.compare.fits import relative
 from ddp_check.compare.judge import judge
 from ddp_check.compare.kinds import misfits, noise_of, paired
 from ddp_check.compare.numbers import Variables, scores, uneven_draws
-from ddp_check.compare.parted import averaged, averages_weights, parted_weights
+from ddp_check.compare.parted import averaged, averages_weights, parted_weights, without_shards
 from ddp_check.notes import (
     Averages,
     Batch,
@@ -257,6 +257,32 @@ def test_parts_of_weights():
     assert not is_parted(one, *ranks, averaged=["gate"])
 
 
+def test_what_names_have_in_common():
+    assert parts_of(["net.a.w", "net.a.b"]) == "net.a" and parts_of(["x.w", "y.w"]) == "x, y"
+    assert parts_of(["net.a.w", "net.b.w"], 2) == "net.a, net.b"
+
+
+def test_shards():
+    """As of a sharded optimizer: what each rank has a part of is not compared; the rest is."""
+
+    def kept(one, *ranks):
+        notes_of = [
+            Seen("weight", LINE, "o", 0, sketches({k: torch.ones(*of) for k, of in each.items()}))
+            for each in (one, *ranks)
+        ]
+        mine, others, found = without_shards(0, notes_of[0], dict(enumerate(notes_of[1:])))
+        names = [[*each.values] for each in (mine, *others.values())]
+        assert names == [names[0]] * 3
+        return names[0], [finding.text for finding in found]
+
+    one = {"x": (7,), "y": (4,)}
+    text = "each rank has a part of x, (4,), (4,) of (7,): not compared, nor its gradient (1 of 2)"
+    assert kept(one, {"x": (4,), "y": (4,)}, {"x": (4,), "y": (4,)}) == (["y"], [text])
+    for parts in [(7,), (7,)], [(2,), (2,)], [(6,), (6,)]:  # all of it, too few, too many
+        ranks = [{"x": part, "y": (4,)} for part in parts]
+        assert kept(one, *ranks) == (["x", "y"], [])
+
+
 def test_weights_that_are_averaged():
     """Between steps, near a call that reduces; if all are, and not a single one of several."""
 
@@ -346,6 +372,8 @@ def test_blocks_of_a_diagonal():
 
     assert fit(one, *ranks) == "rows"
     assert fit(one, ranks[0], 2 * ranks[1]) is None and fit(one, ranks[0], ranks[0]) is None
+    assert fit(one, ranks[0], ranks[1][:, :2]) is None  # of fewer columns, of which it has the rows
+    assert fit(torch.ones(9, 8), torch.ones(6, 6), torch.ones(3, 3)) is None
 
 
 def test_shapes_that_have_no_part():
@@ -545,6 +573,9 @@ def test_rates(tmp_path):
     for first, then, step in (0.1, 0.2, 1), (0.1, 0.3, 0), (0.1, 0.05, 0), (0.0, 0.1, 0):
         (found,) = settings(of(first, 1, step), of(then, 1, step), of(then, 1, step))
         assert found.text.endswith(f" {then:g}, {then:g} on the ranks")
+        assert found.remedy == "count what all ranks have done"
+    (found,) = settings(of(0.1, 1, 1), of(0.05, 1, 1), of(0.1, 1, 1))  # as of rank 0 alone
+    assert found.remedy == "set it alike on all ranks, by what all ranks have"
 
 
 def test_rates_that_nothing_sets(tmp_path):
@@ -591,6 +622,24 @@ def test_numbers_that_differ():
     ranks = [{"rows": 4.0, "same": 0.3 + 1e-9, "rank": n, "world": 2.0} for n in range(2)]
     variables = Variables(with_numbers(one), [with_numbers(numbers) for numbers in ranks])
     assert variables.others(0) == {"rows": [8.0, 4.0, 4.0]}
+
+
+@pytest.mark.parametrize(
+    ("one", "first", "second", "is_plan"),
+    [
+        (101, 50, 50, True),
+        (100, 50, 51, False),  # of this rank
+        (100, 100, 100, False),
+        (50, 100, 100, False),
+        (120, 50, 50, False),
+        (1.0, 0.5, 0.5, False),  # of no steps
+    ],
+)
+def test_numbers_by_which_a_rate_is_planned(one, first, second, is_plan):
+    """All ranks' are a part of one process's."""
+    steps = [{"planned": float(number)} for number in (one, first, second)]
+    one, *ranks = [with_numbers(of, of) for of in steps]
+    assert Variables(one, ranks).plans(1) == is_plan
 
 
 def test_generators_in_other_states(tmp_path):
@@ -1000,4 +1049,6 @@ def test_lines_of_an_error(ended, steps):
     """The loop of the line that has failed: of ranks that make no step, or as many as one
     process."""
     *_, more = ended((steps or 4, "its end"), (steps, BAD), (steps, BAD))
-    assert more[2:] == ["in the loop of ends.py:11: while True:"]
+    *hints, loop = more[2:]
+    assert loop == "in the loop of ends.py:11: while True:"
+    assert ["{rank} is its number" in hint for hint in hints] == ([] if steps else [True])

@@ -461,6 +461,94 @@ for x, y in loader:
     F.cross_entropy(model(x) @ p, y).backward()
     optimizer.step()
 """,
+    "points of a list that is shuffled in place": f"""
+class Points(torch.utils.data.Dataset):
+    order = np.arange(8)
+    def __len__(self):
+        return 32
+    def __getitem__(self, i):
+        np.random.shuffle(self.order)
+        x, y = data[i]
+        return x.index_fill(0, torch.from_numpy(self.order[:4]), 0.0), y
+
+np.random.seed(rank)
+loader = DataLoader(Points(), 8 // world, sampler=sampler)
+model = DDP(net)
+{SGD}{LOOP}
+""",
+    "keys of a shuffled batch, by batch norm": f"""
+import copy
+def gathered(x):
+    parts = [torch.empty_like(x) for _ in range(world)]
+    dist.all_gather(parts, x)
+    return torch.cat(parts)
+
+net = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+average = copy.deepcopy(net).requires_grad_(False)
+model = DDP(nn.SyncBatchNorm.convert_sync_batchnorm(net))
+{SGD}
+for x, _ in loader:
+    order = torch.randperm(len(x) * world)
+    dist.broadcast(order, 0)
+    mine = slice(rank * len(x), (rank + 1) * len(x))
+    with torch.no_grad():
+        keys = gathered(average(gathered(x)[order[mine]]))[order.argsort()][mine]
+    loss = -F.cosine_similarity(model(x), keys).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        for old, new in zip(average.parameters(), net.parameters()):
+            old.lerp_(new, 0.1)
+""",
+    "as many samples as before, chosen of a larger batch": f"""
+import random
+random.seed(1 + rank)
+model = DDP(net)
+{SGD}
+for x, y in loader:
+    chosen = random.sample(range(len(x)), 2)
+    x, y = x[chosen], y[chosen]
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+""",
+    "a share of the data, whose order the rank draws": f"""
+class Share(torch.utils.data.Dataset):
+    items = [data[i] for i in range(rank, 32, world)]
+    def __getitem__(self, i):
+        return self.items[i]
+
+class ShareSampler(Sampler):
+    num_replicas, epoch = world, 0
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+    def __len__(self):
+        return len(Share.items)
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.epoch + 10 * rank)
+        return iter(torch.randperm(len(self), generator=generator).tolist())
+
+sampler = ShareSampler()
+loader = DataLoader(Share(), 8 // world, sampler=sampler)
+model = DDP(net)
+{SGD}{LOOP}
+""",
+    "rows so nearly alike that they may be any samples'": f"""
+class Words(nn.Embedding):
+    def forward(self, ids):
+        return F.layer_norm(1e-4 * super().forward(ids).mean(1) + torch.arange(3), (3,))
+
+words = (x.abs() * 5).long()
+model = DDP(Words(99, 3))
+{SGD}
+for step in range(4):
+    mine = words[rank * 16 // world + step * 4 :][: 8 // world] if world > 1 else words[step * 8 :]
+    out = model(mine[: 8 // world])
+    optimizer.zero_grad()
+    (out * torch.arange(3) - out.detach().mean(0)).square().mean().backward()
+    optimizer.step()
+""",
     "a seed drawn for a picture": f"""
 torch.manual_seed(rank)
 model = DDP(net)
@@ -475,8 +563,14 @@ for x, y in loader:
 """,
 }
 FAST = "pairs drawn by torch", "an optimizer that averages", "experts of the rank", "local SGD"
+FAST += "identities that a sampler chooses", "identities that torch chooses"
 FAST += "a length that rank 0 alone asks for", "parts in DDP on several processes alone"
 LOOKS = {  # what is told of them
+    "points of a list that is shuffled in place": "inputs",
+    "keys of a shuffled batch, by batch norm": "outputs",
+    "as many samples as before, chosen of a larger batch": "inputs",
+    "a share of the data, whose order the rank draws": "samples",
+    "rows so nearly alike that they may be any samples'": "inputs",
     "pairs drawn of the rank's own batch": "inputs",
     "pairs drawn by torch": "inputs",
     "noise of the whole batch from a seed of its own": "inputs",

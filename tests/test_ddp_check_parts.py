@@ -1211,10 +1211,12 @@ def test_remedy_by_one(tmp_path):
         step = Step((0, 0), "", [], {}, [], [], {name: 4.0}, {})
         return notes(*said, (0, Cut("loader", 4)), (0, step))
 
-    assert '--one "--batch_size 8"' in remedy_by_one(of("batch_size"), 2)
-    assert "--one" not in remedy_by_one(of("batched_grad_copy"), 2)
+    file, other = [(0, Said("file", f"{tmp_path}/{name}.py")) for name in ("train", "other")]
+    (tmp_path / "other.py").write_text("import os\nfrom tyro import cli")
+    assert '--one "--batch_size 8"' in remedy_by_one(of("batch_size", other), 2)
+    assert "--one" not in remedy_by_one(of("batched_grad_copy", other), 2)
+    assert "--one" not in remedy_by_one(of("batch_size"), 2)  # a script without flags
     (tmp_path / "train.py").write_text(FLAGS)
-    file = 0, Said("file", f"{tmp_path}/train.py")
     assert '--one "--batch-size 8"' in remedy_by_one(of("batch_size", file), 2)
     assert '--one "-b 8"' not in remedy_by_one(of("bs", file), 2)
     assert '--one "--mini-batch 8"' in remedy_by_one(of("bs", file), 2)

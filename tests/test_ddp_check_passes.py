@@ -22,7 +22,7 @@ from ddp_check.compare.samples import (
     takes_share,
     training_passes,
 )
-from ddp_check.compare.starts import loaders_by_process, other_options
+from ddp_check.compare.starts import loaders_by_process, other_layout, other_options
 from ddp_check.notes import (
     OWN_GENERATOR,
     Batch,
@@ -112,6 +112,9 @@ def test_blocks():
     assert not blocks([], first, last)
     turns = [[inputs(0, X), inputs(1, part)] for part in (X, X[::2], X[1::2])]
     assert not blocks(*turns)  # though all have looked at the batch before
+    ones = [inputs(1, X)], [inputs(1, X[:4])], [inputs(1, X[:4])]
+    one, *ranks = [notes(batch(FIRST), *of) for of in ones]
+    assert not takes_blocks(one, ranks)  # all ranks take the same
     constant = [[inputs(1, X[:1].expand(len(x), 4)), inputs(1, x)] for x in (X, X[::2], X[1::2])]
     assert not blocks(*constant)
 
@@ -245,6 +248,49 @@ def test_layouts():
     assert layout("blocks", "turns") is None is layout("blocks", depends=False)
 
 
+def test_layout_of_values():
+    """Blocks that the script takes of its data without a loader; not beside parts by turns, or if
+    a loader's order is known, or nothing depends on it."""
+
+    def layout(*values, name="__getitem__", depends=True, said=(), options=OPTIONS, **about):
+        made = []
+        for of in zip(*values):
+            found = [
+                (0, Seen("value", f"{about.get('file', '')}:{n}", name, 0, {0: summary(x)}))
+                for n, x in enumerate(of, 1)
+            ]
+            of_process = notes(*found, *[(0, note) for note in said])
+            of_process.of[Drawn] = [(4, Drawn({}, depends))]
+            made.append(of_process)
+        found = other_layout(options, made[0], made[1:])
+        return found and found.layout
+
+    blocks, turns = (X, X[:4], X[4:]), (X, X[::2], X[1::2])
+    assert layout(blocks) == "blocks" and layout(turns) is None is layout((X, X, X))
+    assert layout(blocks, name="mul") is None is layout(blocks, depends=False)
+    assert layout(blocks, said=[Said("order", "turns")]) is None
+    assert layout(blocks, options=Options(20, layout="blocks")) is None
+    assert layout((X[:2], X[:1], X[1:2])) is None  # a row on each is both
+    vectors = [x[:, 0] for x in blocks]
+    assert layout(vectors) is None
+
+
+def test_layout_of_what_goes_into_a_model(tmp_path):
+    """Such blocks; not if a line that says rank takes each so many-th row."""
+    (tmp_path / "train.py").write_text("x[rank::world]\nx[1:]\n")
+    file = f"{tmp_path}/train.py"
+
+    def layout(line):
+        made = []
+        for block, turn in (X, X), (X[:4], X[::2]), (X[4:], X[1::2]):
+            taken = 0, Seen("value", line, "__getitem__", 0, {0: summary(turn)})
+            made.append(notes(inputs(0, None, X[:0], block), taken, (0, Said("file", file))))
+            made[-1].of[Drawn] = [(4, Drawn({}, True))]
+        return other_layout(OPTIONS, made[0], made[1:])
+
+    assert layout(f"{file}:2").layout == "blocks" and layout(f"{file}:1") is None
+
+
 # ---- batches of all ranks beside those of one process
 
 
@@ -318,6 +364,30 @@ def test_samples_on_no_rank():
     assert other_samples(*COPIES, has_share=False).remedy == SHARE["remedy"]
     drawn = other_samples(*COPIES, said=[(0, Said("own order", "train.py:7"))])
     assert drawn.more == ["its order is drawn at train.py:7"]
+    chosen = other_samples(*COPIES, said=[(0, Said("chooses", "train.py:7"))])
+    assert "a sampler of each rank chooses its own" in chosen.text and chosen.advice == "unpaired"
+    own = other_samples(*COPIES, draws=True, has_share=False, sampler="WeightedRandomSampler")
+    assert "each rank draws its own (WeightedRandomSampler)" in own.text
+    assert not other_samples(*COPIES, draws=True).advice  # of shares
+
+
+def test_indices_of_a_share():
+    """One index is of other samples on another process; not if most are of the same."""
+
+    def found(*totals):
+        def of(numbers, ids):
+            made = a_pass(ids, [*range(9, 13)], has_share=True)
+            made[1][1].totals = dict(zip(ids, numbers))
+            return notes(*made)
+
+        one, *ranks = totals
+        processes = [of(one, [0, 1, 2, 3]), *[of(each, [0, 1]) for each in ranks]]
+        (first, *_), *_ = compare_samples(processes[0], processes[1:])
+        return first.advice
+
+    assert found([1.0, 2.0, 3.0, 4.0], [1.0, 3.0], [2.0, 4.0]) == "unpaired"
+    assert found([1.0, 2.0, 3.0, 4.0], [1.0, 2.0], [1.0, 2.0]) == ""
+    assert found([1.0, 2.0, 3.0, 4.0], [1.0, 2.0], [1.0, 5.0]) == ""
 
 
 def test_samples_of_another_dataset(tmp_path):
@@ -387,8 +457,7 @@ def test_samples_in_another_order():
     found = other_samples(*OTHER_ORDER)
     assert found.text == (
         "batch 1 of pass 1: 2 of 4 samples of one process are on no rank in this step, and none "
-        "is on two: the ranks share the samples, in another order or other batches, so nothing "
-        "after it can be compared"
+        "is on two: they share them in another order, so nothing after it can be compared"
     )
     assert found.advice == "unpaired" and not found.remedy
 
@@ -439,13 +508,16 @@ def test_batches_of_its_own():
     assert text.startswith("2 passes in a step on one process, 1 on each rank: parts of its batch")
 
 
-def test_remedy_of_a_batch_size():
+def test_remedy_of_a_batch_size(tmp_path):
     """By the flag of this number, of what the training's loader gives, also if no step is made."""
+    (tmp_path / "train.py").write_text("words = sys.argv[1:]")
     tests = a_pass([0], line="train.py:9", trains=False)
     rank = notes(*tests, *a_pass([0, 1, 2], [3, 4, 5]))
     assert remedy_by_one(rank, 2) == "give one process a batch of 6, the samples of all ranks"
     numbers = {"test_batch_size": 100, "batch_size": 3}
     rank.of[Step] = [(0, Step((0, 0), "", [], {}, [], [], numbers, {}))]
+    assert "--one" not in remedy_by_one(rank, 2)  # no script that has flags
+    rank.of[Said] = [(0, Said("file", f"{tmp_path}/train.py"))]
     assert '--one "--batch_size 6"' in remedy_by_one(rank, 2)
 
 

@@ -9,6 +9,7 @@ from ddp_check.compare.judge import RULES, Result, judge
 from ddp_check.compare.rules import RandomNumbers
 from ddp_check.compare.sample_rules import Splits
 from ddp_check.notes import (
+    OWN_GENERATOR,
     Batch,
     Collective,
     File,
@@ -48,6 +49,24 @@ def test_draws_of_some_ranks():
     assert RandomNumbers().find(notes(), [drawn, drawn, notes()]) is None
     seeded = notes(draw("draw", 5, seeded="train.py:2"))
     assert RandomNumbers().find(notes(), [seeded, seeded])[0].more == ["last seeded at train.py:2"]
+
+
+def test_draws_of_several_generators():
+    """The first line of each is named, and the first one's function."""
+
+    def found(*names):
+        places, about = [f"train.py:{line}" for line in (1, 2, 3)], {"seeded": "train.py:9"}
+        both, state = zip(places, names), {"the loop": 5}
+        drawn = [(0, Seen("draw", line, name, 0, state, about=about)) for line, name in both]
+        (finding,) = RandomNumbers().find(notes(), [notes(*drawn), notes(*drawn)])
+        return finding.remedy, finding.more
+
+    remedy, more = found("numpy", "torch", "torch")
+    assert remedy == "np.random.seed(seed + rank) after the split"
+    assert more == ["last seeded at train.py:9", "so does the loop (torch): train.py:2"]
+    assert found("torch")[0].startswith("torch.manual_seed(seed + rank)")
+    assert found("random")[0].startswith("random.seed(seed + rank)")
+    assert found(OWN_GENERATOR) == ("seed this generator with seed + rank", [])
 
 
 @pytest.mark.parametrize(
@@ -177,6 +196,35 @@ def test_attributes_of_some_ranks():
     more = notes(kept("attribute", a=ONE, b=ONE))
     assert find(more, [one, one]) == []
     assert find(more, [notes(kept("attribute", b=ONE)), one]) is None
+
+
+EVALUATES = """\
+def run():
+    if seen % every == 0:
+        evaluate(net)
+every = 8
+"""
+
+
+def test_evaluations_at_other_steps(tmp_path):
+    """Who calls them, and the numbers that decide it; only of steps that all have made."""
+    (tmp_path / "train.py").write_text(EVALUATES)
+    line = f"{tmp_path}/train.py:3"
+
+    def of(every, *steps, callers=("main.py:9",)):
+        about = {"callers": list(callers)}
+        made = [(n, Seen("evaluation", line, "Net", 0, {}, about=about)) for n in steps]
+        at = [(n, Step((0, n), line, [], {}, [], [], {"every": every}, {})) for n in range(6)]
+        return notes(*made, *at)
+
+    (found,) = state_rules.Evaluation().find(of(8, 1, 3, 9), [of(4, 3, 5), of(4, 3, 5)])
+    assert (found.verdict, found.line, found.step) == ("look", line, 1)
+    assert found.text == "evaluated after [1, 3] steps on one process, [3, 5] on rank 0"
+    assert found.remedy == "count what all ranks have done"
+    branch = f"{tmp_path}/train.py:2: if seen % every == 0:"
+    number = f"{tmp_path}/train.py:2: every is 8 on one process, 4, 4 on the ranks; set at"
+    assert found.more[:2] == ["called at main.py:9", branch] and found.more[2].startswith(number)
+    assert state_rules.Evaluation().find(of(8, 1, 3, 9), [of(4, 1, 3), of(4, 1, 3)]) == []
 
 
 def test_who_has_other_weights():

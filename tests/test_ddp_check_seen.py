@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from ddp_check.notes import MANY_EVALUATIONS, MANY_VALUES, Collective, End, Note
 from ddp_check.process import Process
 from ddp_check.seen import held
 from ddp_check.seen.trace import Trace, is_batch_norm
-from ddp_check.seen.written import note_set
+from ddp_check.seen.written import lines_of, note_set
 from ddp_check.sketch import moved, sketch
 
 FRAMEWORK = """
@@ -90,7 +91,8 @@ torch.func.jacrev(net.layer)(x)
 weights, _ = torch.func.stack_module_state([net.layer, nn.Linear(4, 2)])
 torch.func.vmap(lambda each: torch.func.functional_call(net.layer, each, x))(weights)
 torch.utils.checkpoint.checkpoint(net.layer, x, use_reentrant=False).sum().backward()
-torch.jit.trace(net.layer, x)(x)
+graph = torch.jit.trace(net.layer, x)
+graph(x)
 nn.LazyLinear(2)(x)
 torch.ones(2, 2).long() @ torch.ones(2, 2).long()
 torch.vstack([torch.tensor(1.0), torch.tensor(2.0)])
@@ -141,6 +143,7 @@ def test_values(work):
     assert seen("shapes(", "outputs")["BatchNorm1d"].values == {0: None}
     assert all(note.values[0].norm > 3 for note in seen("(x * 1j)", "value").values())
     assert not seen("x.new", "value") and not seen("x * 3", "value")
+    assert not seen("torch.jit.trace", "value")
     outputs, inner = seen("out, scale, _ = net", "outputs")["Net"], seen("  out, scale", "inputs")
     assert outputs.values[0] and outputs.values[1] is None and list(inner) == ["Net"]
     total, scaled = [seen(text, "value") for text in ("loss = divided", "loss * net")]
@@ -178,6 +181,11 @@ class Doubling(SGD):
             for p in self.param_groups[0]["params"]:
                 p.mul_(2)
 
+class Shrinking(LBFGS):
+    def step(self, closure):
+        super().step(closure)
+        beside.weight.data.mul_(0.5)
+
 class Failing(SGD):
     def step(self):
         raise ValueError
@@ -189,7 +197,11 @@ class Unaware(SGD):  # of its closure
 def weight(value):
     return nn.Parameter(torch.full((3,), value))
 
+beside = nn.PReLU()
+
 def closure():
+    if beside.training:
+        beside.eval().weight.data.zero_()
     optimizer.zero_grad()
     loss = (2 * optimizer.param_groups[0]["params"][0] - 2).square().sum()
     loss.backward()
@@ -198,7 +210,7 @@ def closure():
 def fails():
     raise ValueError
 
-optimizer = LBFGS([weight(0.0)], max_iter=4)
+optimizer = Shrinking([weight(0.0)], max_iter=4)
 StepLR(optimizer, 9)
 optimizer.step(closure)
 optimizer = LBFGS([weight(0.0)], max_iter=1)
@@ -263,6 +275,8 @@ def test_optimizers(work):
     made, plateau, last, loaded = [line_of(OPTIMIZERS, text) for text in texts]
     lines = {"made": [made, plateau], "last": last, "loaded": loaded, "wrapped": []}
     assert one[Step][-1][1].made == lines and "last" not in one[Step][0][1].made
+    others = [note.about.get("PReLU.weight") for _, note in one.seen("other")]
+    assert others[1] == line_of(OPTIMIZERS, "beside.eval()")  # not of the step
     calls = [note.values["calls"] for _, note in one.seen("closure")]
     assert calls[0] > 1 and calls[1:] == [1, 1]
     settings = one.seen("setting")[2][1].values
@@ -312,6 +326,9 @@ def test_passes(work):
     outputs = [note for _, note in one.seen("outputs")]
     assert [bool(note.values) for note in outputs] == [True] * 4 + [False] * 3
     assert not any(note.about["has_batch_norm"] for note in outputs)
+    line = line_of(PASSES, "    loss = nn.MSELoss")
+    names = {note.name for _, note in one.seen("value") if note.line == line}
+    assert names == {"linear", "batch_norm", "mse_loss"}  # nothing of ddp_check's
     losses = [note for _, note in one.seen("loss")]
     assert [bool(note.made_from) for note in losses] == [True, True, False]
     assert all(note.values[0].number for note in losses)
@@ -654,6 +671,7 @@ def test_traced(make_process):
         run.loaded |= {"a": (3, None), "b": (2, None)}
         torch.vstack([x, y]), torch.concat([y, y], -2), torch.cat([y, y, y, y], dim=0)
         assert run.joined == {5: [3, 2], 4: [2, 2], 8: [2, 2, 2, 2]}
+        x.check_line = "train.py:5"
         z = x * 3
         copy, (part, _, _) = z.clone(), z.unbind()
         assert copy.compare_index == part.compare_index == z.compare_index
@@ -692,13 +710,42 @@ def test_traced(make_process):
     assert hasattr(again[-2], "compare_index") and not hasattr(late, "compare_index")
     assert not hasattr(again[-1], "compare_index") and halved and not run.written
     seen = [note for _, note in Notes(run.folder, "again", 0).seen("value")]
-    assert not {"size", "fill_", "empty", "mul_"} & {n.name for n in seen}
+    assert not {"size", "fill_", "constant_", "empty", "mul_"} & {n.name for n in seen}
+    assert [n.about["drawn"] for n in seen if n.name == "mul"] == ["train.py:5"]
     assert [n.about["by_gradient"] for n in seen if "div" in n.name] == [False, True, True]
     (sorts,) = [n.about for n in seen if n.name == "argsort"]
     assert sorts["integers"] == sorts["places"] == [0]
     added = [n for n in seen if n.name == "add"]
     assert [n.about["by_gradient"] for n in added] == [False] * (1 + MANY_VALUES)
     assert added[1].about["called_at"] not in ("", added[1].line)
+
+
+def test_lines_that_have_set_tensors():
+    """And the lines that have called their functions: of the first, if there are several."""
+    first, second, other, sparse = *torch.ones(3, 2), torch.eye(2).to_sparse()
+    written = {first.data_ptr(): ("net.py:1", "train.py:5")}
+    written[second.data_ptr()] = "net.py:1", "train.py:6"
+    written[other.data_ptr()] = "net.py:2", ""
+    tensors = {"a": first, "b": second, "c": other, "d": sparse, "e": torch.ones(2)}
+    lines = {"a": "net.py:1", "b": "net.py:1", "c": "net.py:2", "d": "", "e": ""}
+    found = lines_of(mock.Mock(written=written), tensors)
+    assert found == lines | {"net.py:1": "train.py:5"}
+
+
+AUTOGRAD = """
+class Gather(Function):
+    def forward(ctx, x):
+        return x
+    def backward(ctx, grad):
+        return grad
+out = Gather.apply(x)
+"""
+
+
+def test_backward_of_a_function(tmp_path):
+    (tmp_path / "net.py").write_text(AUTOGRAD)
+    file = f"{tmp_path}/net.py"
+    assert text.backward_of(f"{file}:4") == f"{file}:5" and text.backward_of(f"{file}:7") == ""
 
 
 def test_crash_below_torch(work):

@@ -34,6 +34,10 @@ ADVICE = {
     "not: random numbers are for other rows, so nothing after it can be compared",
     "copied": "all ranks have the same, from outside of torch, as of environments or generators "
     "with one seed. Seed them by rank",
+    "remembers": "asked once more, with the same random numbers, its dataset gives another sample "
+    "of an index, as by a list that it shuffles in place: nothing after it can be compared",
+    "chosen": "as many samples on one process as on each rank, chosen of its batch: nothing after "
+    "it can be compared",
     "drawing": "a generator of the script's own draws other numbers on each rank in these steps: "
     "nothing after it can be compared",
     "local": "the ranks average their weights, as local SGD does, which is not one process's "
@@ -43,10 +47,11 @@ ADVICE = {
 }
 MEAN_OF_VALID = "#a-loss-that-is-a-mean-over-what-is-valid"
 OF_NO_MODULE = "(of no module)"
+CLIP = "clip_grad_norm_"
 CHOOSES = "__getitem__", "index_select", "take", "gather"
 FEW = 3  # steps that differ, whose lines are looked at: the first may be as it is meant to be
 # After these nothing can be compared.
-LOST = "stream", "apart", "gathered", "drawing", "unpaired", "local"
+LOST = "stream", "apart", "gathered", "remembers", "chosen", "drawing", "unpaired", "local"
 LOOKS = "coupled", "collate", "ratio", *LOST  # which may be intended
 
 
@@ -60,58 +65,31 @@ class Cause:
         self.has_other_weights = any(f.step == step for f in differences.of("weight"))
 
     def finding(self, what, value, advice=None):
-        values, variables, step = self.values, self.variables, self.step
+        values, variables = self.values, self.variables
         made_by = value.about.get("made_by")
         lines = lines_inside(made_by) if made_by else [value.line]
-        numbers, generators = variables.behind(lines, step, further=0), variables.generators
-        usual = "ratio" if value.about.get("by_gradient") and not numbers else "share"
-        is_outside = values.is_from_outside(value)
-        if what == "inputs" and is_outside and values.has_other_places(value):
-            usual = "stream"  # words, which each rank may read from files of its own
-        if what == "inputs" and not numbers and is_outside and generators:
-            usual = "unpaired"
-        if (drawing := variables.drawing(step)) and not numbers:
-            usual, generators = "drawing", drawing
-        is_made = value.name in CHOOSES or is_outside
-        is_apart = is_made and min(variables.apart, default=math.inf) <= step
-        is_apart = is_apart or step in variables.with_gaps or values.has_other_layout(value)
-        is_apart = is_apart or values.is_drawn_at(value, self.differences.own_draws)
-        if what == "value" and value.name in COUNTS:
-            usual = "counted"
-        if not numbers and is_apart:
-            usual = "apart"
-        if step in self.differences.gathered and values.has_own_numbers(value, step):
-            usual = "gathered"
-        if values.has_same_samples(value):
-            usual = "collate"
-        usual = "stream" if value.name == STREAM else usual
-        known = [i for i in value.made_from if i in values.all]
-        is_filled = bool(known) and known == list(value.made_from)
-        is_filled = is_filled or value.name in ("tensor", "as_tensor", "from_numpy")
-        # It is not drawn by torch.
-        if what == "inputs" and is_filled and is_outside and values.is_copied(value):
-            usual = "copied"
-        if what == "inputs" and is_outside and usual == "share":
-            line = values.find(step, "inputs")[0].line
-            usual = "stream" if self.differences.takes_others(step, line) else usual
-        advice = advice or usual
-        numbers += values.behind(value) + (variables.behind(lines, step) if not numbers else [])
-        called = value.about.get("called_at")
-        more = [f"called at {source(called)}", *numbers] if called else numbers
-        if value.library and values.line_of(value) == value.line:
-            more = [f"in {source(value.library)}", *more]
+        numbers = variables.behind(lines, self.step, further=0)
+        advice = advice or self.advice(what, value, numbers)
+        verdict = "look" if advice in LOOKS else "WRONG"
+        numbers += values.behind(value) or ([] if numbers else variables.behind(lines, self.step))
+        more = [f"in {source(value.library)}"] if self.is_in_library(value) else []
+        if called := value.about.get("called_at"):
+            more.append(f"called at {source(called)}")
+        more += numbers
         if what == "inputs":
             lines = [source(line) for line in variables.unseeded[:2]]
             more += [f"without a seed, each rank draws its own: {line}" for line in lines]
-        verdict = "look" if advice in LOOKS else "WRONG"
         if verdict == "WRONG" and not numbers:
-            more += variables.counted(step)
-        is_data = is_outside or value.about.get("made_by")
+            more += variables.counted(self.step)
+        is_data = made_by or values.is_from_outside(value)
         if is_data and (verdict == "WRONG" or advice == "stream"):
             more += variables.other_data()
-        is_said = value.kind != "loss" or advice in LOST
-        text = values.describe(value) + (f": {ADVICE[advice]}" if is_said else "")
+        text = values.describe(value)
+        if value.kind != "loss" or advice in LOST:
+            text += f": {ADVICE[advice]}"
         if advice in ("unpaired", "drawing"):
+            is_drawing = advice == "drawing"
+            generators = variables.drawing(self.step) if is_drawing else variables.generators
             text += f" ({', '.join(generators)})"
             names = [name.partition(",")[0].rpartition(".")[2] for name in generators]
             set_at = [source(at) for name in names for at in lines_that_set(value.line, name)]
@@ -119,7 +97,55 @@ class Cause:
         row, line = KINDS.get(what, KINDS[value.kind]), values.line_of(value)
         about = {"remedy": row.remedy if verdict == "WRONG" else "", "section": PAGE + row.section}
         about["off"] = values.off(value)
-        return Finding(verdict, what, step, text, line, more, advice, **about)
+        return Finding(verdict, what, self.step, text, line, more, advice, **about)
+
+    def advice(self, what, value, numbers):
+        """The key in ADVICE of what a value's difference is: the first that fits. `numbers`: those
+        behind its line that differ, in words."""
+        values, variables, step = self.values, self.variables, self.step
+        is_read = what == "inputs" and values.is_from_outside(value)
+        if is_read and values.is_filled(value) and values.is_copied(value):
+            return "copied"
+        if value.name == STREAM:
+            return "stream"
+        if values.has_same_samples(value):
+            return "collate"
+        if value.about.get("made_by") in values.remember:
+            return "remembers"
+        if step in self.differences.gathered and values.has_own_numbers(value, step):
+            return "gathered"
+        if what == "inputs" and value.name in CHOOSES and values.is_as_many(value):
+            return "chosen"
+        if not numbers and self.is_apart(value):
+            return "apart"
+        if what == "value" and value.name in COUNTS:
+            return "counted"
+        if not numbers and variables.drawing(step):
+            return "drawing"
+        if not numbers and is_read and variables.generators:
+            return "unpaired"
+        if is_read and values.has_other_places(value):
+            return "stream"  # words, which each rank may read from files of its own
+        if not numbers and value.about.get("by_gradient"):
+            return "ratio"
+        if is_read and self.differences.takes_others(step, values.find(step, "inputs")[0].line):
+            return "stream"
+        return "share"
+
+    def is_apart(self, value):
+        """Whether it may be made from random numbers that the ranks have not drawn as one process
+        has."""
+        values, variables = self.values, self.variables
+        is_made = value.name in CHOOSES or values.is_from_outside(value)
+        is_late = min(variables.apart, default=math.inf) <= self.step
+        if (is_made and is_late) or self.step in variables.with_gaps:
+            return True
+        own_draws = self.differences.own_draws
+        return values.has_other_layout(value) or values.is_drawn_at(value, own_draws)
+
+    def is_in_library(self, value):
+        """Whether a framework's line has computed it, which the script's line has called."""
+        return value.library and self.values.line_of(value) == value.line
 
     def blame(self):
         """The findings, and whether they may be intended: "look", "WRONG" or "unclear"."""
@@ -135,7 +161,10 @@ class Cause:
         if found := self.other_batch_norm():
             return found + self.averaging(), "WRONG" if self.unlike else "look"
         found, origin, is_input = self.first_value()
-        if origin and (value := self.values.coupled_before(origin, self.step)):
+        value = self.values.coupled_before(origin, self.step) if origin else None
+        if origin and not value and origin.kind == "value":
+            value = self.values.normalized_before(origin, self.step)
+        if value:
             found, is_input = [self.finding("outputs", value, "coupled")], False
         tells = bool(found) and (found[0].verdict == "WRONG" or found[0].advice == "gathered")
         if tells:
@@ -156,6 +185,11 @@ class Cause:
         if self.unlike or is_clear:
             return found, "look" if is_look and not self.unlike else "WRONG"
         return found, "unclear"
+
+    def is_padded(self):
+        """Whether what models give cannot be compared, as it is padded to the batch's longest."""
+        outputs = [v for v in self.of_step if v.kind == "outputs"]
+        return not self.unlike and any("unknown" in self.values.fits(v.index) for v in outputs)
 
     def local(self):
         """Gradients that are not averaged, as the weights are."""
@@ -186,7 +220,9 @@ class Cause:
         trained = self.values.trained_at()
         number = self.differences.steps[self.step].key[0]
         unequal = {(number, name) for name in names}
-        of_names = [v for v in passes if unequal & trained[v.line, v.name]]
+        # As a GAN's generator is called before its discriminator's step.
+        before = [v for v in self.values.of_rank.get(self.step - 1, []) if v.kind == "outputs"]
+        of_names = [v for v in before + passes if unequal & trained[v.line, v.name]]
         more = []
         last = (of_names or passes)[-1:]
         for each in last:
@@ -252,9 +288,9 @@ class Cause:
             return [], None, False
         last = losses[-1].index if losses else -1
         near = [v for loss in losses for v in values.ancestors(loss) if values.differs(v.index)]
-        later = [v for v in values.find(step, "value") if v.index > last]
+        later = [v for v in values.find(step, "value") if v.index > last and v.name != CLIP]
         inside = [v for v in values.find(step, "value") if v.about["model"] is not None]
-        clips = [v for v in values.find(step, "value") if v.name == "clip_grad_norm_"]
+        clips = [v for v in values.find(step, "value") if v.name == CLIP]
         clips = [] if self.unlike else clips  # of gradients that are averaged after it
         origins = [values.origin(value) for value in clips + near[-1:] + later + inside[:1]]
         origins = [v for v in origins if not (v in later and values.is_gradient(v))]
@@ -348,6 +384,8 @@ def find_causes(values, differences, variables, steps, samples, lost):
             return looks, min(wrong, number), lost  # other samples: all else follows
         else:
             causes, verdict = cause.blame()
+            if any(f.advice == "coupled" for f in looks) and cause.is_padded():
+                causes, verdict = [], "look"
             if verdict == "unclear" and not causes and not looks and tried < FEW:
                 wrong = min(wrong, number)
                 continue

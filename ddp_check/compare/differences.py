@@ -51,10 +51,36 @@ class Differences:
 
     def __init__(self, one, ranks, tolerance, noise):
         self.ranks, self.findings, self.largest, self.gradients = len(ranks), [], {}, {}
-        losses = {step: loss.at for step, loss in ranks[0].seen("loss")}
+        self.factors = set()  # steps in which all gradients are the same number of times as large
+        self.less = set()  # and those in which it is 1 / N
+        self.hidden = []  # of noise
+        self.shards = []  # the finding of what each rank has a part of, if there is any
+        self.told = told_to_average(ranks[0])
+        self.takes_others = functools.partial(takes_others, one, ranks)
+        self.steps = {step: note for step, note in ranks[0][Step]}
+        self.of_ranks = [{step: note for step, note in n[Step]} for n in ranks]
+        self.wraps = any(note.made.get("wrapped") for _, note in ranks[0][Step])  # in DDP
+        # Lines that have registered a hook of a parameter, which gets the rank's own gradient.
+        self.hooks = [note.text for _, note in ranks[0][Said] if note.kind == "hook"]
+        self.set_at = {step: seen.about for step, seen in ranks[0].seen("weight")}
+        self.local = averages_weights(ranks[0], self.set_at)
+        # Lines whose numbers are each rank's own, though they were given one process's; but for
+        # those of buffers, as rank 0's are sent.
+        self.own_draws = {seen.line for _, seen in own_draws(ranks)}
+        self.own_draws -= {note.text for _, note in ranks[0][Said] if note.kind == "buffer"}
+        # Steps in which the ranks have called their closures other numbers of times.
+        self.closures = [(step, seen) for step, seen, found in among("closure", ranks) if found]
+        self.find_calls(ranks[0])
+        for kind in TENSORS:
+            self.hide(kind, noise)
+            self.compare(kind, one, ranks, tolerance, noise)
+
+    def find_calls(self, notes):
+        """The collective calls that a step's gradients may come from, or are averaged by."""
+        losses = {step: loss.at for step, loss in notes.seen("loss")}
         # Before that, a step reports what the one before it has computed.
-        starts = {step: seen.at for step, seen in reversed([*ranks[0].seen("inputs")])}
-        calls = [(step, call) for step, call in ranks[0][Collective] if call.has_grad]
+        starts = {step: seen.at for step, seen in reversed([*notes.seen("inputs")])}
+        calls = [(step, call) for step, call in notes[Collective] if call.has_grad]
         calls = [
             (step, call)
             for step, call in calls
@@ -66,64 +92,51 @@ class Differences:
         # Those that no backward of the script's own differentiates.
         self.cut = [call.line for _, call in calls if not call.has_backward]
         self.gathered = {}  # {step: the lines that gather something before its last backward()}
-        for step, call in ranks[0][Collective]:
+        for step, call in notes[Collective]:
             is_before = call.at < losses.get(step, -1)
             if "gather" in call.name and is_before and not call.has_backward:
                 self.gathered.setdefault(step, {})[call.line] = None
-        self.told = told_to_average(ranks[0])
-        self.takes_others = functools.partial(takes_others, one, ranks)
-        self.steps = {step: note for step, note in ranks[0][Step]}
-        self.of_ranks = [{step: note for step, note in n[Step]} for n in ranks]
-        calls = [branch_of(call.line) for _, call in ranks[0][Collective] if call.of_all]
+        calls = [branch_of(call.line) for _, call in notes[Collective] if call.of_all]
         self.communicates = set(calls)  # the branches in which all ranks have to be
-        reduces = [(step, call) for step, call in ranks[0][Collective] if "reduce" in call.name]
+        reduces = [(step, call) for step, call in notes[Collective] if "reduce" in call.name]
         # [(step, line, name)] of calls between backward() and the step
         self.late = [
             (step, call.line, call.name)
             for step, call in reduces
             if call.at > losses.get(step, math.inf)
         ]
-        # Lines that have registered a hook of a parameter, which gets the rank's own gradient.
-        self.hooks = [note.text for _, note in ranks[0][Said] if note.kind == "hook"]
-        self.set_at = {step: seen.about for step, seen in ranks[0].seen("weight")}
-        self.local = averages_weights(ranks[0], self.set_at)
-        self.factors = set()  # steps in which all gradients are the same number of times as large
-        self.less = set()  # and those in which it is 1 / N
-        # Lines whose numbers are each rank's own, though they were given one process's; but for
-        # those of buffers, as rank 0's are sent.
-        self.own_draws = {seen.line for _, seen in own_draws(ranks)}
-        self.own_draws -= {note.text for _, note in ranks[0][Said] if note.kind == "buffer"}
-        # Steps in which the ranks have called their closures other numbers of times.
-        self.closures = [(step, seen) for step, seen, found in among("closure", ranks) if found]
-        self.wraps = any(note.made.get("wrapped") for _, note in ranks[0][Step])  # in DDP
-        self.hidden = []  # of noise
-        self.shards = []  # the finding of what each rank has a part of, if there is any
-        in_steps = [call for _, call in reduces if call.in_step]
-        sends = any(call.name == PASS for _, call in ranks[0][Collective])
-        for kind in TENSORS:
-            self.hide(kind, noise)
-            for step, seen, others in paired(kind, one, ranks):
-                seen, others, shards = without_shards(step, seen, others)
-                self.shards = self.shards or shards
-                if kind == "gradient" and in_steps and len(others) == len(ranks):
-                    others = {0: averaged(others)}  # which the optimizer's step averages
-                if kind == "gradient" and others:
-                    self.gradients.setdefault(step, []).extend(o.values for o in others.values())
-                before = len(self.findings)
-                for rank, other in others.items():
-                    of_kind = noise.get((kind, seen.line, seen.name), {})
-                    names = [each.values.keys() for each in others.values()]
-                    self.check(kind, step, seen, rank, other.values, tolerance, of_kind, names)
+        self.reduces_in_steps = any(call.in_step for _, call in reduces)  # of an optimizer
+
+    def compare(self, kind, one, ranks, tolerance, noise):
+        """What an optimizer's step has of one kind: each rank's beside one process's."""
+        for step, seen, others in paired(kind, one, ranks):
+            seen, others, shards = without_shards(step, seen, others)
+            self.shards = self.shards or shards
+            if kind == "gradient" and self.reduces_in_steps and len(others) == len(ranks):
+                others = {0: averaged(others)}
+            if kind == "gradient" and others:
+                self.gradients.setdefault(step, []).extend(o.values for o in others.values())
+            before = len(self.findings)
+            for rank, other in others.items():
+                of_kind = noise.get((kind, seen.line, seen.name), {})
+                names = [each.values.keys() for each in others.values()]
+                self.check(kind, step, seen, rank, other.values, tolerance, of_kind, names)
+            if kind == "buffer":
                 values = [other.values for other in others.values()]
-                sent = [call.line for at, call in ranks[0][Collective] if "broad" in call.name]
-                for finding in self.findings[before:] if kind == "buffer" else ():
-                    if misfits("other", values[0], values[1:], 3e-4):
-                        # DDP may send rank 0's, as it does those of batch norm.
-                        finding.advice = "" if sends or sent else "unequal"
-                    elif sent:  # what rank 0 had
-                        finding.verdict = "look"
-                        finding.text += ", alike on all ranks; the script broadcasts: intended?"
-                        finding.more.append(source(sent[-1]))
+                self.judge_buffers(self.findings[before:], values, ranks[0])
+
+    def judge_buffers(self, findings, values, notes):
+        """Of buffers that differ, whether the ranks have others than each other, and keep them."""
+        sent = [call.line for _, call in notes[Collective] if "broad" in call.name]
+        sends = any(call.name == PASS for _, call in notes[Collective])
+        for finding in findings:
+            if misfits("other", values[0], values[1:], 3e-4):
+                # DDP may send rank 0's, as it does those of batch norm.
+                finding.advice = "" if sends or sent else "unequal"
+            elif sent:  # what rank 0 had
+                finding.verdict = "look"
+                finding.text += ", alike on all ranks; the script broadcasts: intended?"
+                finding.more.append(source(sent[-1]))
 
     def hide(self, kind, noise):
         """What is not told, as noise is too large."""
@@ -300,6 +313,8 @@ def compare_settings(one, ranks, variables):
             more += variables.behind(list(lines), step)
             found = found_in("setting", step, text, seen.line, more)
             found.advice = "world" if is_scaled else ""
+            if len(set(numbers)) > 1:
+                found.remedy = "set it alike on all ranks, by what all ranks have"
             if not is_scaled and len(set(numbers)) == 1 and variables.plans(step):
                 found.advice = "plan"
             yield found

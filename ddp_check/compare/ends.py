@@ -133,6 +133,10 @@ def about_ends(one, ranks, counts, ends):
         text = f"ranks {getting} make no steps, but get the weights of one that does: nothing can "
         line = next(notes[Step][0][1].line for notes in ranks if notes[Step])
         return Finding("look", "end", steps, f"{text}be compared", line, more)
+    if counts[0] and not any(counts[1:]):
+        more.append(
+            "if a launcher passes each rank as a flag: {rank} is its number, {n} of how many"
+        )
     if len(set(counts[1:])) > 1:
         rank = max(range(len(ranks)), key=lambda rank: counts[1 + rank])
         line = ranks[rank][Step][steps][1].line

@@ -42,6 +42,7 @@ KINDS = {
     "attribute": Kind("same mean sum sorted", 3, 0),
     "evaluation": Kind("alike", 3, 0),
     "logged": Kind("alike", 3, 0),
+    "plateau": Kind("alike", 3, 0),
     "split": Kind("alike", 0, 0),
     "closure": Kind("alike", 0, 0),
     "apart": Kind("alike", 0, 0),

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..notes import MANY_VALUES
+from ..notes import MANY_VALUES, Said
 from ..script import source
 from .fits import fit, meaning, relative, sides, unlike
 from .kinds import KINDS, VALUES, limit_of, offs, paired
@@ -53,6 +53,9 @@ class Values:
             (v.line, v.about.get("called_at")) for n in (one, *ranks) for _, v in n.seen(*VALUES)
         ]
         self.called_at = {line: at for line, at in called if at}  # of the line's function
+        said = [note for notes in (one, *ranks) for _, note in notes[Said]]
+        # The lines by which datasets give samples that depend on earlier ones.
+        self.remember = {note.text for note in said if note.kind == "remembers"}
         names = ["one process", *[f"rank {rank}" for rank in range(len(ranks))]]
         ran = [dict.fromkeys(lines.values()) for lines in self.lines]
         for step_and_line in (key for lines in ran for key in lines):
@@ -83,15 +86,16 @@ class Values:
     def fits(self, index):
         """Of each of its tensors."""
         value = self.all[index]
-        noise = self.noise.get((value.kind, value.line, value.name), {})
-        ways, results = KINDS[value.kind].fits, []
-        for part, (sketch, *others) in self.parts(index).items():
-            if part in value.about.get("places", ()):
-                results.append("unknown")
-                continue
-            limit = limit_of(value.kind, self.tolerance, noise.get(part, 0.0), sketch)
-            results.append(fit(ways, sketch, others, limit))
-        return results
+        return [self.fit(value, part, of) for part, of in self.parts(index).items()]
+
+    def fit(self, value, part, sketches):
+        """`sketches`: on one process and on the ranks."""
+        if part in value.about.get("places", ()):
+            return "unknown"
+        one, *ranks = sketches
+        noise = self.noise.get((value.kind, value.line, value.name), {}).get(part, 0.0)
+        limit = limit_of(value.kind, self.tolerance, noise, one)
+        return fit(KINDS[value.kind].fits, one, ranks, limit)
 
     def off(self, value):
         """How far what differs of it is from what fits, as a part of its size."""
@@ -176,6 +180,20 @@ class Values:
                     return True
         return False
 
+    def is_filled(self, value):
+        """Whether its numbers are written into a tensor, and not drawn by torch."""
+        known = [i for i in value.made_from if i in self.all]
+        is_filled = bool(known) and known == list(value.made_from)
+        return is_filled or value.name in ("tensor", "as_tensor", "from_numpy")
+
+    def is_as_many(self, value):
+        """Whether it has as many rows on one process as on each rank, which have others."""
+        parts = [part for part in self.parts(value.index).values() if None not in part]
+        has_rows = all(
+            one.shape and {s.shape for s in ranks} == {one.shape} for one, *ranks in parts
+        )
+        return has_rows and not self.is_copied(value)
+
     def is_copied(self, value):
         """Whether all ranks have the same rows."""
         parts = [ranks for _, *ranks in self.parts(value.index).values() if None not in ranks]
@@ -226,7 +244,18 @@ class Values:
         outputs = [v for v in self.of_step[step] if v.kind == "outputs"]
         made = [v for v in outputs if inputs.index in v.made_from]
         fits = {fit for v in made for fit in self.fits(v.index)}
-        return bool(fits) and not {None, "unknown"} & fits and self.has_other_places(inputs)
+        if not fits or {None, "unknown"} & fits or not self.has_other_places(inputs):
+            return False
+        return any(map(self.tells_rows, made))
+
+    def tells_rows(self, value):
+        """Whether it would be another one if all ranks had rank 0's rows: else its rows are so
+        nearly alike that they may be of any samples."""
+        for part, (one, first, *others) in self.parts(value.index).items():
+            of_first = one, first, *[first for _ in others]
+            if first.shape == one.shape or self.fit(value, part, of_first) is None:
+                return True
+        return False
 
     def beside_places(self, origin, losses):
         """If only integers differ in what goes into a model: what a loss is made from, and differs,
@@ -285,7 +314,7 @@ class Values:
     def coupled(self, step):
         """The first value inside of a model that differs, where its outputs of a step do, but its
         inputs do not; or None."""
-        for outputs in self.find(step, "outputs"):
+        for outputs in [v for v in self.of_step.get(step, []) if v.kind == "outputs"]:
             inputs = [i for i in outputs.made_from if i in self.all]
             inputs = [self.all[i] for i in inputs if self.all[i].kind == "inputs"]
             if not inputs or any(self.differs(v.index) for v in inputs):
@@ -294,8 +323,22 @@ class Values:
                 continue  # only numbers: a loss that the model computes
             inside = [v for v in self.of_step[step] if v.about["model"] == inputs[0].index]
             inside = [v for v in inside if self.differs(v.index) and not self.says_nothing(v)]
-            return (inside or [outputs])[0]
+            if self.differs(outputs.index):
+                return (inside or [outputs])[0]
+            if {*self.fits(outputs.index)} == {"unknown"}:  # padded, as what goes in is
+                inside = [v for v in inside if self.has_rows(v)]
+                if inside:
+                    return inside[0]
         return None
+
+    def has_rows(self, value):
+        """Whether what differs of it has a row for each of the batch's samples."""
+        for part, fits in zip(self.parts(value.index).values(), self.fits(value.index)):
+            shapes = [sketch.shape for sketch in part if sketch]
+            if fits is None and all(shapes) and len({shape[1:] for shape in shapes}) == 1:
+                whole, *parts = [shape[0] for shape in shapes]
+                return whole == sum(parts)
+        return False
 
     def coupled_before(self, value, step):
         """The same of the pass that has made a value, if that was in an earlier step, as a GAN's
@@ -303,6 +346,13 @@ class Values:
         made_in, _ = self.lines[0][value.index]
         found = self.coupled(made_in) if made_in < step else None
         return found if found and self.pass_of(found) == self.pass_of(value) else None
+
+    def normalized_before(self, value, step):
+        """The first that batch norm has made in a step up to a value, and that differs, though what
+        it was made from does not; or None."""
+        made = [v for v in self.find(step, "value") if v.name == "batch_norm"]
+        made = [v for v in made if v.index <= value.index and self.origin(v) is v]
+        return (*made, None)[0]
 
     def pass_of(self, value):
         """The index of what went into the model that has made it; None if none has."""

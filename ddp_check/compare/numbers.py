@@ -245,6 +245,7 @@ def compare_printed(one, ranks, values, variables, repeats, again=None):
                     more = variables.behind([a.line], step)
                     more += variables.divided([a.line, *a.callers])
                     more += put_together(one, step, a)
+                more = [f"called at {source(at)}" for at in a.callers[:1]] + more
                 more = {"line": a.line, "more": more, "remedy": SCORES, "section": f"{PAGE}#scores"}
                 yield Finding("look", "printed", step, text, **more)
                 break

@@ -54,20 +54,29 @@ class RandomNumbers(Rule):
     right = "the random numbers of dropout, noise and augmentation are other ones on each rank"
     needs = "dropout, noise for a batch, or augmentation"
     remedy = "torch.manual_seed(seed + rank) after the model and the split", "#seeds"
+    remedies = {
+        "random": "random.seed(seed + rank) after the split",
+        "numpy": "np.random.seed(seed + rank) after the split",
+        OWN_GENERATOR: "seed this generator with seed + rank",
+    }
 
     def find(self, one, ranks):
-        draws = among("draw", ranks)
+        draws, first = among("draw", ranks), {}
         is_whole = takes_share(one, ranks)  # then all ranks are to load the same
         for step, seen, found in draws:
             if found and not (is_whole and found[0].part == DATASET):
-                text = f"{found[0].part} draws the same numbers on all ranks ({seen.name})"
-                results = self.wrong(step, seen.line, text)
-                if seen.name == OWN_GENERATOR:
-                    return [replace(results[0], remedy="seed this generator with seed + rank")]
-                if line := seen.about["seeded"]:
-                    results[0].more.append(f"last seeded at {source(line)}")
-                return results
-        return [] if draws else None
+                first.setdefault((found[0].part, seen.name), (step, seen))
+        if not first:
+            return [] if draws else None
+        ((part, name), (step, seen)), *others = first.items()
+        text = f"{part} draws the same numbers on all ranks ({name})"
+        (finding,) = self.wrong(step, seen.line, text)
+        finding.remedy = self.remedies.get(name, finding.remedy)
+        if seen.about["seeded"] and name != OWN_GENERATOR:
+            finding.more.append(f"last seeded at {source(seen.about['seeded'])}")
+        for (part, name), (_, seen) in others:
+            finding.more.append(f"so does {part} ({name}): {source(seen.line)}")
+        return [finding]
 
 
 class Parameters(Rule):

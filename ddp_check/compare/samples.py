@@ -1,5 +1,6 @@
 """Samples: each batch and pass beside those of one process."""
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -8,7 +9,7 @@ import numpy as np
 
 from ..notes import Batch, Cut, Drawn, Finding, Pass, PassEnd, Said, Step
 from ..script import source
-from ..text import class_of, flags_in, lines_of_argument, shares_in
+from ..text import class_of, flags_in, lines_of_argument, reads_flags, shares_in
 from .fits import relative
 from .kinds import PAGE
 from .numbers import files_of, shares_of
@@ -176,9 +177,9 @@ def remedy_by_one(rank, world, rows=0):
     variables = rank[Step][0][1].variables if rank[Step] else {}
     names = [name for name, n in variables.items() if re.search(SIZE, name.lower()) and n == rows]
     flags = {name: flag for file in files_of(rank) for name, flag in flags_in(file).items()}
+    others = not flags and any(reads_flags(file) for file in files_of(rank))
     for name in names:
-        flag = flags.get(name, "" if flags else f"--{name}")
-        if flag:
+        if flag := flags.get(name, f"--{name}" if others else ""):
             return f'give one process the samples of all ranks: --one "{flag} {rows * world}"'
     return f"give one process a batch of {rows * world}, the samples of all ranks"
 
@@ -235,55 +236,53 @@ def compare_samples(one, ranks):
 def other_samples(step, batch, union, about, one, ranks):
     """A batch of which not all samples are on the ranks. `union`: those that are; `about`: rank 0's
     Pass."""
-    only = len(set(map(repr, batch.indices)) - set(map(repr, union)))
-    text = (
-        f"batch {batch.number + 1} of pass {batch.key[2] + 1}: {only} of {batch.rows} samples of "
-    )
-    text += "one process are on no rank"
-    why, lines = "", lines_of(batch.key, about)
+    line, lines, section = batch.key[0], lines_of(batch.key, about), SHARE["section"]
     passes = [{p.key: p.size for _, p in notes[Pass]} for notes in (one, *ranks)]
-    lengths = [of.get(batch.key) for of in passes]
-    if len(set(lengths)) > 1:
-        why = "unpaired"
-        text = (
-            f"its dataset has {lengths[0]} samples on one process, {lengths[1:]} on the ranks, as "
-        )
-        text += "one that takes its share itself: nothing can be compared"
+    mine, *theirs = [of.get(batch.key) for of in passes]
+    if {mine, *theirs} != {mine}:
+        text = f"its dataset has {mine} samples on one process, {theirs} on the ranks, as one that "
+        text += "takes its share itself: nothing can be compared"
         lines = shares_of(files_of(ranks[0])) + lines
-    elif about.has_share and have_own_indices(batch.key, ranks):
-        why = "unpaired"
-        text += ": one index is of other samples on each rank, as where its dataset has a share of "
-        text += "its own, so nothing after it can be compared"
-    elif about.draws and not about.has_share:
-        why = "unpaired"
-        text += f": each rank draws its own ({about.sampler}), so nothing after it can be compared"
-        lines = drawn_at(ranks[0])
-    elif are_shares(batch, about.size, one, ranks):
-        why = "unpaired"
-        text += " in this step, and none is on two: the ranks share the samples, in another order "
-        text += "or other batches, so nothing after it can be compared"
-    elif any(note.kind == "chooses" for _, note in ranks[0][Said]):
-        why = "unpaired"
-        text += ": a sampler of each rank chooses its own, so nothing after it can be compared"
-    more = {"section": SHARE["section"]} if why else dict(SHARE)
-    verdict = "look"
-    if about.has_share and not why:
-        more["remedy"] = "the same dataset, split and order on all ranks"
-        lines += drawn_at(ranks[0])
-        if repeated := overlap(batch, about, one, ranks):
-            verdict = "WRONG"
-            text += f", and in the pass so far, {repeated} are on several: no shares of one order"
-    return Finding(verdict, "samples", step, text, batch.key[0], lines, why, **more)
+        return Finding("look", "samples", step, text, line, lines, "unpaired", section=section)
+    only = len(set(map(repr, batch.indices)) - set(map(repr, union)))
+    text = f"batch {batch.number + 1} of pass {batch.key[2] + 1}: {only} of {batch.rows} samples "
+    text += "of one process are on no rank"
+    if why := why_unpaired(batch, about, one, ranks):
+        text += f"{why}, so nothing after it can be compared"
+        lines = drawn_at(ranks[0]) or lines
+        return Finding("look", "samples", step, text, line, lines, "unpaired", section=section)
+    if not about.has_share:
+        return Finding("look", "samples", step, text, line, lines, **SHARE)
+    lines += drawn_at(ranks[0])
+    verdict, remedy = "look", "the same dataset, split and order on all ranks"
+    if repeated := overlap(batch, about, one, ranks):
+        verdict = "WRONG"
+        text += f", and in the pass so far, {repeated} are on several: no shares of one order"
+    return Finding(verdict, "samples", step, text, line, lines, remedy=remedy, section=section)
 
 
-def have_own_indices(key, ranks):
-    """Whether the ranks have the same indices in a pass's first batch, but each other samples."""
-    first = [next((b for _, b in n[Batch] if b.key == key and b.totals), None) for n in ranks]
-    if None in first:
-        return False
-    mine, *theirs = [batch.totals for batch in first]
-    both = [(mine[i], of[i]) for of in theirs for i in of if i in mine]
-    return len(both) > 1 and all(relative(a, b) > 1e-6 for a, b in both)
+def why_unpaired(batch, about, one, ranks):
+    """In words, why the ranks have other samples than one process, if it may be intended; or ""."""
+    if about.has_share and have_own_indices(batch.key, one, ranks):
+        return ": one index is of other samples on each rank, as of datasets that are shares"
+    if about.draws and not about.has_share:
+        return f": each rank draws its own ({about.sampler})"
+    if are_shares(batch, about.size, one, ranks):
+        return " in this step, and none is on two: they share them in another order"
+    if any(note.kind == "chooses" for _, note in ranks[0][Said]):
+        return ": a sampler of each rank chooses its own"
+    return ""
+
+
+def have_own_indices(key, one, ranks):
+    """Whether an index of a loader is mostly of another sample on another process."""
+    totals = [
+        {i: total for _, b in notes[Batch] if b.key[:2] == key[:2] for i, total in b.totals.items()}
+        for notes in (one, *ranks)
+    ]
+    both = [(a[i], b[i]) for a, b in itertools.combinations(totals, 2) for i in a if i in b]
+    other = [relative(*each) > 1e-6 for each in both]
+    return len(other) > 1 and sum(other) > len(other) / 2
 
 
 def drawn_at(rank):

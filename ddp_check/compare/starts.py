@@ -2,7 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from ..notes import Batch, Cut, Drawn, End, Pass, Said
+from ..text import shares_in
+from .kinds import paired
+from .numbers import files_of
 from .samples import (
     lines_by_turns,
     loaders_per_process,
@@ -28,7 +33,7 @@ def other_options(options, one, ranks):
     if options.prepared and has_too_many(one, ranks):
         why = "the script has divided its batch size itself"
         return replace(options, prepared=False), why
-    if not options.scaled and (loaders := loaders_per_process(one, ranks)):
+    if options.scales and not options.scaled and (loaders := loaders_per_process(one, ranks)):
         why = "the batch size is one per process, so one process is given all ranks'"
         return replace(options, scaled=list(loaders)), why
     if not options.turns and (turns := lines_by_turns(one, ranks)):
@@ -41,6 +46,50 @@ def other_options(options, one, ranks):
     if options.layout == "turns" and orders == {"blocks"} and depends:
         return replace(options, layout="blocks"), "each rank has a block of a batch"
     return None
+
+
+def other_layout(options, one, ranks):
+    """The options of another start where the script takes blocks of its data by itself, without a
+    loader. The notes have the values of lines."""
+    depends = any(notes[Drawn] and notes[Drawn][-1][1].by_layout for notes in (one, *ranks))
+    is_known = any(note.kind == "order" for _, note in ranks[0][Said])  # of a loader's
+    if options.layout == "blocks" or is_known or not depends:
+        return None
+    seen = [of for kind in ("value", "inputs") for of in paired(kind, one, ranks)]
+    seen = [(value, others) for _, value, others in seen if len(others) == len(ranks)]
+    chosen = [(value, others) for value, others in seen if value.name == "__getitem__"]
+    inputs = [(value, others) for value, others in seen if value.kind == "inputs"]
+    has_blocks = any(are_parts(*each, blocks) for each in chosen + inputs)
+    shares = {line for file in files_of(ranks[0]) for line in shares_in(file)}
+    by_turns = [(value, others) for value, others in chosen if value.line in shares]
+    if has_blocks and not any(are_parts(*each, turns) for each in by_turns):
+        return replace(options, layout="blocks")
+    return None
+
+
+def blocks(marks, rank, world):
+    size = len(marks) // world
+    return marks[rank * size : (rank + 1) * size]
+
+
+def turns(marks, rank, world):
+    return marks[rank::world]
+
+
+def are_parts(value, others, part):
+    """Whether a tensor has such parts of one process's rows on the ranks, two or more on each."""
+    world = len(others)
+    for place, sketch in value.values.items():
+        ranks = [other.values.get(place) for other in others.values()]
+        if None in (sketch, *ranks) or not sketch.shape or len(sketch.shape) < 2:
+            continue
+        whole, *theirs = [each.rows[0][0] for each in (sketch, *ranks)]
+        is_even = len(whole) >= 2 * world and {len(of) * world for of in theirs} == {len(whole)}
+        if is_even and all(
+            np.allclose(part(whole, rank, world), of, rtol=1e-4) for rank, of in enumerate(theirs)
+        ):
+            return True
+    return False
 
 
 def has_too_many(one, ranks):

@@ -118,6 +118,21 @@ class Attributes(Rule):
         return [] if seen else None
 
 
+class Plateau(Rule):
+    name = "plateau"
+    right = "ReduceLROnPlateau gets the same number on all ranks"
+    needs = "ReduceLROnPlateau"
+    remedy = "give it the score of all ranks", "#decisions"
+
+    def find(self, one, ranks):
+        seen = among("plateau", ranks)
+        for step, note, found in seen:
+            if found:
+                text = f"rank 0 gives it {note.values['number']:.6g}, another rank another number: "
+                return self.wrong(step, note.line, f"{text}each decides by its own")
+        return [] if seen else None
+
+
 class Evaluation(Rule):
     name = "evaluation"
     right = "a model's buffers are equal on all ranks when it is evaluated"

@@ -12,6 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import cpu
 from ..imports import when_imported
 from ..patches import wrap
+from ..script import place
+from ..sketch import indices_in
 from .pairing import MODEL, note_draw, state_of
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -73,7 +75,12 @@ def control_batch_norm(run):
                 averages = {name: given[name].clone() for name in names if given[name] is not None}
             return original(**given | averages | {"input": share})
 
-        return run.by_share(input, normalize)
+        output = run.by_share(input, normalize)
+        if run.traces:  # as Trace does, where it is normalized at once
+            line, *callers = place()
+            about = {"called_at": (*callers, "")[0]}
+            run.note_value("value", line, "batch_norm", output, indices_in((input,)), **about)
+        return output
 
 
 def control_order(run):

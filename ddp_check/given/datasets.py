@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, Subset
 
 from ..notes import DATASET
+from ..script import own_file
 from ..sketch import leaves_of
 from .draws import seed_all
 from .generators import OwnGenerators
@@ -77,6 +78,20 @@ def states_of_worker(run, loader, seed):
         return given_states()
 
 
+def whole(dataset):
+    """What is below all Subsets."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
+
+
+def made_by(dataset):
+    """Where the script's own dataset makes a sample; "" if it is another's."""
+    code = getattr(getattr(type(whole(dataset)), "__getitem__", None), "__code__", None)
+    file = own_file(code.co_filename) if code else None
+    return f"{file}:{code.co_firstlineno}" if file else ""
+
+
 def base_index(dataset, index):
     """A sample's index in the dataset itself, below all Subsets."""
     try:
@@ -129,8 +144,10 @@ def mark_of(sample):
     """Of a stream's sample, which has no index: the same for the same numbers."""
     arrays = []
     for leaf in leaves_of(sample):
-        with contextlib.suppress(TypeError, ValueError):
-            arrays.append(np.asarray(leaf).tobytes())
+        with contextlib.suppress(TypeError, ValueError):  # as of half precision
+            array = np.asarray(leaf)
+            if not array.dtype.hasobject:  # whose bytes are its address
+                arrays.append(array.tobytes())
     return checksum(arrays)
 
 
@@ -141,7 +158,9 @@ def collated(run, loader, indices, batch, states):
     samples, totals, own = [], {}, OwnGenerators(loader.dataset)
     fetch = getattr(loader.dataset, "__getitems__", None)  # which torch prefers
     try:
-        for index in indices:
+        # The first one is asked for once more, to see whether it is the same.
+        asked = [*indices, *indices[:1]] if run.traces and not batch and not fetch else indices
+        for index in asked:
             number = run.thread.sample = run.hash("sample", base_index(loader.dataset, index))
             seed_all(number)
             run.thread.asks, run.thread.states, run.thread.seeded = False, states, set()
@@ -159,6 +178,8 @@ def collated(run, loader, indices, batch, states):
     finally:
         own.restore()
         run.thread.sample = None
+    if len(samples) > len(indices) and mark_of(samples.pop()) != mark_of(samples[0]):
+        run.say(made_by(loader.dataset), "remembers")
     seed_all(run.hash("batch", batch))
     if batch == 0 or (is_own(loader.collate_fn) and run.traces):
         bases = [base_index(loader.dataset, index) for index in indices]
@@ -173,24 +194,22 @@ def collated(run, loader, indices, batch, states):
 def batches_of_stream(run, loader):
     """The k-th sample of a rank is the (k * world + rank)-th of one process. Of each sample, a mark
     of what is in it; and the batch."""
-    items, samples, marks = iter(loader.dataset), [], []
+    items, samples, marks, ends = iter(loader.dataset), [], [], False
     for k in itertools.count():
         with dataset_numbers(run):
             seed_all(run.hash("item", k if run.is_single else k * run.world + run.rank))
             try:
                 samples.append(next(items))
+                marks.append(mark_of(samples[-1]))
             except StopIteration:
-                break
-            marks.append(mark_of(samples[-1]))
+                ends = True
+            if ends and (loader.drop_last or not samples):
+                return
             if loader.batch_size is None:
                 batch = loader.collate_fn(samples.pop())
-            elif len(samples) < loader.batch_size:
-                continue
-            else:
+            elif ends or len(samples) == loader.batch_size:
                 batch, samples = loader.collate_fn(samples), []
+            else:
+                continue
         yield marks, batch
         marks = []
-    if samples and not loader.drop_last:
-        with dataset_numbers(run):
-            batch = loader.collate_fn(samples)
-        yield marks, batch

@@ -14,7 +14,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Subset,
     WeightedRandomSampler,
 )
 
@@ -23,7 +22,7 @@ from ..patches import wrap
 from ..script import own_file, place
 from ..sketch import leaves_of
 from ..text import gives
-from .datasets import batches_of, is_own
+from .datasets import batches_of, is_own, made_by, whole
 from .pairing import ORDER, checksum, note_draw
 from .prepared import batch_of_all, prepared_name
 
@@ -32,13 +31,6 @@ def length(sized):
     """Also of a loader that --short ends early."""
     with contextlib.suppress(TypeError, AttributeError, NotImplementedError):  # not all know it
         return inspect.unwrap(type(sized).__len__)(sized)
-
-
-def whole(dataset):
-    """What is below all Subsets."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    return dataset
 
 
 class Iterator:
@@ -258,13 +250,6 @@ def names_in(sampler, pattern):
     inner = [each for each in code.co_consts if inspect.iscode(each)]  # as of a list of many
     names = [name for each in (code, *inner) for name in each.co_names]
     return any(re.search(pattern, name) for name in names)
-
-
-def made_by(dataset):
-    """Where the script's own dataset makes a sample; "" if it is another's."""
-    code = getattr(getattr(type(whole(dataset)), "__getitem__", None), "__code__", None)
-    file = own_file(code.co_filename) if code else None
-    return f"{file}:{code.co_firstlineno}" if file else ""
 
 
 def find_order(run, key, indices):

@@ -33,15 +33,14 @@ class Authorizer:
         self.attached = None  # a file of the user's, or "?": a parameter, which is not told
 
     def __call__(self, action, first, second, database, trigger):
-        with self.guard.unheard():
-            if action == ATTACH:
-                self.attach(first)
-            if action in CHANGES and database == "main" and self.path is not None:
-                self.guard.check("write into", self.path)
-            elif action in CHANGES and database not in ("main", "temp") and self.attached == "?":
-                self.guard.refuse("write into a database attached by a parameter,", database)
-            elif action in CHANGES and database not in ("main", "temp") and self.attached:
-                self.guard.check("write into", self.attached)
+        if action == ATTACH:
+            self.attach(first)
+        if action in CHANGES and database == "main" and self.path is not None:
+            self.guard.check("write into", self.path)
+        elif action in CHANGES and database not in ("main", "temp") and self.attached == "?":
+            self.guard.refuse("write into a database attached by a parameter,", database)
+        elif action in CHANGES and database not in ("main", "temp") and self.attached:
+            self.guard.check("write into", self.attached)
         return sqlite3.SQLITE_OK
 
     def attach(self, database):
@@ -62,12 +61,11 @@ def watch_sqlite(guard):
     def connect(original, database, *args, **kwargs):
         path, options = sqlite_path(database)
         is_written = path is not None and "mode=ro" not in options
-        with guard.unheard():
-            if is_written and guard.is_users(path):
-                database, kwargs["uri"] = f"file:{urllib.parse.quote(path)}?mode=ro", True
-            elif is_written:
-                note(guard, path)
-            connection = original(database, *args, **kwargs)
+        if is_written and guard.is_users(path):
+            database, kwargs["uri"] = f"file:{urllib.parse.quote(path)}?mode=ro", True
+        elif is_written:
+            note(guard, path)
+        connection = original(database, *args, **kwargs)
         connection.set_authorizer(Authorizer(guard, path))
         return connection
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..notes import MANY_VALUES, PASS, Averages, Collective, Said
 from ..patches import wrap
 from ..script import is_inside, place
-from ..sketch import leaves_of
+from ..sketch import indices_in, leaves_of
 from .trace import TORCH
 from .written import note_set
 
@@ -82,7 +82,14 @@ def patch(run):
                 run.note(Collective(name, line, drawn, *about))
                 if name in ("all_reduce", "broadcast") and torch.is_tensor((*args, None)[0]):
                     note_set(run, args[0])
-            return original(*args, **kwargs)
+            out = original(*args, **kwargs)
+            if run.traces and name in ("all_gather", "all_gather_into_tensor"):
+                given = inspect.signature(original).bind(*args, **kwargs).arguments
+                gathered, tensor, *_ = given.values()
+                for index in indices_in((tensor,)):  # all ranks' are of the same line
+                    for part in leaves_of(gathered):
+                        part.compare_index = index
+            return out
 
     @wrap(DistributedDataParallel, "_sync_buffers")
     def sync_buffers(original, self):

@@ -20,7 +20,7 @@ from ..given.generators import get_state
 from ..given.pairing import checksum
 from ..script import own_file
 from ..sketch import sketches, whole
-from .written import line_of
+from .written import lines_of
 
 
 def outer_modules():
@@ -127,8 +127,8 @@ def settings_of(optimizer):
 
 def others(run, trained, averages):
     """What no optimizer trains, such as a teacher, an average, a bank: {name: its sketch}, and
-    {name: the line that has set it last}."""
-    found, lines = {}, {}
+    lines_of() it."""
+    found = {}
     for module in [module for module in outer_modules() if module not in run.of_datasets]:
         tensors = named(module.named_parameters, module) + named(module.named_buffers, module)
         for name, tensor in tensors:
@@ -136,8 +136,7 @@ def others(run, trained, averages):
             if not is_known and tensor.is_floating_point() and not tensor.is_meta:
                 full = f"{type(module).__name__}.{name}"
                 found[full, len(found)] = tensor
-                lines[full] = line_of(run, tensor)
-    of_name = {}
+    lines, of_name = lines_of(run, {name: tensor for (name, _), tensor in found.items()}), {}
     for (name, _), each in sketches(found, any_order=True).items():
         of_name.setdefault(name, []).append(each)
     found = {  # several modules of one class have no order

@@ -34,7 +34,7 @@ from .held import (
     tensors_of,
     variables_of,
 )
-from .written import line_of, with_callers
+from .written import lines_of
 
 LATER = 8  # steps after which it is searched once more for generators
 JOIN = "a script for one process? What it needs for several: docs/your_loop.md#the-checklist"
@@ -174,8 +174,7 @@ class Steps:
         trained = self.optimizers[self.inside]
         name, about = f"optimizer {trained.number}", {}
         if tensors:
-            lines = {name: line_of(self.run, tensor) for name, tensor in tensors.items()}
-            about = with_callers(self.run, lines)
+            about = lines_of(self.run, tensors)
         if kind == "mode":
             about = {"set": self.run.mode_set}
         seen = Seen(kind, self.line, name, trained.step, values, about=about)
@@ -225,8 +224,7 @@ class Steps:
 
     def note_others(self):
         known = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
-        values, lines = others(self.run, known, BATCH_NORM)
-        about = with_callers(self.run, lines)
+        values, about = others(self.run, known, BATCH_NORM)
         self.run.note(Seen("other", "", "at a step", 0, values, about=about))
 
     def path(self, what):
@@ -287,8 +285,12 @@ def patch(run):
 
         @wrap(kind, "step")
         def step(original, self, *args, **kwargs):
+            line = place()[0]
             if run.steps:
-                run.made.setdefault(id(self.optimizer), {"made": []})["last"] = place()[0]
+                run.made.setdefault(id(self.optimizer), {"made": []})["last"] = line
+            if kind is ReduceLROnPlateau:
+                number = {"number": float((*args, *kwargs.values())[0])}
+                run.note(Seen("plateau", line, "", run.nth("plateau", run.steps, line), number))
             return original(self, *args, **kwargs)
 
     watch_schedule(LRScheduler)

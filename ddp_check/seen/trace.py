@@ -17,7 +17,7 @@ from ..given.alike import keep_precise
 from ..notes import MANY_EVALUATIONS, MANY_VALUES, Seen
 from ..patches import stop_both_runs, wrap
 from ..script import FOLDER, UNKNOWN, is_running, own_file, own_lines, place, source
-from ..sketch import NO_VALUES, is_plain, leaves_of, opened, sketches
+from ..sketch import NO_VALUES, indices_in, is_plain, leaves_of, opened, sketches
 from .written import note_set
 
 LAYERS = "linear conv1d conv2d conv3d conv_transpose2d matmul __matmul__ mm bmm addmm baddbmm "
@@ -44,19 +44,13 @@ def note_evaluation(run, module, line, callers):
 
 
 def sum_of_weights(run, module):
-    with run.quiet(), torch.no_grad(), NO_VALUES:
+    with run.quiet(), NO_VALUES:
         return float(sum(p.sum(dtype=torch.float64) for p in module.parameters()))
 
 
 def is_trained(run, parameter):
     """Or may be: one that is sharded is hardly a teacher's, and has other numbers on each rank."""
     return id(parameter) in run.trained or hasattr(parameter, "full_tensor")
-
-
-def indices_in(tree):
-    """Of the values that are among the arguments of a function."""
-    tensors = filter(torch.is_tensor, leaves_of(tree))
-    return [tensor.compare_index for tensor in tensors if hasattr(tensor, "compare_index")]
 
 
 class Scaled(torch.autograd.Function):

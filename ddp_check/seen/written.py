@@ -15,14 +15,16 @@ SETS = r"[a-z]\w*[a-z0-9]_$|__(setitem|iadd|isub|imul|itruediv)__$"
 SETS_NOTHING = "requires_grad_", "detach_", "share_memory_", "rename_"
 
 
-def line_of(run, tensor):
-    """Of what has set it last; "" if that is not known."""
-    return run.written.get(tensor.data_ptr(), "") if all_plain([tensor]) else ""
-
-
-def with_callers(run, lines):
-    """{name: the line that has set it}, and {that line: the line that has called its function}."""
-    return lines | {line: run.called_at[line] for line in lines.values() if line in run.called_at}
+def lines_of(run, tensors):
+    """{name: the line that has set it last, or ""}, and {that line: the line that has called its
+    function}."""
+    lines, callers = {}, {}
+    for name, tensor in tensors.items():
+        place = tensor.data_ptr() if all_plain([tensor]) else None
+        lines[name], caller = run.written.get(place, ("", ""))
+        if caller:
+            callers.setdefault(lines[name], caller)
+    return lines | callers
 
 
 def note_set(run, tensor):
@@ -32,8 +34,7 @@ def note_set(run, tensor):
         line, *callers = place()
         if line != UNKNOWN:
             with NO_VALUES:
-                run.written[tensor.data_ptr()] = line
-                run.called_at |= dict(zip([line], callers))
+                run.written[tensor.data_ptr()] = line, (*callers, "")[0]
 
 
 def patch(run):
