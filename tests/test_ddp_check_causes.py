@@ -671,8 +671,17 @@ def test_passes_of_limited_size(own):
     assert own or not result.may_be_rounding  # of gradients that are as far off
     found, _ = of([ONE], *HALVES)  # without it, no value tells anything: they are of other samples
     assert [each.what for each in found] == ["averaging"] * own
-    found, _ = of([ONE], [PARTS[0][:3]], [PARTS[1][:1]])  # one pass of a line: it says something
-    assert found[0].what != "averaging"
+
+
+def test_passes_that_have_no_rows_first():
+    """But the longest sequence: of one pass, that is no other size."""
+
+    def make(x, y):
+        of_model = inputs(0, x), outputs(1, y, made_from=[0])
+        return [*of_model, loss(20, torch.tensor(2.0)), seen(21, "mul", x + len(x))]
+
+    longest = torch.ones(6, 8), torch.ones(5, 4), torch.ones(6, 4)
+    assert blamed(*processes(make, SHARES, longest)).line == "train.py:21"
 
 
 @pytest.mark.parametrize(
@@ -1154,6 +1163,8 @@ def test_closures_of_other_numbers_of_calls():
             return [outputs(1, x), (step, note)]
 
         (finding,) = cause(*processes(make, SHARES, calls, own=True)).blame()[0]
+        assert ("call closure() other numbers of times" in finding.text) == bool(finding.line)
+        assert finding.section.endswith("#an-optimizer-with-a-closure") == bool(finding.line)
         return finding.line, finding.remedy
 
     assert found(1, 2, 3) == ("train.py:7", "return the mean loss of all ranks from it")
@@ -1392,17 +1403,20 @@ def test_what_a_score_is_made_of():
 
     def make(x, y, z, text):
         values = [seen(1, "mul", x), seen(2, "div", None, y), seen(3, "div", z)]
-        return [(1, note) for _, note in values] + [(1, Printed("train.py:20", text))]
+        printed = Printed("train.py:20", text, ["train.py:30"])  # by a function for it
+        return [(1, note) for _, note in values] + [(1, printed)]
 
     texts = ["accuracy 0.731", "accuracy 0.726", "accuracy 0.726"]
+    called = "called at train.py:30"
     values = OTHER, numbers, ALIKE
     both = processes(make, *values, texts)
     (found,) = compare_printed(*both, Values(*both, TOLERANCE, {}), Variables(*both), {})
-    assert found.more == ["train.py:2  [div]: 0.731 on one process, 2.5, 2.5 on the ranks"]
+    value = "train.py:2  [div]: 0.731 on one process, 2.5, 2.5 on the ranks"
+    assert found.more == [called, value]
     others = OTHER, ALIKE, ALIKE
     both = processes(make, *others, texts)
     (found,) = compare_printed(*both, Values(*both, TOLERANCE, {}), Variables(*both), {})
-    assert found.more == []
+    assert found.more == [called]
 
 
 # ---- what is compared at all
