@@ -60,13 +60,14 @@ def check(args, runs):
     if result.lines:
         try:
             known["lines"] = runs.lines(result.lines)
+        except NothingCompared as error:
+            text = f"the values of lines could not be noted: {error}"
+            result.findings.insert(0, Finding("note", "", 0, text))
+        else:
             if options := other_layout(runs.options, *known["lines"]):
                 runs.start_again(options, "each rank has a block of a batch")
                 return check(args, runs)
             result = judge(one, ranks, **known)
-        except NothingCompared as error:
-            text = f"the values of lines could not be noted: {error}"
-            result.findings.insert(0, Finding("note", "", 0, text))
         if "again" not in known and result.may_be_rounding:
             known["again"] = runs.once_more(result.lines)
             result = judge(one, ranks, **known)

@@ -43,7 +43,8 @@ class Runs:
                 try:
                     one = one or self.run_one()
                 except NothingCompared:
-                    if not self.options.scaled:
+                    is_refused = os.path.exists(f"{self.folder}/refused")
+                    if is_refused or not self.options.scaled:
                         raise
                     self.all.stop()
                     options = replace(self.options, scaled=[], scales=False)

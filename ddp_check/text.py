@@ -11,8 +11,8 @@ from . import script
 from .script import own_file
 
 # What reads flags, beside ArgumentParser
-LIBRARIES = "fire click tyro typer absl hydra jsonargparse docopt simple_parsing transformers"
-FLAGS = rf"sys\.argv|(import|from) ({LIBRARIES.replace(' ', '|')})\b"
+FLAGS = r"sys\.argv|from sys import.* argv|HfArgumentParser|absl.* flags|"
+FLAGS += r"(import|from) (fire|click|tyro|typer|jsonargparse|docopt|simple_parsing)\b"
 
 
 def text_of(file):

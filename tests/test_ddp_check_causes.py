@@ -415,14 +415,21 @@ def test_a_dataset_that_remembers(said):
 )
 def test_as_many_samples(name, one, advice):
     """On one process as on each rank, chosen of what is a larger batch there."""
-    found = blamed(*processes(into_a_model(name), (one, PARTS[0] + 1, PARTS[1] + 2)))
+
+    def make(x, batch):
+        chosen = seen(1, name, x, made_from=[0]), inputs(2, x, made_from=[1])
+        return [seen(0, BATCH, batch), *chosen, loss(3, x.sum(), made_from=[2])]
+
+    found = blamed(*processes(make, (one, PARTS[0] + 1, PARTS[1] + 2), SHARES))
     assert found.advice == advice
+    assert blamed(*processes(make, (one, PARTS[0] + 1, PARTS[1] + 2), COPIED)).advice == "share"
 
 
 def test_as_many_samples_on_all():
     """Not if all ranks have the same."""
     copied = PARTS[0], PARTS[0] + 1, PARTS[0] + 1
-    assert blamed(*processes(into_a_model("__getitem__"), copied)).advice != "chosen"
+    made = into_a_model("__getitem__", seen(0, BATCH, ONE), made_from=[0])
+    assert blamed(*processes(made, copied)).advice != "chosen"
 
 
 def test_streams():
@@ -502,16 +509,6 @@ def test_batch_norm_beside_the_model(last):
     assert found(*OTHER) == ("WRONG", "train.py:1", "share")
 
 
-def test_batch_norm_before_a_gather():
-    """Which cuts what is known of how a value was made."""
-
-    def make(x, y, z):
-        made = seen(1, "batch_norm", z), seen(2, "batch_norm", y), seen(3, "cat", y)
-        return [*made, seen(5, "batch_norm", y), loss(4, y.sum(), made_from=[3])]
-
-    assert blamed(*processes(make, SHARES, OTHER, SHARES)).line == "train.py:2"
-
-
 PADDED = torch.ones(8, 5), torch.ones(4, 3), torch.ones(4, 5)  # to the longest of the batch
 
 
@@ -523,29 +520,33 @@ def test_coupled_samples_that_are_padded(inside, advice):
     """What a model gives cannot be told then; but a value in it that has the batch's rows."""
 
     def make(x, y, total):
-        made = inputs(1, x), seen(2, "mul", y, made_from=[1], model=1)
+        are_places = [0] if y.dim() == 1 else []
+        made = inputs(1, x), seen(2, "mul", y, made_from=[1], model=1, integers=are_places)
         return [*made, outputs(3, x, made_from=[1]), loss(4, total, made_from=[3])]
 
     found = blamed(*processes(make, PADDED, inside, TWICE))
+    places = [integers(x)[:, 0] for x in OTHER]
+    assert blamed(*processes(make, PADDED, places, TWICE)).advice == "share"
     assert found.advice == advice and found.line == f"train.py:{2 if advice == 'coupled' else 3}"
 
 
 def test_padded_after_coupled_samples():
     """Then the loss says nothing, unless the ranks do not average, or it can be told."""
 
-    def wrong(padded, coupled=True, own=False):
-        def make(x, y, z, total):
+    def wrong(padded, coupled=True, own=False, other=PADDED):
+        def make(x, y, z, more, total):
             first = [*model(x, y), loss(4, y.sum(), made_from=[3])] * coupled
-            return [*first, seen(5, "Net", z, kind="outputs", step=1), loss(6, total, step=1)]
+            return [*first, outputs(5, z, more, step=1), loss(6, total, step=1)]
 
         factors = [(1.0, 1.0), (1.2, 1.2), (1.5 if own else 1.2, 1.4 if own else 1.2)]
-        both = processes(make, SHARES, OTHER, padded, TWICE, gradients=factors)
+        both = processes(make, SHARES, OTHER, padded, other, TWICE, gradients=factors)
         parts = Values(*both, TOLERANCE, {}), Differences(*both, TOLERANCE, {}), Variables(*both)
         steps = [0, 1] if coupled else [1]
         found, *_ = find_causes(*parts, steps, [], float("inf"))
         return [each.what for each in found if each.verdict == "WRONG"]
 
     assert wrong(PADDED) == [] and wrong(SHARES) == ["loss"] == wrong(PADDED, coupled=False)
+    assert wrong(PADDED, other=SHARES) == ["loss"]  # what it gives can be told in part
     assert "averaging" in wrong(PADDED, own=True)
 
 

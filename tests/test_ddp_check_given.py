@@ -4,25 +4,39 @@ this process."""
 import inspect
 import json
 import random
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, Dataset
 from watched import notes_of
 
 from ddp_check.given import alike
-from ddp_check.given.datasets import mark_of
+from ddp_check.given.datasets import mark_of, remembers
+from ddp_check.given.draws import seed_all
 from ddp_check.given.generators import generators_of
 from ddp_check.given.pairing import LOOP, MODEL
 from ddp_check.given.prepared import batch_of_all
 from ddp_check.given.samples import find_order
-from ddp_check.notes import DATASET, Batch, Collective, Cut, Drawn, End, Pass, PassEnd, Said
+from ddp_check.notes import (
+    DATASET,
+    MANY_VALUES,
+    Batch,
+    Collective,
+    Cut,
+    Drawn,
+    End,
+    Pass,
+    PassEnd,
+    Said,
+)
 from ddp_check.patches import wrap
 from ddp_check.process import PerThread
 
@@ -429,6 +443,7 @@ def single():
     """One process beside two; what is computed of the shares of a batch is "shares"."""
     run = SimpleNamespace(thread=PerThread(), is_single=True, world=2, joined={}, loaded={})
     run.loader_rows, run.model_rows, run.traces = None, None, False
+    run.steps, run.nth = 0, lambda *key: 0
     run.by_share = lambda tensor, function: "shares"
     return run
 
@@ -450,10 +465,15 @@ def test_values_of_batch_norm(single, monkeypatch):
     monkeypatch.setattr(F, "batch_norm", F.batch_norm)
     monkeypatch.setattr(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward)
     alike.control_batch_norm(single)
-    single.traces, x, noted = True, torch.ones(4, 3), []
+    single.traces, x, noted, numbers = True, torch.ones(4, 3), [], [0, MANY_VALUES]
+    single.nth = lambda *key: numbers.pop(0)
     single.note_value = lambda *words, **about: noted.append((*words, about))
     x.compare_index = 7
-    nn.BatchNorm1d(3)(x)
+    norm = nn.BatchNorm1d(3)
+    norm(x), norm(x)  # the second is one of too many
+    numbers.append(0)
+    monkeypatch.setattr(alike, "library_place", lambda: "resnet.py:3")
+    norm(x)
     ((kind, _, name, value, made_from, about),) = noted
     assert (kind, name, value, made_from) == ("value", "batch_norm", "shares", [7])
     assert list(about) == ["called_at"]
@@ -478,6 +498,43 @@ def test_marks_of_a_sample():
     nothing."""
     marks = [mark_of([object(), torch.ones(2, dtype=torch.bfloat16), "a", x]) for x in (1, 1, 2)]
     assert marks[0] == marks[1] == mark_of(["a", 1]) != marks[2]
+
+
+class Halving(Dataset):
+    """What it has is changed when it is asked for."""
+
+    def __init__(self):
+        self.x = torch.ones(2, 3)
+
+    def __getitem__(self, index):
+        self.x[index] /= 2
+        return self.x[index]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "remembered"),
+    [
+        (Halving(), True),
+        ([torch.ones(3)], False),
+        ([torch.ones(3, requires_grad=True)], False),
+        (mock.MagicMock(__getitem__=lambda self, i: [time.time(), torch.ones(2)]), False),
+        (mock.MagicMock(__getitem__=lambda self, i: torch.rand(2)), False),
+    ],
+)
+def test_datasets_that_remember(make_process, dataset, remembered):
+    """By what is measured, not by a clock; and not if random numbers are the same."""
+    run, own = make_process(), mock.Mock()
+    run.thread.sample = 7
+    seed_all(7)
+    sample = dataset[0]
+    assert remembers(run, dataset, 0, sample, own) == remembered
+    own.seed.assert_called_once_with(7)
+
+
+def test_a_dataset_that_gives_each_sample_once(make_process):
+    run, dataset = make_process(), {0: torch.ones(2)}
+    run.thread.sample = 7
+    assert not remembers(run, dataset, 5, dataset.pop(0), mock.Mock())
 
 
 def test_seeds_of_a_dataset(make_process):
@@ -530,6 +587,16 @@ class Noise(Dataset):
     def __getitem__(self, indices):
         return torch.rand(len(indices))
 
+class Restarting(IterableDataset):
+    number = 0
+    def __iter__(self):
+        return self
+    def __next__(self):
+        self.number += 1
+        if self.number % 4 == 0:
+            raise StopIteration
+        return self.number
+
 def named(samples):
     return {"words": "abc", "number": torch.tensor(4), "x": torch.stack([x for x, in samples])}
 
@@ -546,6 +613,7 @@ show("sizes", sizes(DataLoader(Stream([torch.ones(3), torch.ones(2)]), batch_siz
 show("sizes", sizes(DataLoader(Stream(["a", "b"]), 2)))  # words
 show("sizes", sizes(DataLoader(Stream(range(5)), 2)))  # with the rest
 show("sizes", sizes(DataLoader(Stream(range(5)), 2, drop_last=True)))  # without it
+show("sizes", sizes(DataLoader(Restarting(), 2)))  # that may begin again
 show("sizes", sizes(DataLoader(Inner(), 4)))  # inner
 show("sizes", sizes(DataLoader(data, 4, collate_fn=named)))  # named
 show("sizes", sizes(DataLoader(Stream([*data]), 4, collate_fn=named)))  # named stream
@@ -567,12 +635,12 @@ class Remembering(Dataset):
 [*DataLoader(Remembering(), 4, sampler=range(8))]  # remembers
 np.random.normal(np.zeros(8 // world), 1.0, 8 // world)
 """
-SIZES = [[1] * 8, [3, 2], [2], [2, 2, 1], [2, 2], [4, 4], [3, 3], [3, 3]]
+SIZES = [[1] * 8, [3, 2], [2], [2, 2, 1], [2, 2], [2, 1], [4, 4], [3, 3], [3, 3]]
 SEEDED = torch.randperm(8, generator=torch.Generator().manual_seed(5)).tolist()
 ROWS = {"lists": [4, 4], "noise": [4, 4], "one by one": [None] * 8, "own": [3, 2], "words": [None]}
 ROWS |= {"with the rest": [2, 2, 1], "without it": [2, 2], "inner": [4, 4], "named": [4, 4]}
 ROWS |= {"named stream": [4, 4], "draws again": [4, 4], "draws": [4]}
-ROWS |= {"remembers": [4, 4]}
+ROWS |= {"remembers": [4, 4], "that may begin again": [2, 1]}
 
 
 def test_loaders(work):

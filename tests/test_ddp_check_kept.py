@@ -496,7 +496,7 @@ def test_a_script_that_makes_no_step(runs_of):
     assert starts not in text("a crash at train.py:9: f()", line)
 
 
-def test_how_it_is_started_again(runs_of):
+def test_how_it_is_started_again(runs_of, tmp_path):
     """One process too, but where only the ranks' turns are others; with other batches, if it fails
     with those of all ranks."""
     one = notes(*step_notes())
@@ -513,8 +513,11 @@ def test_how_it_is_started_again(runs_of):
     fails = runs_of([ended("a crash"), ([one], None)], "a", scaled=["loader"])
     assert fails.pair() == (one, "a") and not fails.options.scaled and not fails.options.scales
     assert "the script fails with the batches of all ranks" in fails.all.said[0]
-    with pytest.raises(pairs.NothingCompared):
-        runs_of([ended("a crash")], "a").pair()
+    for name, scaled in ("one.draws", []), ("refused", ["loader"]):
+        fails = runs_of([ended("a crash")], "a", scaled=scaled)
+        fails.one.file = tmp_path / name
+        with pytest.raises(pairs.NothingCompared):
+            fails.pair()
 
 
 def test_further_runs(runs_of, tmp_path):

@@ -1213,6 +1213,11 @@ def test_remedy_by_one(tmp_path):
 
     file, other = [(0, Said("file", f"{tmp_path}/{name}.py")) for name in ("train", "other")]
     (tmp_path / "other.py").write_text("import os\nfrom tyro import cli")
+    (tmp_path / "none.py").write_text(
+        "from absl import logging\nfrom transformers import AutoModel"
+    )
+    none = 0, Said("file", f"{tmp_path}/none.py")
+    assert "--one" not in remedy_by_one(of("batch_size", none), 2)
     assert '--one "--batch_size 8"' in remedy_by_one(of("batch_size", other), 2)
     assert "--one" not in remedy_by_one(of("batched_grad_copy", other), 2)
     assert "--one" not in remedy_by_one(of("batch_size"), 2)  # a script without flags

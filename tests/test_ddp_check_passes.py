@@ -271,6 +271,8 @@ def test_layout_of_values():
     assert layout(blocks, said=[Said("order", "turns")]) is None
     assert layout(blocks, options=Options(20, layout="blocks")) is None
     assert layout((X[:2], X[:1], X[1:2])) is None  # a row on each is both
+    alike = torch.ones(8, 4)
+    assert layout((alike, alike[:4], alike[4:])) is None is layout((X, X[2:6], X[4:]))
     vectors = [x[:, 0] for x in blocks]
     assert layout(vectors) is None
 
@@ -456,8 +458,8 @@ def test_samples_in_another_order():
     """The ranks have shares of the whole, in other batches."""
     found = other_samples(*OTHER_ORDER)
     assert found.text == (
-        "batch 1 of pass 1: 2 of 4 samples of one process are on no rank in this step, and none "
-        "is on two: they share them in another order, so nothing after it can be compared"
+        "batch 1 of pass 1: 2 of 4 samples of one process are on no rank in this step, and no "
+        "sample is on two: they share them in another order, so nothing after it can be compared"
     )
     assert found.advice == "unpaired" and not found.remedy
 

@@ -9,6 +9,7 @@ from ddp_check.compare.judge import RULES, Result, judge
 from ddp_check.compare.rules import RandomNumbers
 from ddp_check.compare.sample_rules import Splits
 from ddp_check.notes import (
+    DATASET,
     OWN_GENERATOR,
     Batch,
     Collective,
@@ -54,9 +55,9 @@ def test_draws_of_some_ranks():
 def test_draws_of_several_generators():
     """The first line of each is named, and the first one's function."""
 
-    def found(*names):
+    def found(*names, part="the loop"):
         places, about = [f"train.py:{line}" for line in (1, 2, 3)], {"seeded": "train.py:9"}
-        both, state = zip(places, names), {"the loop": 5}
+        both, state = zip(places, names), {part: 5}
         drawn = [(0, Seen("draw", line, name, 0, state, about=about)) for line, name in both]
         (finding,) = RandomNumbers().find(notes(), [notes(*drawn), notes(*drawn)])
         return finding.remedy, finding.more
@@ -66,6 +67,7 @@ def test_draws_of_several_generators():
     assert more == ["last seeded at train.py:9", "so does the loop (torch): train.py:2"]
     assert found("torch")[0].startswith("torch.manual_seed(seed + rank)")
     assert found("random")[0].startswith("random.seed(seed + rank)")
+    assert found("random", part=DATASET)[0].startswith("torch.manual_seed(seed + rank)")
     assert found(OWN_GENERATOR) == ("seed this generator with seed + rank", [])
 
 

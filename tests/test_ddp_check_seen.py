@@ -245,7 +245,7 @@ optimizer = SGD(nets[1].parameters(), 0.5)
 optimizer.load_state_dict(optimizer.state_dict())
 optimizer.step()
 plateau = ReduceLROnPlateau(optimizer)
-plateau.step(1.0)
+plateau.step(epoch=1, metrics=torch.tensor(0.25))
 assert plateau.last_epoch == 1
 optimizer.step()
 """
@@ -279,11 +279,14 @@ def test_optimizers(work):
     assert others[1] == line_of(OPTIMIZERS, "beside.eval()")  # not of the step
     calls = [note.values["calls"] for _, note in one.seen("closure")]
     assert calls[0] > 1 and calls[1:] == [1, 1]
+    assert [note.values for _, note in one.seen("plateau")] == [{"number": 0.25}]
     settings = one.seen("setting")[2][1].values
     assert settings[0, "lr"] == 0.5 and (0, "mask") not in settings
 
 
 PASSES = """
+import warnings
+warnings.simplefilter("error")
 import torch
 from torch import nn
 from torch.utils.data import Subset

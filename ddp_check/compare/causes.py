@@ -162,8 +162,8 @@ class Cause:
             return found + self.averaging(), "WRONG" if self.unlike else "look"
         found, origin, is_input = self.first_value()
         value = self.values.coupled_before(origin, self.step) if origin else None
-        if origin and not value and origin.kind == "value":
-            value = self.values.normalized_before(origin, self.step)
+        if origin and origin.name == "batch_norm":  # of other rows together
+            value = origin
         if value:
             found, is_input = [self.finding("outputs", value, "coupled")], False
         tells = bool(found) and (found[0].verdict == "WRONG" or found[0].advice == "gathered")
@@ -189,7 +189,8 @@ class Cause:
     def is_padded(self):
         """Whether what models give cannot be compared, as it is padded to the batch's longest."""
         outputs = [v for v in self.of_step if v.kind == "outputs"]
-        return not self.unlike and any("unknown" in self.values.fits(v.index) for v in outputs)
+        fits = [{*self.values.fits(v.index)} for v in outputs]
+        return not self.unlike and {"unknown"} in fits
 
     def local(self):
         """Gradients that are not averaged, as the weights are."""

@@ -187,7 +187,10 @@ class Values:
         return is_filled or value.name in ("tensor", "as_tensor", "from_numpy")
 
     def is_as_many(self, value):
-        """Whether it has as many rows on one process as on each rank, which have others."""
+        """Whether it has as many rows of a batch on one process as on each rank, which have
+        others."""
+        if not any("rows" in self.fits(i) for i in value.made_from if i in self.all):
+            return False
         parts = [part for part in self.parts(value.index).values() if None not in part]
         has_rows = all(
             one.shape and {s.shape for s in ranks} == {one.shape} for one, *ranks in parts
@@ -326,7 +329,7 @@ class Values:
             if self.differs(outputs.index):
                 return (inside or [outputs])[0]
             if {*self.fits(outputs.index)} == {"unknown"}:  # padded, as what goes in is
-                inside = [v for v in inside if self.has_rows(v)]
+                inside = [v for v in inside if self.has_rows(v) and not self.has_other_places(v)]
                 if inside:
                     return inside[0]
         return None
@@ -346,13 +349,6 @@ class Values:
         made_in, _ = self.lines[0][value.index]
         found = self.coupled(made_in) if made_in < step else None
         return found if found and self.pass_of(found) == self.pass_of(value) else None
-
-    def normalized_before(self, value, step):
-        """The first that batch norm has made in a step up to a value, and that differs, though what
-        it was made from does not; or None."""
-        made = [v for v in self.find(step, "value") if v.name == "batch_norm"]
-        made = [v for v in made if v.index <= value.index and self.origin(v) is v]
-        return (*made, None)[0]
 
     def pass_of(self, value):
         """The index of what went into the model that has made it; None if none has."""

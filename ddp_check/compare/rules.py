@@ -71,7 +71,8 @@ class RandomNumbers(Rule):
         ((part, name), (step, seen)), *others = first.items()
         text = f"{part} draws the same numbers on all ranks ({name})"
         (finding,) = self.wrong(step, seen.line, text)
-        finding.remedy = self.remedies.get(name, finding.remedy)
+        if part != DATASET:  # torch seeds its loader's workers
+            finding.remedy = self.remedies.get(name, finding.remedy)
         if seen.about["seeded"] and name != OWN_GENERATOR:
             finding.more.append(f"last seeded at {source(seen.about['seeded'])}")
         for (part, name), (_, seen) in others:

@@ -268,7 +268,7 @@ def why_unpaired(batch, about, one, ranks):
     if about.draws and not about.has_share:
         return f": each rank draws its own ({about.sampler})"
     if are_shares(batch, about.size, one, ranks):
-        return " in this step, and none is on two: they share them in another order"
+        return " in this step, and no sample is on two: they share them in another order"
     if any(note.kind == "chooses" for _, note in ranks[0][Said]):
         return ": a sampler of each rank chooses its own"
     return ""

@@ -59,10 +59,10 @@ def other_layout(options, one, ranks):
     seen = [(value, others) for _, value, others in seen if len(others) == len(ranks)]
     chosen = [(value, others) for value, others in seen if value.name == "__getitem__"]
     inputs = [(value, others) for value, others in seen if value.kind == "inputs"]
-    has_blocks = any(are_parts(*each, blocks) for each in chosen + inputs)
+    has_blocks = any(are_parts(*each, blocks, turns) for each in chosen + inputs)
     shares = {line for file in files_of(ranks[0]) for line in shares_in(file)}
     by_turns = [(value, others) for value, others in chosen if value.line in shares]
-    if has_blocks and not any(are_parts(*each, turns) for each in by_turns):
+    if has_blocks and not any(are_parts(*each, turns, blocks) for each in by_turns):
         return replace(options, layout="blocks")
     return None
 
@@ -76,20 +76,24 @@ def turns(marks, rank, world):
     return marks[rank::world]
 
 
-def are_parts(value, others, part):
-    """Whether a tensor has such parts of one process's rows on the ranks, two or more on each."""
+def are_parts(value, others, part, other):
+    """Whether a tensor has such parts of one process's rows on the ranks, two or more on each, and
+    not the other ones, too."""
     world = len(others)
     for place, sketch in value.values.items():
         ranks = [other.values.get(place) for other in others.values()]
-        if None in (sketch, *ranks) or not sketch.shape or len(sketch.shape) < 2:
+        if None in (sketch, *ranks) or len(sketch.shape) < 2:
             continue
         whole, *theirs = [each.rows[0][0] for each in (sketch, *ranks)]
         is_even = len(whole) >= 2 * world and {len(of) * world for of in theirs} == {len(whole)}
-        if is_even and all(
-            np.allclose(part(whole, rank, world), of, rtol=1e-4) for rank, of in enumerate(theirs)
-        ):
+        if is_even and has_parts(whole, theirs, part) and not has_parts(whole, theirs, other):
             return True
     return False
+
+
+def has_parts(whole, ranks, part):
+    both = [(part(whole, rank, len(ranks)), of) for rank, of in enumerate(ranks)]
+    return all(np.allclose(a, b, rtol=1e-4) for a, b in both)
 
 
 def has_too_many(one, ranks):

@@ -129,7 +129,7 @@ class Plateau(Rule):
         for step, note, found in seen:
             if found:
                 text = f"rank 0 gives it {note.values['number']:.6g}, another rank another number: "
-                return self.wrong(step, note.line, f"{text}each decides by its own")
+                return self.wrong(step, note.line, f"{text}each rank decides by its own")
         return [] if seen else None
 
 

@@ -11,8 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import cpu
 from ..imports import when_imported
+from ..notes import MANY_VALUES
 from ..patches import wrap
-from ..script import place
+from ..script import library_place, place
 from ..sketch import indices_in
 from .pairing import MODEL, note_draw, state_of
 
@@ -76,8 +77,9 @@ def control_batch_norm(run):
             return original(**given | averages | {"input": share})
 
         output = run.by_share(input, normalize)
-        if run.traces:  # as Trace does, where it is normalized at once
-            line, *callers = place()
+        line, *callers = place()
+        is_first = run.nth("seen", run.steps, line, "batch_norm") < MANY_VALUES
+        if run.traces and is_first and not library_place():  # as where it is normalized at once
             about = {"called_at": (*callers, "")[0]}
             run.note_value("value", line, "batch_norm", output, indices_in((input,)), **about)
         return output

@@ -141,14 +141,27 @@ def total_of(sample):
 
 
 def mark_of(sample):
-    """Of a stream's sample, which has no index: the same for the same numbers."""
+    """Of a sample: the same for the same numbers, as a stream's has no index."""
     arrays = []
     for leaf in leaves_of(sample):
         with contextlib.suppress(TypeError, ValueError):  # as of half precision
-            array = np.asarray(leaf)
+            array = np.asarray(leaf.detach() if torch.is_tensor(leaf) else leaf)
             if not array.dtype.hasobject:  # whose bytes are its address
                 arrays.append(array.tobytes())
     return checksum(arrays)
+
+
+def remembers(run, dataset, index, sample, own):
+    """Whether a sample is another one if it is asked for once more, with the same random numbers:
+    what is measured of it, and not a clock."""
+    arrays = [leaf for leaf in leaves_of(sample) if getattr(leaf, "shape", ())]
+    mark = mark_of(arrays)
+    seed_all(run.thread.sample)
+    own.seed(run.thread.sample)
+    with contextlib.suppress(Exception):
+        again = [leaf for leaf in leaves_of(dataset[index]) if getattr(leaf, "shape", ())]
+        return not mark == mark_of(again) == mark_of(arrays)
+    return False
 
 
 def collated(run, loader, indices, batch, states):
@@ -158,9 +171,7 @@ def collated(run, loader, indices, batch, states):
     samples, totals, own = [], {}, OwnGenerators(loader.dataset)
     fetch = getattr(loader.dataset, "__getitems__", None)  # which torch prefers
     try:
-        # The first one is asked for once more, to see whether it is the same.
-        asked = [*indices, *indices[:1]] if run.traces and not batch and not fetch else indices
-        for index in asked:
+        for index in indices:
             number = run.thread.sample = run.hash("sample", base_index(loader.dataset, index))
             seed_all(number)
             run.thread.asks, run.thread.states, run.thread.seeded = False, states, set()
@@ -175,11 +186,12 @@ def collated(run, loader, indices, batch, states):
                 drawn = [both for both in drawn if both[0] not in run.thread.seeded]
                 for generator, state in drawn + own.drawn(given):
                     note_draw(run, DATASET, generator, state)
+        if run.traces and batch == 0 and not fetch and (line := made_by(loader.dataset)):
+            if remembers(run, loader.dataset, index, samples[-1], own):
+                run.say(line, "remembers")
     finally:
         own.restore()
         run.thread.sample = None
-    if len(samples) > len(indices) and mark_of(samples.pop()) != mark_of(samples[0]):
-        run.say(made_by(loader.dataset), "remembers")
     seed_all(run.hash("batch", batch))
     if batch == 0 or (is_own(loader.collate_fn) and run.traces):
         bases = [base_index(loader.dataset, index) for index in indices]
@@ -212,4 +224,6 @@ def batches_of_stream(run, loader):
             else:
                 continue
         yield marks, batch
+        if ends:  # it might begin again
+            return
         marks = []

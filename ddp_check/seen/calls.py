@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..notes import MANY_VALUES, PASS, Averages, Collective, Said
 from ..patches import wrap
 from ..script import is_inside, place
-from ..sketch import indices_in, leaves_of
+from ..sketch import leaves_of
 from .trace import TORCH
 from .written import note_set
 
@@ -86,9 +86,9 @@ def patch(run):
             if run.traces and name in ("all_gather", "all_gather_into_tensor"):
                 given = inspect.signature(original).bind(*args, **kwargs).arguments
                 gathered, tensor, *_ = given.values()
-                for index in indices_in((tensor,)):  # all ranks' are of the same line
+                if hasattr(tensor, "compare_index"):  # all ranks' are of the same line
                     for part in leaves_of(gathered):
-                        part.compare_index = index
+                        part.compare_index = tensor.compare_index
             return out
 
     @wrap(DistributedDataParallel, "_sync_buffers")

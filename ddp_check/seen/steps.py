@@ -285,13 +285,13 @@ def patch(run):
 
         @wrap(kind, "step")
         def step(original, self, *args, **kwargs):
-            line = place()[0]
+            line, out = place()[0], original(self, *args, **kwargs)
             if run.steps:
                 run.made.setdefault(id(self.optimizer), {"made": []})["last"] = line
             if kind is ReduceLROnPlateau:
-                number = {"number": float((*args, *kwargs.values())[0])}
+                number = {"number": float(args[0] if args else kwargs["metrics"])}
                 run.note(Seen("plateau", line, "", run.nth("plateau", run.steps, line), number))
-            return original(self, *args, **kwargs)
+            return out
 
     watch_schedule(LRScheduler)
     watch_schedule(ReduceLROnPlateau)

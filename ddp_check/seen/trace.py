@@ -44,7 +44,7 @@ def note_evaluation(run, module, line, callers):
 
 
 def sum_of_weights(run, module):
-    with run.quiet(), NO_VALUES:
+    with run.quiet(), torch.no_grad(), NO_VALUES:
         return float(sum(p.sum(dtype=torch.float64) for p in module.parameters()))
 
 

@@ -20,8 +20,8 @@ def lines_of(run, tensors):
     function}."""
     lines, callers = {}, {}
     for name, tensor in tensors.items():
-        place = tensor.data_ptr() if all_plain([tensor]) else None
-        lines[name], caller = run.written.get(place, ("", ""))
+        at = tensor.data_ptr() if all_plain([tensor]) else None
+        lines[name], caller = run.written.get(at, ("", ""))
         if caller:
             callers.setdefault(lines[name], caller)
     return lines | callers
