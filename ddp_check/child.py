@@ -128,7 +128,7 @@ def check_number(args, nproc):
         stop_both_runs(args.folder, "spawns", {})
     if nproc != wanted:
         text = f"starts {nproc} processes, not {wanted}"
-        remedy = "give the script their number in a flag, as {n}"
+        remedy = "give the script their number in a flag, as {n}, or one process others by --one"
         if not nproc:
             remedy = "does it count GPUs? Then --cpu, as without GPUs a library counts none"
         facts = {"line": source(place()[0]), "text": text, "remedy": remedy}

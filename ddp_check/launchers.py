@@ -125,5 +125,6 @@ def proposal(args, path):
     missing = [flag for flag in dict.fromkeys(needed) if flag.replace("_", "-") not in given]
     if not missing:
         return ""
-    words = [args.script, *args.flags, *[word for flag in missing for word in (flag, "{rank}")]]
+    words = ["-m"] * args.m + [args.script, *args.flags]
+    words += [word for flag in missing for word in (flag, "{rank}")]
     return f"does a launcher pass {missing[0]}? Then: python ddp_check {' '.join(words)}"

@@ -96,9 +96,13 @@ class Runs:
         self.all.say(f"starts again, to name lines: {steps} step{'s' * (steps > 1)}")
         options, self.options = self.options, replace(self.options, lines=steps, steps=steps)
         try:
-            return self.pair()
+            one, ranks = self.pair()
         finally:
             self.options = options
+        for rank, notes in enumerate(ranks):
+            if not notes[Step]:
+                raise NothingCompared(f"rank {rank}: {notes.end()}")
+        return one, ranks
 
 
 def remove_notes(folder, of=""):

@@ -31,6 +31,8 @@ def wrap(owner, name):
                 return original(*args, **kwargs)
             return function(original, *args, **kwargs)
 
+        if hasattr(original, "__self__"):  # which a library may ask for, as of np.random.random
+            replacement.__self__ = original.__self__
         with contextlib.suppress(ValueError, TypeError):  # as of what is written in C
             replacement.__signature__ = inspect.signature(original)  # getfullargspec() asks for it
         setattr(owner, name, replacement)

@@ -142,7 +142,7 @@ class Process:
     def keep_drawn(self, number, state):
         """A number that the script has drawn before the training: it may be a seed."""
         if not self.steps and abs(number) > LEAST_SEED:
-            self.drawn_seeds[number % 2**64] = state
+            self.drawn_seeds |= {number % 2**64: state, number % 2**32: state}
 
     def own_seed(self, seed):
         """Of a seed that the script has drawn without sending it, this rank's own."""

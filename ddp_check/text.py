@@ -11,7 +11,7 @@ from . import script
 from .script import own_file
 
 # What reads flags, beside ArgumentParser
-FLAGS = r"sys\.argv|from sys import.* argv|HfArgumentParser|absl.* flags|"
+FLAGS = r"sys\.argv|exec\(open|from sys import.* argv|HfArgumentParser|absl.* flags|"
 FLAGS += r"(import|from) (fire|click|tyro|typer|jsonargparse|docopt|simple_parsing)\b"
 
 
@@ -185,9 +185,12 @@ def flags_in(file):
     return found
 
 
-def reads_flags(file):
-    """Whether it takes flags otherwise than by an ArgumentParser."""
-    return bool(re.search(FLAGS, text_of(file)))
+def reads_flag(file, name):
+    """Whether it takes flags otherwise than by an ArgumentParser, and has such a variable or
+    argument."""
+    text = text_of(file)
+    has_name = re.search(rf"^\s*{name}\b.*=|def [^)]*\b{name}\b", text, re.M)
+    return bool(has_name and re.search(FLAGS, text))
 
 
 def parameters_in(file):

@@ -882,6 +882,26 @@ def test_a_fault_beside_places():
 
     assert what(of_right_outputs) == ("value", "train.py:6")
 
+    def of_places_of_a_loss(x, y):  # a batch of which only places are others is no cause
+        batch = seen(1, BATCH, x, integers(y), integers=[1])
+        into = inputs(2, x, integers(y), integers=[1], made_from=[1])
+        total = seen(4, "cross_entropy", torch.tensor(2.0), made_from=[3, 1])
+        return [
+            batch,
+            into,
+            outputs(3, x, made_from=[2]),
+            total,
+            loss(5, torch.tensor(2.0), made_from=[4]),
+        ]
+
+    assert blamed(*processes(of_places_of_a_loss, SHARES, OTHER)) is None
+
+    def of_outputs_that_are_not_noted(x, y):  # without the values of lines
+        into = inputs(2, x, integers(y), integers=[1])
+        return [into, outputs(3, made_from=[2]), a_loss(5)]
+
+    assert blamed(*processes(of_outputs_that_are_not_noted, SHARES, OTHER)) is None
+
     def of_rows_alike(x, y):  # which may be any samples'
         into = inputs(2, x, integers(y), integers=[1])
         out = outputs(3, torch.ones(len(x), 2), made_from=[2])
@@ -1196,6 +1216,35 @@ def test_equal_losses_divided_by_own_numbers(name, numbers, is_found):
     assert (found is not None and found.line == "train.py:3") == is_found
     if is_found:
         assert found.text.startswith("[div]: divided by 29 on one process, 15, 14 on the ranks")
+
+
+@pytest.mark.parametrize(("sizes", "is_found"), [((8, 5, 3), True), ((8, 4, 4), False)])
+def test_equal_losses_of_unequal_rows(sizes, is_found):
+    """A mean of them, which counts for less on the rank that has more."""
+
+    def make(size, x):
+        rows = seen(1, "linear", torch.ones(size, 2))
+        return [rows, seen(2, "mean", x, made_from=[1]), loss(3, x, made_from=[2])]
+
+    found = blamed(*processes(make, sizes, [torch.tensor(n) for n in (2.0, 1.0, 3.0)]))
+    assert (found is not None) == is_found
+    if is_found:
+        assert found.line == "train.py:2" and "a mean of so many rows: 8 on one" in found.text
+
+
+@pytest.mark.parametrize("values", [COPIED, OTHER])
+@pytest.mark.parametrize("own_flags", [True, False])
+def test_values_that_are_planned(values, own_flags):
+    """From the batch size of one process, as an average's momentum by the number of steps: then
+    all ranks have the same."""
+    both = processes(lambda x: [loss(1, torch.tensor(2.0)), seen(2, "mul", x)], values)
+    result = judge(*both, TOLERANCE, scaled={"loader": "train.py:3"}, own_flags=own_flags)
+    (found,) = [each for each in result.findings if each.what == "value"]
+    is_planned = values is COPIED and not own_flags
+    assert (found.verdict, found.advice == "planned") == (
+        "look" if is_planned else "WRONG",
+        is_planned,
+    )
 
 
 def test_numbers_that_are_given_alike():

@@ -279,6 +279,8 @@ def test_local_rank_is_proposed(work, text, flags, says):
     args = parser.parse_args(["train.py", *flags.split()])
     proposal = launchers.proposal(args, "train.py")
     assert proposal.endswith(says) and bool(proposal) == bool(says)
+    args.m = True
+    assert ("ddp_check -m train.py" in launchers.proposal(args, "train.py")) == bool(says)
 
 
 def test_environment_of_launchers(monkeypatch):

@@ -491,6 +491,10 @@ def test_arguments_of_a_replaced_function():
     found = inspect.getfullargspec(Loader.load)
     assert found.args == ["self", "dataset"] and found.kwonlyargs == ["size"]
     assert Loader().load(1) == (1, 2)
+    generator = np.random.RandomState(3)
+    owner = SimpleNamespace(draw=generator.random)
+    wrap(owner, "draw")(lambda original: original())
+    assert owner.draw.__self__ is generator and 0 < owner.draw() < 1
 
 
 def test_marks_of_a_sample():
@@ -547,6 +551,14 @@ def test_seeds_of_a_dataset(make_process):
     assert run.seed_of_sample("numpy", None) == 9 and not run.thread.states
     assert run.seed_of_sample("numpy", 5) == 9 and list(run.thread.states) == ["numpy"]
     assert list(run.seeded) == ["numpy"]
+
+
+def test_seeds_that_are_drawn(make_process):
+    """Before the training; also where a library takes what is left by 2 ** 32."""
+    run = make_process()
+    run.keep_drawn(2**40 + 5, 9), run.keep_drawn(7, 9)  # which may be a choice
+    assert run.own_seed(5) == run.hash("own seed", 5, 9) and run.own_seed(2**40 + 5) != 2**40 + 5
+    assert run.own_seed(7) == 7 and run.own_seed("a") == "a"
 
 
 def test_order_of_a_batch(single, monkeypatch):

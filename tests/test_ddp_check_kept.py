@@ -523,12 +523,16 @@ def test_how_it_is_started_again(runs_of, tmp_path):
 def test_further_runs(runs_of, tmp_path):
     """With the values of lines, of so many steps; and one more on one process."""
     one = notes(*step_notes())
-    found = runs_of([([one], None)], "a")
-    assert found.lines(3) == (one, "a") and found.options == runs.Options(20)
+    ranks = [one, one]
+    found = runs_of([([one], None)], ranks)
+    assert found.lines(3) == (one, ranks) and found.options == runs.Options(20)
     assert found.one.started == found.all.started == [runs.Options(3, lines=3)]
     assert found.all.said == ["starts again, to name lines: 3 steps"]
     assert found.once_more(2, further=1) == 1 and found.again.started[0].lines == 2
     assert found.made == 3
+    (died,), _ = ended("a crash at train.py:3")
+    with pytest.raises(pairs.NothingCompared, match="rank 1: a crash at train.py:3"):
+        runs_of([([one], None)], [one, died]).lines(3)
     for name in "all.0.notes", "one.0.notes", "made":
         (tmp_path / name).touch()
     pairs.remove_notes(str(tmp_path), "all.")

@@ -764,6 +764,8 @@ def test_lines_of_a_context(tmp_path):
         ("12.3 %", 12.31, [12.3]),  # too short to be known as the loss
         ("731 samples", 731.2, [731]),
         ("0.73 of 12", 3.0, [None, None]),  # too short to tell anything
+        ("time: 1.236  data 0.731", 3.0, [None, 0.731]),  # of a clock
+        ("batch_time.val 1.236, mem 1234, times 7.31", 3.0, [1.236, None, 7.31]),
     ],
 )
 def test_numbers_of_a_line(text, loss, numbers):

@@ -1212,10 +1212,13 @@ def test_remedy_by_one(tmp_path):
         return notes(*said, (0, Cut("loader", 4)), (0, step))
 
     file, other = [(0, Said("file", f"{tmp_path}/{name}.py")) for name in ("train", "other")]
-    (tmp_path / "other.py").write_text("import os\nfrom tyro import cli")
+    (tmp_path / "other.py").write_text("from tyro import cli\nbatch_size: int = 4")
     (tmp_path / "none.py").write_text(
-        "from absl import logging\nfrom transformers import AutoModel"
+        "from absl import logging\nfrom transformers import AutoModel\nbatch_size = 4"
     )
+    (tmp_path / "local.py").write_text("words = sys.argv\noriginal_batch_size = 4")
+    local = 0, Said("file", f"{tmp_path}/local.py")
+    assert "--one" not in remedy_by_one(of("batch_size", local), 2)
     none = 0, Said("file", f"{tmp_path}/none.py")
     assert "--one" not in remedy_by_one(of("batch_size", none), 2)
     assert '--one "--batch_size 8"' in remedy_by_one(of("batch_size", other), 2)

@@ -512,7 +512,7 @@ def test_batches_of_its_own():
 
 def test_remedy_of_a_batch_size(tmp_path):
     """By the flag of this number, of what the training's loader gives, also if no step is made."""
-    (tmp_path / "train.py").write_text("words = sys.argv[1:]")
+    (tmp_path / "train.py").write_text("def main(words=sys.argv, batch_size=3):")
     tests = a_pass([0], line="train.py:9", trains=False)
     rank = notes(*tests, *a_pass([0, 1, 2], [3, 4, 5]))
     assert remedy_by_one(rank, 2) == "give one process a batch of 6, the samples of all ranks"

@@ -62,6 +62,10 @@ def test_draws_of_several_generators():
         (finding,) = RandomNumbers().find(notes(), [notes(*drawn), notes(*drawn)])
         return finding.remedy, finding.more
 
+    again = [draw("draw", 5, "train.py:7", step) for step in range(2)]
+    benchmark = notes(draw("draw", 5, "train.py:2"), *again)
+    (loop,) = RandomNumbers().find(notes(), [benchmark, benchmark])
+    assert loop.line == "train.py:7"  # and not what draws once, before the training
     remedy, more = found("numpy", "torch", "torch")
     assert remedy == "np.random.seed(seed + rank) after the split"
     assert more == ["last seeded at train.py:9", "so does the loop (torch): train.py:2"]

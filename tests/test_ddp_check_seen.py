@@ -723,6 +723,25 @@ def test_traced(make_process):
     assert added[1].about["called_at"] not in ("", added[1].line)
 
 
+def test_tensors_of_inference_mode():
+    """As of a running mean that is set in a rollout."""
+    with torch.inference_mode():
+        mean = torch.zeros(2)
+    weight = nn.Parameter(torch.zeros(2))
+    for tensor in mean, weight:
+        held.set_to(tensor, torch.ones(2))
+        assert tensor.tolist() == [1, 1]
+
+
+def test_processes_with_generators(monkeypatch):
+    """Of environments, not of multiprocessing's manager."""
+    names = "SyncManager-1", "Worker-2"
+    children = [SimpleNamespace(name=name, pid=number) for number, name in enumerate(names)]
+    monkeypatch.setattr(held.multiprocessing, "active_children", lambda: children)
+    _, hidden = held.find_generators(SimpleNamespace(made={}))
+    assert hidden["process Worker-2"] == 1 and "process SyncManager-1" not in hidden
+
+
 def test_lines_that_have_set_tensors():
     """And the lines that have called their functions: of the first, if there are several."""
     first, second, other, sparse = *torch.ones(3, 2), torch.eye(2).to_sparse()

@@ -38,6 +38,8 @@ ADVICE = {
     "of an index, as by a list that it shuffles in place: nothing after it can be compared",
     "chosen": "as many samples on one process as on each rank, chosen of its batch: nothing after "
     "it can be compared",
+    "planned": "all ranks have the same, and one process other numbers: is it planned from one "
+    "process's batch size? Then by --one",
     "drawing": "a generator of the script's own draws other numbers on each rank in these steps: "
     "nothing after it can be compared",
     "local": "the ranks average their weights, as local SGD does, which is not one process's "
@@ -52,7 +54,7 @@ CHOOSES = "__getitem__", "index_select", "take", "gather"
 FEW = 3  # steps that differ, whose lines are looked at: the first may be as it is meant to be
 # After these nothing can be compared.
 LOST = "stream", "apart", "gathered", "remembers", "chosen", "drawing", "unpaired", "local"
-LOOKS = "coupled", "collate", "ratio", *LOST  # which may be intended
+LOOKS = "coupled", "collate", "ratio", "planned", *LOST  # which may be intended
 
 
 class Cause:
@@ -69,6 +71,8 @@ class Cause:
         made_by = value.about.get("made_by")
         lines = lines_inside(made_by) if made_by else [value.line]
         numbers = variables.behind(lines, self.step, further=0)
+        if what == "value" and self.differences.may_be_planned and values.is_copied(value):
+            advice = "planned"
         advice = advice or self.advice(what, value, numbers)
         verdict = "look" if advice in LOOKS else "WRONG"
         numbers += values.behind(value) or ([] if numbers else variables.behind(lines, self.step))
@@ -274,7 +278,8 @@ class Cause:
         goes into a model does."""
         values, step = self.values, self.step
         losses = [v for v in self.of_step if v.kind == "loss"]
-        inputs = [v for v in values.find(step, "inputs") if not values.has_right_outputs(v)]
+        others = values.find(step, "inputs")
+        inputs = [v for v in others if not values.has_right_outputs(v)]
         if wrong := inputs + values.find(step, "loss"):
             origin = values.origin(wrong[0])
             if inputs and values.has_other_places(inputs[0]):
@@ -289,6 +294,8 @@ class Cause:
             return [], None, False
         last = losses[-1].index if losses else -1
         near = [v for loss in losses for v in values.ancestors(loss) if values.differs(v.index)]
+        if others:  # of places
+            near = [v for v in near if not values.has_other_places(v)]
         later = [v for v in values.find(step, "value") if v.index > last and v.name != CLIP]
         inside = [v for v in values.find(step, "value") if v.about["model"] is not None]
         clips = [v for v in values.find(step, "value") if v.name == CLIP]
@@ -298,14 +305,18 @@ class Cause:
         for origin in [each for each in origins if not values.says_nothing(each)][:1]:
             found = [self.finding("value", origin, "same loss" if losses else None)]
             return found, origin, False
-        if not self.unlike and (value := values.divided_by_own(losses)):
-            return [self.divided_by_own(value)], value, False
-        return [], None, False
+        if self.unlike:
+            return [], None, False
+        if value := values.divided_by_own(losses):
+            numbers = [sketch.number for sketch in values.parts(value.made_from[1])[0]]
+            return [self.divided_by_own(value, "divided by", numbers)], value, False
+        value, numbers = values.mean_of_unequal(losses)
+        found = [self.divided_by_own(value, "a mean of so many rows:", numbers)] if value else []
+        return found, value, False
 
-    def divided_by_own(self, value):
+    def divided_by_own(self, value, words, numbers):
         """A mean whose numbers are so nearly equal that the loss hardly differs."""
-        numbers = [sketch.number for sketch in self.values.parts(value.made_from[1])[0]]
-        text = f"[{value.name}]: divided by {sides(*numbers)}, of which each rank has its own"
+        text = f"[{value.name}]: {words} {sides(*numbers)}, of which each rank has its own"
         about = {"remedy": KINDS["loss"].remedy, "section": f"{PAGE}{MEAN_OF_VALID}"}
         return Finding("WRONG", "value", self.step, text, value.line, advice="share", **about)
 

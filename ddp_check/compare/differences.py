@@ -54,6 +54,8 @@ class Differences:
         self.factors = set()  # steps in which all gradients are the same number of times as large
         self.less = set()  # and those in which it is 1 / N
         self.hidden = []  # of noise
+        # Whether what a script plans from its batch size is planned for another one
+        self.may_be_planned = False
         self.shards = []  # the finding of what each rank has a part of, if there is any
         self.told = told_to_average(ranks[0])
         self.takes_others = functools.partial(takes_others, one, ranks)

@@ -141,6 +141,7 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
     noise = noise_of(TENSORS, one, again) | noise_of(VALUES, lines[0], again)
     values = Values(*lines, tolerance, noise)
     differences = Differences(one, ranks, tolerance, noise)
+    differences.may_be_planned = bool(scaled) and not own_flags
     variables = Variables(one, ranks)
     kinds = "gradient", "parameters", "weight", "update"
     first = {finding.step for finding in differences.of(*kinds)}
@@ -203,7 +204,7 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
     for finding in settings[:1]:
         # By the script, for the batch of all ranks
         is_scaled = bool(scaled or own_flags) and finding.advice == "world"
-        is_planned = bool(scaled) and not own_flags and finding.advice == "plan"
+        is_planned = differences.may_be_planned and finding.advice == "plan"
         if due or is_scaled or is_planned or finding.step >= lost:
             finding.verdict = "look"
         if is_planned:

@@ -154,6 +154,19 @@ class Values:
                     return value
         return None
 
+    def mean_of_unequal(self, losses):
+        """What losses are made from: a mean of rows of which the ranks have other numbers, and
+        these; or (None, ())."""
+        for value in [v for loss in losses for v in self.ancestors(loss)]:
+            makers = value.made_from if self.fits(value.index) == ["mean"] else ()
+            for part in [p for i in makers if i in self.all for p in self.parts(i).values()]:
+                whole, *ranks = [
+                    sketch.shape[0] if sketch and sketch.shape else 0 for sketch in part
+                ]
+                if len(set(ranks)) > 1 and sum(ranks) == whole:
+                    return value, [whole, *ranks]
+        return None, ()
+
     def is_gradient(self, value):
         """Whether it may be no more than a gradient in another form."""
         return self.is_fresh(value) and value.name in FORMS
@@ -247,6 +260,8 @@ class Values:
         outputs = [v for v in self.of_step[step] if v.kind == "outputs"]
         made = [v for v in outputs if inputs.index in v.made_from]
         fits = {fit for v in made for fit in self.fits(v.index)}
+        if made and not any(self.parts(v.index) for v in made):  # these are not noted
+            return self.has_other_places(inputs)
         if not fits or {None, "unknown"} & fits or not self.has_other_places(inputs):
             return False
         return any(map(self.tells_rows, made))

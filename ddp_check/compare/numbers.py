@@ -23,6 +23,7 @@ AGAIN = 2e-3  # of those of another run on one process
 LAST_DIGITS = 1.5  # of the last digit: a number on the edge of two is printed as either
 # As in what logging writes before a line
 CLOCK = re.compile(r"\d+:\d\d:\d\d([.,]\d+)?")
+TIMES = re.compile(r"(\btime|elapsed|\beta|\bsecs?|seconds|\bmem|memory)[\W_]*$")
 BY_RANK = re.compile(r"(?<![a-z])(rank|world|master|main|distributed)s?(?![a-z])")
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.I)
 
@@ -187,12 +188,14 @@ def uneven_draws(one, ranks):
 
 def scores(text, losses):
     """(The number, how much of it is rounding) of those in a printed line that have three digits;
-    (None, 0) for others, and for a loss that backward() got."""
-    for text in NUMBER.findall(text):
-        number, digits = float(text), -Decimal(text).as_tuple().exponent
+    (None, 0) for others, as of a clock, and for a loss that backward() got."""
+    for found in NUMBER.finditer(text):
+        is_clock = TIMES.search(text[: found.start()].lower())
+        number, digits = float(found[0]), -Decimal(found[0]).as_tuple().exponent
         is_loss = digits > 1 and any(abs(number - x) <= 0.51 * 10**-digits for x in losses)
-        is_short = len(re.sub(r"e.*|\D", "", text).lstrip("0")) < 3
-        yield (None, 0) if is_short or is_loss else (number, LAST_DIGITS * 10**-digits)
+        is_short = len(re.sub(r"e.*|\D", "", found[0]).lstrip("0")) < 3
+        is_none = is_clock or is_short or is_loss
+        yield (None, 0) if is_none else (number, LAST_DIGITS * 10**-digits)
 
 
 def put_together(notes, step, printed):

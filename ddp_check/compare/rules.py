@@ -63,7 +63,8 @@ class RandomNumbers(Rule):
     def find(self, one, ranks):
         draws, first = among("draw", ranks), {}
         is_whole = takes_share(one, ranks)  # then all ranks are to load the same
-        for step, seen, found in draws:
+        often = {seen.line for step, seen, _ in draws if step > 0}  # not only before the training
+        for step, seen, found in sorted(draws, key=lambda draw: draw[1].line not in often):
             if found and not (is_whole and found[0].part == DATASET):
                 first.setdefault((found[0].part, seen.name), (step, seen))
         if not first:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..notes import Batch, Cut, Drawn, Finding, Pass, PassEnd, Said, Step
 from ..script import source
-from ..text import class_of, flags_in, lines_of_argument, reads_flags, shares_in
+from ..text import class_of, flags_in, lines_of_argument, reads_flag, shares_in
 from .fits import relative
 from .kinds import PAGE
 from .numbers import files_of, shares_of
@@ -177,9 +177,9 @@ def remedy_by_one(rank, world, rows=0):
     variables = rank[Step][0][1].variables if rank[Step] else {}
     names = [name for name, n in variables.items() if re.search(SIZE, name.lower()) and n == rows]
     flags = {name: flag for file in files_of(rank) for name, flag in flags_in(file).items()}
-    others = not flags and any(reads_flags(file) for file in files_of(rank))
     for name in names:
-        if flag := flags.get(name, f"--{name}" if others else ""):
+        is_flag = not flags and any(reads_flag(file, name) for file in files_of(rank))
+        if flag := flags.get(name, f"--{name}" if is_flag else ""):
             return f'give one process the samples of all ranks: --one "{flag} {rows * world}"'
     return f"give one process a batch of {rows * world}, the samples of all ranks"
 

@@ -155,7 +155,7 @@ class Draws(TorchDispatchMode):
             values = op(*args, **kwargs)
         if shape != shape_of_one:
             return out.copy_(run.share_of(values, shape))
-        if "randint" in name and values.numel() == 1:
+        if "rand" in name and not values.is_floating_point() and values.numel() == 1:
             run.keep_drawn(int(values), state)
         return out.copy_(marked(run, name, "torch", values, of_one, state))
 

@@ -43,7 +43,7 @@ def set_to(tensor, value):
     """If one process has a value of this shape, and it is not sparse."""
     if value is None or value.shape != tensor.shape or tensor.layout != torch.strided:
         return
-    with torch.no_grad():
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         if hasattr(tensor, "full_tensor"):
             from torch.distributed.tensor import distribute_tensor
 
@@ -167,7 +167,9 @@ def find_generators(run):
             continue
         line = run.made.get(id(thing))  # of default_rng
         found.append((f"{names[-1]}, made at {line}" if line else names[-1], thing))
-    hidden = {f"process {child.name}": child.pid for child in multiprocessing.active_children()}
+    children = multiprocessing.active_children()
+    children = [child for child in children if not child.name.startswith("SyncManager")]
+    hidden = {f"process {child.name}": child.pid for child in children}
     kinds = {type(thing) for thing in gc.get_objects()}
     environments = [
         kind.__name__
