@@ -301,6 +301,9 @@ def test_draws_that_are_no_share(script):
         ("arange", [torch.arange(8.0), torch.arange(0.0, 8, 2), torch.arange(1.0, 8, 2)], "apart"),
         ("eye", [torch.eye(8), torch.eye(4), torch.eye(4)], "share"),
         ("arange", [None] * 3, "share"),  # of nothing
+        ("rand", [torch.arange(8.0), torch.arange(0.0, 8, 2), torch.arange(1.0, 8, 2)], "share"),
+        ("arange", [torch.arange(8.0)] * 3, "share"),
+        ("arange", [torch.arange(0.0, 16, 2), *torch.arange(8.0).view(4, 2).T], "share"),
     ],
 )
 def test_places_of_a_share(name, counts, advice):
@@ -417,7 +420,7 @@ def test_as_many_samples(name, one, advice):
     """On one process as on each rank, chosen of what is a larger batch there."""
 
     def make(x, batch):
-        chosen = seen(1, name, x, made_from=[0]), inputs(2, x, made_from=[1])
+        chosen = seen(1, name, x, None, made_from=[0]), inputs(2, x, made_from=[1])
         return [seen(0, BATCH, batch), *chosen, loss(3, x.sum(), made_from=[2])]
 
     found = blamed(*processes(make, (one, PARTS[0] + 1, PARTS[1] + 2), SHARES))
@@ -426,16 +429,26 @@ def test_as_many_samples(name, one, advice):
 
 
 def test_as_many_samples_on_all():
-    """Not if all ranks have the same."""
-    copied = PARTS[0], PARTS[0] + 1, PARTS[0] + 1
-    made = into_a_model("__getitem__", seen(0, BATCH, ONE), made_from=[0])
-    assert blamed(*processes(made, copied)).advice != "chosen"
+    """Not if all ranks have the same, if these are single numbers, or go into no model."""
+
+    def advice(*values, is_input=True):
+        def make(x, batch):
+            into = inputs(2, x, made_from=[1]) if is_input else loss(2, x, made_from=[1])
+            return [seen(0, BATCH, batch), seen(1, "__getitem__", x, made_from=[0]), into]
+
+        return blamed(*processes(make, values, SHARES)).advice
+
+    assert advice(PARTS[0], PARTS[0] + 1, PARTS[1] + 2) == "chosen"
+    assert advice(PARTS[0], PARTS[0] + 1, PARTS[0] + 1) == "share"
+    assert advice(*[torch.tensor(number) for number in (2.0, 7.0, 8.0)]) == "share"
+    assert advice(PARTS[0], PARTS[0] + 1, PARTS[1] + 2, is_input=False) == "share"
 
 
 def test_streams():
     """An IterableDataset's batches may be shards of each rank."""
-    found = blamed(*processes(into_a_model(STREAM), OTHER))
+    found = blamed(*processes(into_a_model(STREAM, (0, CALL), loss(9, ONE)), OTHER))
     assert (found.verdict, found.advice) == ("look", "stream")
+    assert not found.more  # a call that is not differentiated is no cause of it
 
 
 DATA = """\
@@ -514,14 +527,20 @@ PADDED = torch.ones(8, 5), torch.ones(4, 3), torch.ones(4, 5)  # to the longest 
 
 @pytest.mark.parametrize(
     ("inside", "advice"),
-    [(OTHER, "coupled"), (SHARES, "share"), ((ONE, ONE[:, :3], ONE), "share")],
+    [
+        (OTHER, "coupled"),
+        (SHARES, "share"),
+        ((ONE, ONE[:, :3], ONE), "share"),
+        ((ONE, PARTS[0][:, :3] + 1, PARTS[1][:, 3:] + 2), "share"),
+        (ALIKE, "share"),  # single numbers
+    ],
 )
 def test_coupled_samples_that_are_padded(inside, advice):
     """What a model gives cannot be told then; but a value in it that has the batch's rows."""
 
     def make(x, y, total):
-        are_places = [0] if y.dim() == 1 else []
-        made = inputs(1, x), seen(2, "mul", y, made_from=[1], model=1, integers=are_places)
+        about = {"made_from": [1], "model": 1, "integers": [2] if y.dim() == 1 else []}
+        made = inputs(1, x), seen(2, "mul", None, torch.ones(3), y, **about)  # and what is right
         return [*made, outputs(3, x, made_from=[1]), loss(4, total, made_from=[3])]
 
     found = blamed(*processes(make, PADDED, inside, TWICE))
@@ -534,12 +553,13 @@ def test_padded_after_coupled_samples():
     """Then the loss says nothing, unless the ranks do not average, or it can be told."""
 
     def wrong(padded, coupled=True, own=False, other=PADDED):
-        def make(x, y, z, more, total):
+        def make(x, y, z, more, total, pad):
             first = [*model(x, y), loss(4, y.sum(), made_from=[3])] * coupled
-            return [*first, outputs(5, z, more, step=1), loss(6, total, step=1)]
+            beside = seen(7, "pad", pad, step=1)
+            return [*first, outputs(5, z, more, step=1), loss(6, total, step=1), beside]
 
         factors = [(1.0, 1.0), (1.2, 1.2), (1.5 if own else 1.2, 1.4 if own else 1.2)]
-        both = processes(make, SHARES, OTHER, padded, other, TWICE, gradients=factors)
+        both = processes(make, SHARES, OTHER, padded, other, TWICE, PADDED, gradients=factors)
         parts = Values(*both, TOLERANCE, {}), Differences(*both, TOLERANCE, {}), Variables(*both)
         steps = [0, 1] if coupled else [1]
         found, *_ = find_causes(*parts, steps, [], float("inf"))
@@ -661,8 +681,9 @@ def test_passes_of_limited_size(own):
         return cause(*processes(lambda x: passes_of(*x, **about), values, own=own)).blame()
 
     norm = {"has_batch_norm": True}
-    for one in [ONE], UNEVEN:
-        found, verdict = of(one, *HALVES, **norm)
+    lines = {"lines": ["train.py:1", "train.py:2"]}
+    for one, about in ([ONE], {}), (UNEVEN, {}), ([ONE], lines):
+        found, verdict = of(one, *HALVES, **norm, **about)
         assert (found[0].advice, found[0].verdict) == ("coupled", "look")
         assert found[0].text.endswith("Intended?") and "2, 2 on the ranks" in found[0].text
         assert verdict == ("WRONG" if own else "look") and len(found) == 1 + own
@@ -678,7 +699,7 @@ def test_passes_that_have_no_rows_first():
     """But the longest sequence: of one pass, that is no other size."""
 
     def make(x, y):
-        of_model = inputs(0, x), outputs(1, y, made_from=[0])
+        of_model = inputs(0, x, line="train.py:1"), outputs(1, y, made_from=[0])
         return [*of_model, loss(20, torch.tensor(2.0)), seen(21, "mul", x + len(x))]
 
     longest = torch.ones(6, 8), torch.ones(5, 4), torch.ones(6, 4)
@@ -726,6 +747,13 @@ def test_other_weights_that_no_optimizer_has():
     found, _ = cause(*processes(make, TWICE, (1.0, 1.5, 1.5), own=True)).blame()
     assert [each.what for each in found] == ["weight", "averaging"]
     assert blamed(*processes(make, TWICE, (1.0, 1.0, 1.0))).what == "loss"
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_weights_that_are_averaged(own):
+    """As by local SGD, whose gradients are each rank's own; where they are not, the loss tells."""
+    found = blamed(*processes(lambda x: [(0, Said("local", "a:20")), loss(1, x)], TWICE, own=own))
+    assert (found.verdict, found.advice) == (("look", "local") if own else ("WRONG", "share"))
 
 
 @pytest.mark.parametrize(("call", "found"), [("", ["WRONG"]), (PASS, []), ("broadcast", [])])
@@ -818,6 +846,8 @@ def test_averaged_by_hand():
     found = averaging(*a_pass(1, is_ddp=False), a_loss(3), call, change=unwrap)
     assert found.more[1:] == ["this all_reduce is after backward(): train.py:8"]
     assert found.remedy.startswith("average the gradients of all parameters")
+    found = averaging(*a_pass(1), a_loss(3), call, change=unwrap)  # wrapped elsewhere
+    assert found.remedy == "call the wrapped model" and len(found.more) == 1
 
 
 def test_parameters_outside_of_ddp():
@@ -876,11 +906,24 @@ def test_a_fault_beside_places():
 
     assert what(of_a_model) == ("inputs", "train.py:2")
 
-    def of_right_outputs(x, y):  # where they are right, these are places
+    def of_right_outputs(x, y):  # where they are right, these are places; whatever others give
         into = inputs(2, x, integers(y), integers=[1])
-        return [into, outputs(3, x, made_from=[2]), a_loss(5), seen(6, "mul", y)]
+        both = outputs(3, x, made_from=[2]), outputs(4, y)
+        return [into, *both, a_loss(5), seen(6, "mul", y)]
 
     assert what(of_right_outputs) == ("value", "train.py:6")
+
+    def of_a_line_inside(x, y):  # also where a line of the model has other values
+        into = inputs(2, x, integers(y), integers=[1])
+        inside = seen(3, "mul", y, made_from=[2], model=2)
+        return [into, inside, outputs(4, x, made_from=[2]), a_loss(5)]
+
+    assert what(of_a_line_inside) == ("value", "train.py:3")
+
+    def of_other_numbers(x, y):  # no integers are no places
+        return [inputs(2, y), outputs(3, x, made_from=[2]), a_loss(5), seen(6, "mul", y)]
+
+    assert what(of_other_numbers) == ("inputs", "train.py:2")
 
     def of_places_of_a_loss(x, y):  # a batch of which only places are others is no cause
         batch = seen(1, BATCH, x, integers(y), integers=[1])
@@ -902,12 +945,14 @@ def test_a_fault_beside_places():
 
     assert blamed(*processes(of_outputs_that_are_not_noted, SHARES, OTHER)) is None
 
-    def of_rows_alike(x, y):  # which may be any samples'
+    def of_rows_alike(x, y, rows=None):  # which may be any samples'
         into = inputs(2, x, integers(y), integers=[1])
-        out = outputs(3, torch.ones(len(x), 2), made_from=[2])
+        out = outputs(3, torch.ones(rows or len(x), 2), made_from=[2])
         return [into, out, a_loss(5), seen(6, "mul", y)]
 
     assert what(of_rows_alike) == ("inputs", "train.py:2")
+    # Not what all have as many rows of.
+    assert what(functools.partial(of_rows_alike, rows=5)) == ("value", "train.py:6")
 
     def of_places(x, y):  # so does what is made from the same integers
         ids = seen(1, "randperm", integers(y), integers=[0])
@@ -942,7 +987,9 @@ def test_places_in_the_own_batch():
     def into_model(y):
         return [inputs(2, integers(y)[:, 0], y, integers=[0], places=[0])]
 
-    assert "of shape (8, 6) on one process" in blamed(*processes(into_model, OTHER)).text
+    found = blamed(*processes(into_model, OTHER))
+    assert "of shape (8, 6) on one process" in found.text
+    assert found.off == blamed(*processes(lambda y: [inputs(2, y)], OTHER)).off
 
 
 CALL = Collective("all_gather", "train.py:51", "", True)
@@ -972,6 +1019,9 @@ def test_calls_that_are_not_differentiated(tmp_path):
     own = replace(CALL, line=f"{tmp_path}/net.py:3", has_backward=True)
     backward = blamed(*processes(lambda x: [(0, own), loss(3, x)], MEAN))
     assert backward.more == [f"its backward: {tmp_path}/net.py:4: def backward(ctx, grad):"]
+    for other in replace(own, has_backward=False), replace(CALL, has_backward=True):
+        more = blamed(*processes(lambda x, at=other: [(0, at), loss(3, x)], MEAN)).more
+        assert "its backward" not in str(more)
     scaled = {"gradients": [(1.0, 1.0), (1.5, 1.0), (1.5, 1.0)]}  # nothing is lost of them
     assert found(MEAN, **scaled) is None
     halves = {"gradients": [(1.0, 1.0), (0.5, 1.0), (0.5, 1.0)]}
@@ -994,17 +1044,20 @@ def test_other_values_of_the_same_loss():
     assert (after.line, after.advice, after.verdict) == ("train.py:6", "same loss", "WRONG")
     assert after.text.endswith("on the ranks: but the loss is the same")
     assert found(lambda x: [right, seen(6, "flatten", x)], OTHER) is None  # a gradient's
-    inside = found(lambda x: [seen(1, "mul", x, model=0), right], OTHER)
-    assert inside.line == "train.py:1"
+    for name in ("mul", "flatten"):
+        inside = found(lambda x, name=name: [seen(1, name, x, model=0), right], OTHER)
+        assert inside.line == "train.py:1"
     alone = found(lambda x: [seen(1, "mul", x)], OTHER)
     assert alone.advice == "share"
     counted = found(lambda x: [right, seen(6, "arange", x)], OTHER)
     assert counted is None
     of_values = [right, seen(0, "rand", ONE)]
-    made = found(lambda x: [*of_values, seen(6, "arange", x, made_from=[0])], OTHER)
-    assert made.line == "train.py:6"
+    for name in ("arange", "flatten"):
+        made = found(lambda x, n=name: [*of_values, seen(6, n, x, made_from=[0])], OTHER)
+        assert made.line == "train.py:6"
     made = found(lambda x: [seen(0, "rand", ONE), seen(6, "arange", x, made_from=[0])], OTHER)
     assert made.advice == "counted"
+    assert found(into_a_model("arange"), OTHER).advice == "share"  # as places of words
 
 
 def test_clipped_gradients():
@@ -1202,15 +1255,19 @@ COUNTED = [torch.tensor(number) for number in (29.0, 15.0, 14.0)]
         ("mul", COUNTED, False),
         ("div", [torch.tensor(number) for number in (30.0, 15.0, 15.0)], False),
         ("div", ALIKE, False),
+        ("div", MEAN, False),
     ],
 )
 def test_equal_losses_divided_by_own_numbers(name, numbers, is_found):
-    """Of which each rank has its part."""
+    """Of which each rank has its part; not by what is known of no line."""
     equal = [torch.tensor(1.0)] * 3
 
-    def make(total, count, x):
+    def make(total, count, x, makers=(1, 2)):
         sums = seen(1, "sum", total), seen(2, "sum", count)
-        return [*sums, seen(3, name, x, made_from=[1, 2]), loss(4, x, made_from=[3])]
+        return [*sums, seen(3, name, x, made_from=makers), loss(4, x, made_from=[3])]
+
+    for makers in (1,), (1, 98):
+        assert blamed(*processes(make, COUNTED, numbers, equal, [makers] * 3)) is None
 
     found = blamed(*processes(make, COUNTED, numbers, equal))
     assert (found is not None and found.line == "train.py:3") == is_found
@@ -1308,6 +1365,20 @@ def test_steps_after_what_may_be_intended():
     found, wrong, _ = causes_of(both, [0, 1])  # whose values tell nothing
     assert [each.what for each in found] == ["value", "averaging"] and wrong == 1
 
+    gradients = [(1.0, 1.0), (1.2, 1.2), (1.2, 1.2)]
+
+    def of_steps(*steps):
+        def make(x):
+            values = [(5 * at, seen(5 * at, "div", x, by_gradient=True, step=at)) for at in steps]
+            losses = [loss(at + 1, x, made_from=[at], step=at // 5) for at, _ in values]
+            return [*[value for _, value in values], *losses]
+
+        found, wrong, _ = causes_of(processes(make, ALIKE, gradients=gradients), [0, 1])
+        return [(each.verdict, each.step) for each in found], wrong
+
+    # A step that tells nothing, or the same once more, changes nothing of it.
+    assert of_steps(0) == of_steps(0, 1) == ([("look", 0)], float("inf"))
+
 
 def test_first_step_that_shows_no_cause():
     """Losses may be nearly the same at the start of a training: a later step names the line. But
@@ -1336,6 +1407,16 @@ def test_intended_but_scaled():
     """Gradients that are all the same number of times as large are WRONG in any case."""
     both = losses_of(ALIKE, (1.0, 1.0), (1.5, 1.0), (1.5, 1.0))
     assert causes_of(both, [0])[1] == 0
+
+
+def test_steps_after_other_weights():
+    """What follows from them is not looked at."""
+
+    def make(x, factor):
+        weight = 0, Seen("weight", "train.py:9", "optimizer 0", 0, {"w": sketch(ONE * factor)})
+        return [weight, loss(1, x, step=1)]
+
+    assert causes_of(processes(make, TWICE, (1, 2, 2)), [0, 1])[:2] == ([], 0)
 
 
 def test_steps_that_cannot_be_compared():
