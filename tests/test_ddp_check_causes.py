@@ -1225,16 +1225,19 @@ def test_lines_of_one_rank_that_decide_nothing(branches):
 
 
 def test_decisions_of_all_ranks(branches):
-    """As one process has no need of it; or all are in it, or a call in it would hang."""
+    """As one process has no need of it; or all are in it, or a call in it would hang, but for one
+    of some ranks."""
     on_ranks = {"is_alone": (False, True, True)}
     assert of_decision(f"{branches}:2", **on_ranks)
 
-    def make(x, here):
-        call = 0, Collective("all_reduce", f"{branches}:2", "", False)
+    def make(x, here, of_all):
+        call = 0, Collective("all_reduce", f"{branches}:2", "", False, of_all)
         return [*decided(f"{branches}:2", x, here), call]
 
-    both = processes(make, ALIKE, (False, True, True), variables=([{}],) * 3)
-    assert [each.what for each in cause(*both).blame()[0]] == ["value"]
+    for of_all in True, False:
+        both = processes(make, ALIKE, (False, True, True), [of_all] * 3, variables=([{}],) * 3)
+        whats = [each.what for each in cause(*both).blame()[0]]
+        assert whats == (["value"] if of_all else ["value", "branch"])
 
 
 def test_closures_of_other_numbers_of_calls():
@@ -1366,6 +1369,9 @@ def test_steps_after_what_may_be_intended():
     found, wrong, lost = causes_of(both, [0, 1])
     assert [each.verdict for each in found] == ["look", "WRONG"] and wrong == 1
     assert lost == float("inf")
+    wrong = judge(*both, TOLERANCE).of("WRONG")
+    assert [each.what for each in wrong] == ["loss"]
+    assert "so step 2: gradient" in str(wrong[0].more)
     both = processes(
         lambda x: [seen(1, "div", x, by_gradient=True), loss(2, x, made_from=[1])],
         ALIKE,

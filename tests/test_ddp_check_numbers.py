@@ -115,6 +115,7 @@ def test_how_far_a_gradient_is():
         ([2.0, 2.0, 2.0, 2.0, 1.5], "; 2 times one process's in 4 of 5: a factor", False, False),
         ([2.0, 1.0, 1.0, 1.0, 1.0], "; 2 times one process's: a factor", False, False),
         ([2.0, 1.5, 1.0, 1.0, 1.0], "", False, False),
+        ([2.0, 2.0, 1.5, *[1.0] * 8], "", False, False),
     ],
 )
 def test_gradients_by_a_factor(factors, text, is_factor, is_less):
@@ -195,12 +196,14 @@ def test_gradients_that_a_step_averages():
 def test_gradients_that_the_step_averages():
     """Their mean is one process's; of a step that the ranks have not made, there is none."""
 
-    def of(*factors):
+    def of(*factors, kind="gradient"):
         call = 0, Collective("all_reduce", LINE, "", False, in_step=True)
-        found = [tensors("gradient", {"w": factor}, n) for n, factor in enumerate(factors)]
+        found = [tensors(kind, {"w": factor}, n) for n, factor in enumerate(factors)]
         return notes(call, *found)
 
     assert not found_in(of(1.0, 1.0), of(0.5), of(1.5))
+    weights = [of(factor, kind="weight") for factor in (1.0, 0.5, 1.5)]  # as it has made them
+    assert len(found_in(*weights)) == 2
 
 
 def test_noise_that_hides():
@@ -282,6 +285,13 @@ def test_shards():
         ranks = [{"x": part, "y": (4,)} for part in parts]
         assert kept(one, *ranks) == (["x", "y"], [])
 
+    def of(whole):  # in the first step, and not in the second
+        both = [{"w": ONE if whole else ONE[:4]}, {"w": ONE}]
+        seen = [Seen("weight", LINE, "o", n, sketches(each)) for n, each in enumerate(both)]
+        return notes(*enumerate(seen))
+
+    assert len(differences(of(True), of(False), of(False)).shards) == 1
+
 
 def test_weights_that_are_averaged():
     """Between steps, near a call that reduces; if all are, and not a single one of several."""
@@ -353,6 +363,7 @@ def test_gradients_of_one_side():
     text = "1 of 2 differ; worst v, by 1 of its size (limit 0.0003)"
     right = gradients({"w": 1.0, "v": 1.0})
     assert told(right, gradients({"w": 1.0, "v": None}), right).startswith(text)
+    assert differences(right, notes(), notes()).unlike(0) is None
 
 
 def test_largest_of_a_batch():
@@ -835,10 +846,10 @@ def test_where_a_score_is_divided(tmp_path):
 # ---- other numbers of steps
 
 
-def uneven_losses(line):
+def uneven_losses(line, most=2):
     """Of rank 0, two losses for the first step, which others make for one."""
     one, two = [
-        notes(*[(0, Seen("loss", line, "backward", k, {})) for k in range(n)]) for n in (1, 2)
+        notes(*[(0, Seen("loss", line, "backward", k, {})) for k in range(n)]) for n in (1, most)
     ]
     for found in (one, two):
         found.of[Step] = [step_of()]
@@ -861,7 +872,7 @@ def test_steps_that_are_left_out(tmp_path):
         "rank 0 has made fewer steps than the others: 2 backward passes for this one, 1 elsewhere; "
         "later steps are not compared"
     )
-    assert uneven_losses("train.py:9") is None
+    assert uneven_losses("train.py:9") is None is uneven_losses(f"{file}:4", 1)
 
     def of(losses, steps):
         found = [(0, Seen("loss", "train.py:5", "backward", n, {})) for n in range(losses)]
@@ -1010,9 +1021,9 @@ def test_ranks_that_get_weights():
     """Of a rank that makes no step, but receives a broadcast after each of another's: nothing of it
     can be compared; not of one broadcast before all steps."""
 
-    def end(*steps, name="broadcast", line="train.py:20", averaged=(), order=(0, 1)):
+    def end(*steps, name="broadcast", line="train.py:20", averaged=(), order=(0, 1), own=None):
         sent = [(step, Collective(name, line, "", False)) for step in steps]
-        own = Collective("broadcast", "train.py:20", "", False)
+        own = Collective(own or "broadcast", "train.py:20", "", False)
         ranks = [notes(*step_notes(), *sent), notes((0, own), end=LOST)]
         ranks[0][Step][0][1].averaged.extend(averaged)
         counts, ends = [4, 0], ["its end", LOST]
@@ -1025,7 +1036,7 @@ def test_ranks_that_get_weights():
     found = end(0, 1, order=(1, 0))
     assert found.line == "train.py:9" and "[0] make no" in found.text
     assert end(0).verdict == end(0, 1, name="reduce").verdict == "WRONG"
-    assert end(0, 1, line="train.py:21").verdict == "WRONG"
+    assert end(0, 1, line="train.py:21").verdict == end(0, 1, own="reduce").verdict == "WRONG"
     assert end(0, 1, averaged=["w"]).verdict == "WRONG"  # by DDP: rank 1 was to make steps
 
 
@@ -1049,8 +1060,9 @@ def test_lines_of_more_steps(ended):
 @pytest.mark.parametrize("steps", [0, 3])
 def test_lines_of_an_error(ended, steps):
     """The loop of the line that has failed: of ranks that make no step, or as many as one
-    process."""
-    *_, more = ended((steps or 4, "its end"), (steps, BAD), (steps, BAD))
-    *hints, loop = more[2:]
-    assert loop == "in the loop of ends.py:11: while True:"
-    assert ["{rank} is its number" in hint for hint in hints] == ([] if steps else [True])
+    process, which may make none, too."""
+    for one in steps or 4, steps:
+        *_, more = ended((one, "its end"), (steps, BAD), (steps, BAD))
+        *hints, loop = more[2:]
+        assert loop == "in the loop of ends.py:11: while True:"
+        assert ["{rank} is its number" in hint for hint in hints] == [True] * (one > steps)

@@ -453,6 +453,8 @@ def test_a_schedule_planned_from_the_batch_size(total, steps, grows, verdict):
         assert ("by --one" in result.findings[0].text) == (verdict == "look" and bool(about))
     known = {"scaled": {"loader": "train.py:1"}, "own_flags": True}  # by --one, as it is said
     assert judged(one, *ranks, **known)[0] == {"setting": "WRONG"}
+    in_proportion = [of(0.2, steps)] * 2  # to the batch
+    assert judged(one, *in_proportion, **known)[0] == {"setting": "look"}
     ranks[1] = of(0.4, steps)
     assert judged(one, *ranks, scaled={"loader": "train.py:1"})[0] == {"setting": "WRONG"}
 
@@ -557,18 +559,25 @@ def test_buffers_before_gradients():
     """A buffer that differs before any gradient does follows from nothing; what its line sets it to
     is said."""
 
-    def of(buffer, factor):
+    def of(buffer, factor, *more):
         values = sketches({"mean": ONE * buffer}, any_order=True)
         seen = Seen("buffer", "train.py:9", "model", 0, values, about={})
         about, of_line = {"model": None}, {0: summary(ONE * buffer**2)}
         value = Seen("value", "train.py:9", "mul", 0, of_line, 1, about=about)
-        return notes((0, value), (0, seen), *step_notes([1, 1, factor, 1]))
+        return notes((0, value), (0, seen), *more, *step_notes([1, 1, factor, 1]))
 
     found, result = judged(of(1, 1), *[of(2, 2)] * 2)
     assert found == {"buffer": "WRONG"} and result.lines == 3
     more = result.of("WRONG")[0].more
     assert more[0].startswith("from train.py:9  [mul]") and "so step 3: gradient" in more[1]
     assert judged(of(1, 1), *[of(2, 1)] * 2)[1].lines == 1
+
+    def loss(x):  # which is WRONG later
+        values = {0: summary(ONE.mean() * x)}
+        return 2, Seen("loss", "train.py:5", "backward", 0, values, 5, about={"model": None})
+
+    found, _ = judged(of(1, 1, loss(1.0)), *[of(2, 2, loss(2.0))] * 2)
+    assert found == {"buffer": "WRONG", "loss": "WRONG"}
 
 
 def test_parts_of_a_larger_batch():
