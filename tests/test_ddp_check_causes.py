@@ -1203,6 +1203,8 @@ def test_decisions(branches):
     for line, name in (13, "remaining"), (15, "is_main"):  # a flag of numbers, or of ranks
         found = of_decision(f"{branches}:{line}", variables=[[{name: n}] for n in (1, 1, 0)])
         assert bool(found) == (name == "remaining")
+    alike = [[{"remaining": n}] for n in (0, 1, 1)]
+    assert not of_decision(f"{branches}:13", variables=alike)
     assert of_decision(f"{branches}:9")  # of no `if` in this file
     assert of_decision(f"{branches}:11")  # which may be of one rank's own
     assert not of_decision(f"{branches}:11", is_alone=(False, True, True))
@@ -1371,7 +1373,11 @@ def test_steps_after_what_may_be_intended():
     assert lost == float("inf")
     wrong = judge(*both, TOLERANCE).of("WRONG")
     assert [each.what for each in wrong] == ["loss"]
-    assert "so step 2: gradient" in str(wrong[0].more)
+    assert "so step 2: gradient" in str(wrong[0].more) and wrong[0].off > 0.3  # the loss's
+    for _, note in both[1][0].seen("gradient"):
+        note.values["v"] = gradient(1.0)
+    wrong = judge(*both, TOLERANCE).of("WRONG")  # of another loss, there are no more parameters
+    assert [each.what for each in wrong] == ["loss", "parameters"]
     both = processes(
         lambda x: [seen(1, "div", x, by_gradient=True), loss(2, x, made_from=[1])],
         ALIKE,

@@ -177,6 +177,7 @@ def test_parameters_of_one_side():
     ]
     # But for parts of them, as of ZeRO.
     assert not found_in(gradients(more), gradients(one), gradients({"bias": 1.0}))
+    assert found_in(gradients(more), gradients(more), gradients(one))  # of all on one rank
     mine, theirs = [notes(step_of(), tensors("buffer", each)) for each in (one, more)]
     assert not found_in(mine, mine, theirs)
     parts = gradients(one), gradients({"bias": 1.0})  # as of ZeRO
@@ -252,6 +253,7 @@ def test_parts_of_weights():
     for names in [], ["x", "y"]:  # as of ZeRO, where DDP may average all
         assert not is_parted(one, {"x": first}, {"y": second}, averaged=names)
     assert not is_parted(one, {"x": first}, {"x": other})  # y is on no rank
+    assert not is_parted(one, {"x": first}, {"z": second})  # each has a name of its own
     assert not is_parted(one, {"x": other, "y": second}, {"x": second})  # of all on one rank
     # Where DDP has averaged the others, these may have other numbers, if not other shapes.
     one["gate"], ranks = gate, [{"x": other, "gate": gate}] * 2
@@ -644,6 +646,8 @@ def test_numbers_that_differ():
         (50, 100, 100, False),
         (120, 50, 50, False),
         (1.0, 0.5, 0.5, False),  # of no steps
+        (1, 0, 0, False),
+        (101, 50.5, 50.5, False),
     ],
 )
 def test_numbers_by_which_a_rate_is_planned(one, first, second, is_plan):

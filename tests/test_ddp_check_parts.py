@@ -691,6 +691,7 @@ def test_printed(texts):
         ("accuracy 0.2970", "accuracy 0.2969", "accuracy 0.2970"),  # on the edge of two
         ("accuracy 98.393", "accuracy 98.389", "accuracy 98.393"),  # too near
         ("accuracy 0.9839", "accuracy 0.9836", "accuracy 0.9837"),  # as near as by noise
+        ("accuracy 0.500", "accuracy 0.400", "accuracy 0.510"),  # another one in each run
         ("01:01:49,699 loss 0.98", "01:01:49,912 loss 0.98", "01:01:49,699 loss 0.98"),  # a clock
     ],
 )
