@@ -5,6 +5,7 @@ from test_ddp_check_parts import ONE, TOLERANCE, notes, step_notes
 
 from ddp_check.compare import score_rules, state_rules
 from ddp_check.compare.file_rules import Files
+from ddp_check.compare.frameworks import Logged
 from ddp_check.compare.judge import RULES, Result, judge
 from ddp_check.compare.rules import RandomNumbers
 from ddp_check.compare.sample_rules import Splits
@@ -308,6 +309,18 @@ def test_rule_that_fails(monkeypatch, capsys):
     assert failed.verdict == "not seen" and failed.what == RULES[0].name
     assert "Traceback" in capsys.readouterr().err
     assert {f.what for f in found} >= {rule.name for rule in RULES}
+
+
+def test_what_is_logged_alike():
+    """It is right; of nothing, it is not known."""
+
+    def of(*more):
+        return notes(*step_notes(), *more)
+
+    about = {"synced": False, "watched": False}
+    logged = 1, Seen("logged", "train.py:5", "loss", 0, {0: summary(ONE)}, about=about)
+    for more, found in ((logged,), []), ((), None):
+        assert Logged().find(of(*more), [of(*more)] * 2) == found
 
 
 def test_rounding():
