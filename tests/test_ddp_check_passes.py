@@ -376,9 +376,9 @@ def test_samples_on_no_rank():
 def test_indices_of_a_share():
     """One index is of other samples on another process; not if most are of the same."""
 
-    def found(*totals):
+    def found(*totals, size=64):
         def of(numbers, ids):
-            made = a_pass(ids, [*range(9, 13)], has_share=True)
+            made = a_pass(ids, [*range(9, 13)], has_share=True, size=size)
             made[1][1].totals = dict(zip(ids, numbers))
             return notes(*made)
 
@@ -390,6 +390,8 @@ def test_indices_of_a_share():
     assert found([1.0, 2.0, 3.0, 4.0], [1.0, 3.0], [2.0, 4.0]) == "unpaired"
     assert found([1.0, 2.0, 3.0, 4.0], [1.0, 2.0], [1.0, 2.0]) == ""
     assert found([1.0, 2.0, 3.0, 4.0], [1.0, 2.0], [1.0, 5.0]) == ""
+    most = [1.0, 2.0, 3.0, 4.0], [1.0, 3.0], [1.0, 4.0]
+    assert found(*most) == "" and found(*most, size=None) == "unpaired"
 
 
 def test_samples_of_another_dataset(tmp_path):

@@ -75,7 +75,8 @@ class Cause:
             advice = "planned"
         advice = advice or self.advice(what, value, numbers)
         verdict = "look" if advice in LOOKS else "WRONG"
-        numbers += values.behind(value) or ([] if numbers else variables.behind(lines, self.step))
+        further = [] if numbers else variables.behind(lines, self.step)
+        numbers += values.behind(value) + further
         more = [f"in {source(value.library)}"] if self.is_in_library(value) else []
         if called := value.about.get("called_at"):
             more.append(f"called at {source(called)}")

@@ -263,7 +263,7 @@ def other_samples(step, batch, union, about, one, ranks):
 
 def why_unpaired(batch, about, one, ranks):
     """In words, why the ranks have other samples than one process, if it may be intended; or ""."""
-    if about.has_share and have_own_indices(batch.key, one, ranks):
+    if about.has_share and have_own_indices(batch.key, one, ranks, about.size):
         return ": one index is of other samples on each rank, as of datasets that are shares"
     if about.draws and not about.has_share:
         return f": each rank draws its own ({about.sampler})"
@@ -274,15 +274,16 @@ def why_unpaired(batch, about, one, ranks):
     return ""
 
 
-def have_own_indices(key, one, ranks):
-    """Whether an index of a loader is mostly of another sample on another process."""
-    totals = [
-        {i: total for _, b in notes[Batch] if b.key[:2] == key[:2] for i, total in b.totals.items()}
-        for notes in (one, *ranks)
-    ]
+def have_own_indices(key, one, ranks, size):
+    """Whether an index is of another sample on another process: all that the ranks have in a first
+    batch; or of a dataset whose size is not known, which may be a share, most of all passes."""
+    totals = []
+    for notes in ranks if size else (one, *ranks):
+        batches = [b for _, b in notes[Batch] if (b.key == key if size else b.key[:2] == key[:2])]
+        totals.append({i: total for b in batches for i, total in b.totals.items()})
     both = [(a[i], b[i]) for a, b in itertools.combinations(totals, 2) for i in a if i in b]
     other = [relative(*each) > 1e-6 for each in both]
-    return len(other) > 1 and sum(other) > len(other) / 2
+    return len(other) > 1 and (all(other) if size else sum(other) > len(other) / 2)
 
 
 def drawn_at(rank):
