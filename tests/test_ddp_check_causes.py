@@ -170,6 +170,23 @@ def test_numbers_that_have_made_a_value(script):
     assert found.more == [f"{script}:2: limit is 8 on one process, 3, 3 on the ranks"]
 
 
+def test_numbers_beside_values_that_are_right(script):
+    """Up to which a mean over ranks is: both are named."""
+    with open(script, "a") as file:
+        file.write("inputs = part * seen\n")
+
+    def make(part, x):
+        made = seen(1, "mean", part, line="train.py:5"), seen(2, "mul", x, made_from=[1], line=line)
+        return [*made, loss(3, x.sum(), made_from=[2])]
+
+    line = f"{script}:4"
+    found = blamed(*processes(make, MEAN, OTHER, variables=LIMITS))
+    assert found.more == [
+        "a mean over ranks is right up to train.py:5  [mean]",
+        f"{script}:2: limit is 8 on one process, 3, 3 on the ranks",
+    ]
+
+
 def test_no_environment():
     """What torch has drawn, what comes of a batch, of a model, or does not go into one."""
 
