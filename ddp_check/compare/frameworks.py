@@ -51,7 +51,7 @@ class Logged(Rule):
                 verdict = "WRONG" if watched else "look"
                 found += self.wrong(step, note.line, text + watched, verdict)
         found.sort(key=lambda finding: finding.verdict)  # WRONG first
-        return found[:1] if found or seen else None
+        return found[:1] if seen else None
 
 
 class Schedules(Rule):

@@ -178,7 +178,7 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
         clear = [f for f in of_kind if wrong <= f.step < lost]
         if kind == "update" and settings:  # which explain it
             continue
-        if (clear or of_kind)[:1] and (clear or of_kind)[0].step < lost:
+        if of_kind and of_kind[0].step < lost:
             finding = (clear or of_kind)[0]
             finding.text += f" (in {len({f.step for f in of_kind})} steps)"
             if finding.step < wrong and looks and finding.advice != "unequal":

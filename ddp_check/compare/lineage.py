@@ -150,7 +150,7 @@ class Values:
                 self.fits(i) == ["sum"] for i in known
             ):
                 counts = [sketch.number for sketch in self.parts(known[1])[0]]
-                if None not in counts and len(set(counts[1:])) > 1:
+                if len(set(counts[1:])) > 1:
                     return value
         return None
 
@@ -262,7 +262,7 @@ class Values:
         fits = {fit for v in made for fit in self.fits(v.index)}
         if made and not any(self.parts(v.index) for v in made):  # these are not noted
             return self.has_other_places(inputs)
-        if not fits or {None, "unknown"} & fits or not self.has_other_places(inputs):
+        if {None, "unknown"} & fits or not self.has_other_places(inputs):
             return False
         return any(map(self.tells_rows, made))
 
