@@ -1069,4 +1069,4 @@ def test_lines_of_an_error(ended, steps):
         *_, more = ended((one, "its end"), (steps, BAD), (steps, BAD))
         *hints, loop = more[2:]
         assert loop == "in the loop of ends.py:11: while True:"
-        assert ["{rank} is its number" in hint for hint in hints] == [True] * (one > steps)
+        assert ["--rank {rank}" in hint for hint in hints] == [True] * (one > steps)

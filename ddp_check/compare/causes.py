@@ -34,12 +34,12 @@ ADVICE = {
     "not: random numbers are for other rows, so nothing after it can be compared",
     "copied": "all ranks have the same, from outside of torch, as of environments or generators "
     "with one seed. Seed them by rank",
-    "remembers": "asked once more, with the same random numbers, its dataset gives another sample "
+    "remembers": "its dataset, asked once more with the same random numbers, gives another sample "
     "of an index, as by a list that it shuffles in place: nothing after it can be compared",
-    "chosen": "as many samples on one process as on each rank, chosen of its batch: nothing after "
-    "it can be compared",
-    "planned": "all ranks have the same, and one process other numbers: is it planned from one "
-    "process's batch size? Then by --one",
+    "chosen": "as many samples on one process as on each rank, chosen from its batch: nothing "
+    "after it can be compared",
+    "planned": "all ranks have the same, and one process other numbers. If it is planned from one "
+    "process's batch size, give one process all ranks' by --one",
     "drawing": "a generator of the script's own draws other numbers on each rank in these steps: "
     "nothing after it can be compared",
     "local": "the ranks average their weights, as local SGD does, which is not one process's "

@@ -135,7 +135,7 @@ def about_ends(one, ranks, counts, ends):
         return Finding("look", "end", steps, f"{text}be compared", line, more)
     if counts[0] and not any(counts[1:]):
         more.append(
-            "if a launcher passes each rank as a flag: {rank} is its number, {n} that of all"
+            "does a launcher pass the rank as a flag? Then with {rank}, as in --rank {rank}"
         )
     if len(set(counts[1:])) > 1:
         rank = max(range(len(ranks)), key=lambda rank: counts[1 + rank])
