@@ -22,7 +22,7 @@ from .kept import files
 from .notes import Printed
 from .patches import LEAVE, replace_names, stop_both_runs, wrap
 from .process import Process
-from .script import find_script, own_lines, place, run_script, source
+from .script import UNKNOWN, find_script, own_file, own_lines, place, run_script, source
 from .seen import calls, steps, trace, written
 
 WATCHES = draws, draws_python, alike, samples, frameworks, trace, calls, written, steps
@@ -91,13 +91,16 @@ def watching(process):
         process.end(f"SystemExit {end.code}" if end.code else "its end")
         raise
     except BaseException as error:
-        at = own_lines([*traceback.walk_tb(error.__traceback__)][-1][0])[0]
+        frames = [
+            (own_file(f.f_code.co_filename), n) for f, n in traceback.walk_tb(error.__traceback__)
+        ]
+        at = [UNKNOWN, *[f"{file}:{number}" for file, number in frames if file]][-1]
         if cpu.needs_gpu(error):
             text = f"needs a GPU: {str(error).splitlines()[0][:200]}"
             remedy = "that is not imitated on CPUs: run it where there are GPUs, or without this"
             facts = {"line": source(at), "text": text, "remedy": remedy}
             stop_both_runs(process.folder, "refused", facts)
-        process.end(f"{type(error).__name__} at {source(at)}: {str(error)[:300]}")
+        process.end(f"{type(error).__name__} at {source(at).rstrip(':')}: {str(error)[:300]}")
         raise
     else:
         process.end("its end")

@@ -42,7 +42,6 @@ def check(args, runs):
     """The Result of two runs; of a third, where noise is to be told; and if something is to be
     explained, of one more pair, in which the values of lines are noted."""
     from .compare.judge import judge
-    from .compare.kinds import PAGE
     from .compare.samples import remedy_by_one
     from .compare.starts import loaders_by_process, other_layout, other_options
     from .notes import Cut, Finding
@@ -77,7 +76,7 @@ def check(args, runs):
     for name, line in scaled.items():
         text = f"a batch size per process, so {args.nproc} times the batch: intended, and "
         text += "the rate, too? Here, "
-        about = {"section": f"{PAGE}#batch-size"}
+        about = {"section": "#batch-size"}
         if name in prepared:
             text += "one process was given the samples of all"
         else:
@@ -117,12 +116,12 @@ def main(words=None):
     path = find_script(args)
     if path is None:
         parser.error(f"there is no {'module' if args.m else 'file'} {args.script}")
-    if proposal := launchers.proposal(args, path):
-        print(f"ddp_check: {proposal}", file=sys.stderr)
     folder = os.path.realpath(tempfile.mkdtemp(prefix="ddp_check-"))  # as the script's paths are
     janitor = Janitor(folder)
     try:
         status = report(args, folder)
+        if status and (proposal := launchers.proposal(args, path)):
+            print(f"ddp_check: {proposal}", file=sys.stderr)
     except KeyboardInterrupt:
         status = 130
     finally:

@@ -23,7 +23,8 @@ PASS = "a pass through DDP, which sends buffers"  # as a collective call
 @dataclass
 class Seen:
     """What the runs are compared by: what has the same step, kind, line, name and number in both.
-    compare.kinds has a row for each kind."""
+    compare.kinds has a row for each kind that is compared; "apart" and "gaps" only say where a rank
+    draws random numbers of which one process's may be others."""
 
     kind: str
     line: str
@@ -79,7 +80,9 @@ class Step:
     key: tuple  # the optimizer's number, its step
     line: str
     callers: list  # the script's lines that have called the function of this line
-    made: dict  # "made": the lines of the optimizer and its schedulers; "last": scheduler.step()
+    # "made": the lines of the optimizer and its schedulers; the one of scheduler.step(), "last";
+    # of load_state_dict(), "loaded"; "wrapped": those of DDP.
+    made: dict
     names: list  # of the parameters, in the optimizer's order
     averaged: list  # the names of those whose gradients a DDP of all ranks averages
     variables: dict  # {name: number} of the script's plain numbers
@@ -144,12 +147,21 @@ class Printed:
 
 @dataclass
 class Said:
-    """Something for the user to know ("note"); the "order" of a batch's samples over ranks; a
-    loader that gives one process the batches of all ranks ("scaled"); a "framework" that is used;
-    the line that has made a "buffer"; the line and the name of a sampler that one has "replaced";
-    the line of a generator that has no seed ("unseeded"), or of an order by a generator of the
-    script's ("own order"); the line of a "join" that ends; a "file" of the script's; the line by
-    which a dataset gives a sample, if it "remembers" earlier ones."""
+    """What is noted once in a run. Its text is, by its kind,
+
+    note         something for the user to know
+    order        "blocks" or "turns": which samples of a batch each rank gets
+    framework    the name of one that is used
+    replaced     the line and the name of a sampler that a framework has replaced
+    file         one of the script's
+    buffer, hook, local, join
+                 the line that has made a buffer, has put a hook on a parameter, averages
+                 weights at times, has ended a join()
+    unseeded, own order, chooses
+                 the line of a generator without a seed, of an order by a generator of the
+                 script's own, of random numbers that choose samples
+    remembers    the line by which a dataset that remembers earlier samples gives one
+    """
 
     kind: str
     text: str
@@ -238,4 +250,4 @@ class Finding:
     advice: str = ""  # a key of causes.ADVICE
     remedy: str = ""
     off: float = 0.0  # of numbers, how far they are, as a part of their size
-    section: str = ""  # of a page, with its anchor
+    section: str = ""  # its anchor in PAGE

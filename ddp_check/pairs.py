@@ -76,7 +76,7 @@ class Runs:
             text = f"no optimizer.step() on one process; then {end}"
             said = [note.text for _, note in one[Said] if note.text.startswith(PROGRAM)]
             lines = [line.removeprefix(PROGRAM) for line in said]
-            if end.startswith("a crash"):  # else it is another line's
+            if not end.startswith(("SystemExit", "os._exit")):  # an error: of this line, or another
                 lines = [line for line in lines if line in end]
             if lines and end != "its end":
                 text += f"; does it start its ranks here: {lines[0]}? Then "

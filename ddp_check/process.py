@@ -57,7 +57,8 @@ class Process:
         self.loaded = {}
         self.has_gaps = False  # whether its collate_fn has left out samples
         self.model_rows = None  # of this process's batch
-        self.joined = {}  # {size: sizes of the batches, or their views, that cat has joined}
+        # {size: sizes of the batches, or their views, that cat has joined; [] of samples' rows}
+        self.joined = {}
         self.model = None  # the outermost model that computes now
         self.draws, self.given, self.batches = {}, {}, {}  # of the run on one process
         self.orders = {}  # that its samplers gave
@@ -74,7 +75,7 @@ class Process:
         self.mode_set = ()  # the line that has called train() or eval() last, and who has called it
         self.stepping = None  # the frame of an optimizer's step, while it sets weights
         self.trained = {}  # {id: (the optimizer's number, name)} of what one has
-        self.made = {}  # {id: the lines that made it} of optimizers, a line of a generator
+        self.made = {}  # {id of a numpy generator: the line that has made it}
         self.settle = lambda: None  # of files
         self.notes = open(f"{self.folder}/{self.name}.{self.rank}.notes", "wb")
         if not self.saves:
@@ -239,7 +240,7 @@ class Process:
                 rows = torch.arange(rank * batch, (rank + 1) * batch)
         times = size // max(batch, 1)
         # Several views of the batch, one after the other.
-        if size == model_rows or parts:
+        if parts or (size == model_rows and size * ranks not in self.joined):
             return torch.cat([rows + view * batch * self.world for view in range(times)])
         return (rows[:, None] * times + torch.arange(times)).reshape(-1)
 

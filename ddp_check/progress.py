@@ -86,7 +86,10 @@ def why_it_failed(run, failed, notes):
     ends = [of_rank.end() for of_rank in notes]
     rank = ([rank for rank in failed if "Connection" not in ends[rank]] or list(failed))[0]
     text, _ = text_and_age(run.files("log")[rank])
-    text = re.sub(rf'  File "{re.escape(FOLDER)}.*\n(    .*\n)*', "", text)  # our own frames
+    by = r"(?:\[rank\d+\]: )?"  # torch writes it before each line of a traceback
+    text = re.sub(
+        rf'{by}  File "{re.escape(FOLDER)}.*\n({by}    .*\n)*', "", text
+    )  # our own frames
     lines = re.sub(r"(?m)^.*\r(?=.)", "", text).splitlines()[-LINES:]  # a bar's last state
     how = f"exit status {failed[rank]}"
     if failed[rank] < 0:

@@ -597,19 +597,22 @@ def test_rounding_of_outputs(monkeypatch):
 
 
 def test_what_the_command_says(work, monkeypatch, capsys):
-    """Before it starts anything: of a launcher, of a flag that is missing, of Windows."""
-    monkeypatch.setattr(command, "report", lambda args, folder: 0)
+    """Of a launcher; of a flag that is missing, if something is WRONG; of Windows."""
+    status = []
+    monkeypatch.setattr(command, "report", lambda args, folder: status[0])
     monkeypatch.setattr(script, "START", str(work))
     monkeypatch.setattr(script, "SCRIPT_FOLDER", [""])
     Path("train.py").write_text('parser.add_argument("--local_rank", required=True)')
-    for words, says in {
-        "torchrun --nproc-per-node 2 train.py": "without the launcher: train.py",
-        "train.py": "does a launcher pass --local_rank?",
-    }.items():
+    for words, status[:], says in (
+        ("torchrun --nproc-per-node 2 train.py", [0], "without the launcher: train.py"),
+        ("train.py", [1], "does a launcher pass --local_rank?"),
+        ("train.py", [0], ""),
+    ):
         with pytest.raises(SystemExit):
             command.main(words.split())
         said = capsys.readouterr().err
         assert says in said and ("without" in said) == ("torchrun" in words)
+        assert ("does a launcher" in said) == (status == [1])
     monkeypatch.delattr(os, "fork")
     with pytest.raises(SystemExit):
         command.main(["train.py"])

@@ -38,6 +38,74 @@ for epoch in range(3):
 """
 SGD = "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
 WAYS = {
+    "several rows of each sample, folded into the batch": f"""
+class Net(nn.Linear):
+    def forward(self, x):
+        kept = torch.rand(len(x), 4).argsort(1)[:, :2]
+        return super().forward(x.gather(1, kept))
+
+torch.manual_seed(1 + rank)
+model = DDP(Net(2, 3))
+{SGD}
+for x, y in loader:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x.reshape(-1, 4)), y.repeat_interleave(2)).backward()
+    optimizer.step()
+""",
+    "a part of some samples is erased": f"""
+import random
+random.seed(1 + rank)
+torch.manual_seed(1 + rank)
+model = DDP(net)
+{SGD}
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        for row in x:
+            if random.random() < 0.4:
+                start, size = random.randint(0, 3), random.randint(1, 4)
+                row[start : start + size] = torch.empty(size).normal_()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+""",
+    "what dropout gives is set in place": """
+class Net(nn.Linear):
+    def forward(self, x):
+        return F.dropout(super().forward(x).relu(), 0.5).masked_fill_(x[:, :3] > 1, 0.0)
+
+torch.manual_seed(1 + rank)
+model = DDP(Net(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+"""
+    + LOOP,
+    "a measure of the batch beside the outputs": f"""
+class Net(nn.Linear):
+    def forward(self, x):
+        out = super().forward(x)
+        return out, torch.norm(out - out.mean(0)).detach()
+
+model = DDP(Net(8, 3))
+{SGD}{LOOP.replace("model(x),", "model(x)[0],")}
+""",
+    "each rank evaluates its share with SyncBatchNorm": f"""
+net = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+model = DDP(nn.SyncBatchNorm.convert_sync_batchnorm(net))
+{SGD}{LOOP}
+    net.eval()
+    with torch.no_grad():
+        score = F.cross_entropy(net(data.tensors[0][rank::world]), data.tensors[1][rank::world])
+    dist.all_reduce(score)
+    net.train()
+""",
+    "it counts the samples of all ranks": f"""
+loader, seen = DataLoader(data, 4, sampler=sampler), 0
+model = DDP(net)
+{SGD}{LOOP.replace("range(3)", "range(2)")}
+        seen += 4 * world
+        if seen % 64 == 0 and rank == 0:
+            print("as many as there are, twice")
+""",
     "pairs drawn of the rank's own batch": """
 torch.manual_seed(rank)
 model = DDP(nn.Linear(8, 8))
@@ -567,6 +635,7 @@ FAST += "identities that a sampler chooses", "identities that torch chooses"
 FAST += "a length that rank 0 alone asks for", "parts in DDP on several processes alone"
 LOOKS = {  # what is told of them
     "points of a list that is shuffled in place": "inputs",
+    "a part of some samples is erased": "inputs",
     "keys of a shuffled batch, by batch norm": "outputs",
     "as many samples as before, chosen of a larger batch": "inputs",
     "a share of the data, whose order the rank draws": "samples",
@@ -675,6 +744,36 @@ class Gather(torch.autograd.Function):
         return grad.chunk(world)[rank]
 """
 FAULTS = {  # {what: (the script, what its finding is, what it names)}
+    "a mean of unequal rows, whose losses are equal, before a norm of gradients": (
+        "valid = torch.ones(32, dtype=torch.bool)\nvalid[7:10] = False\n"
+        "nn.init.zeros_(net[2].weight)\nnn.init.zeros_(net[2].bias)\nmodel = DDP(net)\n"
+        + SGD
+        + "for epoch in range(4):\n    mine, (x, y) = valid[rank::world], data[rank::world]\n"
+        "    loss = F.cross_entropy(model(x)[mine], y[mine])\n"
+        "    optimizer.zero_grad()\n    loss.backward()\n"
+        "    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()\n"
+        "    optimizer.step()\n",
+        "value",
+        ["a mean of so many rows: 29 on one process, 15, 14 on the ranks"],
+    ),
+    "a mean over what is valid, with a measure of the batch beside the outputs": (
+        "class Net(nn.Linear):\n    def forward(self, x):\n        out = super().forward(x)\n"
+        "        return out, torch.norm(out - out.mean(0)).detach()\n"
+        "data.tensors[1][:9] = -100\nmodel = DDP(Net(8, 3))\n"
+        + SGD
+        + LOOP.replace("model(x),", "model(x)[0],"),
+        "value",
+        ["[cross_entropy]"],
+    ),
+    "a mean over what is valid, in a model that gives its outputs, too": (
+        "class Net(nn.Linear):\n    def forward(self, x, y):\n        out = super().forward(x)\n"
+        "        return F.cross_entropy(out, y), out\n"
+        "data.tensors[1][:9] = -100\nmodel = DDP(Net(8, 3))\n"
+        + SGD
+        + LOOP.replace("F.cross_entropy(model(x), y)", "model(x, y)[0]"),
+        "value",
+        ["[cross_entropy]"],
+    ),
     "gradients of a part are averaged by hand": (
         "model = net\n"
         + SGD

@@ -866,9 +866,14 @@ def test_uneven_draws():
         made.of[Drawn] = [(4, Drawn({("train.py:3", "choice"): {1: times}}, True))]
         return made
 
-    for times, found in (4, set()), (2, set()), (3, {1}):
+    for times, found in (4, {}), (2, {}), (3, {1: "train.py:3"}):
         assert uneven_draws(of(4), [of(times), of(times)]) == found
-    assert uneven_draws(of(4), [of(4), of(2)]) == {1}
+    assert uneven_draws(of(4), [of(4), of(2)]) == {1: "train.py:3"}
+
+    one, rank = of(4), of(2)  # half as often at first, but not later: no turns
+    for made, times in (one, {0: 6, 1: 4, 2: 4}), (rank, {0: 6, 1: 2, 2: 3}):
+        made.of[Drawn][0][1].times["train.py:3", "choice"] = times
+    assert uneven_draws(one, [rank, rank]) == {1: "train.py:3", 2: "train.py:3"}
 
 
 def test_orders_of_a_loop():

@@ -821,9 +821,9 @@ def test_counts(tmp_path):
     for name, test in ("loop.py", "seen > 9"), ("turns.py", "seen % 8 == 0"):
         (tmp_path / name).write_text(f"step()\nif {test}:\n    stop()\n")
 
-    def found(one, of_rank, file="loop.py", steps=5, times=range(5), said=()):
+    def found(one, of_rank, file="loop.py", steps=5, times=range(5), given=()):
         def of(rows, steps=5):
-            made = notes(*step_notes([1] * steps, f"{tmp_path}/{file}:1"), *said)
+            made = notes(*step_notes([1] * steps, f"{tmp_path}/{file}:1"), *given)
             for step, note in made[Step]:
                 note.variables = {"seen": rows * times[step]}
             return made
@@ -836,8 +836,12 @@ def test_counts(tmp_path):
     assert found(4, 4) == [] == found(4, 1)
     assert found(4, 2, steps=3) is None and found(4, 2, times=[0, 1, 2, 3, 0]) is None
     assert found(4, 2, times=[0, 0, 1, 1, 2]) == ["look"]
-    scaled = (0, Said("scaled", "")), (0, Said("file", "loop.py"))
-    assert found(4, 8, said=scaled) == [] != found(4, 8, said=scaled[1:])
+    # The samples of all ranks, where one process's batch size is one of many.
+    cut = (0, Cut(LOADER, 4))
+    by = {rows: a_pass(batch_size=rows)[0] for rows in (4, 2, None)}
+    assert found(4, 8, given=[by[4]]) == [] != found(1, 2, given=[by[4]])
+    assert found(4, 8, given=[by[2], cut]) == [] != found(2, 4, given=[by[2], cut])
+    assert found(4, 8, given=[by[None]]) == ["look"]
 
 
 def test_samples_by_own_numbers():

@@ -8,13 +8,13 @@ from ddp_check.compare.judge import Result
 from ddp_check.compare.report import MOST, as_json, as_text, list_rules
 from ddp_check.notes import Finding
 
-ABOUT = {"remedy": "average", "section": "page#loss"}
+ABOUT = {"remedy": "average", "section": "#loss"}
 LOSS = Finding(
     "WRONG", "loss", 2, "0.5 on one", "train.py:7", ["called at a.py:9\n\nmore"], **ABOUT
 )
-NOWHERE = Finding("WRONG", "averaging", 1, "not averaged", section="page#gradients")
+NOWHERE = Finding("WRONG", "averaging", 1, "not averaged", section="#gradients")
 ONE = 'pass --one "--bs 8"'
-LOOK = Finding("look", "order", 0, "as before", "train.py:3", remedy=ONE, section="page#loader")
+LOOK = Finding("look", "order", 0, "as before", "train.py:3", remedy=ONE, section="#loader")
 RIGHT = [Finding("ok", name, 0, f"{name} are right") for name in ("files", "calls")]
 UNSEEN = [Finding("not seen", name, 0, f"needs {name}") for name in ("others", "modes")]
 UNTOLD = [
@@ -29,15 +29,15 @@ def result(*found, lost=math.inf, largest=()):
 
 WHOLE = """\
 WRONG  averaging  step 2: not averaged
-                  page#gradients
+                  docs/your_loop.md#gradients
 WRONG  loss       train.py:7
                   step 3: 0.5 on one
                   called at a.py:9
                   more
-                  average (page#loss)
+                  average (docs/your_loop.md#loss)
 look   order      train.py:3
                   step 1: as before
-                  pass --one "--bs 8" (page#loader)
+                  pass --one "--bs 8" (docs/your_loop.md#loader)
 note      samples     the last batch
 not told  buffer      noise
 not seen  others, modes: this run has not used them; what each needs: --all
@@ -55,7 +55,7 @@ ddp_check: 20 steps on one process and on 2: nothing WRONG"""
 LOST = """\
 look   order  train.py:3
               step 1: as before
-              pass --one "--bs 8" (page#loader)
+              pass --one "--bs 8" (docs/your_loop.md#loader)
 ddp_check: 20 steps on one process and on 2: nothing can be compared from step 4 on, 1 to look at
 to compare more, pass --one "--bs 8\""""
 
@@ -92,7 +92,7 @@ def test_json():
             "text": "0.5 on one",
             "details": ["called at a.py:9", "more"],
             "advice": "average",
-            "page": "page#loss",
+            "page": "docs/your_loop.md#loss",
         },
         {
             "verdict": "WRONG",
@@ -104,7 +104,7 @@ def test_json():
             "text": "not averaged",
             "details": [],
             "advice": "",
-            "page": "page#gradients",
+            "page": "docs/your_loop.md#gradients",
         },
     ]
     common = {"script": "train.py", "flags": ["--a"], "processes": 2, "seconds": {"all": 3}}

@@ -32,11 +32,10 @@ class Calls(Rule):
 
     def alone(self, step, rank, call, verdict):
         text = f"rank {rank} makes this call without the others: {call.name}"
-        found = self.wrong(step, call.line, text, verdict)
-        found[0].more += [f"called at {source(line)}" for line in call.callers[:1]]
+        more = [f"called at {source(line)}" for line in call.callers[:1]]
         branches = [branch_of(line) for line in (call.line, *call.callers[:1])]
-        found[0].more += [source(branch) for branch in branches if branch][:1]
-        return found
+        more += [source(branch) for branch in branches if branch][:1]
+        return self.wrong(step, call.line, text, more, verdict=verdict)
 
 
 def stuck_at(notes):

@@ -8,7 +8,7 @@ from ..script import source
 from ..text import backward_of, branch_of, lines_inside, lines_that_set
 from .differences import parts_of
 from .fits import sides
-from .kinds import KINDS, PAGE
+from .kinds import KINDS
 from .lineage import COUNTS
 from .numbers import BY_RANK
 
@@ -92,6 +92,8 @@ class Cause:
         text = values.describe(value)
         if value.kind != "loss" or advice in LOST:
             text += f": {ADVICE[advice]}"
+        if advice == "apart":
+            more += [f"drawn at {source(line)}" for line in variables.drawn_apart(self.step)]
         if advice in ("unpaired", "drawing"):
             is_drawing = advice == "drawing"
             generators = variables.drawing(self.step) if is_drawing else variables.generators
@@ -100,7 +102,7 @@ class Cause:
             set_at = [source(at) for name in names for at in lines_that_set(value.line, name)]
             more = [*dict.fromkeys(set_at), *more]
         row, line = KINDS.get(what, KINDS[value.kind]), values.line_of(value)
-        about = {"remedy": row.remedy if verdict == "WRONG" else "", "section": PAGE + row.section}
+        about = {"remedy": row.remedy if verdict == "WRONG" else "", "section": row.section}
         about["off"] = values.off(value)
         return Finding(verdict, what, self.step, text, line, more, advice, **about)
 
@@ -141,9 +143,8 @@ class Cause:
         """Whether it may be made from random numbers that the ranks have not drawn as one process
         has."""
         values, variables = self.values, self.variables
-        is_made = value.name in CHOOSES or values.is_from_outside(value)
-        is_late = min(variables.apart, default=math.inf) <= self.step
-        if (is_made and is_late) or self.step in variables.with_gaps:
+        is_made = value.kind == "inputs" or value.name in CHOOSES or values.is_from_outside(value)
+        if is_made and variables.drawn_apart(self.step) or self.step in variables.with_gaps:
             return True
         own_draws = self.differences.own_draws
         return values.has_other_layout(value) or values.is_drawn_at(value, own_draws)
@@ -200,7 +201,7 @@ class Cause:
     def local(self):
         """Gradients that are not averaged, as the weights are."""
         text = f"{self.unlike.partition(':')[0]}: {ADVICE['local']}"
-        about = {"advice": "local", "section": f"{PAGE}#gradients"}
+        about = {"advice": "local", "section": "#gradients"}
         return Finding("look", "averaging", self.step, text, self.differences.local, **about)
 
     def other_batch_norm(self):
@@ -211,7 +212,7 @@ class Cause:
             return []
         text = f"passes in this step: {sides(*numbers)}; by batch norm, a sample's result depends "
         text += "on which others are in its pass. Intended?"
-        about = {"advice": "coupled", "section": PAGE + KINDS["outputs"].section}
+        about = {"advice": "coupled", "section": KINDS["outputs"].section}
         return [Finding("look", "outputs", self.step, text, passes[0].line, **about)]
 
     def averaging(self):
@@ -244,7 +245,7 @@ class Cause:
             about["remedy"] = "average the gradients of all parameters; or wrap the model in DDP"
         if any(name.endswith(OF_NO_MODULE) for name in names):
             more += [f"a parameter: {source(at)}" for at in self.variables.parameters()]
-        about["section"], line = f"{PAGE}#gradients", ""
+        about["section"], line = "#gradients", ""
         if not passes:  # as of an optimizer that steps inside of a model
             more += [source(v.line) for v in losses[-1:]]
             more.append(f"the step: {source(self.variables.lines[self.step])}")
@@ -252,23 +253,23 @@ class Cause:
         if len(after) > 1 and not told and last[0].about["is_ddp"]:
             text += " The model was called through DDP, but a second backward() followed"
             line, about["remedy"] = after[-1].line, "call backward() once, of the sum of the losses"
-            about["section"] = f"{PAGE}#one-backward-for-each-forward-pass"
+            about["section"] = "#one-backward-for-each-forward-pass"
         if told:
             about["remedy"] = "let the last pass before the step average"
-            about["section"] = f"{PAGE}#gradient-accumulation"
+            about["section"] = "#gradient-accumulation"
         for step, seen in self.differences.closures[:1]:
             if step <= self.step:
                 text += f" In step {step + 1} the ranks call closure() other numbers of times, by "
                 text += "their losses, so their calls do not meet any more"
                 line, about["remedy"] = seen.line, "return the mean loss of all ranks from it"
-                about["section"] = f"{PAGE}#an-optimizer-with-a-closure"
+                about["section"] = "#an-optimizer-with-a-closure"
         outside, lines = self.differences.outside(self.step, names)
         if outside:
             those = "these" if outside == names else parts_of(outside)
             text += f" DDP does not average {those}: not in it, or frozen, when it wrapped"
             more += [f"{what} at {source(at)}" for at, what in lines]
             about["remedy"] = "wrap all that is trained, after it is added, replaced or thawed"
-            about["section"] = f"{PAGE}#model"
+            about["section"] = "#model"
         if is_late:
             text += " This line comes after the pass, which was told not to average"
             line, about["remedy"] = told, "set it before the model is called"
@@ -303,23 +304,31 @@ class Cause:
         clips = [] if self.unlike else clips  # of gradients that are averaged after it
         origins = [values.origin(value) for value in clips + near[-1:] + later + inside[:1]]
         origins = [v for v in origins if not (v in later and values.is_gradient(v))]
-        for origin in [each for each in origins if not values.says_nothing(each)][:1]:
+        origins = [v for v in origins if not values.says_nothing(v)]
+        # What comes after the loss, as a norm of gradients, follows from it.
+        if not self.unlike and all(v.index > last for v in origins):
+            if found := self.divided_by_own(losses):
+                return [found[0]], found[1], False
+        for origin in origins[:1]:
             found = [self.finding("value", origin, "same loss" if losses else None)]
             return found, origin, False
-        if self.unlike:
-            return [], None, False
-        if value := values.divided_by_own(losses):
-            numbers = [sketch.number for sketch in values.parts(value.made_from[1])[0]]
-            return [self.divided_by_own(value, "divided by", numbers)], value, False
-        value, numbers = values.mean_of_unequal(losses)
-        found = [self.divided_by_own(value, "a mean of so many rows:", numbers)] if value else []
-        return found, value, False
+        return [], None, False
 
-    def divided_by_own(self, value, words, numbers):
-        """A mean whose numbers are so nearly equal that the loss hardly differs."""
+    def divided_by_own(self, losses):
+        """A mean whose numbers are so nearly equal that the loss hardly differs, and its value; ()
+        if there is none."""
+        values = self.values
+        if value := values.divided_by_own(losses):
+            words = "divided by"
+            numbers = [sketch.number for sketch in values.parts(value.made_from[1])[0]]
+        else:
+            words, (value, numbers) = "a mean of so many rows:", values.mean_of_unequal(losses)
+        if not value:
+            return ()
         text = f"[{value.name}]: {words} {sides(*numbers)}, of which each rank has its own"
-        about = {"remedy": KINDS["loss"].remedy, "section": f"{PAGE}{MEAN_OF_VALID}"}
-        return Finding("WRONG", "value", self.step, text, value.line, advice="share", **about)
+        about = {"remedy": KINDS["loss"].remedy, "section": MEAN_OF_VALID}
+        found = Finding("WRONG", "value", self.step, text, value.line, advice="share", **about)
+        return found, value
 
     def not_differentiated(self):
         """A collective call that the loss is made from."""
@@ -327,7 +336,7 @@ class Cause:
         text = f"the loss is one process's, but not its gradient: this {name} is not "
         text += "differentiated, or its backward does not sum over the ranks"
         remedy = "torch.distributed.nn.functional has calls that are differentiated"
-        about = {"remedy": remedy, "section": f"{PAGE}#what-depends-on-the-whole-batch"}
+        about = {"remedy": remedy, "section": "#what-depends-on-the-whole-batch"}
         more = [f"or this {name}: {source(at)}" for at, name in others]
         own = [backward_of(at) for at in self.differences.calls if at not in self.differences.cut]
         more += [f"its backward: {source(at)}" for at in own if at]
@@ -352,7 +361,7 @@ class Cause:
         more = [f"called at {source(at)}" for at in lines[1:]]
         for branch in branches[:1]:
             more += [source(branch), *self.variables.behind([branch], self.step)]
-        about = {"remedy": "decide by numbers of all ranks", "section": f"{PAGE}#decisions"}
+        about = {"remedy": "decide by numbers of all ranks", "section": "#decisions"}
         return Finding(verdict, "branch", self.step, text, line, more, "branch", **about)
 
     def is_by_rank(self, branch):

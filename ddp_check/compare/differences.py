@@ -10,7 +10,7 @@ from ..notes import NOISE, PASS, Averages, Collective, Finding, Said, Step
 from ..script import source
 from ..text import branch_of, calls_of, lines_that_set
 from .fits import meaning, same, sides, size
-from .kinds import HIDES, KINDS, PAGE, TENSORS, misfits, offs, paired
+from .kinds import HIDES, KINDS, TENSORS, misfits, offs, paired
 from .parted import averaged, averages_weights, share_parameters, without_shards
 from .rules import among, own_draws
 from .samples import takes_others
@@ -19,7 +19,7 @@ from .samples import takes_others
 def found_in(kind, step, text, line, more=()):
     """A finding with what the kind's row says of it."""
     row = KINDS[kind]
-    about = {"remedy": row.remedy, "section": PAGE + row.section}
+    about = {"remedy": row.remedy, "section": row.section}
     return Finding(row.verdict, kind, step, text, line, list(more), **about)
 
 

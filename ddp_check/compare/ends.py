@@ -9,7 +9,6 @@ from ..notes import Batch, Collective, Finding, PassEnd, Said, Step
 from ..script import source
 from ..text import branch_of, lines_inside, loops_around, statement_at
 from .fits import sides
-from .kinds import PAGE
 from .numbers import Variables
 from .samples import training_passes
 
@@ -32,7 +31,7 @@ def left_out_steps(ranks):
             text = f"rank {rank} has made fewer steps than the others: {max(numbers)} backward "
             text += f"passes for this one, {min(numbers)} elsewhere; later steps are not compared"
             verdict = "look" if "%" in source(branch) else "WRONG"
-            about = {"remedy": "decide by numbers of all ranks", "section": f"{PAGE}#decisions"}
+            about = {"remedy": "decide by numbers of all ranks", "section": "#decisions"}
             return Finding(verdict, "steps", step, text, branch, more=[source(line)], **about)
     return None
 
@@ -48,7 +47,7 @@ def other_optimizers(one, ranks):
             if made != line:
                 text = f"rank {rank} makes its steps with another optimizer than one process: "
                 text += "nothing after it can be compared"
-                about = {"advice": "unpaired", "section": f"{PAGE}#decisions"}
+                about = {"advice": "unpaired", "section": "#decisions"}
                 return Finding("look", "steps", step, text, line, more=[source(made)], **about)
     return None
 
@@ -62,7 +61,7 @@ def uneven_join(ranks):
         if len(set(steps)) > 1:
             line = next(end for end in of_ranks if end)[1].text
             text = "the ranks make other numbers of steps inside of join(): nothing after it can be"
-            about = {"advice": "unpaired", "section": f"{PAGE}#loader"}
+            about = {"advice": "unpaired", "section": "#loader"}
             return Finding("look", "steps", min(steps), f"{text} compared", line, **about)
     return None
 
@@ -87,7 +86,7 @@ def left_pass(one, ranks):
             breaks = [branch_of(at) for at in lines_inside(key[0]) if is_break(at)]
             line = next(filter(None, breaks), key[0])
             more = [f"in the loop of {source(key[0])}"]
-            about = {"remedy": "decide by numbers of all ranks", "section": f"{PAGE}#decisions"}
+            about = {"remedy": "decide by numbers of all ranks", "section": "#decisions"}
             verdict = "WRONG" if len(set(numbers[1:])) > 1 else "look"
             return Finding(verdict, "steps", min(steps) + 1, text, line, more, **about)
     return None

@@ -34,9 +34,8 @@ class Files(Rule):
                 makers = [mode for mode in modes if re.search("w|x", mode)]
                 verdict = "WRONG" if len(makers) > 1 else "look"
                 text = f"ranks {list(writers)} write {path}"
-                found += self.wrong(step, note.line, text, verdict)
-                if note.callers:  # where it is decided who writes
-                    found[-1].more.append(f"called at {source(note.callers[0])}")
+                more = [f"called at {source(line)}" for line in note.callers[:1]]  # who decides
+                found += self.wrong(step, note.line, text, more, verdict=verdict)
         found.sort(key=lambda one: one.verdict)  # WRONG first
         found = found or self.beside(written)
         return found[:1] if written else None

@@ -129,7 +129,8 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
         left_out_steps(ranks),
     ]
     left_out = [finding for finding in (*left_out, left_pass(one, ranks)) if finding]
-    for finding in left_out[:1]:
+    left_out = sorted(left_out, key=lambda finding: finding.step)[:1]
+    for finding in left_out:
         last = min(last, finding.step)
     samples = [sample for sample in samples if sample.step < last]
 
@@ -154,7 +155,7 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
     settings = list(compare_settings(one, ranks, variables))
     notes = [Finding("note", "samples", step, uneven[step]) for step in uneven]
     found, lost = notes[:1], math.inf  # lost: from this step on, nothing can be compared
-    found += left_out[:1]
+    found += left_out
     lost = min([finding.step for finding in found if finding.advice == "unpaired"], default=lost)
     for finding in samples[:1]:
         if finding.advice == "unpaired":

@@ -45,8 +45,6 @@ KINDS = {
     "plateau": Kind("alike", 3, 0),
     "split": Kind("alike", 0, 0),
     "closure": Kind("alike", 0, 0),
-    "apart": Kind("alike", 0, 0),
-    "gaps": Kind("alike", 0, 0),
     "own": Kind("alike", 0, 0),
     "draw": Kind("unlike", 0, 0),
 }

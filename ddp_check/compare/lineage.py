@@ -158,7 +158,8 @@ class Values:
         """What losses are made from: a mean of rows of which the ranks have other numbers, and
         these; or (None, ())."""
         for value in [v for loss in losses for v in self.ancestors(loss)]:
-            makers = value.made_from if self.fits(value.index) == ["mean"] else ()
+            is_mean = self.fits(value.index) in (["mean"], ["same"])  # or they are nearly equal
+            makers = value.made_from if is_mean else ()
             for part in [p for i in makers if i in self.all for p in self.parts(i).values()]:
                 whole, *ranks = [
                     sketch.shape[0] if sketch and sketch.shape else 0 for sketch in part
@@ -337,11 +338,12 @@ class Values:
             inputs = [self.all[i] for i in inputs if self.all[i].kind == "inputs"]
             if not inputs or any(self.differs(v.index) for v in inputs):
                 continue
-            if not any(sketch and sketch.shape for sketch in outputs.values.values()):
-                continue  # only numbers: a loss that the model computes
+            fits = zip(self.fits(outputs.index), self.parts(outputs.index).values())
+            # Not numbers: a loss that the model computes, or a measure of the batch.
+            is_other = any(fit is None and one and one.shape for fit, (one, *_) in fits)
             inside = [v for v in self.of_step[step] if v.about["model"] == inputs[0].index]
             inside = [v for v in inside if self.differs(v.index) and not self.says_nothing(v)]
-            if self.differs(outputs.index):
+            if is_other:
                 return (inside or [outputs])[0]
             if {*self.fits(outputs.index)} == {"unknown"}:  # padded, as what goes in is
                 inside = [v for v in inside if self.has_rows(v) and not self.has_other_places(v)]

@@ -16,14 +16,14 @@ from ..text import (
     shares_in,
 )
 from .fits import relative, sides
-from .kinds import PAGE, SCORES
+from .kinds import SCORES
 
 SAME = 2e-4  # of printed numbers: a mean of means over nearly equal shares is not much further off
 AGAIN = 2e-3  # of those of another run on one process
 LAST_DIGITS = 1.5  # of the last digit: a number on the edge of two is printed as either
 # As in what logging writes before a line
 CLOCK = re.compile(r"\d+:\d\d:\d\d([.,]\d+)?")
-TIMES = re.compile(r"(\btime|elapsed|\beta|\bsecs?|seconds|\bmem|memory)[\W_]*$")
+TIME = r"(?<![a-z])(time|elapsed|eta|secs?|seconds|mem|memory)(?![a-z])"  # in a name, or words
 BY_RANK = re.compile(r"(?<![a-z])(rank|world|master|main|distributed)s?(?![a-z])")
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.I)
 
@@ -42,8 +42,9 @@ class Variables:
         # Not of a library, which makes it as it is imported
         self.unseeded = [line for line in lines if not re.search(": (from|import) ", source(line))]
         self.files = files_of(ranks[0])
-        self.apart = {step for n in ranks for step, _ in n.seen("apart")}
-        self.apart |= uneven_draws(one, ranks)
+        # {step: a line that draws for a rank other than its share of one process's numbers}
+        self.apart = uneven_draws(one, ranks)
+        self.apart |= {step: seen.line for n in ranks for step, seen in n.seen("apart")}
         # Steps in which a collate_fn has left out samples, and random numbers are of the others.
         self.with_gaps = {step for n in ranks for step, _ in n.seen("gaps")}
         # Names of the script's generators that are in other states on other ranks.
@@ -51,6 +52,11 @@ class Variables:
             k for k, v in first.items() if any(other.get(k, v) != v for other in theirs)
         ]
         self.states = {step: note.generators for step, note in ranks[0][Step]}
+
+    def drawn_apart(self, step):
+        """[the line by which ranks have drawn apart last, until this step]"""
+        steps = [at for at in self.apart if at <= step]
+        return [self.apart[max(steps)]] if steps else []
 
     def drawing(self, step):
         """Those of these generators that draw for this step; or, of the first, for the next."""
@@ -67,6 +73,7 @@ class Variables:
             name: numbers
             for name, numbers in found.items()
             if numbers not in usual and any(relative(n, numbers[0]) > 1e-6 for n in numbers)
+            if not re.search(TIME, name)
         }
 
     def plans(self, step):
@@ -143,7 +150,8 @@ class Variables:
             at for line in lines for name in names_at(line) for at in lines_that_set(line, name)
         ]
         found = [at for line in (*lines, *made) for at in divisions_behind(line, self.files)]
-        return [f"divided at {source(at)}" for at in dict.fromkeys(found)][:3]
+        found = [source(at) for at in dict.fromkeys(found)]
+        return [f"divided at {line}" for line in found if not re.search(TIME, line.lower())][:3]
 
     def parameters(self):
         """Lines that make a parameter outside of a class's module."""
@@ -174,15 +182,18 @@ def shares_of(files):
 
 
 def uneven_draws(one, ranks):
-    """Steps in which a line draws other numbers of times on the ranks, and not its part of the
-    times."""
+    """{step: a line that draws other numbers of times on the ranks, and not its part of the
+    times, in this step or another}"""
     mine, *theirs = [n[Drawn][-1][1].times if n[Drawn] else {} for n in (one, *ranks)]
-    last, found = min(len(notes[Step]) for notes in (one, *ranks)), set()
+    last, found = min(len(notes[Step]) for notes in (one, *ranks)), {}
     for key, of_one in mine.items():
-        for step, number in of_one.items():
-            numbers = {of.get(key, {}).get(step, 0) for of in theirs}
-            if step < last and numbers not in ({number}, {number / len(ranks)}):
-                found.add(step)
+        times = {
+            step: (number, {of.get(key, {}).get(step, 0) for of in theirs})
+            for step, number in of_one.items()
+            if step < last
+        }
+        if any(b not in ({a}, {a / len(ranks)}) for a, b in times.values()):
+            found |= {step: key[0] for step, (a, b) in times.items() if b != {a}}
     return found
 
 
@@ -190,7 +201,7 @@ def scores(text, losses):
     """(The number, how much of it is rounding) of those in a printed line that have three digits;
     (None, 0) for others, as of a clock, and for a loss that backward() got."""
     for found in NUMBER.finditer(text):
-        is_clock = TIMES.search(text[: found.start()].lower())
+        is_clock = re.search(TIME + r"[\W_]*$", text[: found.start()].lower())
         number, digits = float(found[0]), -Decimal(found[0]).as_tuple().exponent
         is_loss = digits > 1 and any(abs(number - x) <= 0.51 * 10**-digits for x in losses)
         is_short = len(re.sub(r"e.*|\D", "", found[0]).lstrip("0")) < 3
@@ -249,6 +260,6 @@ def compare_printed(one, ranks, values, variables, repeats, again=None):
                     more += variables.divided([a.line, *a.callers])
                     more += put_together(one, step, a)
                 more = [f"called at {source(at)}" for at in a.callers[:1]] + more
-                more = {"line": a.line, "more": more, "remedy": SCORES, "section": f"{PAGE}#scores"}
+                more = {"line": a.line, "more": more, "remedy": SCORES, "section": "#scores"}
                 yield Finding("look", "printed", step, text, **more)
                 break

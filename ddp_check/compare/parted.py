@@ -9,7 +9,7 @@ import numpy as np
 from ..notes import Collective, Finding, Said, Step
 from ..sketch import Sketch
 from .fits import same, size
-from .kinds import PAGE, paired
+from .kinds import paired
 
 NEAR = 5  # lines, between a collective call and what its result is written to
 
@@ -79,7 +79,7 @@ def parted_weights(one, ranks):
         if all(same(one, [other]) <= 1e-6 * size(other) for one, other in both):
             return None  # each has a part, of the same names
     text = f"each rank has a part of the weights, such as {missing[0]}, under its own names: "
-    about = {"advice": "unpaired", "section": f"{PAGE}#model"}
+    about = {"advice": "unpaired", "section": "#model"}
     return Finding("look", "weight", step, f"{text}nothing can be compared", **about)
 
 

@@ -55,8 +55,8 @@ def as_text(result, shows_all=False):
             more = [f"step {finding.step + 1}: {text}", *more]
             if len(more) > most + 1 and not shows_all:
                 more[most:] = [f"... and {len(more) - most} lines more (--all)"]
-            advice = f"{finding.remedy} ({finding.section})" if finding.remedy else finding.section
-            more.append(advice)
+            page = page_of(finding)
+            more.append(f"{finding.remedy} ({page})" if finding.remedy else page)
             text = source(finding.line) if finding.line else more.pop(0)
         elif shows_all or finding.verdict not in BRIEF:
             start, indent = f"{finding.verdict:8}  {finding.what:10}  ", 22 * " "
@@ -123,6 +123,11 @@ def as_json(args, result, error, seconds):
     return json.dumps(document, indent=2)
 
 
+def page_of(finding):
+    """The page's section that tells more of it; "" if there is none."""
+    return finding.section and PAGE + finding.section
+
+
 def as_dict(finding):
     file, _, number = finding.line.rpartition(":")
     text, *details = texts(finding)
@@ -136,7 +141,7 @@ def as_dict(finding):
         "text": text,
         "details": details,
         "advice": finding.remedy,
-        "page": finding.section,
+        "page": page_of(finding),
     }
 
 

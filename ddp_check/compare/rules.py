@@ -4,11 +4,9 @@ To add a rule: a subclass of Rule here, and a line of tests/test_ddp_check.py's 
 its name. `find` gets the notes of one process and of each rank; it returns findings, [] if `right`
 is so, None if nothing was seen."""
 
-from dataclasses import replace
-
 from ..notes import DATASET, OWN_GENERATOR, Collective, Finding, Step
 from ..script import source
-from .kinds import PAGE, misfits, paired
+from .kinds import misfits, paired
 from .samples import takes_share
 
 RULES = []  # in the order of the report
@@ -26,12 +24,15 @@ class Rule:
     def find(self, one, ranks):
         raise NotImplementedError
 
-    def wrong(self, step, line, text, verdict="WRONG"):
+    def wrong(self, step, line, text, more=(), remedy=None, verdict="WRONG"):
         words, anchor = self.remedy
-        return [Finding(verdict, self.name, step, text, line, remedy=words, section=PAGE + anchor)]
+        words = words if remedy is None else remedy
+        return [
+            Finding(verdict, self.name, step, text, line, list(more), remedy=words, section=anchor)
+        ]
 
-    def look(self, step, line, text):
-        return self.wrong(step, line, text, "look")
+    def look(self, step, line, text, more=(), remedy=None):
+        return self.wrong(step, line, text, more, remedy, "look")
 
 
 def among(kind, ranks):
@@ -71,14 +72,13 @@ class RandomNumbers(Rule):
             return [] if draws else None
         ((part, name), (step, seen)), *others = first.items()
         text = f"{part} draws the same numbers on all ranks ({name})"
-        (finding,) = self.wrong(step, seen.line, text)
-        if part != DATASET:  # torch seeds its loader's workers
-            finding.remedy = self.remedies.get(name, finding.remedy)
+        # torch seeds its loader's workers
+        remedy = None if part == DATASET else self.remedies.get(name)
+        more = []
         if seen.about["seeded"] and name != OWN_GENERATOR:
-            finding.more.append(f"last seeded at {source(seen.about['seeded'])}")
-        for (part, name), (_, seen) in others:
-            finding.more.append(f"so does {part} ({name}): {source(seen.line)}")
-        return [finding]
+            more.append(f"last seeded at {source(seen.about['seeded'])}")
+        more += [f"so does {of} ({its}): {source(at.line)}" for (of, its), (_, at) in others]
+        return self.wrong(step, seen.line, text, more, remedy)
 
 
 class Parameters(Rule):
@@ -110,8 +110,8 @@ class Parameters(Rule):
             text = "no gradient, or exactly 0, on one process, too: a constant loss, or a copy of "
             # Or, where other optimizers train, one whose loss counts only later.
             verdict = "look" if any(trained[1].values()) else "WRONG"
-            found = self.wrong(step, seen.line, text + "what is trained?", verdict)
-            return [replace(found[0], remedy="")]
+            text += "what is trained?"
+            return self.wrong(step, seen.line, text, remedy="", verdict=verdict)
         return [] if all(theirs) else None
 
 

@@ -3,9 +3,8 @@
 import ast
 import itertools
 import math
-from dataclasses import replace
 
-from ..notes import OWN_GENERATOR, Batch, Pass, PassEnd, Said, Step
+from ..notes import OWN_GENERATOR, Batch, Cut, Pass, PassEnd, Step
 from ..script import source
 from ..text import loops_around, statement_at, tests_with
 from .fits import relative, sides
@@ -95,13 +94,11 @@ class Order(Rule):
                     text = f"pass {about.key[2] + 1} has the order of an earlier one"
                     text += ", on one process, too: intended?" * is_fixed
                     text += ", with which another optimizer trains: intended?" * is_other
-                    is_look = is_fixed or is_other
-                    found = (self.look if is_look else self.wrong)(step, about.key[0], text)
-                    if line != about.key[0]:
-                        found[0].more.append(f"the earlier one: {source(line)}")
+                    more = [f"the earlier one: {source(line)}"] * (line != about.key[0])
                     epochs = [line for line in about.callers[:1] if loops_around(line)]
-                    found[0].more += [f"called at {source(line)}" for line in epochs]
-                    return found
+                    more += [f"called at {source(line)}" for line in epochs]
+                    tell = self.look if is_fixed or is_other else self.wrong
+                    return tell(step, about.key[0], text, more)
             if trains:  # a batch that is looked at before is no epoch
                 last[loop] = about.key[0], orders, optimizers.get(about.key, set())
         for batches in single_batches(ranks[0]).values():
@@ -135,9 +132,8 @@ class Order(Rule):
                 is_anew = len({about.loader for _, about, _ in group}) == len(group)
                 if is_anew and ends.get(before.key, math.inf) < about.at and order == earlier:
                     text = "a new loader with the order of an earlier one: right for other data"
-                    found = self.look(step, line, text)
-                    found[0].more += [f"its sampler: {source(about.made)}"] if about.made else []
-                    return found
+                    more = [f"its sampler: {source(about.made)}"] if about.made else []
+                    return self.look(step, line, text, more)
         return []
 
 
@@ -218,7 +214,9 @@ class Counts(Rule):
         if len(keys) < 4:
             return None
         line, seen = one[Step][0][1].line, False
-        is_scaled = any(note.kind == "scaled" for _, note in one[Said])
+        cut = {note.loader: note.batch_size for _, note in ranks[0][Cut]}
+        sizes = [cut.get(note.loader, note.batch_size) for _, note in ranks[0][Pass]]
+        of_all = [len(ranks) * size for size in sizes if size]
         for name in steps[0][keys[0]]:
             series = [[of[key].get(name, 0) for key in keys] for of in steps]
             growth, *others = [[b - a for a, b in itertools.pairwise(of)] for of in series]
@@ -231,10 +229,13 @@ class Counts(Rule):
             if tests and all(abs(len(ranks) * b - a) < 1e-6 for a, b in both):
                 return self.look(len(keys) - 1, tests[0], numbers)
             tests = tests_with(line, name, unless="world")
-            if tests and not is_scaled and all(abs(b - len(ranks) * a) < 1e-6 for a, b in both):
+            theirs = [b for of in others for b in of]
+            counts_samples = any(all(b % size == 0 for b in theirs) for size in of_all)
+            is_faster = all(abs(b - len(ranks) * a) < 1e-6 for a, b in both)
+            if tests and is_faster and not counts_samples:
                 text = f"{numbers}: it grows {len(ranks)} times as fast, and may pass by a multiple"
-                found = self.look(len(keys) - 1, tests[0], text)
-                return [replace(found[0], remedy="count steps, or the samples of all ranks")]
+                remedy = "count steps, or the samples of all ranks"
+                return self.look(len(keys) - 1, tests[0], text, remedy=remedy)
         return [] if seen else None
 
 
@@ -299,8 +300,8 @@ class Splits(Rule):
                 steps.add(step)
             elif len(steps) > 2:
                 text = "the ranks draw alike before this step, and each its own from here on"
-                found = self.look(step, seen.line, text)
-                return [replace(found[0], remedy="what one rank alone draws: by a generator of it")]
+                remedy = "what one rank alone draws: by a generator of it"
+                return self.look(step, seen.line, text, remedy=remedy)
         return []
 
     def sizes_of_shares(self, ranks):

@@ -11,13 +11,12 @@ from ..notes import Batch, Cut, Drawn, Finding, Pass, PassEnd, Said, Step
 from ..script import source
 from ..text import class_of, flags_in, lines_of_argument, reads_flag, shares_in
 from .fits import relative
-from .kinds import PAGE
 from .numbers import files_of, shares_of
 
 SIZE = r"batch$|batch_?size|\bbs$|per_(device|gpu)"  # of a flag's name
 SHARE = {
     "remedy": "give each rank its share of the batch, by a DistributedSampler",
-    "section": f"{PAGE}#loader",
+    "section": "#loader",
 }
 
 
@@ -143,7 +142,7 @@ def per_process(ranks, line, rows):
     text = f"{rows} samples on one process, {rows} on each rank: a batch size per process, so "
     text += "nothing can be compared"
     about = {"advice": "unpaired", "remedy": remedy_by_one(ranks[0], len(ranks), rows)}
-    return Finding("look", "samples", 0, text, line, section=f"{PAGE}#loader", **about)
+    return Finding("look", "samples", 0, text, line, section="#loader", **about)
 
 
 def passes_per_process(one, ranks, trains, scaled):

@@ -52,9 +52,8 @@ class TestSamples(Rule):
             if about.size != sizes[about.key]:  # a dataset of the rank's share: other indices
                 seen = True
                 if len(everyone) < number:
-                    found = self.left_out(step, about, number - len(everyone), number)
-                    found[0].more += shares_of(files_of(ranks[0]))
-                    return found
+                    shares = shares_of(files_of(ranks[0]))
+                    return self.left_out(step, about, number - len(everyone), number, shares)
                 continue
             is_same = all(indices == order for indices in orders)
             if len(lists) > 1 and order and None not in order and is_same:
@@ -71,14 +70,12 @@ class TestSamples(Rule):
             if about.has_share and None not in everyone and len(set(everyone)) < len(everyone):
                 text = f"{len(everyone)} samples on all ranks, of {len(set(everyone))}: "
                 text += f"{about.sampler} repeats some, which count twice"
-                found = self.look(step, about.key[0], text)
-                found[0].more += loader_of(about.key)
-                return found
+                return self.look(step, about.key[0], text, loader_of(about.key))
         return [] if seen else None
 
-    def left_out(self, step, about, missing, number):
+    def left_out(self, step, about, missing, number, more=()):
         text = f"{missing} of {number} samples of one process are on no rank"
-        return self.look(step, about.key[0], text)
+        return self.look(step, about.key[0], text, more)
 
     def put_together(self, notes, about):
         """The line of a call that puts the ranks' samples together; sums are divided by a sum."""

@@ -1,7 +1,5 @@
 """Rules on what the script keeps: weights that no optimizer has, buffers, tensors, modes."""
 
-from dataclasses import replace
-
 from ..notes import MANY_EVALUATIONS, Step
 from ..script import source
 from ..text import branch_of
@@ -38,12 +36,9 @@ class OtherWeights(Rule):
                     text = f"{part} on rank {rank} differs from one process's by {off:.0e}"
                     text += self.who(rank, part, values)
                     line = note.about.get(part.rstrip("'"), "")
-                    found = self.look(step, line, text)
-                    called = note.about.get(line)
-                    found[0].more += callers_of(note, line)
-                    lines = [at for at in (line, called) if at]
-                    found[0].more += Variables(one, ranks).behind(lines, step)
-                    return found
+                    lines = [at for at in (line, note.about.get(line)) if at]
+                    more = callers_of(note, line) + Variables(one, ranks).behind(lines, step)
+                    return self.look(step, line, text, more)
         return [] if seen else None
 
     def who(self, rank, part, values):
@@ -68,19 +63,17 @@ class OtherWeights(Rule):
                 before = [seen for at, seen in draws if at <= step]
                 if marked and before:
                     line = note.about.get(marked[0].rstrip("'")) or before[-1].line
+                    seeded = dict.fromkeys(seen.about["seeded"] for seen in before)
+                    more = [f"seeded at {source(at)}" for at in seeded if at][:2]
+                    more = callers_of(note, line) + more
                     text = f"{marked[0]} has each rank's own random numbers"
                     if marked[0] in averaged:
                         text += ", drawn after DDP has sent rank 0's: it averages gradients only"
-                        found = self.wrong(step, line, text)
-                    elif kind == "weight" and alike.get(step, set()).issuperset(marked):
+                        return self.wrong(step, line, text, more)
+                    if kind == "weight" and alike.get(step, set()).issuperset(marked):
                         text += ", which no rank sends, but the gradients of all ranks"
-                        found = self.wrong(step, line, text)
-                    else:
-                        found = self.look(step, line, f"{text}, and DDP does not send it")
-                    found[0].more += callers_of(note, line)
-                    seeded = dict.fromkeys(seen.about["seeded"] for seen in before)
-                    found[0].more += [f"seeded at {source(at)}" for at in seeded if at][:2]
-                    return found
+                        return self.wrong(step, line, text, more)
+                    return self.look(step, line, f"{text}, and DDP does not send it", more)
         return []
 
     def averaged_by_hand(self, ranks):
@@ -107,11 +100,12 @@ class Attributes(Rule):
             values = [other.values for other in others.values()]
             if len(values) < len(ranks):
                 continue
-            shapes = {part: sketch.shape for part, sketch in note.values.items()}
-            for of in values:  # one that has other shapes is of a batch
-                shapes = {k: v for k, v in shapes.items() if k in of and of[k].shape == v}
-            seen = seen or bool(shapes)
-            kept = {part: note.values[part] for part in shapes}
+            kept = {  # one that has other shapes is of a batch
+                part: sketch
+                for part, sketch in note.values.items()
+                if all(part in of and of[part].shape == sketch.shape for of in values)
+            }
+            seen = seen or bool(kept)
             for part, off, _ in misfits("attribute", kept, values, 3e-4):
                 text = f"{part} differs from one process's by {off:.0e}, and is neither "
                 return self.look(step, "", f"{text}its mean nor its sum")
@@ -144,9 +138,8 @@ class Evaluation(Rule):
         for step, seen, found in evaluations:
             for part, _, _ in found[:1]:
                 text = f"{part} is another one on each rank: right if only rank 0's score counts"
-                found = self.look(step, seen.line, text)
-                found[0].more += [f"called at {source(line)}" for line in seen.about["callers"]]
-                return found
+                called = [f"called at {source(line)}" for line in seen.about["callers"]]
+                return self.look(step, seen.line, text, called)
         return self.at_other_steps(one, ranks) or [] if evaluations else None
 
     def at_other_steps(self, one, ranks):
@@ -162,15 +155,21 @@ class Evaluation(Rule):
                 text = (
                     f"evaluated after {both[0][:4]} steps on one process, {both[1][:4]} on rank 0"
                 )
-                found = self.look(min(both[0] + both[1]), line, text)
                 called = of_one[min(of_one)].about["callers"]
                 branches = [branch for branch in map(branch_of, [line, *called]) if branch]
-                found[0].more += [f"called at {source(at)}" for at in called]
+                more = [f"called at {source(at)}" for at in called]
                 for branch in branches[:1]:
                     numbers = Variables(one, ranks).behind([branch], min(of_one))
-                    found[0].more += [source(branch), *numbers]
-                return [replace(found[0], remedy="count what all ranks have done")]
+                    more += [source(branch), *numbers]
+                remedy = "count what all ranks have done"
+                return self.look(min(both[0] + both[1]), line, text, more, remedy)
         return []
+
+
+def set_by(seen):
+    """In words: the line that has set a mode, and what has called that."""
+    lines = seen.about["set"]
+    return " < ".join([source(line) for line in lines[:1]] + list(lines[1:]))
 
 
 class Modes(Rule):
@@ -189,12 +188,9 @@ class Modes(Rule):
                     name = found[0].part
                     where = "one process" if modes[name] else f"rank {rank}"
                     text = f"{name} (of {len(found)}) is in evaluation mode on {where} alone"
-                    found = self.wrong(step, seen.line, text)
-                    for on, lines in (
-                        ("one process", seen.about["set"]),
-                        (f"rank {rank}", other.about["set"]),
-                    ):
-                        words = " < ".join([source(line) for line in lines[:1]] + list(lines[1:]))
-                        found[0].more.append(f"last train() or eval() on {on}: {words}")
-                    return found
+                    more = [
+                        f"last train() or eval() on one process: {set_by(seen)}",
+                        f"last train() or eval() on rank {rank}: {set_by(other)}",
+                    ]
+                    return self.wrong(step, seen.line, text, more)
         return [] if any(others for _, _, others in pairs) else None

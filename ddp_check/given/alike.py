@@ -31,8 +31,10 @@ def control_dropout(run):
 
         @wrap(F, name)
         def dropout(original, input, p=0.5, training=True, inplace=False):
+            is_new = training and p and not inplace  # another tensor, which may be set in place
             would_draw(p if training else 0)
-            return original(input, p, False, inplace)
+            output = original(input, p, False, inplace)
+            return output.clone() if is_new and torch.is_grad_enabled() else output
 
     @wrap(F, "scaled_dot_product_attention")
     def attention(original, query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):

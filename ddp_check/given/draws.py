@@ -76,7 +76,7 @@ def permutation(run, name, n, generator, state):
         return torch.randperm(n, generator=torch.Generator().manual_seed(run.hash(key, rank)))
 
     if total != n:
-        note_apart(run, name, (n,))
+        note_apart(run, name)
         return shuffled(run.rank, n)
     note_order(run, generator, state, n, "shuffle" in name)
     if n % run.world or run.world > share:
@@ -141,7 +141,7 @@ class Draws(TorchDispatchMode):
         key, shape_of_one, *_ = of_one
         # No share, but it may be alike on all ranks.
         if shape != shape_of_one and in_sampler(of_torch=False):
-            note_apart(run, name, shape)
+            note_apart(run, name)
             run.say(place()[0], "chooses")
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(run.hash(key, state))

@@ -124,7 +124,7 @@ def patch(run):
                     run.keep_drawn(int(values), state)
                 return marked(run, name, generator, values, of_one, state)
             if in_sampler(of_torch=False):  # where it is no share, but may be alike on all ranks
-                note_apart(run, name, shape)
+                note_apart(run, name)
                 run.say(place()[0], "chooses")
                 inspect.unwrap(owner.seed)(run.hash(key, state))
                 return original(*args, **kwargs)
@@ -175,7 +175,7 @@ def patch(run):
         if is_unseeded and run.thread.in_dataset:
             return original(UNSEEDED.getrandbits(64))
         generator, line = original(*args, **kwargs), place()[0]
-        run.made.setdefault(id(generator), line)
+        run.made[id(generator)] = line
         if is_unseeded and line != UNKNOWN:
             run.say(line, "unseeded")
         return generator

@@ -53,30 +53,32 @@ def pair(run, name, shape, state, chosen_from=None, among=()):
             run.draws["turn", lines[0], name, turn] = draw
         return draw
     if run.has_gaps and shape and trains:  # whose numbers are for this rank's samples?
-        note_apart(run, name, shape, "gaps")
+        note_apart(run, name, "gaps")
+
+    def fits(of_one):
+        return of_one.shape == shape or run.shared_dimension(of_one.shape, shape) is not None
+
     turn = "turn", lines[0], name, turn * run.world + run.rank
-    if trains and [lines[0], name] in run.options["turns"] and turn in run.draws:
+    takes_turns = trains and [lines[0], name] in run.options["turns"] and turn in run.draws
+    if takes_turns and fits(run.draws[turn]):
         generator = {"a": "torch", "n": "numpy", "r": "random"}[name[0]]
         note_draw(run, LOOP, generator, state)
         return run.draws[turn]
     if chosen_from and ways[0] not in run.draws:
-        note_apart(run, name, shape)
+        note_apart(run, name)
     found = [run.draws[way] for way in ways if way in run.draws]
     found = found[:-1] or found
-    for of_one in found:
-        if of_one.shape == shape or run.shared_dimension(of_one.shape, shape) is not None:
-            if of_one.among != among:
-                note_apart(run, name, shape)
-            return of_one
-    note_apart(run, name, shape)
+    for of_one in filter(fits, found):
+        if of_one.among != among:
+            note_apart(run, name)
+        return of_one
+    note_apart(run, name)
     return draw
 
 
-def note_apart(run, name, shape, kind="apart"):
+def note_apart(run, name, kind="apart"):
     """This rank draws what may be other than its share of one process's."""
-    line = place()[0]
-    number = run.nth(kind, run.steps, line, name)
-    run.note(Seen(kind, line, name, number, {"shape": shape}))
+    run.note(Seen(kind, place()[0], name, 0, {}))
 
 
 def marked(run, name, generator, values, of_one, state):

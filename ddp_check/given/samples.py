@@ -96,22 +96,16 @@ def patch(run):
     @wrap(DistributedSampler, "__init__")
     def make_share(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
-        run.made[id(self)] = place()[0]
+        self.check_made = place()[0]
 
     @wrap(DistributedSampler, "__iter__")
     def share(original, self):
         if not self.shuffle:
             return original(self)
         if self.num_replicas == run.world:
-            size, line = length(whole(self.dataset)), run.made.get(id(self), "")
-            note_draw(
-                run,
-                ORDER,
-                "DistributedSampler",
-                checksum((run.own_seed(self.seed), self.epoch)),
-                size,
-                line,
-            )
+            state = checksum((run.own_seed(self.seed), self.epoch))
+            size, line = length(whole(self.dataset)), getattr(self, "check_made", "")
+            note_draw(run, ORDER, "DistributedSampler", state, size, line)
         own = self.seed, self.epoch
         self.seed, self.epoch = 0, number_of(*own, asked_for(self.dataset))
         try:
@@ -182,7 +176,8 @@ def patch(run):
         draws = draws or getattr(sampler, "replacement", False) or bool(own_class(sampler))
         size, rows = length(whole(loader.dataset)), loader.batch_size
         share = has_share(sampler)
-        made = run.made.get(id(sampler)) or next(iter(gives(type(sampler).__iter__)), "")
+        made = getattr(sampler, "check_made", "") * isinstance(sampler, DistributedSampler)
+        made = made or next(iter(gives(type(sampler).__iter__)), "")
         about = draws, rows, callers, made, has_epochs(sampler)
         return Pass(key, loader.check_name, name, share, size, *about)
 

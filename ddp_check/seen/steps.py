@@ -49,6 +49,13 @@ def refuse_alone(run):
         stop_both_runs(run.folder, "refused", facts)
 
 
+def made_of(optimizer):
+    """{what: the lines that have done it} of this optimizer, as Step.made has them."""
+    if not hasattr(optimizer, "check_made"):  # of a class with an __init__ of its own
+        optimizer.check_made = {"made": []}
+    return optimizer.check_made
+
+
 def refuse_parts(run):
     """A model whose layers, or whose stages, are on other ranks: these share each batch."""
 
@@ -117,9 +124,8 @@ class Steps:
                 self.note_others()
             self.line, self.library = line, library_place()
             self.closures, self.has_gradients = 0, False
-            made = run.made.get(id(optimizer), {})
             wrapped = dict.fromkeys(line for line, _ in self.wrapped.values())
-            made = made | {"wrapped": list(wrapped)}
+            made = made_of(optimizer) | {"wrapped": list(wrapped)}
             variables = variables_of(inspect.currentframe())
             if not trained.step or run.steps in (TRIED - 1, LATER):  # it takes a while
                 self.generators = find_generators(run)
@@ -261,12 +267,12 @@ def patch(run):
     @wrap(Optimizer, "__init__")
     def make(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
-        run.made[id(self)] = {"made": [place()[0]]}
+        self.check_made = {"made": [place()[0]]}
 
     @wrap(Optimizer, "load_state_dict")
     def load(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
-        run.made.setdefault(id(self), {"made": []})["loaded"] = place()[0]
+        made_of(self)["loaded"] = place()[0]
 
     @wrap(DistributedDataParallel, "__init__")
     def wrap_model(original, self, *args, **kwargs):
@@ -281,13 +287,13 @@ def patch(run):
         @wrap(kind, "__init__")
         def schedule(original, self, optimizer, *args, **kwargs):
             original(self, optimizer, *args, **kwargs)
-            run.made.setdefault(id(optimizer), {"made": []})["made"].append(place()[0])
+            made_of(optimizer)["made"].append(place()[0])
 
         @wrap(kind, "step")
         def step(original, self, *args, **kwargs):
             line, out = place()[0], original(self, *args, **kwargs)
             if run.steps:
-                run.made.setdefault(id(self.optimizer), {"made": []})["last"] = line
+                made_of(self.optimizer)["last"] = line
             if kind is ReduceLROnPlateau:
                 number = {"number": float(args[0] if args else kwargs["metrics"])}
                 run.note(Seen("plateau", line, "", run.nth("plateau", run.steps, line), number))

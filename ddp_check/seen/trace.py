@@ -32,10 +32,14 @@ NOT_THE_SCRIPTS = tuple(
 
 
 def note_evaluation(run, module, line, callers):
-    """The buffers with which a module is evaluated: batch norm's averages are each rank's own."""
+    """The buffers with which a module is evaluated: batch norm's averages are each rank's own, but
+    not SyncBatchNorm's, which on CPUs is batch norm."""
     is_first = run.nth("evaluation", run.steps, line, id(module)) == 0
     if is_first and run.nth("evaluations", line) < MANY_EVALUATIONS:
+        parts = module.named_modules()
+        synced = {name for name, part in parts if isinstance(part, nn.SyncBatchNorm)}
         buffers = [each for each in module.named_buffers() if each[1].is_floating_point()]
+        buffers = [each for each in buffers if each[0].rpartition(".")[0] not in synced]
         buffers = {f"{type(module).__name__}.{name}": buffer for name, buffer in buffers}
         number, about = run.nth("modules", run.steps, line), {"callers": callers[:1]}
         with run.quiet(), NO_VALUES:
@@ -70,8 +74,8 @@ class Trace(TorchFunctionMode):
     """Notes what each line of the script computes, where it calls torch directly. So the line is
     found whose result is not that of one process."""
 
-    SCALED = "div", "true_divide", "__truediv__", "mul", "__mul__", "__rmul__"
     PARTS = "unbind", "split", "chunk", "tensor_split"  # as of a loop over the samples
+    FOLDS = "reshape", "view", "flatten", "repeat_interleave"  # several rows of a sample, together
     SAME_VALUE = ("detach", "__get__", "to", "requires_grad_", "contiguous", "clone", "cuda")
 
     def __init__(self, run):
@@ -101,6 +105,10 @@ class Trace(TorchFunctionMode):
             batches = {rows for rows, _ in self.run.loaded.values()}
             if dim in (0, -out.dim()) and (len(set(sizes)) == 1 or batches.issuperset(sizes)):
                 self.run.joined[len(out)] = sizes
+        if name in self.FOLDS and is_plain(out) and out.dim() and args[0].dim():
+            batches = {rows for rows, _ in self.run.loaded.values()}
+            if len(args[0]) in batches and len(out) > len(args[0]):
+                self.run.joined[len(out)] = []
         with NO_VALUES:
             if torch.is_tensor(out) or isinstance(out, (tuple, list)):
                 self.see(name, out, args, kwargs)
@@ -138,8 +146,10 @@ class Trace(TorchFunctionMode):
         is_set = "empty" not in name and name != "new"
         file = own_file(frame.f_code.co_filename) if is_set else None
         leaves = [leaf for leaf in leaves_of(out) if torch.is_tensor(leaf)]
-        if name in self.SCALED and len(made_from) == 1:
-            out.compare_index = made_from[0]  # as a framework divides a loss by its number of parts
+        if len({*made_from}) == 1 and is_set:  # as a library normalizes images, or scales a loss
+            for leaf in leaves:
+                if not isinstance(leaf, nn.Parameter):
+                    leaf.compare_index = made_from[0]
         if file is None or not leaves or isinstance(leaves[0], nn.Parameter):
             return
         line = f"{file}:{number}"
@@ -164,6 +174,19 @@ def refuse_graphs(run):
     def make(original, cls, *args, **kwargs):
         facts = {"line": source(place()[0]), "text": "not compared: CUDA graphs"}
         stop_both_runs(run.folder, "refused", facts | {"remedy": "run it without them"})
+
+
+def without_measures(outputs):
+    """What a model gives, without numbers that train nothing, as a perplexity of its codes."""
+
+    def is_measure(part):
+        return torch.is_tensor(part) and not part.ndim and not part.requires_grad
+
+    if isinstance(outputs, dict):
+        return {key: part for key, part in outputs.items() if not is_measure(part)}
+    if isinstance(outputs, (list, tuple)):
+        return [part for part in outputs if not is_measure(part)]
+    return outputs
 
 
 def is_training_step(module):
@@ -226,7 +249,7 @@ def patch(run):
             outputs = original(module, *args, **kwargs)
         finally:
             run.model = None
-        of_lines = outputs if run.traces else ()
+        of_lines = without_measures(outputs) if run.traces else ()
         about = {"trains": run.names_in(inner), "is_ddp": inner is not module}
         about["has_batch_norm"] = run.traces and any(map(is_batch_norm, inner.modules()))
         about["callers"] = callers[:2]
