@@ -169,9 +169,8 @@ class Said:
 
 @dataclass
 class File:
-    """A path that the script writes, or to which it has downloaded data."""
+    """A path that the script writes."""
 
-    kind: str  # "created", "again", "downloaded"
     path: str
     line: str = ""
     mode: str = "w"

@@ -42,12 +42,23 @@ def statement_at(line):
     return None
 
 
+def nodes_of(file):
+    """All nodes of a file, those of each statement together."""
+    return [node for statement in statements(file) for node in own_nodes(statement)]
+
+
+def enclosing(line, kinds):
+    """The innermost statement of such kinds that is, or has, what stands in a line; or None."""
+    node = statement_at(line)
+    while node is not None and not isinstance(node, kinds):
+        node = getattr(node, "parent", None)
+    return node
+
+
 def backward_of(line):
     """Where the class of a line, such as a torch.autograd.Function, has its backward(); or ""."""
-    node = statement_at(line)
-    while node is not None and not isinstance(node, ast.ClassDef):
-        node = getattr(node, "parent", None)
-    for each in node.body if node else ():
+    inside = enclosing(line, ast.ClassDef)
+    for each in inside.body if inside else ():
         if isinstance(each, ast.FunctionDef) and each.name == "backward":
             return f"{line.rpartition(':')[0]}:{each.lineno}"
     return ""
@@ -85,12 +96,10 @@ def lines_inside(line):
 
 def calls_of(line, files):
     """The lines that call the function that a line is in."""
-    node, found = statement_at(line), []
-    while node and not isinstance(node, ast.FunctionDef):
-        node = getattr(node, "parent", None)
-    for file in files if node else ():
-        calls = [n for each in statements(file) for n in own_nodes(each) if isinstance(n, ast.Call)]
-        found += [f"{file}:{call.lineno}" for call in calls if name_of(call.func) == node.name]
+    function, found = enclosing(line, ast.FunctionDef), []
+    for file in files if function else ():
+        calls = [node for node in nodes_of(file) if isinstance(node, ast.Call)]
+        found += [f"{file}:{call.lineno}" for call in calls if name_of(call.func) == function.name]
     return list(dict.fromkeys(found))
 
 
@@ -157,7 +166,7 @@ def tests_with(line, name, unless="world|%"):
 def sets_in_order(file):
     """The lines that make a list of a set, or go through one, in its order, which of strings is
     another one in each process; not by sorted()."""
-    found, nodes = [], [node for each in statements(file) for node in own_nodes(each)]
+    found, nodes = [], nodes_of(file)
     sets = {
         name_of(t)
         for n in nodes
@@ -175,7 +184,7 @@ def sets_in_order(file):
 def flags_in(file):
     """{name of the number or text: the flag} of an ArgumentParser's."""
     found = {}
-    for call in [node for each in statements(file) for node in own_nodes(each)]:
+    for call in nodes_of(file):
         if isinstance(call, ast.Call) and name_of(call.func) == "add_argument":
             words = [getattr(word, "value", None) for word in call.args]
             flags = [word for word in words if isinstance(word, str) and word.startswith("--")]
@@ -215,7 +224,7 @@ def shares_in(file):
     """The lines that take a share by the rank: x[rank::world], x.chunk(world)[rank],
     range(rank, n, world), or i % world == rank."""
     found = []
-    for node in [node for each in statements(file) for node in own_nodes(each)]:
+    for node in nodes_of(file):
         is_call = isinstance(node, ast.Call) and name_of(node.func) in ("range", "islice")
         inside = list(ast.walk(node))
         is_turn = isinstance(node, ast.Compare) and any(isinstance(n, ast.Mod) for n in inside)
@@ -228,10 +237,8 @@ def shares_in(file):
 
 def class_of(line):
     """The name of the class that a line is in; "" if it is in none."""
-    node = statement_at(line)
-    while node is not None and not isinstance(node, ast.ClassDef):
-        node = getattr(node, "parent", None)
-    return node.name if node else ""
+    inside = enclosing(line, ast.ClassDef)
+    return inside.name if inside else ""
 
 
 def gives(function):

@@ -511,7 +511,7 @@ def test_fixed_orders():
 )
 def test_a_file_of_several(modes, verdict):
     """To add to it, or to change a part, may be meant."""
-    ranks = [notes((0, File("created", "out", "train.py:1", mode))) for mode in modes.split()]
+    ranks = [notes((0, File("out", "train.py:1", mode))) for mode in modes.split()]
     assert [found.verdict for found in Files().find(None, ranks)] == [verdict]
 
 

@@ -87,7 +87,7 @@ def test_draws_of_several_generators():
     ],
 )
 def test_files_of_all_ranks(path, line, found):
-    ranks = [notes((0, File("created", path, line))) for _ in range(2)]
+    ranks = [notes((0, File(path, line))) for _ in range(2)]
     said = Files().find(None, ranks)
     assert found == (said if said is None else [each.verdict for each in said])
 
@@ -95,7 +95,7 @@ def test_files_of_all_ranks(path, line, found):
 def test_the_worst_file_is_named():
     """One that is made anew by each, before one that each adds to."""
     modes = enumerate(["a", "w", "a"])
-    files = [File("created", f"out.{mode}{n}", f"train.py:{1 + n}", mode) for n, mode in modes]
+    files = [File(f"out.{mode}{n}", f"train.py:{1 + n}", mode) for n, mode in modes]
     (found,) = Files().find(None, [notes(*[(0, file) for file in files])] * 2)
     assert found.verdict == "WRONG" and found.line == "train.py:2"
 
@@ -104,7 +104,7 @@ def test_files_of_single_ranks():
     """One of rank 0 alone is right; one of each rank, if its name has the rank."""
 
     def find(*paths):
-        ranks = [notes(*[(0, File("created", p, "train.py:1")) for p in of]) for of in paths]
+        ranks = [notes(*[(0, File(p, "train.py:1")) for p in of]) for of in paths]
         return [each.text for each in Files().find(None, ranks)]
 
     assert find(["out.pt"], []) == [] == find(["out-3-0.pt"], ["out-3-1.pt"])

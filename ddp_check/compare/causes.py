@@ -8,7 +8,7 @@ from ..script import source
 from ..text import backward_of, branch_of, lines_inside, lines_that_set
 from .differences import parts_of
 from .fits import sides
-from .kinds import KINDS
+from .kinds import DECIDE, KINDS
 from .lineage import COUNTS
 from .numbers import BY_RANK
 
@@ -361,8 +361,7 @@ class Cause:
         more = [f"called at {source(at)}" for at in lines[1:]]
         for branch in branches[:1]:
             more += [source(branch), *self.variables.behind([branch], self.step)]
-        about = {"remedy": "decide by numbers of all ranks", "section": "#decisions"}
-        return Finding(verdict, "branch", self.step, text, line, more, "branch", **about)
+        return Finding(verdict, "branch", self.step, text, line, more, "branch", **DECIDE)
 
     def is_by_rank(self, branch):
         """Whether an `if` says which ranks are to run it, and nothing else that differs."""

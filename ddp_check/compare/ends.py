@@ -9,10 +9,14 @@ from ..notes import Batch, Collective, Finding, PassEnd, Said, Step
 from ..script import source
 from ..text import branch_of, lines_inside, loops_around, statement_at
 from .fits import sides
+from .kinds import DECIDE
 from .numbers import Variables
 from .samples import training_passes
 
-LOST = r"Connection closed|Connection reset|Broken pipe|Timed out|connectionClosed|recvBytes"
+USUAL_ENDS = "its end", "--steps"
+NO_CONNECTION = (
+    r"Connection closed|Connection reset|Broken pipe|Timed out|connectionClosed|recvBytes"
+)
 
 
 def left_out_steps(ranks):
@@ -31,8 +35,7 @@ def left_out_steps(ranks):
             text = f"rank {rank} has made fewer steps than the others: {max(numbers)} backward "
             text += f"passes for this one, {min(numbers)} elsewhere; later steps are not compared"
             verdict = "look" if "%" in source(branch) else "WRONG"
-            about = {"remedy": "decide by numbers of all ranks", "section": "#decisions"}
-            return Finding(verdict, "steps", step, text, branch, more=[source(line)], **about)
+            return Finding(verdict, "steps", step, text, branch, [source(line)], **DECIDE)
     return None
 
 
@@ -86,9 +89,8 @@ def left_pass(one, ranks):
             breaks = [branch_of(at) for at in lines_inside(key[0]) if is_break(at)]
             line = next(filter(None, breaks), key[0])
             more = [f"in the loop of {source(key[0])}"]
-            about = {"remedy": "decide by numbers of all ranks", "section": "#decisions"}
             verdict = "WRONG" if len(set(numbers[1:])) > 1 else "look"
-            return Finding(verdict, "steps", min(steps) + 1, text, line, more, **about)
+            return Finding(verdict, "steps", min(steps) + 1, text, line, more, **DECIDE)
     return None
 
 
@@ -118,7 +120,7 @@ def about_ends(one, ranks, counts, ends):
     """They have made other numbers of steps, or ended otherwise; or all by the same error, which is
     the script's, and not of data parallelism."""
     steps, places = min(counts), [end.partition(": ")[0] for end in ends]
-    lost = [re.search(LOST, end) is not None for end in ends[1:]]
+    lost = [re.search(NO_CONNECTION, end) is not None for end in ends[1:]]
     if not all(lost):  # the others have ended first, and say why
         ends[1:] = [
             f"{place}, as another rank had ended" if is_lost else end

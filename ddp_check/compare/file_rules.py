@@ -20,10 +20,9 @@ class Files(Rule):
         written = {}
         for rank, notes in enumerate(ranks):
             for step, note in notes[File]:
-                if note.kind != "downloaded":
-                    path = re.sub(r"(tfevents)\..*", r"\1", note.path)  # its name has the process
-                    if path == note.path or note.line != UNKNOWN:  # else of TensorBoard's thread
-                        written.setdefault(path, {}).setdefault(rank, (step, note))
+                path = re.sub(r"(tfevents)\..*", r"\1", note.path)  # its name has the process
+                if path == note.path or note.line != UNKNOWN:  # else of TensorBoard's thread
+                    written.setdefault(path, {}).setdefault(rank, (step, note))
         found = []
         for path, writers in written.items():
             is_shared = re.search(SHARED, path)  # a lock, or a cache with one

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from ..notes import Finding, Said, Step
 from ..script import source
-from . import calls, file_rules, state_rules  # noqa: F401, I001  rules, in their order
+from .calls import Calls
 from .causes import FEW, LOST, find_causes, first_behind
 from .differences import Differences, compare_settings
 from .ends import (
+    USUAL_ENDS,
     about_ends,
     explains_ends,
     left_out_steps,
@@ -17,16 +18,39 @@ from .ends import (
     other_optimizers,
     uneven_join,
 )
-from .frameworks import in_its_words
+from .file_rules import Files
+from .frameworks import Logged, Samplers, Schedules, in_its_words
 from .kinds import HIDES, TENSORS, TIMES_NOISE, VALUES, noise_of
 from .lineage import Values
 from .numbers import Variables, compare_printed
 from .parted import parted_weights
-from .rules import RULES
+from .rules import Parameters, RandomNumbers
+from .sample_rules import Counts, Data, Inputs, Loaders, Order, Splits
 from .samples import compare_lengths, compare_samples, passes_per_process
-from .score_rules import repeated  # the last of all rules
+from .score_rules import TestSamples, repeated
+from .state_rules import Attributes, Evaluation, Modes, OtherWeights, Plateau
 
-USUAL_ENDS = "its end", "--steps"
+RULES = (  # in the order of the report
+    RandomNumbers(),
+    Parameters(),
+    Calls(),
+    Files(),
+    OtherWeights(),
+    Attributes(),
+    Plateau(),
+    Evaluation(),
+    Modes(),
+    Logged(),
+    Schedules(),
+    Samplers(),
+    Order(),
+    Loaders(),
+    Inputs(),
+    Counts(),
+    Data(),
+    Splits(),
+    TestSamples(),
+)
 MEASURED = *TENSORS, *VALUES, "printed"  # the kinds of findings that rest on numbers
 
 
@@ -154,13 +178,11 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
         samples = passes_per_process(one, ranks, trains, scaled)
     settings = list(compare_settings(one, ranks, variables))
     notes = [Finding("note", "samples", step, uneven[step]) for step in uneven]
-    found, lost = notes[:1], math.inf  # lost: from this step on, nothing can be compared
-    found += left_out
-    lost = min([finding.step for finding in found if finding.advice == "unpaired"], default=lost)
+    found = notes[:1] + left_out
+    unpaired = [f.step for f in (*left_out, *samples[:1]) if f.advice == "unpaired"]
+    lost = min(unpaired, default=math.inf)  # from this step on, nothing can be compared
     for finding in samples[:1]:
-        if finding.advice == "unpaired":
-            lost = min(lost, finding.step)
-        else:
+        if finding.advice != "unpaired":
             finding.verdict = "WRONG" if first else "look"
         for value in [v for v in values.find(0, "value") if v.name == "Subset"][:1]:
             finding.more.append(f"{source(value.line)}  {values.describe(value)}")
@@ -192,7 +214,7 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
         if known:
             for part in known[0].text.split("; ")[1:]:  # is not said again
                 finding.text = finding.text.replace(f"; {part}", "")
-            known[0].more += [f"so step {finding.step + 1}: {finding.what}: {finding.text}"]
+            known[0].more.append(so_step(finding))
             known[0].more += [text for text in finding.more if text not in known[0].more]
             known[0].line = known[0].line or finding.line
             known[0].off = known[0].off or finding.off
@@ -235,10 +257,15 @@ def after_orders(found):
     for finding in found:
         is_batch = finding.what in ("inputs", "samples") and finding.verdict == "WRONG"
         if order and is_batch and finding.step >= order.step:
-            order.more += [f"so step {finding.step + 1}: {finding.what}: {finding.text}"]
+            order.more.append(so_step(finding))
         else:
             rest.append(finding)
     return rest
+
+
+def so_step(finding):
+    """In words: what follows from another finding."""
+    return f"so step {finding.step + 1}: {finding.what}: {finding.text}"
 
 
 def follows(finding, cause):

@@ -19,24 +19,24 @@ class Kind(NamedTuple):
     fits: str  # names of fits.FITS
     times: float  # the limit is so many times --tolerance
     beside: float  # what is smaller than this part of all of its kind in the step is nothing
-    verdict: str = "WRONG"
     section: str = ""
     remedy: str = ""
 
 
 SCORES = "add up numerators and denominators by all_reduce, then divide"
+DECIDE = {"remedy": "decide by numbers of all ranks", "section": "#decisions"}
 WHOLE = "gather, or all_reduce, what it depends on"
 MEAN = "average over the rank's share; or divide the sum by all ranks' number, times world_size"
 KINDS = {
-    "value": Kind("same mean sum rows", 0.1, 0, "WRONG", "#what-depends-on-the-whole-batch", WHOLE),
-    "inputs": Kind("same mean sum rows", 0.1, 0, "WRONG", "#loader", WHOLE),
-    "outputs": Kind("same mean sum rows", 0.1, 0, "WRONG", "#what-depends-on-the-whole-batch"),
-    "loss": Kind("same mean", 0.1, 0, "WRONG", "#loss", MEAN),
-    "gradient": Kind("same", 1, 1e-2, "WRONG", "#loss"),
-    "weight": Kind("same", 1, 1e-2, "WRONG", "#model", "build and load the same on all ranks"),
-    "update": Kind("same", 1, 1e-2, "WRONG", "#optimizer", "the same settings on all ranks"),
-    "buffer": Kind("same sorted", 3, 1e-5, "WRONG", "#buffers", WHOLE),
-    "setting": Kind("same", 0, 0, "WRONG", "#optimizer", "count what all ranks have done"),
+    "value": Kind("same mean sum rows", 0.1, 0, "#what-depends-on-the-whole-batch", WHOLE),
+    "inputs": Kind("same mean sum rows", 0.1, 0, "#loader", WHOLE),
+    "outputs": Kind("same mean sum rows", 0.1, 0, "#what-depends-on-the-whole-batch"),
+    "loss": Kind("same mean", 0.1, 0, "#loss", MEAN),
+    "gradient": Kind("same", 1, 1e-2, "#loss"),
+    "weight": Kind("same", 1, 1e-2, "#model", "build and load the same on all ranks"),
+    "update": Kind("same", 1, 1e-2, "#optimizer", "the same settings on all ranks"),
+    "buffer": Kind("same sorted", 3, 1e-5, "#buffers", WHOLE),
+    "setting": Kind("same", 0, 0, "#optimizer", "count what all ranks have done"),
     "mode": Kind("same", 0, 0),
     "other": Kind("same sorted", 3, 0),
     "attribute": Kind("same mean sum sorted", 3, 0),

@@ -22,7 +22,7 @@ import math
 import textwrap
 
 from ..script import source
-from .judge import RULES  # all of them
+from .judge import RULES
 from .kinds import PAGE
 
 ORDER = "WRONG", "look", "note", "not told", "not seen", "ok"

@@ -1,15 +1,15 @@
 """What a comparison with one process cannot see, as it is so in both runs, or made alike in them.
 
-To add a rule: a subclass of Rule here, and a line of tests/test_ddp_check.py's script that ends in
-its name. `find` gets the notes of one process and of each rank; it returns findings, [] if `right`
-is so, None if nothing was seen."""
+To add a rule: a subclass of Rule, in judge.RULES, and a line of tests/test_ddp_check.py's script
+that ends in its name. `find` gets the notes of one process and of each rank; it returns findings,
+[] if `right` is so, None if nothing was seen."""
 
 from ..notes import DATASET, OWN_GENERATOR, Collective, Finding, Step
 from ..script import source
 from .kinds import misfits, paired
 from .samples import takes_share
 
-RULES = []  # in the order of the report
+ALIKE = 3e-4  # as far as numbers may be apart that are to be the same on all ranks
 
 
 class Rule:
@@ -17,9 +17,6 @@ class Rule:
     right = ""  # what is so if nothing is found
     needs = ""  # what the script must do for it to be seen
     remedy = "", ""  # an imperative, and the section's anchor in PAGE
-
-    def __init_subclass__(cls):
-        RULES.append(cls())
 
     def find(self, one, ranks):
         raise NotImplementedError
@@ -44,7 +41,7 @@ def among(kind, ranks):
         if "cast" in call.name or "scatter" in call.name
     }
     return [
-        (step, seen, misfits(kind, seen.values, [other.values for other in others.values()], 3e-4))
+        (step, seen, misfits(kind, seen.values, [other.values for other in others.values()], ALIKE))
         for step, seen, others in paired(kind, ranks[0], ranks)
         if len(others) == len(ranks) and (step, seen.line) not in broadcast
     ]

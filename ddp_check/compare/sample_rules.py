@@ -6,10 +6,10 @@ import math
 
 from ..notes import OWN_GENERATOR, Batch, Cut, Pass, PassEnd, Step
 from ..script import source
-from ..text import loops_around, statement_at, tests_with
+from ..text import enclosing, loops_around, statement_at, tests_with
 from .fits import relative, sides
-from .kinds import misfits
-from .rules import RULES, Rule, among, is_marked, own_draws  # noqa: F401
+from .kinds import misfits, paired
+from .rules import Rule, among, is_marked, own_draws
 from .samples import training_passes
 
 
@@ -50,10 +50,9 @@ def loop_of(about):
     """The same of all passes of a loop: they begin in one line, or an iterator of one name is made
     again once it has ended: `batches = iter(loader)`."""
     line, loader, _ = about.key
-    node = function = statement_at(line)
+    node = statement_at(line)
     if isinstance(node, ast.Assign):
-        while not isinstance(function, (ast.FunctionDef, ast.Module)):
-            function = function.parent
+        function = enclosing(line, (ast.FunctionDef, ast.Module))
         return loader, function, *map(ast.unparse, node.targets)
     return loader, line
 
@@ -167,18 +166,17 @@ class Inputs(Rule):
 
     def find(self, one, ranks):
         places = {}  # {(line, model): [(step, whether all have the same, rank 0's sums)]}
-        theirs = [{(at, s.line, s.number): s for at, s in n.seen("inputs")} for n in ranks[1:]]
-        for step, seen in ranks[0].seen("inputs"):
+        for step, seen, others in paired("inputs", ranks[0], ranks):
             batch = {k: v for k, v in seen.values.items() if v and v.shape and v.shape[0] > 1}
-            others = [of.get((step, seen.line, seen.number)) for of in theirs]
-            if batch and all(others):
-                equal = misfits("draw", batch, [batch, *[other.values for other in others]], 0)
+            if batch and len(others) == len(ranks):
+                equal = misfits("draw", batch, [other.values for other in others.values()], 0)
                 sums = [tuple(v.sums) for v in batch.values()]
                 place = places.setdefault((seen.line, seen.name), [])
                 place.append((step, len(equal) == len(batch), sums))
+        draws = own_draws(ranks, chooses=True)
         for (line, name), found in places.items():
             steps, equal, sums = zip(*found)
-            chosen = [at for at, _ in own_draws(ranks, chooses=True) if at in steps]
+            chosen = [at for at, _ in draws if at in steps]
             if len(chosen) > 1:  # by numbers that only here are alike
                 continue
             if len(found) > 2 and all(equal) and any(each != sums[0] for each in sums):

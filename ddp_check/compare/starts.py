@@ -6,6 +6,7 @@ import numpy as np
 
 from ..notes import Batch, Cut, Drawn, End, Pass, Said
 from ..text import shares_in
+from .ends import USUAL_ENDS
 from .kinds import paired
 from .numbers import files_of
 from .samples import (
@@ -18,7 +19,7 @@ from .samples import (
 
 
 def has_failed(notes):
-    return bool(notes[End]) and notes.end() not in ("its end", "--steps")
+    return bool(notes[End]) and notes.end() not in USUAL_ENDS
 
 
 def other_options(options, one, ranks):

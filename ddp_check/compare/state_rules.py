@@ -6,7 +6,7 @@ from ..text import branch_of
 from .fits import size
 from .kinds import misfits, offs, paired
 from .numbers import Variables
-from .rules import Rule, among, is_marked, own_draws
+from .rules import ALIKE, Rule, among, is_marked, own_draws
 
 
 def callers_of(seen, line):
@@ -32,7 +32,7 @@ class OtherWeights(Rule):
             values = [other.values for other in others.values()]
             seen = seen or bool(note.values and values)
             for rank, of_rank in enumerate(values):
-                for part, off, _ in misfits("other", note.values, [of_rank], 3e-4)[:1]:
+                for part, off, _ in misfits("other", note.values, [of_rank], ALIKE)[:1]:
                     text = f"{part} on rank {rank} differs from one process's by {off:.0e}"
                     text += self.who(rank, part, values)
                     line = note.about.get(part.rstrip("'"), "")
@@ -45,7 +45,7 @@ class OtherWeights(Rule):
         """Which ranks have the same."""
         if rank:
             return ", and rank 0's does not: right if only rank 0 uses it"
-        if not misfits("attribute", {part: values[0][part]}, values[1:], 3e-4):
+        if not misfits("attribute", {part: values[0][part]}, values[1:], ALIKE):
             return ", but is alike on all ranks: does a rate or a count contain world_size?"
         return ""
 
@@ -106,7 +106,7 @@ class Attributes(Rule):
                 if all(part in of and of[part].shape == sketch.shape for of in values)
             }
             seen = seen or bool(kept)
-            for part, off, _ in misfits("attribute", kept, values, 3e-4):
+            for part, off, _ in misfits("attribute", kept, values, ALIKE):
                 text = f"{part} differs from one process's by {off:.0e}, and is neither "
                 return self.look(step, "", f"{text}its mean nor its sum")
         return [] if seen else None

@@ -201,7 +201,7 @@ def see_tensorboard(run, module):
     def make(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
         path = os.path.join(os.path.realpath(self.log_dir), "events.out.tfevents")
-        run.note(File("created", path, place()[0], "w"))
+        run.note(File(path, place()[0], "w"))
 
 
 def patch(run):

@@ -119,7 +119,7 @@ class Guard:
     def note_line(self, path, mode):
         line, *callers = place()
         if mode:
-            self.process.note_once(File("created", path, line, mode, callers))
+            self.process.note_once(File(path, line, mode, callers))
 
     def before_open(self, path, mode, flags):
         if isinstance(path, int) or not flags & WRITES and not self.made.paths:
