@@ -781,6 +781,7 @@ def test_lines_of_a_context(tmp_path):
         ("0.73 of 12", 3.0, [None, None]),  # too short to tell anything
         ("time: 1.236  data 0.731", 3.0, [None, 0.731]),  # of a clock
         ("batch_time.val 1.236, mem 1234, times 7.31", 3.0, [1.236, None, 7.31]),
+        ("data_time: 1.236 runtime 2.345", 3.0, [None, 2.345]),
     ],
 )
 def test_numbers_of_a_line(text, loss, numbers):
@@ -950,6 +951,24 @@ def test_passes_that_are_left(tmp_path):
     assert left_pass(of(3), [of(4, 4), of(4, 4)]) is None  # which may go on
     for kind in ({"ends": True}, {"trains": False}, {"steps": 0}):
         assert left_pass(of(4, 4, **kind), [of(3, 3, **kind)] * 2) is None, kind
+
+
+def test_the_first_that_is_left_out(tmp_path):
+    """A pass or a step, whichever is earlier: later ones have other batches."""
+    (tmp_path / "loop.py").write_text(LOADER)
+    line = f"{tmp_path}/loop.py:1"
+
+    def of(passes, join, rows=1):
+        found = []
+        for number in range(2):
+            key = line, "loader", number
+            batches = [Batch(key, n, None, rows, 9, True) for n in range(passes)]
+            found += [(n + passes * number, batch) for n, batch in enumerate(batches)]
+        return notes(*step_notes([1] * 9), *found, (join, Said("join", "train.py:9")))
+
+    for join, first in (6, 3), (1, 1):
+        result = judge(of(4, join, 2), [of(3, join), of(3, join + 1)], TOLERANCE)
+        assert [f.step for f in result.findings if f.what == "steps"] == [first]
 
 
 def test_what_explains_an_end():

@@ -1025,6 +1025,63 @@ def test_wrong(work, fault):
     assert all(name in words for name in names), words
 
 
+LIBRARY = """
+class Prefetcher:
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        for x, y in self.loader:
+            yield x.sub_(0.1).div(0.5), y
+"""
+MIXED = """
+import sys
+sys.path.append("site-packages")
+from prefetching import Prefetcher
+
+def mix(samples):
+    x, y = torch.utils.data.default_collate(samples)
+    return 0.7 * x + 0.3 * x.mean(0), y
+
+loader = Prefetcher(DataLoader(data, 8 // world, sampler=sampler, collate_fn=mix))
+model = DDP(net)
+"""
+
+
+def test_a_loader_inside_of_a_librarys(work):
+    """What a collate_fn mixes is known there, too."""
+    Path("site-packages").mkdir()
+    Path("site-packages/prefetching.py").write_text(LIBRARY)
+    found = [f for f in findings_of(START + MIXED + SGD + LOOP, lines=12) if f.verdict != "ok"]
+    assert [(f.verdict, f.advice) for f in found if f.what == "inputs"] == [("look", "collate")]
+
+
+SIZES = """
+torch.manual_seed(1 + rank)
+model = DDP(net)
+{SGD}
+size = 2 + rank if world > 1 else 4
+for x, y in loader:
+    for row in x:
+        row[:size] = torch.empty(size).normal_()
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+def test_turns_of_other_sizes(work):
+    """Where it is a rank's turn to get one process's numbers, but not as many."""
+    code = START + SIZES.format(SGD=SGD)
+    number = code[: code.index("normal_")].count("\n") + 1
+    turns = [[f"train.py:{number}", "aten::normal_"]]
+    found = findings_of(code, lines=3, turns=turns)
+    assert [f.what for f in found if f.verdict == "look"] == ["inputs"]
+    assert f"drawn at train.py:{number}" in "".join(
+        next(f for f in found if f.what == "inputs").more
+    )
+
+
 def test_averagers_are_noted(work):
     (one,) = notes_of(START + WAYS["torch's local SGD"])
     assert [note.text for _, note in one[Said] if note.kind == "local"] and one.end() == "its end"

@@ -69,8 +69,9 @@ class RandomNumbers(Rule):
             return [] if draws else None
         ((part, name), (step, seen)), *others = first.items()
         text = f"{part} draws the same numbers on all ranks ({name})"
-        # torch seeds its loader's workers
-        remedy = None if part == DATASET else self.remedies.get(name)
+        remedy = self.remedies.get(name)
+        if part == DATASET and remedy:  # torch seeds its loader's workers
+            remedy = f"{self.remedy[0]}; without workers, {remedy}"
         more = []
         if seen.about["seeded"] and name != OWN_GENERATOR:
             more.append(f"last seeded at {source(seen.about['seeded'])}")
