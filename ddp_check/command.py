@@ -43,12 +43,12 @@ def check(args, runs):
     explained, of one more pair, in which the values of lines are noted."""
     from .compare.judge import judge
     from .compare.samples import remedy_by_one
-    from .compare.starts import loaders_by_process, other_layout, other_options
+    from .compare.starts import other_layout, other_options, scaled_loaders
     from .notes import Cut, Finding
     from .pairs import NothingCompared
 
     one, ranks = runs.pair(other_options)
-    scaled = loaders_by_process(runs.options, one, ranks)
+    scaled = scaled_loaders(runs.options, one, ranks)
     known = {"tolerance": args.tolerance, "scaled": scaled, "own_flags": bool(args.one)}
     result = judge(one, ranks, **known)
     if args.noise or result.may_be_noise:

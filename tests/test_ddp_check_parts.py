@@ -28,7 +28,7 @@ from ddp_check.compare.numbers import Variables, compare_printed, uneven_draws
 from ddp_check.compare.report import as_text
 from ddp_check.compare.rules import Parameters
 from ddp_check.compare.samples import remedy_by_one
-from ddp_check.compare.starts import loaders_by_process, other_options
+from ddp_check.compare.starts import other_options, scaled_loaders
 from ddp_check.given import alike
 from ddp_check.given.datasets import batches_of
 from ddp_check.given.draws import Draws, permutation
@@ -1007,6 +1007,7 @@ scale = nn.Parameter(ones)
 self.scale = nn.Parameter(ones)
 shift = torch.zeros(3, requires_grad=True)
 fixed = torch.zeros(3, requires_grad=False, pin_memory=True)
+torch.cuda.set_device(devices()[rank])
 """
 
 
@@ -1124,7 +1125,7 @@ def test_other_options():
     assert other_options(options, own, [own, own]) is None
     cut = of_loader(2, 2, (0, Cut("loader", 4)))
     assert other_options(options, of_loader(4, 4), [cut, cut]) is None
-    assert loaders_by_process(options, of_loader(4, 4), [cut]) == {"loader": "train.py:1"}
+    assert scaled_loaders(options, of_loader(4, 4), [cut]) == {"loader": "train.py:1"}
     cut.of[End] = [(1, End("ValueError at train.py:3"))]
     found, _ = other_options(options, of_loader(4, 4), [cut, cut])
     assert found == replace(options, cuts=False)

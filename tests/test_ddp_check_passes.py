@@ -22,7 +22,7 @@ from ddp_check.compare.samples import (
     takes_share,
     training_passes,
 )
-from ddp_check.compare.starts import loaders_by_process, other_layout, other_options
+from ddp_check.compare.starts import other_layout, other_options, scaled_loaders
 from ddp_check.notes import (
     OWN_GENERATOR,
     Batch,
@@ -215,14 +215,14 @@ def test_batch_size_of_each_process():
     options, _ = other_options(OPTIONS, one, [one, one])
     assert options == replace(OPTIONS, scaled=[LOADER])
     assert other_options(options, one, [one, one]) is None
-    assert loaders_by_process(options, one, [one, one]) == {}
+    assert scaled_loaders(options, one, [one, one]) == {}
 
     def of(batches):  # a test before, and another loader, whose batches were not made larger
         tests = a_pass(FIRST, line="train.py:9", trains=False)
         other = a_pass(*batches, line="train.py:5", loader="another")
         return notes(*tests, *other, *a_pass(*batches))
 
-    assert loaders_by_process(options, of(WHOLE), [of(HALVES)] * 2) == {LOADER: LINE}
+    assert scaled_loaders(options, of(WHOLE), [of(HALVES)] * 2) == {LOADER: LINE}
 
 
 def test_passes_of_a_single_step():

@@ -72,7 +72,9 @@ def test_draws_of_several_generators():
     assert more == ["last seeded at train.py:9", "so does the loop (torch): train.py:2"]
     assert found("torch")[0].startswith("torch.manual_seed(seed + rank)")
     assert found("random")[0].startswith("random.seed(seed + rank)")
-    assert found("random", part=DATASET)[0].startswith("torch.manual_seed(seed + rank)")
+    of_workers, _ = found("random", part=DATASET)
+    assert of_workers.startswith("torch.manual_seed(seed + rank)")
+    assert of_workers.endswith("; without workers, random.seed(seed + rank) after the split")
     assert found(OWN_GENERATOR) == ("seed this generator with seed + rank", [])
 
 

@@ -159,7 +159,7 @@ class Cause:
             return [], "WRONG"  # all else follows from them
         if self.unlike and self.differences.local:
             return [self.local()], "look"
-        if value := self.values.has_other_weights(self.step):
+        if value := self.values.with_other_weights(self.step):
             return [self.finding("weight", value, "weights"), *self.averaging()], "WRONG"
         if value := self.values.coupled(self.step):
             found = [self.finding("outputs", value, "coupled")]
@@ -307,14 +307,14 @@ class Cause:
         origins = [v for v in origins if not values.says_nothing(v)]
         # What comes after the loss, as a norm of gradients, follows from it.
         if not self.unlike and all(v.index > last for v in origins):
-            if found := self.divided_by_own(losses):
+            if found := self.unequal_mean(losses):
                 return [found[0]], found[1], False
         for origin in origins[:1]:
             found = [self.finding("value", origin, "same loss" if losses else None)]
             return found, origin, False
         return [], None, False
 
-    def divided_by_own(self, losses):
+    def unequal_mean(self, losses):
         """A mean whose numbers are so nearly equal that the loss hardly differs, and its value; ()
         if there is none."""
         values = self.values

@@ -4,7 +4,7 @@ import numpy as np
 
 from ..notes import MANY_VALUES, Said
 from ..script import source
-from .fits import fit, meaning, relative, sides, unlike
+from .fits import fit, meaning, relative, same, sides
 from .kinds import KINDS, VALUES, limit_of, offs, paired
 
 EMPTY = "zeros", "ones", "empty", "full", "new_zeros", "zeros_like", "empty_like", "to", "cuda"
@@ -214,7 +214,7 @@ class Values:
     def is_copied(self, value):
         """Whether all ranks have the same rows."""
         parts = [ranks for _, *ranks in self.parts(value.index).values() if None not in ranks]
-        return all(ranks[0].shape and unlike(None, ranks) for ranks in parts)
+        return all(ranks[0].shape and same(ranks[0], ranks) == 0 for ranks in parts)
 
     def says_nothing(self, value):
         """Whether it counts rows, of which a batch of all ranks has others; or it is a norm that
@@ -374,7 +374,7 @@ class Values:
             return next((i for i in known if self.all[i].kind == "inputs"), None)
         return value.about["model"]
 
-    def has_other_weights(self, step):
+    def with_other_weights(self, step):
         """The inputs of a model that no optimizer trains, and whose weights are not those of one
         process; or None."""
         for inputs in self.of_step.get(step, []):

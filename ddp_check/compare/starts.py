@@ -109,7 +109,7 @@ def has_too_many(one, ranks):
     return False
 
 
-def loaders_by_process(options, one, ranks):
+def scaled_loaders(options, one, ranks):
     """{loader: the line of its loop} of those with a batch size per process, where one process's
     samples and the ranks' were made the same."""
     cut = [note.loader for notes in (one, ranks[0]) for _, note in notes[Cut]]
