@@ -11,8 +11,8 @@ from test_ddp_check_parts import ONE, PARTS, TOLERANCE, notes, rule
 from ddp_check.compare.causes import ADVICE, Cause, find_causes, first_behind
 from ddp_check.compare.differences import Differences
 from ddp_check.compare.judge import judge
-from ddp_check.compare.lineage import Values
 from ddp_check.compare.numbers import Variables, compare_printed
+from ddp_check.compare.values import Values
 from ddp_check.notes import (
     MANY_VALUES,
     PASS,

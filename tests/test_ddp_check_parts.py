@@ -23,12 +23,12 @@ from ddp_check.compare.differences import same_ray
 from ddp_check.compare.file_rules import Files
 from ddp_check.compare.judge import judge
 from ddp_check.compare.kinds import TIMES_NOISE, limit_of, misfits
-from ddp_check.compare.lineage import Values
 from ddp_check.compare.numbers import Variables, compare_printed, uneven_draws
 from ddp_check.compare.report import as_text
 from ddp_check.compare.rules import Parameters
 from ddp_check.compare.samples import remedy_by_one
 from ddp_check.compare.starts import other_options, scaled_loaders
+from ddp_check.compare.values import Values
 from ddp_check.given import alike
 from ddp_check.given.datasets import batches_of
 from ddp_check.given.draws import Draws, permutation

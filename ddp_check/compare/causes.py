@@ -9,8 +9,8 @@ from ..text import backward_of, branch_of, lines_inside, lines_that_set
 from .differences import parts_of
 from .fits import sides
 from .kinds import DECIDE, KINDS
-from .lineage import COUNTS
 from .numbers import BY_RANK
+from .values import COUNTS
 
 ADVICE = {
     "coupled": "of the same inputs and weights: a sample's result depends on which others are in "
@@ -62,7 +62,7 @@ class Cause:
 
     def __init__(self, values, differences, variables, step):
         self.values, self.variables, self.step = values, variables, step
-        self.differences = differences
+        self.differences, self.communication = differences, differences.communication
         self.of_step, self.unlike = values.of_step.get(step, []), differences.unlike(step)
         self.has_other_weights = any(f.step == step for f in differences.of("weight"))
 
@@ -119,7 +119,7 @@ class Cause:
             return "collate"
         if value.about.get("made_by") in values.remember:
             return "remembers"
-        if step in self.differences.gathered and values.has_own_numbers(value, step):
+        if step in self.communication.gathered and values.has_own_numbers(value, step):
             return "gathered"
         if what == "inputs" and value.name in CHOOSES and values.is_as_many(value):
             return "chosen"
@@ -174,9 +174,9 @@ class Cause:
             found, is_input = [self.finding("outputs", value, "coupled")], False
         tells = bool(found) and (found[0].verdict == "WRONG" or found[0].advice == "gathered")
         if tells:
-            found[0].more += self.differences.not_differentiated()
-        known = [source(line) for line in self.differences.calls]
-        for text in self.differences.gathers(self.step) if tells else ():
+            found[0].more += self.communication.not_differentiated()
+        known = [source(line) for line in self.communication.calls]
+        for text in self.communication.gathers(self.step) if tells else ():
             if text.partition(": ")[2] not in known:
                 found[0].more.append(text)
         if branch := self.branch(origin, found[0].verdict if found else "WRONG"):
@@ -236,12 +236,12 @@ class Cause:
             more.append(f"the last pass: {source(each.line)}  [{each.name}]")
             if not each.about["is_ddp"]:
                 more += [f"called at {source(line)}" for line in each.about["callers"]]
-        told, is_late = self.differences.told.get(self.step, ("", False))
+        told, is_late = self.communication.told.get(self.step, ("", False))
         if told and not is_late:
             more += [source(told), *self.variables.set_at(told, self.step)]
         text, about = self.unlike, {"remedy": "call the wrapped model"}
         if not any(v.about["is_ddp"] for v in passes) and not self.differences.wraps:
-            more += self.differences.by_hand(self.step)
+            more += self.communication.by_hand(self.step)
             about["remedy"] = "average the gradients of all parameters; or wrap the model in DDP"
         if any(name.endswith(OF_NO_MODULE) for name in names):
             more += [f"a parameter: {source(at)}" for at in self.variables.parameters()]
@@ -290,7 +290,7 @@ class Cause:
             found = [self.finding("inputs" if inputs else origin.kind, origin)]
             return found, origin if origin.kind != "loss" else None, bool(inputs)
         is_scaled = step in self.differences.factors - self.differences.less
-        if losses and self.differences.calls and not self.unlike and not is_scaled:
+        if losses and self.communication.calls and not self.unlike and not is_scaled:
             return [self.not_differentiated()], None, False
         if values.other_passes(step):  # whose values are of other samples
             return [], None, False
@@ -332,13 +332,15 @@ class Cause:
 
     def not_differentiated(self):
         """A collective call that the loss is made from."""
-        (line, name), *others = self.differences.calls.items()
+        (line, name), *others = self.communication.calls.items()
         text = f"the loss is one process's, but not its gradient: this {name} is not "
         text += "differentiated, or its backward does not sum over the ranks"
         remedy = "torch.distributed.nn.functional has calls that are differentiated"
         about = {"remedy": remedy, "section": "#what-depends-on-the-whole-batch"}
         more = [f"or this {name}: {source(at)}" for at, name in others]
-        own = [backward_of(at) for at in self.differences.calls if at not in self.differences.cut]
+        own = [
+            backward_of(at) for at in self.communication.calls if at not in self.communication.cut
+        ]
         more += [f"its backward: {source(at)}" for at in own if at]
         return Finding("WRONG", "gradient", self.step, text, line, more, "backward", **about)
 
@@ -355,7 +357,7 @@ class Cause:
         if on.count("rank") == self.values.ranks:
             if branches and not any(map(self.is_by_numbers, branches)):
                 return None  # as of several processes alone
-            if self.differences.communicates.intersection(branches):
+            if self.communication.communicates.intersection(branches):
                 return None  # all ranks take it, or they would hang
         text = f"computed on {on} alone: {ADVICE['branch']}"
         more = [f"called at {source(at)}" for at in lines[1:]]

@@ -1,14 +1,14 @@
 """Weights, gradients, updates, buffers and settings beside those of one process."""
 
 import functools
-import math
 import os
 
 import numpy as np
 
-from ..notes import NOISE, PASS, Averages, Collective, Finding, Said, Step
+from ..notes import NOISE, PASS, Collective, Finding, Said, Step
 from ..script import source
 from ..text import branch_of, calls_of, lines_that_set
+from .communication import Communication
 from .fits import meaning, same, sides, size
 from .kinds import HIDES, KINDS, TENSORS, misfits, offs, paired
 from .parted import averaged, averages_weights, share_parameters, without_shards
@@ -36,16 +36,6 @@ def are_apart(names, others, depth):
     return both[0].isdisjoint(both[1])
 
 
-def told_to_average(notes):
-    """{step: (the last line that tells DDP whether to average, whether it does so only after the
-    last pass, which was told not to)}"""
-    passes, told, last = {step: note.at for step, note in notes.seen("outputs")}, {}, True
-    for step, note in notes[Averages]:
-        is_late = note.does and not last and note.at > passes.get(step, math.inf)
-        told[step], last = (note.line, is_late), note.does
-    return told
-
-
 class Differences:
     """Of what the optimizers' steps have, as findings."""
 
@@ -57,13 +47,11 @@ class Differences:
         # Whether what a script plans from its batch size is planned for another one
         self.may_be_planned = False
         self.shards = []  # the finding of what each rank has a part of, if there is any
-        self.told = told_to_average(ranks[0])
+        self.communication = Communication(ranks[0])
         self.takes_others = functools.partial(takes_others, one, ranks)
         self.steps = {step: note for step, note in ranks[0][Step]}
         self.of_ranks = [{step: note for step, note in n[Step]} for n in ranks]
         self.wraps = any(note.made.get("wrapped") for _, note in ranks[0][Step])  # in DDP
-        # Lines that have registered a hook of a parameter, which gets the rank's own gradient.
-        self.hooks = [note.text for _, note in ranks[0][Said] if note.kind == "hook"]
         self.set_at = {step: seen.about for step, seen in ranks[0].seen("weight")}
         self.local = averages_weights(ranks[0], self.set_at)
         # Lines whose numbers are each rank's own, though they were given one process's; but for
@@ -72,49 +60,20 @@ class Differences:
         self.own_draws -= {note.text for _, note in ranks[0][Said] if note.kind == "buffer"}
         # Steps in which the ranks have called their closures other numbers of times.
         self.closures = [(step, seen) for step, seen, found in among("closure", ranks) if found]
-        self.find_calls(ranks[0])
         for kind in TENSORS:
             self.hide(kind, noise)
             self.compare(kind, one, ranks, tolerance, noise)
-
-    def find_calls(self, notes):
-        """The collective calls that a step's gradients may come from, or are averaged by."""
-        losses = {step: loss.at for step, loss in notes.seen("loss")}
-        # Before that, a step reports what the one before it has computed.
-        starts = {step: seen.at for step, seen in reversed([*notes.seen("inputs")])}
-        calls = [(step, call) for step, call in notes[Collective] if call.has_grad]
-        calls = [
-            (step, call)
-            for step, call in calls
-            if starts.get(step, math.inf if starts else -1) < call.at < losses.get(step, math.inf)
-        ]
-        calls = [both for both in calls if not both[1].has_backward] or calls
-        # {line: name} of collective calls in a step, before its backward()
-        self.calls = {call.line: call.name for step, call in calls if step == calls[0][0]}
-        # Those that no backward of the script's own differentiates.
-        self.cut = [call.line for _, call in calls if not call.has_backward]
-        self.gathered = {}  # {step: the lines that gather something before its last backward()}
-        for step, call in notes[Collective]:
-            is_before = call.at < losses.get(step, -1)
-            if "gather" in call.name and is_before and not call.has_backward:
-                self.gathered.setdefault(step, {})[call.line] = None
-        calls = [branch_of(call.line) for _, call in notes[Collective] if call.of_all]
-        self.communicates = set(calls)  # the branches in which all ranks have to be
-        reduces = [(step, call) for step, call in notes[Collective] if "reduce" in call.name]
-        # [(step, line, name)] of calls between backward() and the step
-        self.late = [
-            (step, call.line, call.name)
-            for step, call in reduces
-            if call.at > losses.get(step, math.inf)
-        ]
-        self.reduces_in_steps = any(call.in_step for _, call in reduces)  # of an optimizer
 
     def compare(self, kind, one, ranks, tolerance, noise):
         """What an optimizer's step has of one kind: each rank's beside one process's."""
         for step, seen, others in paired(kind, one, ranks):
             seen, others, shards = without_shards(step, seen, others)
             self.shards = self.shards or shards
-            if kind == "gradient" and self.reduces_in_steps and len(others) == len(ranks):
+            if (
+                kind == "gradient"
+                and self.communication.reduces_in_steps
+                and len(others) == len(ranks)
+            ):
                 others = {0: averaged(others)}
             if kind == "gradient" and others:
                 self.gradients.setdefault(step, []).extend(o.values for o in others.values())
@@ -179,12 +138,12 @@ class Differences:
                 text += meant
                 if is_less:
                     self.less.add(step)
-                    more = self.not_differentiated()
+                    more = self.communication.not_differentiated()
                 if meant:
-                    more += self.by_hand(step)
+                    more += self.communication.by_hand(step)
                 more += [
                     f"before the ranks average, a hook gets each gradient: {source(at)}"
-                    for at in self.hooks[:2]
+                    for at in self.communication.hooks[:2]
                 ]
             if kind == "update":
                 more += self.loaded(step)
@@ -192,11 +151,6 @@ class Differences:
                 more = [f"in {source(seen.library)}", *more]
             self.findings.append(found_in(kind, step, text, line, more))
             self.findings[-1].off = off
-
-    def not_differentiated(self):
-        """In words: the calls of self.cut."""
-        calls = [(at, name) for at, name in self.calls.items() if at in self.cut]
-        return [f"this {name} is not differentiated: {source(at)}" for at, name in calls]
 
     def loaded(self, step):
         """In words: where some ranks alone have loaded this optimizer's state."""
@@ -235,16 +189,6 @@ class Differences:
                 is_unequal = same(found[0], found) > 1e-3 * largest
                 (unequal if is_unequal else equal).append(name)
         return unequal, equal
-
-    def by_hand(self, step):
-        """In words: the collective calls between a step's backward() and it."""
-        late = dict.fromkeys((source(at), name) for of, at, name in self.late if of == step)
-        return [f"this {name} is after backward(): {at}" for at, name in late][:3]
-
-    def gathers(self, step):
-        """In words: the calls that gather something before a step's last backward()."""
-        lines = self.gathered.get(step, ())
-        return [f"before it, this gathers: {source(line)}" for line in lines]
 
     def outside(self, step, names):
         """Those of `names` that no DDP averages, if it averages others; [(line, what it did)]."""

@@ -21,7 +21,6 @@ from .ends import (
 from .file_rules import Files
 from .frameworks import Logged, Samplers, Schedules, in_its_words
 from .kinds import HIDES, TENSORS, TIMES_NOISE, VALUES, noise_of
-from .lineage import Values
 from .numbers import Variables, compare_printed
 from .parted import parted_weights
 from .rules import Parameters, RandomNumbers
@@ -29,6 +28,7 @@ from .sample_rules import Counts, Data, Inputs, Loaders, Order, Splits
 from .samples import compare_lengths, compare_samples, passes_per_process
 from .score_rules import TestSamples, repeated
 from .state_rules import Attributes, Evaluation, Modes, OtherWeights, Plateau
+from .values import Values
 
 RULES = (  # in the order of the report
     RandomNumbers(),
@@ -220,7 +220,7 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
             known[0].off = known[0].off or finding.off
         else:
             if finding.what == "gradient":
-                finding.more += differences.gathers(finding.step)
+                finding.more += differences.communication.gathers(finding.step)
             found.append(finding)
     if settings:
         found = [finding for finding in found if finding.what != "numbers"]
