@@ -8,10 +8,13 @@ import pytest
 import torch
 from test_ddp_check_parts import ONE, PARTS, TOLERANCE, notes, rule
 
-from ddp_check.compare.causes import ADVICE, Cause, find_causes, first_behind
+from ddp_check.compare.advice import ADVICE
+from ddp_check.compare.averaging import averaging as of_gradients
+from ddp_check.compare.causes import Cause, find_causes, first_behind
 from ddp_check.compare.differences import Differences
 from ddp_check.compare.judge import judge
-from ddp_check.compare.numbers import Variables, compare_printed
+from ddp_check.compare.numbers import Variables
+from ddp_check.compare.printed import compare_printed
 from ddp_check.compare.values import Values
 from ddp_check.notes import (
     MANY_VALUES,
@@ -794,7 +797,7 @@ def averaging(*found, change=None):
     one, ranks = processes(lambda _: found, WHOLE, own=True)
     for each in (one, *ranks) if change else ():
         change(each)
-    (of_step,) = cause(one, ranks).averaging()
+    (of_step,) = of_gradients(cause(one, ranks))
     return of_step
 
 

@@ -6,7 +6,7 @@ import torch
 from test_ddp_check_parts import ONE, TOLERANCE, below, notes, rule, step_notes
 
 from ddp_check.compare import fits
-from ddp_check.compare.differences import Differences, common_ratio, compare_settings, parts_of
+from ddp_check.compare.differences import Differences, common_ratio, parts_of
 from ddp_check.compare.ends import (
     about_ends,
     explains_ends,
@@ -18,8 +18,10 @@ from ddp_check.compare.ends import (
 from ddp_check.compare.fits import relative
 from ddp_check.compare.judge import judge
 from ddp_check.compare.kinds import misfits, noise_of, paired
-from ddp_check.compare.numbers import Variables, scores, uneven_draws
+from ddp_check.compare.numbers import Variables, uneven_draws
 from ddp_check.compare.parted import averaged, averages_weights, parted_weights, without_shards
+from ddp_check.compare.printed import scores
+from ddp_check.compare.settings import compare_settings
 from ddp_check.notes import (
     Averages,
     Batch,

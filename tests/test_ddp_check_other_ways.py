@@ -8,7 +8,7 @@ import pytest
 from helpers import some_fast
 from watched import findings_of, notes_of
 
-from ddp_check.compare.judge import after_orders, due_to_plan
+from ddp_check.compare.consequences import after_orders, due_to_plan
 from ddp_check.notes import Finding, Said
 
 START = """
@@ -79,6 +79,21 @@ model = DDP(Net(8, 3))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 """
     + LOOP,
+    "code of torch's, copied": f"""
+from torch.overrides import handle_torch_function, has_torch_function
+
+def attend(x, weight, size=None):
+    if has_torch_function((x, weight)):
+        return handle_torch_function(attend, (x, weight), x, weight)
+    return (x @ weight.T)[:, : size // 2]
+
+class Net(nn.Linear):
+    def forward(self, x):
+        return attend(x, self.weight, size=6)
+
+model = DDP(Net(8, 6, bias=False))
+{SGD}{LOOP}
+""",
     "a measure of the batch beside the outputs": f"""
 class Net(nn.Linear):
     def forward(self, x):
@@ -744,6 +759,13 @@ class Gather(torch.autograd.Function):
         return grad.chunk(world)[rank]
 """
 FAULTS = {  # {what: (the script, what its finding is, what it names)}
+    "parameters that a loss leaves out": (
+        "class Net(nn.Linear):\n    def __init__(self):\n        super().__init__(8, 3)\n"
+        "        self.other = nn.Linear(8, 3)\n"
+        "model = DDP(Net())\n" + SGD + LOOP,
+        "averaging",
+        ["find_unused_parameters=True"],
+    ),
     "a mean of unequal rows, whose losses are equal, before a norm of gradients": (
         "valid = torch.ones(32, dtype=torch.bool)\nvalid[7:10] = False\n"
         "nn.init.zeros_(net[2].weight)\nnn.init.zeros_(net[2].bias)\nmodel = DDP(net)\n"

@@ -23,7 +23,8 @@ from ddp_check.compare.differences import same_ray
 from ddp_check.compare.file_rules import Files
 from ddp_check.compare.judge import judge
 from ddp_check.compare.kinds import TIMES_NOISE, limit_of, misfits
-from ddp_check.compare.numbers import Variables, compare_printed, uneven_draws
+from ddp_check.compare.numbers import Variables, uneven_draws
+from ddp_check.compare.printed import compare_printed
 from ddp_check.compare.report import as_text
 from ddp_check.compare.rules import Parameters
 from ddp_check.compare.samples import remedy_by_one

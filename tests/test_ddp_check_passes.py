@@ -8,7 +8,8 @@ import torch
 from test_ddp_check_parts import notes, step_notes
 from test_ddp_check_samples import X, batch
 
-from ddp_check.compare.sample_rules import Counts, Data, Inputs, Loaders, Order, Splits
+from ddp_check.compare.order_rules import Loaders, Order
+from ddp_check.compare.sample_rules import Counts, Data, Inputs, Splits
 from ddp_check.compare.samples import (
     EVEN,
     SHARE,

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from ..notes import Finding, Said, Step
 from ..script import source
+from .advice import LOST
 from .calls import Calls
-from .causes import FEW, LOST, find_causes, first_behind
-from .differences import Differences, compare_settings
+from .causes import FEW, find_causes, first_behind
+from .consequences import after_orders, due_to_plan, follows, name_unused, so_step
+from .differences import Differences
 from .ends import (
     USUAL_ENDS,
     about_ends,
@@ -21,12 +23,15 @@ from .ends import (
 from .file_rules import Files
 from .frameworks import Logged, Samplers, Schedules, in_its_words
 from .kinds import HIDES, TENSORS, TIMES_NOISE, VALUES, noise_of
-from .numbers import Variables, compare_printed
+from .numbers import Variables
+from .order_rules import Loaders, Order
 from .parted import parted_weights
+from .printed import compare_printed
 from .rules import Parameters, RandomNumbers
-from .sample_rules import Counts, Data, Inputs, Loaders, Order, Splits
+from .sample_rules import Counts, Data, Inputs, Splits
 from .samples import compare_lengths, compare_samples, passes_per_process
 from .score_rules import TestSamples, repeated
+from .settings import compare_settings
 from .state_rules import Attributes, Evaluation, Modes, OtherWeights, Plateau
 from .values import Values
 
@@ -117,6 +122,7 @@ def judge(one, ranks, tolerance, again=None, scaled=(), lines=None, own_flags=Fa
         elif results or not any(f.what == rule.name for f in found):
             found += results or [Finding("ok", rule.name, 0, rule.right)]
     found = after_orders(found)
+    name_unused(found, ends)
     is_other = len(set(counts)) > 1 or len(set(ends)) > 1
     if (is_other and not any(f.what == "steps" for f in found)) or ends[0] not in USUAL_ENDS:
         end = about_ends(one, ranks, counts, ends)
@@ -237,43 +243,6 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
     printed = [finding for finding in printed if finding.step < lost][:2]
     last = max([*to_explain, *[finding.step for finding in printed]], default=-1)
     return found + printed, differences.largest, int(last) + 1
-
-
-def due_to_plan(found, counts):
-    """Where one process was given all ranks' samples, and makes more steps: by a script that plans
-    its steps, and so its schedule, from the batch size of one process."""
-    both = [f for f in found if f.what in ("setting", "end")]
-    if len(both) == 2 and len(set(counts[1:])) == 1:
-        for finding in [f for f in both if f.verdict == "WRONG"]:
-            finding.verdict = "look"
-            finding.text += "; are the steps planned from one process's batch size? Then by --one"
-
-
-def after_orders(found):
-    """The findings without those that follow from an order that is another epoch's, too: batches of
-    other samples."""
-    order = next((f for f in found if f.what == "order" and f.verdict == "WRONG"), None)
-    rest = []
-    for finding in found:
-        is_batch = finding.what in ("inputs", "samples") and finding.verdict == "WRONG"
-        if order and is_batch and finding.step >= order.step:
-            order.more.append(so_step(finding))
-        else:
-            rest.append(finding)
-    return rest
-
-
-def so_step(finding):
-    """In words: what follows from another finding."""
-    return f"so step {finding.step + 1}: {finding.what}: {finding.text}"
-
-
-def follows(finding, cause):
-    """Whether tensors of a step differ because of what was found before. Before the first step,
-    weights do by themselves."""
-    if cause.verdict != finding.verdict or finding.what == "parameters":
-        return False
-    return cause.step < finding.step + (finding.what != "weight")
 
 
 def steps_to_explain(differences, settings, until):

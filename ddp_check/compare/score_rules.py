@@ -6,8 +6,8 @@ import re
 from ..notes import Batch, Collective, Pass, PassEnd, Step
 from ..script import source
 from .numbers import files_of, shares_of
+from .order_rules import passes_of
 from .rules import Rule
-from .sample_rules import passes_of
 from .samples import loader_of
 
 

@@ -166,6 +166,22 @@ class Trace(TorchFunctionMode):
         self.run.note_value("value", line, name, out, made_from, **more)
 
 
+def tells_overrides():
+    """Code that is copied from torch asks whether a tensor is of a class with functions of its own,
+    and hands itself over if so; that all functions are watched here is none of its business."""
+
+    def is_own(thing):
+        function = getattr(type(thing), "__torch_function__", None)
+        is_torchs = type(thing) is torch.Tensor or function is nn.Parameter.__torch_function__
+        return function is not None and not is_torchs
+
+    for name in "has_torch_function", "has_torch_function_unary", "has_torch_function_variadic":
+
+        @wrap(torch.overrides, name)
+        def has_own(original, *args):
+            return any(map(is_own, args[0] if isinstance(args[0], (list, tuple)) else args))
+
+
 def refuse_graphs(run):
     """A CUDA graph runs again without Python, so that nothing of it could be noted; and copies to
     the CPU would make its recording fail."""
@@ -205,6 +221,7 @@ def is_batch_norm(module):
 def patch(run):
     """What goes into and comes out of each outermost module in training; and the losses."""
     refuse_graphs(run)
+    tells_overrides()
 
     @wrap(torch.jit, "trace")
     def record(original, *args, **kwargs):

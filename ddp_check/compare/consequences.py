@@ -1,0 +1,47 @@
+"""What follows from another finding is no finding of its own."""
+
+
+def due_to_plan(found, counts):
+    """Where one process was given all ranks' samples, and makes more steps: by a script that plans
+    its steps, and so its schedule, from the batch size of one process."""
+    both = [f for f in found if f.what in ("setting", "end")]
+    if len(both) == 2 and len(set(counts[1:])) == 1:
+        for finding in [f for f in both if f.verdict == "WRONG"]:
+            finding.verdict = "look"
+            finding.text += "; are the steps planned from one process's batch size? Then by --one"
+
+
+def after_orders(found):
+    """The findings without those that follow from an order that is another epoch's, too: batches of
+    other samples."""
+    order = next((f for f in found if f.what == "order" and f.verdict == "WRONG"), None)
+    rest = []
+    for finding in found:
+        is_batch = finding.what in ("inputs", "samples") and finding.verdict == "WRONG"
+        if order and is_batch and finding.step >= order.step:
+            order.more.append(so_step(finding))
+        else:
+            rest.append(finding)
+    return rest
+
+
+def name_unused(found, ends):
+    """Of gradients that are not averaged in a step of which DDP says at its next pass that it has
+    left out parameters."""
+    if any("not used in producing loss" in end for end in ends):
+        for finding in [f for f in found if f.what == "averaging"]:
+            finding.text += " The step has left out some of what DDP averages, which then waits"
+            finding.remedy = "let the loss use all of it, or pass find_unused_parameters=True"
+
+
+def so_step(finding):
+    """In words: what follows from another finding."""
+    return f"so step {finding.step + 1}: {finding.what}: {finding.text}"
+
+
+def follows(finding, cause):
+    """Whether tensors of a step differ because of what was found before. Before the first step,
+    weights do by themselves."""
+    if cause.verdict != finding.verdict or finding.what == "parameters":
+        return False
+    return cause.step < finding.step + (finding.what != "weight")
