@@ -1227,6 +1227,9 @@ def test_remedy_by_one(tmp_path):
     (tmp_path / "local.py").write_text("words = sys.argv\noriginal_batch_size = 4")
     local = 0, Said("file", f"{tmp_path}/local.py")
     assert "--one" not in remedy_by_one(of("batch_size", local), 2)
+    (tmp_path / "both.py").write_text("words = sys.argv\nbatch_size = 4\nadd_argument('--rate')")
+    both = 0, Said("file", f"{tmp_path}/both.py")
+    assert "--one" not in remedy_by_one(of("batch_size", both), 2)  # none of its flags
     none = 0, Said("file", f"{tmp_path}/none.py")
     assert "--one" not in remedy_by_one(of("batch_size", none), 2)
     assert '--one "--batch_size 8"' in remedy_by_one(of("batch_size", other), 2)

@@ -229,9 +229,11 @@ def test_batch_size_of_each_process():
 def test_passes_of_a_single_step():
     """As --steps 1 asks for: of those in which gradients are computed. Of several steps, a pass in
     which there is one is none, as one that only looks at a batch."""
-    tests = a_pass(FIRST, line="train.py:9", trains=False)
+    tests = [a_pass(FIRST, line=f"train.py:{n}", trains=False) for n in (8, 9)]
+    after = a_pass(FIRST, line="train.py:5", start=1)
     for steps, lines in (1, {LINE}), (2, set()):
-        one = notes(*tests, *a_pass(FIRST), *step_notes([1.0] * steps))
+        found = [*tests[0], *a_pass(FIRST), *tests[1], *after]
+        one = notes(*found, *step_notes([1.0] * steps))
         assert {line for line, *_ in training_passes(one)} == lines
 
 
@@ -271,6 +273,12 @@ def test_layout_of_values():
     assert layout(blocks, name="mul") is None is layout(blocks, depends=False)
     assert layout(blocks, said=[Said("order", "turns")]) is None
     assert layout(blocks, options=Options(20, layout="blocks")) is None
+    taken = [(0, Seen("value", "", "__getitem__", 0, {0: summary(x)})) for x in blocks]
+    one, *ranks = map(notes, taken)
+    assert other_layout(OPTIONS, one, [*ranks, notes()]) is None  # a third rank takes none
+    for of_process in (one, *ranks):  # none of which has said what it has drawn
+        del of_process.of[Drawn]
+    assert other_layout(OPTIONS, one, ranks) is None
     assert layout((X[:2], X[:1], X[1:2])) is None  # a row on each is both
     alike = torch.ones(8, 4)
     assert layout((alike, alike[:4], alike[4:])) is None is layout((X, X[2:6], X[4:]))
@@ -313,6 +321,11 @@ def test_share_that_is_taken_later():
     (found,) = compare_samples(one, ranks)[0]
     assert found.step == 1
     assert found.text == "batch 2 of pass 1: 1 of 4 samples of one process are on no rank"
+    one = notes(*a_pass(*ORDER), inputs(1, X))
+    shares = [*ORDER[:3], [12, 13]], [*ORDER[:3], [14, 40]]  # batches that all have are no overlap
+    ranks = [notes(*a_pass(*of), inputs(1, X[n:4])) for n, of in enumerate(shares)]
+    (found,) = compare_samples(one, ranks)[0]
+    assert found.step == 3 and found.verdict == "look"
 
 
 @pytest.mark.parametrize(
@@ -367,8 +380,9 @@ def test_samples_on_no_rank():
     assert other_samples(*COPIES, has_share=False).remedy == SHARE["remedy"]
     drawn = other_samples(*COPIES, said=[(0, Said("own order", "train.py:7"))])
     assert drawn.more == ["its order is drawn at train.py:7"]
-    chosen = other_samples(*COPIES, said=[(0, Said("chooses", "train.py:7"))])
+    chosen = other_samples(*COPIES, said=[(0, Said("chooses", "train.py:7"))], made="own.py:3")
     assert "a sampler of each rank chooses its own" in chosen.text and chosen.advice == "unpaired"
+    assert chosen.more == ["its sampler: own.py:3"]
     own = other_samples(*COPIES, draws=True, has_share=False, sampler="WeightedRandomSampler")
     assert "each rank draws its own (WeightedRandomSampler)" in own.text
     assert not other_samples(*COPIES, draws=True).advice  # of shares
@@ -377,9 +391,9 @@ def test_samples_on_no_rank():
 def test_indices_of_a_share():
     """One index is of other samples on another process; not if most are of the same."""
 
-    def found(*totals, size=64):
+    def found(*totals, size=64, has_share=True):
         def of(numbers, ids):
-            made = a_pass(ids, [*range(9, 13)], has_share=True, size=size)
+            made = a_pass(ids, [*range(9, 13)], has_share=has_share, size=size)
             made[1][1].totals = dict(zip(ids, numbers))
             return notes(*made)
 
@@ -393,6 +407,7 @@ def test_indices_of_a_share():
     assert found([1.0, 2.0, 3.0, 4.0], [1.0, 2.0], [1.0, 5.0]) == ""
     most = [9.0, 8.0, 7.0, 6.0], [1.0, 3.0], [1.0, 4.0]
     assert found(*most) == "" and found(*most, size=None) == "unpaired"
+    assert found([1.0, 2.0, 3.0, 4.0], [1.0, 3.0], [2.0, 4.0], has_share=False) == ""
 
 
 def test_samples_of_another_dataset(tmp_path):
@@ -484,6 +499,9 @@ def test_shares_of_a_pass():
     assert are_shares(first, two_left, ends=True, sizes=(9, 9))  # as of drop_last
     again = {"one": (FIRST, SECOND, FIRST), "sizes": (8, 8)}  # as of a batch sampler: other shares
     assert are_shares((*first, second[0]), (*second, first[0]), **again)
+    assert are_shares(first, second, sizes=(None, None))  # of a dataset without len()
+    last = [*first, [8]], [*second, [9]]  # a pass of 10, whose last batch is short
+    assert are_shares(*last, one=(FIRST, SECOND, [8, 9]), ends=True, sizes=(10, 10))
     tests = a_pass(FIRST, SECOND, line="train.py:9", trains=False)  # a test set is on both
     assert are_shares(first, second, said=tests)
 

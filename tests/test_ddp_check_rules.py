@@ -220,7 +220,7 @@ def test_evaluations_at_other_steps(tmp_path):
     (tmp_path / "train.py").write_text(EVALUATES)
     line = f"{tmp_path}/train.py:3"
 
-    def of(every, *steps, callers=("main.py:9",)):
+    def of(every, *steps, line=line, callers=("main.py:9",)):
         about = {"callers": list(callers)}
         made = [(n, Seen("evaluation", line, "Net", 0, {}, about=about)) for n in steps]
         at = [(n, Step((0, n), line, [], {}, [], [], {"every": every}, {})) for n in range(6)]
@@ -234,6 +234,11 @@ def test_evaluations_at_other_steps(tmp_path):
     number = f"{tmp_path}/train.py:2: every is 8 on one process, 4, 4 on the ranks; set at"
     assert found.more[:2] == ["called at main.py:9", branch] and found.more[2].startswith(number)
     assert state_rules.Evaluation().find(of(8, 1, 3, 9), [of(4, 1, 3), of(4, 1, 3)]) == []
+    many = of(8, 1, 3, *range(9, 27))  # as many as are noted: more may follow
+    assert state_rules.Evaluation().find(many, [of(4, 3, 5), of(4, 3, 5)]) == []
+    one, rank = [of(8, *steps, line=f"{tmp_path}/train.py:4") for steps in ([1, 3], [3, 5])]
+    (found,) = state_rules.Evaluation().find(one, [rank, rank])  # in no branch
+    assert found.more == ["called at main.py:9"]
 
 
 def test_who_has_other_weights():
@@ -269,15 +274,22 @@ def test_lines_that_set_other_weights(tmp_path):
 
 
 def test_draws_before_weights():
-    """What is drawn after they were seen has not made them."""
+    """What is drawn after they were seen has not made them. Those that no optimizer has may
+    have the name of one that it has."""
 
-    def of(state, factor):
-        found = [draw("own", state), draw("own", state, "train.py:7", 2)]
-        found.append((1, Seen("weight", "train.py:9", "o", 0, {"w": sketch(ONE * factor)})))
-        return notes(*step_notes(), *found)
+    def drawn(*before, kind="weight"):
+        ranks = []
+        for state, factor in (1, 1.0), (2, 1 - 1e-6):
+            found = [*[draw("own", state) for _ in before], draw("own", state, "train.py:7", 2)]
+            found.append((1, Seen(kind, "train.py:9", "o", 0, {"w": sketch(ONE * factor)})))
+            ranks.append(notes(*step_notes(), *found))
+        return state_rules.OtherWeights().drawn(ranks)
 
-    (found,) = state_rules.OtherWeights().drawn([of(1, 1.0), of(2, 1 - 1e-6)])
-    assert found.line == "train.py:3"
+    (found,) = drawn("train.py:3")
+    assert found.line == "train.py:3" and found.verdict == "WRONG"
+    (found,) = drawn("train.py:3", kind="other")
+    assert found.verdict == "look"
+    assert drawn() == []
 
 
 def test_gradients_averaged_by_hand():

@@ -96,8 +96,8 @@ class Lineage:
         return [v for v in values if self.differs(v.index)]
 
     def is_fresh(self, value):
-        """Whether it is made from nothing that torch has computed, and is no batch of a loader."""
-        return not any(i in self.all for i in value.made_from) and not value.about.get("made_by")
+        """Whether it is made from nothing that torch has computed."""
+        return not any(i in self.all for i in value.made_from)
 
     def trained_at(self):
         """{(line, model): (optimizer's number, name) of what the passes through it there train, in

@@ -314,7 +314,7 @@ def are_shares(batch, size, one, ranks):
     take again and again in one pass: then, of the first time."""
     key, share = batch.key, batch.rows // len(ranks)
     mine, *theirs = [[repr(index) for index in indices_of(key, notes)] for notes in (one, *ranks)]
-    if size and share and len(mine) > size:
+    if size and len(mine) > size:
         theirs = [of_rank[: size // len(ranks) // share * share] for of_rank in theirs]
     mine, *theirs = map(set, (mine, *theirs))
     everyone = set().union(*theirs)
