@@ -21,6 +21,7 @@ from watched import notes_of
 from ddp_check.given import alike
 from ddp_check.given.datasets import mark_of, remembers
 from ddp_check.given.draws import seed_all
+from ddp_check.given.draws_python import chosen_from
 from ddp_check.given.generators import generators_of
 from ddp_check.given.pairing import LOOP, MODEL
 from ddp_check.given.prepared import batch_of_all
@@ -106,6 +107,8 @@ def test_shares(work):
     """Each rank has its share of the numbers of one process, unless they are too many to keep."""
     of_one, notes, one, ranks = both(SHARES)
     assert not of_one.seen("own", "draw") and not notes[0].seen("gaps", "split")
+    (apart,) = {text_of(note.line) for _, note in notes[0].seen("apart")}
+    assert apart.startswith('show("chosen"')  # each rank chooses from its own
     assert {what for _, note in notes[0].seen("draw") for what in note.values} == {LOOP}
     drawn = {text_of(note.line) for _, note in notes[0].seen("draw")}
     assert len(drawn) == SHARES.count("show(") - 1  # all but "many"
@@ -132,7 +135,7 @@ show("rows", rows)
 show("rows", torch.as_tensor(rows)[torch.randperm(16)])
 random.choice([lambda x: x, lambda x: -x])
 random.sample(population=[1, 2, 3], k=2)
-np.random.randint(1000, 2000, 3)
+np.random.randint(1000, 2000, 3), np.random.randint([1000, 2000])
 np.random.choice(4)
 np.random.choice(4, 2, False)
 class Own(Sampler):
@@ -249,6 +252,14 @@ for trains in True, False, True:
     with torch.set_grad_enabled(trains):
         show("turns", random.random())
 """
+
+
+def test_choices_of_few():
+    """From so many that a checksum takes time, a choice is one from others."""
+    few, many = range(1000), range(1001)
+    assert chosen_from("choice", [[*few]]) and chosen_from("choice", [np.array(few)])
+    for things in [*many], np.array(many), [], [None]:
+        assert chosen_from("choice", [things]) is None
 
 
 def test_choices(work):
@@ -458,6 +469,8 @@ def test_batch_norm(single, monkeypatch):
     for module, rows in (nn.BatchNorm1d(3), 2), (nn.BatchNorm1d(3), 5), (nn.SyncBatchNorm(3), 4):
         assert module(torch.ones(rows, 3)).shape == (rows, 3)
     assert nn.BatchNorm1d(3)(torch.ones(4, 3)) == "shares"
+    single.model_rows = 3  # where no loader gives the batch
+    assert nn.BatchNorm1d(3)(torch.ones(4, 3)).shape == (4, 3)
 
 
 def test_values_of_batch_norm(single, monkeypatch):
@@ -644,7 +657,14 @@ class Remembering(Dataset):
         np.random.shuffle(self.order)  # in place
         return torch.from_numpy(self.order[:2].copy())
 
+class Fetched(Dataset):
+    def __getitem__(self, index):  # which is not asked
+        return torch.ones(2)
+    def __getitems__(self, indices):
+        return [torch.ones(3) for _ in indices]
+
 [*DataLoader(Remembering(), 4, sampler=range(8))]  # remembers
+[*DataLoader(Fetched(), 4, sampler=range(8))]  # fetched
 np.random.normal(np.zeros(8 // world), 1.0, 8 // world)
 """
 SIZES = [[1] * 8, [3, 2], [2], [2, 2, 1], [2, 2], [2, 1], [4, 4], [3, 3], [3, 3]]
@@ -652,7 +672,7 @@ SEEDED = torch.randperm(8, generator=torch.Generator().manual_seed(5)).tolist()
 ROWS = {"lists": [4, 4], "noise": [4, 4], "one by one": [None] * 8, "own": [3, 2], "words": [None]}
 ROWS |= {"with the rest": [2, 2, 1], "without it": [2, 2], "inner": [4, 4], "named": [4, 4]}
 ROWS |= {"named stream": [4, 4], "draws again": [4, 4], "draws": [4]}
-ROWS |= {"remembers": [4, 4], "that may begin again": [2, 1]}
+ROWS |= {"remembers": [4, 4], "fetched": [4, 4], "that may begin again": [2, 1]}
 
 
 def test_loaders(work):
@@ -674,6 +694,8 @@ def test_loaders(work):
                 marks.append([*note.totals])
             if name == "named":
                 assert note.totals == {index: float(index) for index in note.indices}
+            if name == "lists":
+                assert len(note.indices) == 4
             if name == "draws again" and note.number:
                 assert not note.totals
         assert rows == ROWS and len(notes[Pass]) == len(notes[PassEnd]) == len(ROWS)
@@ -786,7 +808,7 @@ loaders = [
 ]
 for loader in loaders:
     show("sizes", len([*loader]))
-for loader in DataLoader(data, 2), DataLoader(data, 3):
+for loader in [DataLoader(data, size) for size in (2, 3, 3)]:  # the second is one per process
     for x in loader:
         show("sizes", len(x))
         step()
@@ -802,13 +824,13 @@ NOTED = [
     ("DistributedOwn", True, True, False, GIVEN_BY),
     ("Batches", True, False, True, "yield [0, 1]"),
     ("RandomSampler", False, True, False, ""),
-    *[("SequentialSampler", False, False, False, "")] * 2,
+    *[("SequentialSampler", False, False, False, "")] * 3,
 ]
 
 
 def test_passes(work):
     """What is noted of a sampler; and each rank's part of the script's batch size, for training."""
-    before = (START + PASSES).partition("for loader in DataLoader")[0]
+    before = (START + PASSES).partition("for loader in [DataLoader")[0]
     scaled = [f"loader 1 of train.py:{before.count(chr(10)) + 1}"]
     one, ranks, shown, (of_rank, _) = both(PASSES, cuts=True, scaled=scaled)
     noted = [
@@ -816,9 +838,9 @@ def test_passes(work):
         for _, p in one[Pass]
     ]
     assert noted == NOTED and {p.size for _, p in one[Pass]} == {8}
-    assert [p.batch_size for _, p in one[Pass]] == [*[2] * 6, None, 2, 2, 6]
-    assert shown["sizes"] == [2, 1, 2, 2, 2, 2, 1, 2, *[2, 2], 4]
-    assert of_rank["sizes"] == [2, 1, 2, 2, 2, 2, 1, 2, *[1] * 4, *[3, 1]]
+    assert [p.batch_size for _, p in one[Pass]] == [*[2] * 6, None, 2, 2, 6, 3]
+    assert shown["sizes"] == [2, 1, 2, 2, 2, 2, 1, 2, *[2, 2], 4, *[3, 1]]
+    assert of_rank["sizes"] == [2, 1, 2, 2, 2, 2, 1, 2, *[1] * 4, *[3, 1] * 2]
     assert [cut.batch_size for _, cut in ranks[0][Cut]] == [2]
 
 
@@ -945,7 +967,8 @@ class Data(Dataset):
         return 4
     def __getitem__(self, index):
         own = [np.random.default_rng().random() for _ in range(2)] + [random.Random().random()]
-        own.append(np.random.default_rng(7).random() + random.Random(7).random())
+        random.seed(5)  # the same for each sample: these are no numbers of a rank
+        own.append(np.random.default_rng(7).random() + random.Random(7).random() + random.random())
         return torch.tensor([np.random.rand(), rng.random(), *self.noise.draw(), *own])
 
 def begin(worker):

@@ -465,6 +465,7 @@ dist.init_process_group("nccl")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(rank if KIND == "first" else 0)
 model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).eval(), nn.Linear(3, 2))
+groups = dist.group.WORLD, [dist.new_group([r]) for r in range(world)][rank]
 mesh = init_device_mesh("cuda", (1, world), mesh_dim_names=("replicate", "shard"))
 if KIND == "second":
     fully_shard(model[0], mesh=mesh)
@@ -476,7 +477,8 @@ else:
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
         sync_module_states=True,
         device_id=torch.cuda.current_device(),
-        **({"device_mesh": mesh} if KIND == "first" else {"use_orig_params": True}),
+        **({"device_mesh": mesh} if KIND == "first" else {"process_group": groups}),
+        use_orig_params=KIND == "names",
     )
 optimizer = torch.optim.AdamW(model.parameters(), 0.1)
 x = torch.arange(64.0).cos().view(16, 4)

@@ -43,12 +43,12 @@ def of_own_generator(run, name, values, generator):
     return run.share_of(run.given[key], shape)
 
 
-def in_sampler(of_torch=True):
-    """Whether we are called from a method of a sampler, such as its __init__; also of torch's?"""
+def in_sampler():
+    """Whether we are called from a method of a sampler that is not torch's, such as __init__."""
     frames = traceback.walk_stack(inspect.currentframe())
     kinds = [type(frame.f_locals.get("self")) for frame, _ in frames]
     samplers = [kind for kind in kinds if issubclass(kind, Sampler)]
-    return any(of_torch or not kind.__module__.startswith("torch.") for kind in samplers)
+    return any(not kind.__module__.startswith("torch.") for kind in samplers)
 
 
 def lengths_of_split():
@@ -140,7 +140,7 @@ class Draws(TorchDispatchMode):
         of_one = pair(run, name, shape, state, among=limits)
         key, shape_of_one, *_ = of_one
         # No share, but it may be alike on all ranks.
-        if shape != shape_of_one and in_sampler(of_torch=False):
+        if shape != shape_of_one and in_sampler():
             note_apart(run, name)
             run.say(place()[0], "chooses")
             with torch.random.fork_rng(devices=[]):

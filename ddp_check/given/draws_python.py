@@ -120,10 +120,10 @@ def patch(run):
                     run.last_order = run.last_order if run.steps else place()[0]
                     note_draw(run, ORDER, generator, state)
                 values = original(*args, **kwargs)
-                if name in SEEDS and not shape and np.ndim(values) == 0:
+                if name in SEEDS and np.ndim(values) == 0:
                     run.keep_drawn(int(values), state)
                 return marked(run, name, generator, values, of_one, state)
-            if in_sampler(of_torch=False):  # where it is no share, but may be alike on all ranks
+            if in_sampler():  # where it is no share, but may be alike on all ranks
                 note_apart(run, name)
                 run.say(place()[0], "chooses")
                 inspect.unwrap(owner.seed)(run.hash(key, state))
