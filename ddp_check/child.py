@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from . import cpu
-from .given import alike, draws, draws_python, frameworks, samples
+from .given import alike, draws, draws_python, frameworks, samplers, samples
 from .kept import files
 from .notes import Printed
 from .patches import LEAVE, replace_names, stop_both_runs, wrap
@@ -25,7 +25,7 @@ from .process import Process
 from .script import UNKNOWN, find_script, own_file, own_lines, place, run_script, source
 from .seen import calls, steps, trace, written
 
-WATCHES = draws, draws_python, alike, samples, frameworks, trace, calls, written, steps
+WATCHES = draws, draws_python, alike, samplers, samples, frameworks, trace, calls, written, steps
 
 
 def options():

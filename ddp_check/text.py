@@ -173,7 +173,9 @@ def sets_in_order(file):
         if isinstance(n, ast.Assign) and is_set(n.value, ())
         for t in n.targets
     }
-    for node in nodes:
+    calls = [n for n in nodes if isinstance(n, ast.Call) and name_of(n.func) == "sorted"]
+    in_sorted = {part for call in calls for part in ast.walk(call)}
+    for node in [node for node in nodes if node not in in_sorted]:
         through = [node.iter] if isinstance(node, (ast.For, ast.comprehension)) else []
         if isinstance(node, ast.Call) and name_of(node.func) in ("list", "tuple", "enumerate"):
             through = node.args[:1]

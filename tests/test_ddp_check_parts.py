@@ -994,7 +994,7 @@ CODE = """\
 import torch.distributed as dist
 names = {word for word in open("words")}
 for number, name in enumerate(names): print(name)
-for name in sorted(names): print(name)
+for name in sorted(names): print(name, sorted(f"{n}:" for n in list(names)))
 mine = names_of(range(dist.get_rank(), 9, 2)) + words[rank::world][:3]
 part, place = words.chunk(world)[rank], places[rank]
 def score(model):

@@ -17,6 +17,8 @@ from ddp_check.compare.samples import (
     compare_samples,
     passes_per_process,
     remedy_by_one,
+)
+from ddp_check.compare.shares import (
     rows_of_inputs,
     takes_blocks,
     takes_others,

@@ -4,7 +4,7 @@ for is changed."""
 import torch
 from test_ddp_check_parts import notes
 
-from ddp_check.compare.samples import rows_of_inputs, takes_blocks, takes_share
+from ddp_check.compare.shares import rows_of_inputs, takes_blocks, takes_share
 from ddp_check.notes import Batch, Seen
 from ddp_check.sketch import summary
 

@@ -12,7 +12,7 @@ from .fits import meaning, same, size
 from .kinds import HIDES, KINDS, TENSORS, misfits, offs, paired
 from .parted import averaged, averages_weights, share_parameters, without_shards
 from .rules import among, own_draws
-from .samples import takes_others
+from .shares import takes_others
 
 
 def found_in(kind, step, text, line, more=()):

@@ -11,7 +11,7 @@ from ..text import branch_of, lines_inside, loops_around, statement_at
 from .fits import sides
 from .kinds import DECIDE
 from .numbers import Variables
-from .samples import training_passes
+from .shares import training_passes
 
 USUAL_ENDS = "its end", "--steps"
 NO_CONNECTION = (

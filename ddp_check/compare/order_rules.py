@@ -8,7 +8,7 @@ from ..notes import Batch, Pass, PassEnd, Step
 from ..script import source
 from ..text import enclosing, loops_around, statement_at
 from .rules import Rule
-from .samples import training_passes
+from .shares import training_passes
 
 
 def passes_of(notes):

@@ -7,7 +7,7 @@ that ends in its name. `find` gets the notes of one process and of each rank; it
 from ..notes import DATASET, OWN_GENERATOR, Collective, Finding, Step
 from ..script import source
 from .kinds import misfits, paired
-from .samples import takes_share
+from .shares import takes_share
 
 ALIKE = 3e-4  # as far as numbers may be apart that are to be the same on all ranks
 

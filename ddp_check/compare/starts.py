@@ -9,7 +9,7 @@ from ..text import shares_in
 from .ends import USUAL_ENDS
 from .kinds import paired
 from .numbers import files_of
-from .samples import (
+from .shares import (
     lines_by_turns,
     loaders_per_process,
     rows_of_inputs,
