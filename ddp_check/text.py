@@ -144,7 +144,7 @@ def returns_of(line, name):
 
 def lines_of_argument(line, names):
     """Those that set the variable that a statement gives as an argument of one of these names."""
-    for node in own_nodes(statement_at(line) or ast.Pass()):
+    for node in own_nodes(statement_at(line)):
         if isinstance(node, ast.keyword) and node.arg in names and isinstance(node.value, ast.Name):
             return lines_that_set(line, node.value.id)
     return []
@@ -256,7 +256,7 @@ def gives(function):
 
 
 def own_nodes(statement):
-    """A statement, and the expressions in it that are in no other statement."""
+    """A statement, and the expressions in it that are in no other statement; none of None."""
     found, todo = [], [statement]
     while node := todo.pop() if todo else None:
         found.append(node)
@@ -283,7 +283,7 @@ def is_path(node):
 
 def divisions_behind(line, files):
     """Where a function divides, or takes a mean, that has computed what this line has: a score."""
-    calls = [n for n in own_nodes(statement_at(line) or ast.Pass()) if isinstance(n, ast.Call)]
+    calls = [n for n in own_nodes(statement_at(line)) if isinstance(n, ast.Call)]
     names, found = {name_of(call.func) for call in calls}, []
     for file in files:
         for node in statements(file):
