@@ -291,6 +291,9 @@ def test_temporary_folders_of_imports(users):
 def test_other_programs_are_said(users):
     said = watched("subprocess.run(['true', 'x']); os.system('true y'); import platform")[2]
     assert "does to files is not seen: script.py:7: subprocess.run(['true', 'x']); os" in said
+    os.mkdir("site-packages"), Path("notes/said").unlink()
+    Path("site-packages/starts.py").write_text("import os\nos.system('true')\n")
+    assert watched("import sys; sys.path.append('site-packages')\nimport starts")[2] == ""
 
 
 def test_another_programs_files(users):

@@ -572,6 +572,9 @@ def test_seeds_that_are_drawn(make_process):
     run.keep_drawn(2**40 + 5, 9), run.keep_drawn(7, 9)  # which may be a choice
     assert run.own_seed(5) == run.hash("own seed", 5, 9) and run.own_seed(2**40 + 5) != 2**40 + 5
     assert run.own_seed(7) == 7 and run.own_seed("a") == "a"
+    run.steps = 1
+    run.keep_drawn(5000, 9)
+    assert run.own_seed(5000) == 5000
 
 
 def test_order_of_a_batch(single, monkeypatch):

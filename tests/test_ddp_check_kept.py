@@ -114,6 +114,8 @@ def test_words(users):
 def test_map_that_is_read(users):
     code = "file = open('data.bin', 'r+b'); mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)[0]"
     assert watched(code)[::2] == (0, "")
+    private = code.replace("prot=mmap.PROT_READ)[0]", "flags=mmap.MAP_PRIVATE)[0] = 7")
+    assert watched(private)[::2] == (0, "") and users_content() == users
 
 
 # Stand-ins, which open files unheard, as those in C do
@@ -182,9 +184,12 @@ def test_databases_in_c(libraries, users):
 
 def test_a_database_that_is_not_there(libraries):
     """Another program may create it later."""
-    code = "import dbm.gnu\ntry: dbm.gnu.open('missing')\nexcept OSError: pass\n"
-    assert watched(code + "subprocess.run(['touch', 'missing']); open('new', 'w')")[0] == 0
-    assert not remove_made(str(Path("notes").resolve())) and os.path.exists("missing")
+    of_sqlite = "sqlite3.connect('file:missing?mode=ro', uri=True)"
+    for opens in "dbm.gnu.open('missing')", of_sqlite:
+        code = f"import dbm.gnu\ntry: {opens}\nexcept (OSError, sqlite3.Error): pass\n"
+        assert watched(code + "subprocess.run(['touch', 'missing']); open('new', 'w')")[0] == 0
+        assert not remove_made(str(Path("notes").resolve()))
+        os.remove("missing")
 
 
 def test_a_folder_with_a_librarys_name(work):
@@ -472,7 +477,8 @@ def runs_of(tmp_path):
 
 def ended(state, *said):
     """The notes of one process that has made no step, and what a Run gives."""
-    of = notes(*[(0, Said("note", PROGRAM + line)) for line in said])
+    programs = [(0, Said("note", PROGRAM + line)) for line in said]
+    of = notes((0, Said("note", "float32 is kept")), *programs)
     of.end = lambda: state
     return [of], None
 
@@ -538,6 +544,8 @@ def test_further_runs(runs_of, tmp_path):
         (tmp_path / name).touch()
     pairs.remove_notes(str(tmp_path), "all.")
     assert {path.name for path in tmp_path.iterdir()} == {"one.draws", "one.0.notes", "made"}
+    pairs.remove_notes(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
 # ---- the command

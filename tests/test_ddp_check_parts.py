@@ -328,6 +328,27 @@ def test_steps(make_process, monkeypatch):
     assert kinds >= {"setting", "mode", "gradient", "weight", "update", "buffer"}
 
 
+def test_first_step_by_keyword(make_process):
+    """It has no gradients before its closure is called."""
+    steps, optimizer = (
+        seen_steps.Steps(make_process("one")),
+        torch.optim.SGD(Net().parameters(), 0.5),
+    )
+    steps.begin(optimizer, (optimizer,), {})
+    assert steps.inside is None
+    steps.begin(optimizer, (optimizer,), {"closure": lambda: 0.0})
+    assert steps.inside is optimizer
+
+
+def test_saved_by_other_names(make_process, tmp_path):
+    """As of a copy of the model on rank 0; not where it has other parameters."""
+    steps = seen_steps.Steps(make_process())
+    steps.path = lambda what: str(tmp_path / what)
+    torch.save({"a": torch.ones(1), "b": torch.zeros(1)}, steps.path("after"))
+    for names, found in ("cd", "cd"), ("b", "ab"), ("abc", "ab"):
+        assert [*steps.saved("after", dict.fromkeys(names))] == [*found]
+
+
 class Game:
     def reset(self):
         pass
@@ -388,9 +409,11 @@ def test_made(tmp_path):
         inside.is_dir() or inside.write_text("")
         made.add(str(inside), "output")
         made.settle()
-    made.moved(str(folder), str(tmp_path / "new"))
-    folder.rename(tmp_path / "new")
-    assert made.owns(str(tmp_path / "new/a")) and made.owns(str(tmp_path / "new"))
+    new = tmp_path / "new"
+    made.moved(str(folder), str(new))
+    folder.rename(new)
+    assert made.owns(str(new / "a")) and made.owns(str(new))
+    assert {path for path in made.paths if path.startswith(str(new))} == {str(new), str(new / "a")}
 
 
 # ---- what is judged

@@ -325,6 +325,14 @@ def test_rule_that_fails(monkeypatch, capsys):
     assert {f.what for f in found} >= {rule.name for rule in RULES}
 
 
+def test_notes_without_some_steps():
+    """Of other kinds, they are there."""
+    of = notes(*step_notes(), kept("attribute", w=ONE), (1, Printed("train.py:20", "0.5")))
+    rest = of.without(["gradient"], lambda step: step > 0)
+    assert [step for step, _ in rest.seen("gradient")] == [0] and not rest[Printed]
+    assert rest.seen("attribute") and len(rest[Step]) == 4 == len(of.seen("gradient"))
+
+
 def test_what_is_logged_alike():
     """It is right; of nothing, it is not known."""
 

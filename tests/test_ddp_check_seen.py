@@ -22,6 +22,7 @@ from ddp_check import cpu, script, text
 from ddp_check.notes import MANY_EVALUATIONS, MANY_VALUES, Collective, End, Notes, Said, Step
 from ddp_check.process import Process
 from ddp_check.seen import held
+from ddp_check.seen.calls import in_function
 from ddp_check.seen.trace import Trace, is_batch_norm
 from ddp_check.seen.written import lines_of, note_set
 from ddp_check.sketch import moved, sketch
@@ -771,6 +772,31 @@ def test_backward_of_a_function(tmp_path):
     (tmp_path / "net.py").write_text(AUTOGRAD)
     file = f"{tmp_path}/net.py"
     assert text.backward_of(f"{file}:5") == f"{file}:6" and text.backward_of(f"{file}:8") == ""
+
+
+def test_inside_of_a_function():
+    """Of the script's own, in its forward; not in one of torch's that calls the script's."""
+    found = []
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            found.append(in_function())
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            found.append(in_function())
+            return grad
+
+    def of_torch(x):
+        found.append(in_function())
+        return x * 2
+
+    x = torch.ones(1, requires_grad=True)
+    Same.apply(x).backward()
+    torch.utils.checkpoint.checkpoint(of_torch, x, use_reentrant=True)
+    assert found == [True, False, False]
 
 
 def test_crash_below_torch(work):

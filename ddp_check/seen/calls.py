@@ -72,7 +72,7 @@ def patch(run):
                     drawn = run.last_order
                 tensors = leaves_of((args[:2], list(kwargs.values())))
                 has_grad = any(getattr(tensor, "requires_grad", False) for tensor in tensors)
-                has_backward = has_grad and not torch.is_grad_enabled() and in_function()
+                has_backward = has_grad and in_function()
                 has_grad = has_backward or has_grad and torch.is_grad_enabled()
                 groups = [each for each in (*args, *kwargs.values()) if is_group(each)]
                 of_all = all(group.size() == run.world for group in groups)
