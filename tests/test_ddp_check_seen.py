@@ -465,7 +465,8 @@ from torch.distributed.fsdp import fully_shard
 dist.init_process_group("nccl")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(rank if KIND == "first" else 0)
-model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).eval(), nn.Linear(3, 2))
+with torch.device("meta" if rank and KIND == "names" else "cpu"):  # rank 0 sends its own
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).eval(), nn.Linear(3, 2))
 groups = dist.group.WORLD, [dist.new_group([r]) for r in range(world)][rank]
 mesh = init_device_mesh("cuda", (1, world), mesh_dim_names=("replicate", "shard"))
 if KIND == "second":
@@ -480,6 +481,7 @@ else:
         device_id=torch.cuda.current_device(),
         **({"device_mesh": mesh} if KIND == "first" else {"process_group": groups}),
         use_orig_params=KIND == "names",
+        param_init_fn=lambda module: module.to_empty(device="cuda", recurse=False),
     )
 optimizer = torch.optim.AdamW(model.parameters(), 0.1)
 x = torch.arange(64.0).cos().view(16, 4)

@@ -190,15 +190,14 @@ def control_shards(run):
             if isinstance(groups[0], tuple) or getattr(groups[1], "ndim", 1) > 1:  # as of a machine
                 given.arguments |= {"process_group": None, "device_mesh": None}
             given.arguments["sharding_strategy"] = fsdp.ShardingStrategy.NO_SHARD
+            is_sent = False
             if cpu.MODES:
                 given.arguments["device_id"] = cpu.CPU
-                module = given.arguments["module"]
-                tensors = [*module.parameters(), *module.buffers()]
-                is_real = not any(tensor.is_meta for tensor in tensors)
-                if is_real and given.arguments.pop("sync_module_states", False):  # on GPUs alone
-                    for tensor in tensors:
-                        torch.distributed.broadcast(tensor.detach(), 0)
+                is_sent = given.arguments.pop("sync_module_states", False)  # on GPUs alone
             original(*given.args, **given.kwargs)
+            if is_sent:  # now that none is on the meta device
+                for tensor in [*self.parameters(), *self.buffers()]:
+                    torch.distributed.broadcast(tensor.detach(), 0)
 
     when_imported("torch.distributed.fsdp", keep_whole)
 
