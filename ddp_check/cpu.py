@@ -49,7 +49,7 @@ class OnCpu(TorchFunctionMode):
         kwargs, name = dict(kwargs or {}), getattr(function, "__name__", "")
         if name in ("cuda", "pin_memory"):
             self.say(WHAT)
-            return args[0]
+            return without_gaps(args[0])
         if name == "__get__" and function == IS_CUDA and is_asked_by_script():
             return True
         if name == "type" and len(args) > 1 and isinstance(args[1], str):
@@ -64,9 +64,17 @@ class OnCpu(TorchFunctionMode):
         if any(map(is_cuda, args[1:])):
             self.say(WHAT)
             args = args[0], *[CPU if is_cuda(value) else value for value in args[1:]]
+        if name == "to" and CPU in (*args[1:], kwargs.get("device")):
+            args = without_gaps(args[0]), *args[1:]
         if name == "histc" and args:  # of integers, which a GPU counts, too
             return function(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
         return function(*args, **kwargs)
+
+
+def without_gaps(tensor):
+    """As a copy on another device has none, of a part of a tensor's columns."""
+    copy = tensor if tensor.is_contiguous() else tensor.clone()
+    return tensor if copy.stride() == tensor.stride() else copy
 
 
 IS_CUDA = torch.Tensor.is_cuda.__get__
