@@ -3,7 +3,8 @@
 In all processes:
 
 script     the script's files and lines, and how it is run
-text       what stands in them: names, branches, divisions
+text       what stands in them: statements, names, branches
+patterns   lines that share, divide, put in order, compare, or read flags
 notes      what is noted, as dataclasses; written in each process, read when all have ended
 sketch     what is noted of a tensor
 imports    functions that are called when a module is imported
@@ -11,6 +12,7 @@ imports    functions that are called when a module is imported
 In those of a run:
 
 patches    functions that are replaced
+places     where a rank's samples are among those of one process
 process    what the process knows, and the notes that it takes
 gpus       what it is told of GPUs that are not there
 cpu        scripts for GPUs, on CPUs

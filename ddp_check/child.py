@@ -23,9 +23,22 @@ from .notes import Printed
 from .patches import LEAVE, replace_names, stop_both_runs, wrap
 from .process import Process
 from .script import UNKNOWN, find_script, own_file, own_lines, place, run_script, source
-from .seen import calls, steps, trace, written
+from .seen import calls, passes, schedules, steps, trace, written
 
-WATCHES = draws, draws_python, alike, samplers, samples, frameworks, trace, calls, written, steps
+WATCHES = (
+    draws,
+    draws_python,
+    alike,
+    samplers,
+    samples,
+    frameworks,
+    trace,
+    passes,
+    calls,
+    written,
+    schedules,
+    steps,
+)
 
 
 def options():

@@ -160,7 +160,7 @@ PRIVATE = {
     "torch.utils._python_dispatch.TorchDispatchMode": "given/draws.py: operators of any call",
     "torch.ops.aten.rand.default._schema": "given/draws.py: the names of an operator's arguments",
     "torch.default_generator._cdata": "given/draws.py: whether it is torch's own generator",
-    "torch.nn.parallel.DistributedDataParallel._sync_buffers": "seen/trace.py: a pass that sends "
+    "torch.nn.parallel.DistributedDataParallel._sync_buffers": "seen/calls.py: a pass that sends "
     "buffers",
     "torch.nn.parallel.DistributedDataParallel._passing_sync_batchnorm_handle": "cpu.py: DDP "
     "refuses SyncBatchNorm on CPUs",

@@ -52,17 +52,12 @@ from ddp_check.notes import (
     Seen,
     Step,
 )
+from ddp_check.patterns import divisions_behind, parameters_in, sets_in_order, shares_in
 from ddp_check.runs import NothingCompared, Options
 from ddp_check.seen import held
 from ddp_check.seen import steps as seen_steps
 from ddp_check.sketch import sketch, sketches, summary
-from ddp_check.text import (
-    branch_of,
-    divisions_behind,
-    parameters_in,
-    sets_in_order,
-    shares_in,
-)
+from ddp_check.text import branch_of
 
 TOLERANCE = 3e-4
 

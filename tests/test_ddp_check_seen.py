@@ -18,12 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 from watched import findings_of, notes_of
 
-from ddp_check import cpu, script, text
+from ddp_check import cpu, patterns, script, text
 from ddp_check.notes import MANY_EVALUATIONS, MANY_VALUES, Collective, End, Notes, Said, Step
 from ddp_check.process import Process
 from ddp_check.seen import held
 from ddp_check.seen.calls import in_function
-from ddp_check.seen.trace import Trace, is_batch_norm
+from ddp_check.seen.passes import is_batch_norm
+from ddp_check.seen.trace import Trace
 from ddp_check.seen.written import lines_of, note_set
 from ddp_check.sketch import moved, sketch
 
@@ -824,6 +825,6 @@ def test_text(work):
     """What computes a score, and who calls that; nothing of a line that is not known."""
     Path("train.py").write_text(TEXT)
     file = os.path.abspath("train.py")
-    assert text.divisions_behind(f"{file}:6", [file]) == [f"{file}:3"]
+    assert patterns.divisions_behind(f"{file}:6", [file]) == [f"{file}:3"]
     assert text.calls_of(f"{file}:3", [file]) == [f"{file}:6"]
     assert text.lines_inside(script.UNKNOWN) == []

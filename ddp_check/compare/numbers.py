@@ -4,16 +4,9 @@ import math
 import re
 
 from ..notes import Batch, Drawn, Said, Step
+from ..patterns import divisions_behind, parameters_in, sets_in_order, shares_in
 from ..script import source
-from ..text import (
-    divisions_behind,
-    lines_that_set,
-    names_at,
-    parameters_in,
-    returns_of,
-    sets_in_order,
-    shares_in,
-)
+from ..text import lines_that_set, names_at, returns_of
 from .fits import relative, sides
 
 TIME = r"(?<![a-z])(time|elapsed|eta|secs?|seconds|mem|memory)(?![a-z])"  # in a name, or words

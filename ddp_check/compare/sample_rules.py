@@ -3,7 +3,7 @@
 import itertools
 
 from ..notes import OWN_GENERATOR, Batch, Cut, Pass, Step
-from ..text import tests_with
+from ..patterns import tests_with
 from .fits import relative, sides
 from .kinds import misfits, paired
 from .order_rules import passes_of

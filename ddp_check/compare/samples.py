@@ -6,8 +6,9 @@ import re
 from dataclasses import replace
 
 from ..notes import Batch, Cut, Finding, Pass, PassEnd, Said, Step
+from ..patterns import flags_in, reads_flag, shares_in
 from ..script import source
-from ..text import class_of, flags_in, lines_of_argument, reads_flag, shares_in
+from ..text import class_of, lines_of_argument
 from .fits import relative
 from .numbers import files_of, shares_of
 from .shares import takes_share, training_passes

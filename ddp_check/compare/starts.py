@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..notes import Batch, Cut, Drawn, End, Pass, Said
-from ..text import shares_in
+from ..patterns import shares_in
 from .ends import USUAL_ENDS
 from .kinds import paired
 from .numbers import files_of

@@ -10,18 +10,15 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import (
-    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from ..given.draws import seed_all
-from ..imports import when_imported
 from ..notes import TRIED, Seen, Step
-from ..patches import stop_both_runs, wrap
-from ..script import is_inside, library_place, place, source
+from ..patches import wrap
+from ..script import is_inside, library_place, place
 from ..sketch import moved, sketches
 from .held import (
     Trained,
@@ -34,52 +31,12 @@ from .held import (
     tensors_of,
     variables_of,
 )
+from .refused import refuse_alone, refuse_parts
+from .schedules import made_of
 from .written import lines_of
 
 LATER = 8  # steps after which it is searched once more for generators
-JOIN = "a script for one process? What it needs for several: docs/your_loop.md#the-checklist"
 BATCH_NORM = r"running_mean$|running_var$|num_batches_tracked$"  # averages: each rank's own
-
-
-def refuse_alone(run):
-    """Processes that each train for themselves, as those of a script for one do."""
-    if not run.is_single and not dist.is_initialized():
-        text = f"its {run.world} processes have not joined: no init_process_group()"
-        facts = {"line": source(place()[0]), "text": text, "remedy": JOIN}
-        stop_both_runs(run.folder, "refused", facts)
-
-
-def made_of(optimizer):
-    """{what: the lines that have done it} of this optimizer, as Step.made has them."""
-    if not hasattr(optimizer, "check_made"):  # of a class with an __init__ of its own
-        optimizer.check_made = {"made": []}
-    return optimizer.check_made
-
-
-def refuse_parts(run):
-    """A model whose layers, or whose stages, are on other ranks: these share each batch."""
-
-    def refuse(what):
-        facts = {"line": source(place()[0]), "text": f"not compared: {what}"}
-        facts["remedy"] = "run it with data parallelism alone, a size of 1 for what shares a batch"
-        stop_both_runs(run.folder, "refused", facts)
-
-    def refuse_layers(module):
-        @wrap(module, "parallelize_module")
-        def parallelize(original, layer, device_mesh=None, *args, **kwargs):
-            if (device_mesh or dist.group.WORLD).size() > 1:
-                refuse("tensor parallelism")
-            return original(layer, device_mesh, *args, **kwargs)
-
-    def refuse_stages(module):
-        @wrap(module.PipelineStage, "__init__")
-        def make(original, self, submodule, stage_index, num_stages, *args, **kwargs):
-            if num_stages > 1:
-                refuse("pipeline parallelism")
-            original(self, submodule, stage_index, num_stages, *args, **kwargs)
-
-    when_imported("torch.distributed.tensor.parallel", refuse_layers)
-    when_imported("torch.distributed.pipelining", refuse_stages)
 
 
 def has_gradients(optimizer):
@@ -264,16 +221,6 @@ def patch(run):
     refuse_parts(run)
     wrap(gc, "freeze")(lambda original: None)  # what is frozen is not found any more
 
-    @wrap(Optimizer, "__init__")
-    def make(original, self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        self.check_made = {"made": [place()[0]]}
-
-    @wrap(Optimizer, "load_state_dict")
-    def load(original, self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        made_of(self)["loaded"] = place()[0]
-
     @wrap(DistributedDataParallel, "__init__")
     def wrap_model(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
@@ -283,23 +230,5 @@ def patch(run):
             ids = [id(p) for name, p in all_named if p.requires_grad and name not in names]
             steps.wrapped[self] = place()[0], ids
 
-    def watch_schedule(kind):
-        @wrap(kind, "__init__")
-        def schedule(original, self, optimizer, *args, **kwargs):
-            original(self, optimizer, *args, **kwargs)
-            made_of(optimizer)["made"].append(place()[0])
-
-        @wrap(kind, "step")
-        def step(original, self, *args, **kwargs):
-            line, out = place()[0], original(self, *args, **kwargs)
-            if run.steps:
-                made_of(self.optimizer)["last"] = line
-            if kind is ReduceLROnPlateau:
-                number = {"number": float(args[0] if args else kwargs["metrics"])}
-                run.note(Seen("plateau", line, "", run.nth("plateau", run.steps, line), number))
-            return out
-
-    watch_schedule(LRScheduler)
-    watch_schedule(ReduceLROnPlateau)
     register_optimizer_step_pre_hook(steps.begin)
     register_optimizer_step_post_hook(steps.end)
