@@ -16,7 +16,7 @@ STREAM = "a batch of an IterableDataset"
 MANY_VALUES = 50  # of a line and step that are noted
 MANY_EVALUATIONS = 20  # of a line that are noted
 OWN_GENERATOR = "a generator"  # of the script's own
-DATASET = "the dataset"  # which draws for its samples
+DATASET, COLLATE = "the dataset", "collate_fn"  # which draw for samples, and for batches
 PASS = "a pass through DDP, which sends buffers"  # as a collective call
 
 

@@ -759,6 +759,15 @@ class Gather(torch.autograd.Function):
         return grad.chunk(world)[rank]
 """
 FAULTS = {  # {what: (the script, what its finding is, what it names)}
+    "noise that collate_fn draws alike": (
+        "def collate(samples):\n    x, y = torch.utils.data.default_collate(samples)\n"
+        "    return x + 0.1 * np.random.randn(*x.shape).astype(np.float32), y\n"
+        "np.random.seed(0)\n"
+        "loader = DataLoader(data, 8 // world, sampler=sampler, collate_fn=collate)\n"
+        "model = DDP(net)\n" + SGD + LOOP,
+        "random",
+        ["collate_fn draws the same numbers", "without workers, np.random.seed(seed + rank)"],
+    ),
     "parameters that a loss leaves out": (
         "class Net(nn.Linear):\n    def __init__(self):\n        super().__init__(8, 3)\n"
         "        self.other = nn.Linear(8, 3)\n"

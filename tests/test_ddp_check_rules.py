@@ -75,6 +75,7 @@ def test_draws_of_several_generators():
     of_workers, _ = found("random", part=DATASET)
     assert of_workers.startswith("torch.manual_seed(seed + rank)")
     assert of_workers.endswith("; without workers, random.seed(seed + rank) after the split")
+    assert found("RandomState", part=DATASET)[0] == "seed this generator with seed + rank"
     assert found(OWN_GENERATOR) == ("seed this generator with seed + rank", [])
 
 

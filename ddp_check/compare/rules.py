@@ -4,7 +4,7 @@ To add a rule: a subclass of Rule, in judge.RULES, and a line of tests/test_ddp_
 that ends in its name. `find` gets the notes of one process and of each rank; it returns findings,
 [] if `right` is so, None if nothing was seen."""
 
-from ..notes import DATASET, OWN_GENERATOR, Collective, Finding, Step
+from ..notes import COLLATE, DATASET, OWN_GENERATOR, Collective, Finding, Step
 from ..script import source
 from .kinds import misfits, paired
 from .shares import takes_share
@@ -53,6 +53,7 @@ class RandomNumbers(Rule):
     needs = "dropout, noise for a batch, or augmentation"
     remedy = "torch.manual_seed(seed + rank) after the model and the split", "#seeds"
     remedies = {
+        "torch": remedy[0],
         "random": "random.seed(seed + rank) after the split",
         "numpy": "np.random.seed(seed + rank) after the split",
         OWN_GENERATOR: "seed this generator with seed + rank",
@@ -63,15 +64,16 @@ class RandomNumbers(Rule):
         is_whole = takes_share(one, ranks)  # then all ranks are to load the same
         often = {seen.line for step, seen, _ in draws if step > 0}  # not only before the training
         for step, seen, found in sorted(draws, key=lambda draw: draw[1].line not in often):
-            if found and not (is_whole and found[0].part == DATASET):
+            if found and not (is_whole and found[0].part in (DATASET, COLLATE)):
                 first.setdefault((found[0].part, seen.name), (step, seen))
         if not first:
             return [] if draws else None
         ((part, name), (step, seen)), *others = first.items()
         text = f"{part} draws the same numbers on all ranks ({name})"
-        remedy = self.remedies.get(name)
-        if part == DATASET and remedy:  # torch seeds its loader's workers
-            remedy = f"{self.remedy[0]}; without workers, {remedy}"
+        remedy = self.remedies.get(name, self.remedies[OWN_GENERATOR])
+        if part in (DATASET, COLLATE) and name in ("random", "numpy"):
+            # torch seeds its loader's workers
+            remedy = f"{self.remedies['torch']}; without workers, {remedy}"
         more = []
         if seen.about["seeded"] and name != OWN_GENERATOR:
             more.append(f"last seeded at {source(seen.about['seeded'])}")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset
 
-from ..notes import DATASET
+from ..notes import COLLATE, DATASET
 from ..script import own_file
 from ..sketch import leaves_of
 from .draws import seed_all
@@ -196,11 +196,16 @@ def collated(run, loader, indices, batch, states):
     if batch == 0 or (is_own(loader.collate_fn) and run.traces):
         bases = [base_index(loader.dataset, index) for index in indices]
         totals = dict(zip(bases, map(total_of, samples)))
-    run.thread.batch = len(samples)
+    run.thread.batch, before = len(samples), given_states()
     try:
-        return totals, loader.collate_fn(samples)
+        made = loader.collate_fn(samples)
     finally:
         run.thread.batch = None
+    after = given_states()
+    for generator in before if torch.is_grad_enabled() else ():
+        if after[generator] != before[generator]:
+            note_draw(run, COLLATE, generator, states[generator])
+    return totals, made
 
 
 def batches_of_stream(run, loader):
