@@ -120,12 +120,12 @@ def main(words=None):
     janitor = Janitor(folder)
     try:
         status = report(args, folder)
-        if status and (proposal := launchers.proposal(args, path)):
-            print(f"ddp_check: {proposal}", file=sys.stderr)
     except KeyboardInterrupt:
         status = 130
     finally:
         janitor.finish()
+    if status and (proposal := launchers.proposal(args, path)):
+        print(f"ddp_check: {proposal}", file=sys.stderr)
     sys.exit(status)
 
 

@@ -73,7 +73,9 @@ class OnCpu(TorchFunctionMode):
 
 def without_gaps(tensor):
     """As a copy on another device has none, of a part of a tensor's columns."""
-    copy = tensor if tensor.is_contiguous() else tensor.clone()
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_contiguous():
+        return tensor
+    copy = tensor.clone()
     return tensor if copy.stride() == tensor.stride() else copy
 
 

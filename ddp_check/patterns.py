@@ -92,10 +92,8 @@ def shares_in(file):
         is_turn = isinstance(node, ast.Compare) and any(isinstance(n, ast.Mod) for n in inside)
         is_part = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call)
         if is_call or is_turn or is_part or isinstance(node, ast.Slice):
-            names = [str(name_of(part)).lower() for part in inside]
-            if any("rank" in name for name in names) and not any(
-                "device" in name for name in names
-            ):
+            is_device = is_part and "device" in ast.unparse(node.value.func).partition("(")[0]
+            if any("rank" in str(name_of(part)) for part in inside) and not is_device:
                 found.append(f"{file}:{node.lineno}")
     return list(dict.fromkeys(found))
 

@@ -1323,6 +1323,23 @@ def test_equal_losses_of_unequal_rows(sizes, is_found):
         assert found.line == "train.py:2" and "a mean of so many rows: 8 on one" in found.text
 
 
+@pytest.mark.parametrize(
+    ("name", "numbers", "is_found"),
+    [
+        ("cross_entropy", (2.0, 2.00001, 1.99999), True),
+        ("max", (2.0, 2.00001, 1.99999), False),
+        ("cross_entropy", (2.0, 2.0, 2.0), False),  # of what is exactly equal
+    ],
+)
+def test_nearly_equal_losses_of_unequal_rows(name, numbers, is_found):
+    def make(size, x):
+        rows = seen(1, "linear", torch.ones(size, 2))
+        return [rows, seen(2, name, x, made_from=[1]), loss(3, x, made_from=[2])]
+
+    found = blamed(*processes(make, (8, 5, 3), [torch.tensor(n) for n in numbers]))
+    assert (found is not None and "a mean of so many rows" in found.text) == is_found
+
+
 @pytest.mark.parametrize("values", [COPIED, OTHER])
 @pytest.mark.parametrize("own_flags", [True, False])
 def test_values_that_are_planned(values, own_flags):

@@ -39,6 +39,7 @@ assert torch.zeros(2).cuda().is_cuda and torch.zeros(2).to("cuda:1").sum() == 0
 torch.zeros(2).to(0), torch.zeros(2).to(device=1), torch.zeros(2, device=0), torch.ones(2).cuda(1)
 torch.zeros(2, device=torch.device("cuda", 1)).new_ones(3, device="cuda")
 x = torch.ones(4, 4)[:, :2]; x.to("cuda").view(-1), x.cuda().view(-1), x.to(device=0).view(-1)
+torch.eye(2).to_sparse_csr().cuda(), torch.eye(2).to_sparse().to("cuda")
 assert one.expand(2, 2).T.contiguous().T.cuda().stride() == (1, 2)
 torch.as_tensor([1.0], device="cuda") + torch.arange(3, device="cuda")[:1]
 nn.Linear(2, 2, device="cuda").to(0), nn.Linear(2, 2).cuda(1).to("cuda").to(device=1)

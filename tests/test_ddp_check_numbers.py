@@ -783,7 +783,7 @@ def test_lines_of_a_context(tmp_path):
         ("0.73 of 12", 3.0, [None, None]),  # too short to tell anything
         ("time: 1.236  data 0.731", 3.0, [None, 0.731]),  # of a clock
         ("batch_time.val 1.236, mem 1234, times 7.31", 3.0, [1.236, None, 7.31]),
-        ("data_time: 1.236 runtime 2.345", 3.0, [None, 2.345]),
+        ("data_time: 1.236 runtime 2.345, milliseconds 12.34", 3.0, [None, 2.345, None]),
     ],
 )
 def test_numbers_of_a_line(text, loss, numbers):

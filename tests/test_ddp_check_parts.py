@@ -297,7 +297,6 @@ def make_step(run, gradient):
     model = Net()
     nn.init.constant_(model.layer.weight, gradient)
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
-    optimizer.made = run.made[id(optimizer)] = {"made": []}
     steps = seen_steps.Steps(run)
     for p in model.parameters():
         p.grad = torch.full_like(p, gradient)
@@ -1034,6 +1033,7 @@ def make():
 print(list(words - {"a"}))
 print(list({"a"} - words))
 print(list(set(words)))
+mine = torch.arange(n, device=device).chunk(world)[rank]
 torch.cuda.set_device(devices()[rank])
 """
 
@@ -1044,7 +1044,7 @@ def test_lines_that_are_named(tmp_path):
     (tmp_path / "named.py").write_text(CODE)
     file = str(tmp_path / "named.py")
     assert sets_in_order(file) == [f"{file}:{n}" for n in (3, 12, 23, 24, 25)]
-    assert shares_in(file) == [f"{file}:{n}" for n in (5, 6, 19, 20)]
+    assert shares_in(file) == [f"{file}:{n}" for n in (5, 6, 19, 20, 26)]
     assert set(divisions_behind(f"{file}:11", [file])) == {f"{file}:9", f"{file}:10"}
     assert parameters_in(file) == [f"{file}:{n}" for n in (14, 16, 22)]
 

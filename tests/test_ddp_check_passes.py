@@ -859,10 +859,11 @@ def test_counts(tmp_path):
     assert found(4, 2, times=[0, 0, 1, 1, 2]) == ["look"]
     # The samples of all ranks, where one process's batch size is one of many.
     cut = (0, Cut(LOADER, 4))
-    by = {rows: a_pass(batch_size=rows)[0] for rows in (4, 2, None)}
-    assert found(4, 8, given=[by[4]]) == [] != found(1, 2, given=[by[4]])
-    assert found(4, 8, given=[by[2], cut]) == [] != found(2, 4, given=[by[2], cut])
-    assert found(4, 8, given=[by[None]]) == ["look"]
+    by = {rows: a_pass([0], [1], batch_size=rows) for rows in (4, 2, None)}
+    assert found(4, 8, given=by[4]) == [] != found(1, 2, given=by[4])
+    assert found(4, 8, given=[*by[2], cut]) == [] != found(2, 4, given=[*by[2], cut])
+    tests = a_pass([0], [1], batch_size=4, trains=False)
+    assert found(4, 8, given=by[None]) == ["look"] == found(4, 8, given=tests)
 
 
 def test_samples_by_own_numbers():

@@ -680,6 +680,10 @@ def test_traced(make_process):
         run.loaded |= {"a": (3, None), "b": (2, None)}
         torch.vstack([x, y]), torch.concat([y, y], -2), torch.cat([y, y, y, y], dim=0)
         assert run.joined == {5: [3, 2], 4: [2, 2], 8: [2, 2, 2, 2]}
+        torch.flatten(input=y[:, None], start_dim=0), x.view(2, -1), torch.ones(1, 4).view(4)
+        assert 4 in run.joined and run.joined.pop(4) == [2, 2]  # that of cat
+        y.view(-1), x.reshape(6), torch.tensor(1.0).view(1)
+        assert (run.joined.pop(4), run.joined.pop(6)) == ([], [])
         x.check_line = "train.py:5"
         z = x * 3
         copy, (part, _, _) = z.clone(), z.unbind()

@@ -10,6 +10,12 @@ FOLDER = "trainer"
 PACKAGES = minimind.PACKAGES
 COMMAND = minimind.COMMAND.replace("pretrain", "full_sft").replace("pre.jsonl", "sft.jsonl")
 VERDICTS = {
+    "value ../model/model_minimind.py:252": (
+        "true",
+        "a mean over a rank's own answers, which have other numbers of tokens on each: DDP's mean "
+        "of these is not the mean over all",
+        "read: labels of -100 but for the answers, and cross_entropy's mean over the rest",
+    ),
     "random train_full_sft.py:27": (
         "true",
         "each epoch's seed, for the order, is one for all ranks, and undoes the seed by rank of "

@@ -82,8 +82,10 @@ def is_apart(cause, value):
     """Whether it may be made from random numbers that the ranks have not drawn as one process
     has."""
     values, variables = cause.values, cause.variables
-    is_made = value.kind == "inputs" or value.name in CHOOSES or values.is_from_outside(value)
-    if is_made and variables.drawn_apart(cause.step) or cause.step in variables.with_gaps:
+    is_made = value.name in CHOOSES or values.is_from_outside(value)
+    is_now = value.kind == "inputs" and cause.step in variables.apart
+    is_late = is_made and variables.drawn_apart(cause.step)
+    if is_now or is_late or cause.step in variables.with_gaps:
         return True
     own_draws = cause.differences.own_draws
     return values.has_other_layout(value) or values.is_drawn_at(value, own_draws)

@@ -25,11 +25,11 @@ def after_orders(found):
     return rest
 
 
-def name_unused(found, ends):
-    """Of gradients that are not averaged in a step of which DDP says at its next pass that it has
-    left out parameters."""
+def name_unused(found, ends, last):
+    """DDP says at its next pass that a step has left out parameters: so does the finding of its
+    gradients, which are not averaged. `last`: the step before the end."""
     if any("not used in producing loss" in end for end in ends):
-        for finding in [f for f in found if f.what == "averaging"]:
+        for finding in [f for f in found if f.what == "averaging" and f.step == last]:
             finding.text += " The step has left out some of what DDP averages, which then waits"
             finding.remedy = "let the loss use all of it, or pass find_unused_parameters=True"
 

@@ -122,7 +122,7 @@ def judge(one, ranks, tolerance, again=None, scaled=(), lines=None, own_flags=Fa
         elif results or not any(f.what == rule.name for f in found):
             found += results or [Finding("ok", rule.name, 0, rule.right)]
     found = after_orders(found)
-    name_unused(found, ends)
+    name_unused(found, ends, steps - 1)
     is_other = len(set(counts)) > 1 or len(set(ends)) > 1
     if (is_other and not any(f.what == "steps" for f in found)) or ends[0] not in USUAL_ENDS:
         end = about_ends(one, ranks, counts, ends)

@@ -9,7 +9,7 @@ from ..script import source
 from ..text import lines_that_set, names_at, returns_of
 from .fits import relative, sides
 
-TIME = r"(?<![a-z])(time|elapsed|eta|secs?|seconds|mem|memory)(?![a-z])"  # in a name, or words
+TIME = r"(?<![a-z])(time|elapsed|eta|secs?|(milli)?seconds|mem|memory)(?![a-z])"
 BY_RANK = re.compile(r"(?<![a-z])(rank|world|master|main|distributed)s?(?![a-z])")
 
 
@@ -58,7 +58,6 @@ class Variables:
             name: numbers
             for name, numbers in found.items()
             if numbers not in usual and any(relative(n, numbers[0]) > 1e-6 for n in numbers)
-            if not re.search(TIME, name)
         }
 
     def plans(self, step):
@@ -136,7 +135,8 @@ class Variables:
         ]
         found = [at for line in (*lines, *made) for at in divisions_behind(line, self.files)]
         found = [source(at) for at in dict.fromkeys(found)]
-        return [f"divided at {line}" for line in found if not re.search(TIME, line.lower())][:3]
+        found = [line for line in found if not re.search(TIME, line.partition(": ")[2].lower())]
+        return [f"divided at {line}" for line in found[:3]]
 
     def parameters(self):
         """Lines that make a parameter outside of a class's module."""
@@ -177,6 +177,8 @@ def uneven_draws(one, ranks):
             for step, number in of_one.items()
             if step < last
         }
-        if any(b not in ({a}, {a / len(ranks)}) for a, b in times.values()):
-            found |= {step: key[0] for step, (a, b) in times.items() if b != {a}}
+        uneven = {step for step, (a, b) in times.items() if b not in ({a}, {a / len(ranks)})}
+        if uneven - {0}:  # so no turns of the ranks
+            uneven |= {step for step, (a, b) in times.items() if b != {a}}
+        found |= dict.fromkeys(uneven, key[0])
     return found

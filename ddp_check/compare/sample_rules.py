@@ -2,7 +2,7 @@
 
 import itertools
 
-from ..notes import OWN_GENERATOR, Batch, Cut, Pass, Step
+from ..notes import OWN_GENERATOR, Batch, Cut, Step
 from ..patterns import tests_with
 from .fits import relative, sides
 from .kinds import misfits, paired
@@ -65,7 +65,8 @@ class Counts(Rule):
             return None
         line, seen = one[Step][0][1].line, False
         cut = {note.loader: note.batch_size for _, note in ranks[0][Cut]}
-        sizes = [cut.get(note.loader, note.batch_size) for _, note in ranks[0][Pass]]
+        passes = [note for _, note, _, trains in passes_of(ranks[0]) if trains]
+        sizes = [cut.get(note.loader, note.batch_size) for note in passes]
         of_all = [len(ranks) * size for size in sizes if size]
         for name in steps[0][keys[0]]:
             series = [[of[key].get(name, 0) for key in keys] for of in steps]

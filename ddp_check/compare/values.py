@@ -1,5 +1,7 @@
 """What a value that differs may be, and what has made it so."""
 
+import re
+
 import numpy as np
 
 from .fits import relative, same
@@ -7,6 +9,7 @@ from .lineage import Lineage
 
 EMPTY = "zeros", "ones", "full", "new_zeros", "zeros_like"
 FORMS = "reshape", "view", "flatten", "ravel", "cat", "stack"
+MEANS = re.compile("mean|loss|entropy|nll|kl_div")
 COUNTS = "arange", "eye", "linspace", "tril_indices", "triu_indices"
 
 
@@ -66,8 +69,9 @@ class Values(Lineage):
         """What losses are made from: a mean of rows of which the ranks have other numbers, and
         these; or (None, ())."""
         for value in [v for loss in losses for v in self.ancestors(loss)]:
-            is_mean = self.fits(value.index) in (["mean"], ["same"])  # or they are nearly equal
-            makers = value.made_from if is_mean else ()
+            fits = self.fits(value.index)
+            is_nearly = fits == ["same"] and MEANS.search(value.name) and not self.is_equal(value)
+            makers = value.made_from if fits == ["mean"] or is_nearly else ()
             for part in [p for i in makers if i in self.all for p in self.parts(i).values()]:
                 whole, *ranks = [
                     sketch.shape[0] if sketch and sketch.shape else 0 for sketch in part
@@ -75,6 +79,10 @@ class Values(Lineage):
                 if len(set(ranks)) > 1 and sum(ranks) == whole:
                     return value, [whole, *ranks]
         return None, ()
+
+    def is_equal(self, value):
+        """Whether all sides have exactly the same."""
+        return all(same(one, ranks) == 0 for one, *ranks in self.parts(value.index).values())
 
     def is_gradient(self, value):
         """Whether it may be no more than a gradient in another form."""
@@ -186,14 +194,14 @@ class Values(Lineage):
             inputs = [self.all[i] for i in inputs if self.all[i].kind == "inputs"]
             if not inputs or any(self.differs(v.index) for v in inputs):
                 continue
-            fits = zip(self.fits(outputs.index), self.parts(outputs.index).values())
             # Not numbers: a loss that the model computes, or a measure of the batch.
-            is_other = any(fit is None and one and one.shape for fit, (one, *_) in fits)
+            both = zip(self.fits(outputs.index), self.parts(outputs.index).values())
+            fits = {fit for fit, (one, *_) in both if one is None or one.shape}
             inside = [v for v in self.of_step[step] if v.about["model"] == inputs[0].index]
             inside = [v for v in inside if self.differs(v.index) and not self.says_nothing(v)]
-            if is_other:
+            if None in fits:
                 return (inside or [outputs])[0]
-            if {*self.fits(outputs.index)} == {"unknown"}:  # padded, as what goes in is
+            if fits == {"unknown"}:  # padded, as what goes in is
                 inside = [v for v in inside if self.has_rows(v) and not self.has_other_places(v)]
                 if inside:
                     return inside[0]

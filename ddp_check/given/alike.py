@@ -190,12 +190,12 @@ def control_shards(run):
             if isinstance(groups[0], tuple) or getattr(groups[1], "ndim", 1) > 1:  # as of a machine
                 given.arguments |= {"process_group": None, "device_mesh": None}
             given.arguments["sharding_strategy"] = fsdp.ShardingStrategy.NO_SHARD
-            is_sent = False
+            sends = False
             if cpu.MODES:
                 given.arguments["device_id"] = cpu.CPU
-                is_sent = given.arguments.pop("sync_module_states", False)  # on GPUs alone
+                sends = given.arguments.pop("sync_module_states", False)  # on GPUs alone
             original(*given.args, **given.kwargs)
-            if is_sent:  # now that none is on the meta device
+            if sends:  # now that none is on the meta device
                 for tensor in [*self.parameters(), *self.buffers()]:
                     torch.distributed.broadcast(tensor.detach(), 0)
 

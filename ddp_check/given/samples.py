@@ -98,8 +98,9 @@ def patch(run):
         draws = draws or getattr(sampler, "replacement", False) or bool(own_class(sampler))
         size, rows = length(whole(loader.dataset)), loader.batch_size
         share = has_share(sampler)
-        made = getattr(sampler, "check_made", "") * isinstance(sampler, DistributedSampler)
-        made = made or next(iter(gives(type(sampler).__iter__)), "")
+        is_torchs = isinstance(sampler, DistributedSampler) and hasattr(sampler, "check_made")
+        gives_at = next(iter(gives(type(sampler).__iter__)), "")
+        made = sampler.check_made if is_torchs else gives_at
         about = draws, rows, callers, made, has_epochs(sampler)
         return Pass(key, loader.check_name, name, share, size, *about)
 

@@ -24,7 +24,8 @@ def note_evaluation(run, module, line, callers):
     is_first = run.nth("evaluation", run.steps, line, id(module)) == 0
     if is_first and run.nth("evaluations", line) < MANY_EVALUATIONS:
         parts = module.named_modules()
-        synced = {name for name, part in parts if isinstance(part, nn.SyncBatchNorm)}
+        is_imitated = bool(cpu.MODES)
+        synced = {n for n, part in parts if is_imitated and isinstance(part, nn.SyncBatchNorm)}
         buffers = [each for each in module.named_buffers() if each[1].is_floating_point()]
         buffers = [each for each in buffers if each[0].rpartition(".")[0] not in synced]
         buffers = {f"{type(module).__name__}.{name}": buffer for name, buffer in buffers}

@@ -10,16 +10,16 @@ from ..script import place
 
 def made_of(optimizer):
     """{what: the lines that have done it} of this optimizer, as Step.made has them."""
-    if not hasattr(optimizer, "check_made"):  # of a class with an __init__ of its own
-        optimizer.check_made = {"made": []}
-    return optimizer.check_made
+    if not hasattr(optimizer, "check_lines"):  # of a class with an __init__ of its own
+        optimizer.check_lines = {"made": []}
+    return optimizer.check_lines
 
 
 def patch(run):
     @wrap(Optimizer, "__init__")
     def make(original, self, *args, **kwargs):
         original(self, *args, **kwargs)
-        self.check_made = {"made": [place()[0]]}
+        self.check_lines = {"made": [place()[0]]}
 
     @wrap(Optimizer, "load_state_dict")
     def load(original, self, *args, **kwargs):

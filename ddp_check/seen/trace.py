@@ -74,14 +74,19 @@ class Trace(TorchFunctionMode):
             batches = {rows for rows, _ in self.run.loaded.values()}
             if dim in (0, -out.dim()) and (len(set(sizes)) == 1 or batches.issuperset(sizes)):
                 self.run.joined[len(out)] = sizes
-        if name in self.FOLDS and is_plain(out) and out.dim() and args[0].dim():
-            batches = {rows for rows, _ in self.run.loaded.values()}
-            if len(args[0]) in batches and len(out) > len(args[0]):
-                self.run.joined[len(out)] = []
+        if name in self.FOLDS and is_plain(out):
+            self.fold(out, (*args, *kwargs.values())[0])
         with NO_VALUES:
             if torch.is_tensor(out) or isinstance(out, (tuple, list)):
                 self.see(name, out, args, kwargs)
         return out
+
+    def fold(self, out, first):
+        """Note where each sample of a batch has got several rows."""
+        batches = {rows for rows, _ in self.run.loaded.values()}
+        if is_plain(first) and out.dim() and first.dim() and len(first) in batches:
+            if len(out) > len(first):
+                self.run.joined.setdefault(len(out), [])
 
     def noisy(self, out):
         """As another device, or another size of the batch, rounds it."""
@@ -115,10 +120,11 @@ class Trace(TorchFunctionMode):
         is_set = "empty" not in name and name != "new"
         file = own_file(frame.f_code.co_filename) if is_set else None
         leaves = [leaf for leaf in leaves_of(out) if torch.is_tensor(leaf)]
-        if len({*made_from}) == 1 and is_set:  # as a library normalizes images, or scales a loss
+        # As a library normalizes images, or scales a loss; or adds to a sum of its own.
+        if is_set and (len({*made_from}) == 1 or (made_from and out is first)):
             for leaf in leaves:
                 if not isinstance(leaf, nn.Parameter):
-                    leaf.compare_index = made_from[0]
+                    leaf.compare_index = max(made_from)
         if file is None or not leaves or isinstance(leaves[0], nn.Parameter):
             return
         line = f"{file}:{number}"
