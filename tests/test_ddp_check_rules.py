@@ -635,3 +635,15 @@ def test_parts_of_a_larger_batch():
     assert judged(of(2, 1), of(1, 1), of(1, 1), scaled=scaled)[0] == {}
     found, _ = judged(of(2, 1), of(1, 0.5), of(1, 0.5), scaled=scaled)
     assert found == {"samples": "look"}
+
+
+@pytest.mark.parametrize("watched, verdict", [(True, "WRONG"), (False, "look")])
+def test_what_is_logged_of_each_rank(watched, verdict):
+    """WRONG only if something decides by it."""
+
+    def of(number):
+        about = {"synced": False, "watched": watched}
+        return notes((0, Seen("logged", "train.py:3", "loss", 0, {"value": number}, about=about)))
+
+    (found,) = Logged().find(of(1.0), [of(1.0), of(2.0)])
+    assert found.verdict == verdict and not found.more

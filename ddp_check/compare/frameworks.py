@@ -49,7 +49,7 @@ class Logged(Rule):
                 if note.about["watched"]:
                     watched = ", and each rank's callback or scheduler decides by its own"
                 verdict = "WRONG" if watched else "look"
-                found += self.wrong(step, note.line, text + watched, verdict)
+                found += self.wrong(step, note.line, text + watched, verdict=verdict)
         found.sort(key=lambda finding: finding.verdict)  # WRONG first
         return found[:1] if seen else None
 
