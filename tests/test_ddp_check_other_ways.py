@@ -759,6 +759,16 @@ class Gather(torch.autograd.Function):
         return grad.chunk(world)[rank]
 """
 FAULTS = {  # {what: (the script, what its finding is, what it names)}
+    "noise that a worker draws, whom torch seeds": (
+        "import random\nrandom.seed(5)\n"
+        "class Noisy(TensorDataset):\n    def __getitem__(self, i):\n"
+        "        x, y = super().__getitem__(i)\n        return x * random.random(), y\n"
+        "data = Noisy(*data.tensors)\n"
+        "loader = DataLoader(data, 8 // world, sampler=sampler, num_workers=1)\n"
+        "model = DDP(net)\n" + SGD + LOOP,
+        "random",
+        [": torch.manual_seed(0)", "the dataset draws the same numbers"],
+    ),
     "noise that collate_fn draws alike": (
         "def collate(samples):\n    x, y = torch.utils.data.default_collate(samples)\n"
         "    return x + 0.1 * np.random.randn(*x.shape).astype(np.float32), y\n"

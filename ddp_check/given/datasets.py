@@ -169,6 +169,7 @@ def collated(run, loader, indices, batch, states):
     samples' totals are of a pass's first batch, and of what the script puts together itself. A
     dataset that gives a batch as columns is asked for it at once."""
     samples, totals, own = [], {}, OwnGenerators(loader.dataset)
+    by = {"seeded_by": "torch"} if loader.num_workers else {}
     fetch = getattr(loader.dataset, "__getitems__", None)  # which torch prefers
     try:
         for index in indices:
@@ -184,7 +185,9 @@ def collated(run, loader, indices, batch, states):
             if before and torch.is_grad_enabled():
                 drawn = [(k, states[k]) for k, v in given_states().items() if before[k] != v]
                 drawn = [both for both in drawn if both[0] not in run.thread.seeded]
-                for generator, state in drawn + own.drawn(given):
+                for generator, state in drawn:
+                    note_draw(run, DATASET, generator, state, **by)
+                for generator, state in own.drawn(given):
                     note_draw(run, DATASET, generator, state)
         if run.traces and batch == 0 and not fetch and (line := made_by(loader.dataset)):
             if remembers(run, loader.dataset, index, samples[-1], own):
@@ -204,7 +207,7 @@ def collated(run, loader, indices, batch, states):
     after = given_states()
     for generator in before if torch.is_grad_enabled() else ():
         if after[generator] != before[generator]:
-            note_draw(run, COLLATE, generator, states[generator])
+            note_draw(run, COLLATE, generator, states[generator], **by)
     return totals, made
 
 

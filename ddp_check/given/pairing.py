@@ -116,14 +116,15 @@ def state_of(generator):
     return checksum(states)
 
 
-def note_draw(run, what, generator, state, size=0, made="", parts=()):
+def note_draw(run, what, generator, state, size=0, made="", parts=(), seeded_by=None):
     """What the script's own generator would have drawn here is told by its state. `size`: of how
     many samples it draws an order, `parts`: of how many in each part; `made`: the line of its
-    sampler."""
+    sampler; `seeded_by`: the generator that seeds it, as torch's does a worker's."""
     if not run.is_single:
         line = place()[0]
         number = run.nth("draw of", run.steps, what, line, generator)
-        about = {"seeded": run.seeded.get(generator), "size": size, "made": made}
+        seeded = run.seeded.get(seeded_by or generator)
+        about = {"seeded": seeded, "size": size, "made": made}
         about["parts"] = parts
         kind = "split" if what == ORDER else "draw"
         run.note(Seen(kind, line, generator, number, {what: state}, about=about))
