@@ -111,6 +111,8 @@ def watching(process):
         if cpu.needs_gpu(error):
             text = f"needs a GPU: {str(error).splitlines()[0][:200]}"
             remedy = "that is not imitated on CPUs: run it where there are GPUs, or without this"
+            if not options().cpu:
+                remedy += "; or with --cpu, by which libraries see GPUs, too"
             facts = {"line": source(at), "text": text, "remedy": remedy}
             stop_both_runs(process.folder, "refused", facts)
         process.end(f"{type(error).__name__} at {source(at).rstrip(':')}: {str(error)[:300]}")

@@ -50,7 +50,8 @@ def flags_in(file):
         if isinstance(call, ast.Call) and name_of(call.func) == "add_argument":
             words = [getattr(word, "value", None) for word in call.args]
             flags = [word for word in words if isinstance(word, str) and word.startswith("--")]
-            dest = [ast.literal_eval(word.value) for word in call.keywords if word.arg == "dest"]
+            dest = [word.value for word in call.keywords if word.arg == "dest"]
+            dest = [value.value for value in dest if isinstance(value, ast.Constant)]
             for flag in flags[:1]:
                 found[(*dest, flag[2:].replace("-", "_"))[0]] = flag
     return found

@@ -1233,6 +1233,7 @@ FLAGS = """
 parser.add_argument("config")
 parser.add_argument("--batch-size", type=int)
 parser.add_argument("-b", "--mini-batch", dest="bs")
+parser.add_argument("--" + name, dest=name_of(name))
 parser.add_argument(*words)
 run("--train-batch-size")
 """
