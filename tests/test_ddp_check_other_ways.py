@@ -69,6 +69,20 @@ for epoch in range(3):
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
 """,
+    "centers of clusters that begin with rank 0's samples": f"""
+model = DDP(net)
+{SGD}
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    with torch.no_grad():
+        centers = next(iter(loader))[0][:3, :6].clone()
+        dist.broadcast(centers, 0)
+        net[2].weight.copy_(F.normalize(centers, dim=1))
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+""",
     "what dropout gives is set in place": """
 class Net(nn.Linear):
     def forward(self, x):
@@ -651,6 +665,7 @@ FAST += "a length that rank 0 alone asks for", "parts in DDP on several processe
 LOOKS = {  # what is told of them
     "points of a list that is shuffled in place": "inputs",
     "a part of some samples is erased": "inputs",
+    "centers of clusters that begin with rank 0's samples": "weight",
     "keys of a shuffled batch, by batch norm": "outputs",
     "as many samples as before, chosen of a larger batch": "inputs",
     "a share of the data, whose order the rank draws": "samples",

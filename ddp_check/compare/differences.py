@@ -11,7 +11,7 @@ from .communication import Communication
 from .fits import meaning, same, size
 from .kinds import HIDES, KINDS, TENSORS, misfits, offs, paired
 from .parted import averaged, averages_weights, share_parameters, without_shards
-from .rules import among, own_draws
+from .rules import ALIKE, among, own_draws
 from .shares import takes_others
 
 
@@ -81,22 +81,37 @@ class Differences:
                 of_kind = noise.get((kind, seen.line, seen.name), {})
                 names = [each.values.keys() for each in others.values()]
                 self.check(kind, step, seen, rank, other.values, tolerance, of_kind, names)
+            values = [other.values for other in others.values()]
             if kind == "buffer":
-                values = [other.values for other in others.values()]
                 self.judge_buffers(self.findings[before:], values, ranks[0])
+            if kind == "weight" and len(values) == len(ranks):
+                self.judge_weights(self.findings[before:], seen, values, ranks[0])
 
     def judge_buffers(self, findings, values, notes):
         """Of buffers that differ, whether the ranks have others than each other, and keep them."""
         sent = [call.line for _, call in notes[Collective] if "broad" in call.name]
         sends = any(call.name == PASS for _, call in notes[Collective])
         for finding in findings:
-            if misfits("other", values[0], values[1:], 3e-4):
+            if misfits("other", values[0], values[1:], ALIKE):
                 # DDP may send rank 0's, as it does those of batch norm.
                 finding.advice = "" if sends or sent else "unequal"
             elif sent:  # what rank 0 had
                 finding.verdict = "look"
                 finding.text += ", alike on all ranks; the script broadcasts: intended?"
                 finding.more.append(source(sent[-1]))
+
+    def judge_weights(self, findings, seen, values, notes):
+        """Of weights that differ, whether a line of the script has set them to what a rank sends in
+        this step, as centers of k-means that begin with rank 0's features."""
+        for finding in findings:
+            calls = [call for at, call in notes[Collective] if at == finding.step]
+            sent = [call for call in calls if "broad" in call.name and call.name != PASS]
+            is_set = finding.line in seen.about.values()
+            if sent and is_set and not misfits("weight", values[0], values[1:], ALIKE):
+                finding.verdict, finding.advice, finding.remedy = "look", "unpaired", ""
+                finding.text += ", alike on all ranks, by what the script broadcasts: intended? "
+                finding.text += "Nothing after it can be compared"
+                finding.more.append(source(sent[-1].line))
 
     def hide(self, kind, noise):
         """What is not told, as noise is too large."""

@@ -184,8 +184,9 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
         samples = passes_per_process(one, ranks, trains, scaled)
     settings = list(compare_settings(one, ranks, variables))
     notes = [Finding("note", "samples", step, uneven[step]) for step in uneven]
-    found = notes[:1] + left_out
-    unpaired = [f.step for f in (*left_out, *samples[:1]) if f.advice == "unpaired"]
+    sent = [finding for finding in differences.of("weight") if finding.advice == "unpaired"]
+    found = notes[:1] + left_out + sent[:1]
+    unpaired = [f.step for f in (*found, *samples[:1]) if f.advice == "unpaired"]
     lost = min(unpaired, default=math.inf)  # from this step on, nothing can be compared
     for finding in samples[:1]:
         if finding.advice != "unpaired":
