@@ -70,7 +70,7 @@ class Values(Lineage):
         these; or (None, ())."""
         for value in [v for loss in losses for v in self.ancestors(loss)]:
             fits = self.fits(value.index)
-            is_nearly = fits == ["same"] and MEANS.search(value.name) and not self.is_equal(value)
+            is_nearly = fits == ["same"] and MEANS.search(value.name)
             makers = value.made_from if fits == ["mean"] or is_nearly else ()
             for part in [p for i in makers if i in self.all for p in self.parts(i).values()]:
                 whole, *ranks = [
@@ -79,10 +79,6 @@ class Values(Lineage):
                 if len(set(ranks)) > 1 and sum(ranks) == whole:
                     return value, [whole, *ranks]
         return None, ()
-
-    def is_equal(self, value):
-        """Whether all sides have exactly the same."""
-        return all(same(one, ranks) == 0 for one, *ranks in self.parts(value.index).values())
 
     def is_gradient(self, value):
         """Whether it may be no more than a gradient in another form."""
