@@ -112,7 +112,9 @@ def watching(process):
             text = f"needs a GPU: {str(error).splitlines()[0][:200]}"
             remedy = "that is not imitated on CPUs: run it where there are GPUs, or without this"
             if not options().cpu:
-                remedy += "; or with --cpu, by which libraries see GPUs, too"
+                remedy = (
+                    "pass --cpu, so that libraries see GPUs, too; or run it where there are some"
+                )
             facts = {"line": source(at), "text": text, "remedy": remedy}
             stop_both_runs(process.folder, "refused", facts)
         process.end(f"{type(error).__name__} at {source(at).rstrip(':')}: {str(error)[:300]}")

@@ -143,7 +143,7 @@ class Trace(TorchFunctionMode):
 
 def tells_overrides():
     """Code that is copied from torch asks whether a tensor is of a class with functions of its own,
-    and hands itself over if so; that all functions are watched here is none of its business."""
+    and hands itself over if so. It is not told that all functions are watched here."""
 
     def is_own(thing):
         function = getattr(type(thing), "__torch_function__", None)
@@ -153,8 +153,10 @@ def tells_overrides():
     for name in "has_torch_function", "has_torch_function_unary", "has_torch_function_variadic":
 
         @wrap(torch.overrides, name)
-        def has_own(original, *args):
-            return any(map(is_own, args[0] if isinstance(args[0], (list, tuple)) else args))
+        def has_own(original, *args, **kwargs):
+            things = [*args, *kwargs.values()]
+            is_list = len(things) == 1 and isinstance(things[0], (list, tuple))
+            return any(map(is_own, things[0] if is_list else things))
 
 
 def patch(run):
