@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 import time
@@ -119,18 +120,18 @@ def main(words=None):
     folder = os.path.realpath(tempfile.mkdtemp(prefix="ddp_check-"))  # as the script's paths are
     janitor = Janitor(folder)
     try:
-        status = report(args, folder)
+        status, is_alone = report(args, folder)
     except KeyboardInterrupt:
-        status = 130
+        status, is_alone = 130, False
     finally:
         janitor.finish()
-    if status and (proposal := launchers.proposal(args, path)):
+    if is_alone and (proposal := launchers.proposal(args, path)):
         print(f"ddp_check: {proposal}", file=sys.stderr)
     sys.exit(status)
 
 
 def report(args, folder):
-    """Print it, and return the exit status."""
+    """Print it. The exit status; whether the processes may not know that they are ranks."""
     from .compare.report import as_json, as_text
     from .pairs import NothingCompared, Runs
 
@@ -146,4 +147,8 @@ def report(args, folder):
         nothing = f"ddp_check: nothing can be compared: {reason}"
         print(as_text(result, args.all) if result else nothing)
     print(f"ddp_check: {time.monotonic() - began:.0f} s in all", file=sys.stderr)
-    return result.status if result else 2
+    if result:
+        what = {finding.what for finding in result.of("WRONG")}
+        return result.status, not what.isdisjoint(["averaging", "samples", "end"])
+    is_other = re.search(r"\w+Error at ", reason) and "rank" not in reason.lower()
+    return 2, not is_other

@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .gpus import Nothing, is_own, patch_devices
+from .imports import when_imported
 from .patches import wrap
 from .script import FOLDER
 
@@ -25,7 +26,7 @@ MODES = []  # those of this process, one
 WHAT = 'on CPUs: "cuda" is the CPU, nccl gloo, SyncBatchNorm BatchNorm; kernels, mixed precision '
 WHAT += "and what only happens on GPUs are not checked"
 NEEDS = r"\b(CUDA|NVIDIA|NVML|triton|GPUs?)\b|cuda|0 active drivers|gloo does not|"
-NEEDS += r"ProcessGroupGloo(?!.* size at)|getFuture not implemented"
+NEEDS += r"ProcessGroupGloo(?!.* size at)|getFuture not implemented|ReduceOp.* with Gloo"
 NEEDS = re.compile(NEEDS, re.IGNORECASE)
 SEVERAL = re.compile(r"\b(single|only one|multiple|several|more than one)[- ]GPU", re.IGNORECASE)
 
@@ -178,6 +179,15 @@ def patch_distributed():
             given.arguments.pop(name, None)
         return original(*given.args, **given.kwargs)
 
+    def sum_gradients(fsdp):
+        """gloo cannot multiply them before: then FSDP does."""
+
+        @wrap(fsdp.FSDPModule, "set_gradient_divide_factor")
+        def set_factor(original, self, factor):
+            original(self, factor)
+            self.set_force_sum_reduction_for_comms(True)
+
+    when_imported("torch.distributed.fsdp", sum_gradients)
     wrap(dist, "init_process_group")(by_gloo)
     wrap(dist, "new_group")(by_gloo)
     dist.is_nccl_available = lambda: True

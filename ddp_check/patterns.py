@@ -9,6 +9,9 @@ from .text import name_of, nodes_of, own_nodes, statement_at, statements, text_o
 FLAGS = r"sys\.argv|exec\(open|from sys import.* argv|HfArgumentParser|absl.* flags|"
 FLAGS += r"(import|from) (fire|click|tyro|typer|jsonargparse|docopt|simple_parsing)\b"
 
+RATE = re.compile(r"(^|_)(lr|rate)(_|$)", re.I)
+WORLD = re.compile(r"world|n_?gpus|n_?procs?(_|$)|num_(gpus|processes|replicas)|device_count", re.I)
+
 
 def tests_with(line, name, unless="world|%"):
     """The lines of all `if` and `while` in a line's file that compare such a number with another,
@@ -96,6 +99,29 @@ def shares_in(file):
             is_device = is_part and "device" in ast.unparse(node.value.func).partition("(")[0]
             if any("rank" in str(name_of(part)) for part in inside) and not is_device:
                 found.append(f"{file}:{node.lineno}")
+    return list(dict.fromkeys(found))
+
+
+def seeds_in(file):
+    """The lines that seed as the file is imported."""
+    return [
+        f"{file}:{node.lineno}"
+        for statement in statements(file)
+        if isinstance(statement.parent, ast.Module)
+        for node in own_nodes(statement)
+        if isinstance(node, ast.Call) and "seed" in str(name_of(node.func))
+    ]
+
+
+def scales_in(file):
+    """The lines that multiply or divide a rate by the number of processes."""
+    found = []
+    for statement in statements(file):
+        for node in own_nodes(statement):
+            if isinstance(getattr(node, "op", None), (ast.Mult, ast.Div)):
+                names = {str(name_of(part)) for part in ast.walk(node)}
+                if any(map(RATE.search, names)) and any(map(WORLD.search, names)):
+                    found.append(f"{file}:{statement.lineno}")
     return list(dict.fromkeys(found))
 
 

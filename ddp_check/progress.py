@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 from .script import FOLDER
 
@@ -81,7 +82,7 @@ class Progress:
 
 
 def why_it_failed(run, failed, notes):
-    """The end of what the first rank that failed has printed: one that lost no connection to
+    """The end of what the first rank that failed has printed, once: one that lost no connection to
     another. `failed`: {rank: exit status}."""
     ends = [of_rank.end() for of_rank in notes]
     rank = ([rank for rank in failed if "Connection" not in ends[rank]] or list(failed))[0]
@@ -95,7 +96,11 @@ def why_it_failed(run, failed, notes):
     if failed[rank] < 0:
         how = f"killed by {signal.Signals(-failed[rank]).name}"
         how += ": is there too little memory?" * (failed[rank] == -signal.SIGKILL)
-    return "\n".join([f"rank {rank} failed ({how}); it printed:", *lines])
+    said, how = f"{run.folder}/failed", f"rank {rank} failed ({how}); it printed"
+    if os.path.exists(said) and Path(said).read_text() == "\n".join(lines):
+        return f"{how} the same"
+    Path(said).write_text("\n".join(lines))
+    return "\n".join([f"{how}:", *lines])
 
 
 def refusal(folder, flags):

@@ -72,7 +72,8 @@ def branch_of(line):
     """The line of the innermost `if` that decides whether a line is run; None if there is none."""
     node = statement_at(line)
     while parent := getattr(node, "parent", None):
-        found = [parent] if isinstance(parent, ast.If) else []
+        is_branch = isinstance(parent, ast.If) and "__name__" not in ast.unparse(parent.test)
+        found = [parent] if is_branch else []
         for earlier in getattr(parent, "body", []):
             if isinstance(earlier, ast.If) and earlier.end_lineno < node.lineno:
                 jumps = isinstance(earlier.body[-1], (ast.Continue, ast.Return, ast.Break))

@@ -1309,18 +1309,21 @@ def test_equal_losses_divided_by_own_numbers(name, numbers, is_found):
         assert found.text.startswith("[div]: divided by 29 on one process, 15, 14 on the ranks")
 
 
-@pytest.mark.parametrize(("sizes", "is_found"), [((8, 5, 3), True), ((8, 4, 4), False)])
-def test_equal_losses_of_unequal_rows(sizes, is_found):
-    """A mean of them, which counts for less on the rank that has more."""
+@pytest.mark.parametrize(("sizes", "mean"), [((8, 5, 3), 1.75), ((8, 4, 4), 2.0)])
+def test_losses_of_unequal_rows(sizes, mean):
+    """A mean of them, which counts for less on the rank that has more; the first is named, whose
+    numbers may be nearly equal, and the others."""
 
     def make(size, x):
         rows = seen(1, "linear", torch.ones(size, 2))
-        return [rows, seen(2, "mean", x, made_from=[1]), loss(3, x, made_from=[2])]
+        nearly = seen(2, "mean", torch.tensor(1.0), made_from=[1])
+        return [rows, nearly, seen(3, "mean", x, made_from=[1]), loss(4, x, made_from=[2, 3])]
 
-    found = blamed(*processes(make, sizes, [torch.tensor(n) for n in (2.0, 1.0, 3.0)]))
-    assert (found is not None) == is_found
-    if is_found:
+    found = blamed(*processes(make, sizes, [torch.tensor(n) for n in (mean, 1.0, 3.0)]))
+    assert (found is not None) == (mean == 1.75)
+    if found:
         assert found.line == "train.py:2" and "a mean of so many rows: 8 on one" in found.text
+        assert found.more[0].startswith("so is train.py:3")
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,14 @@ def test_refused(users, code):
     assert users_content() == users
 
 
+def test_mpi(users):
+    """MPI's own library is refused before it ends the process; a module of that name is not."""
+    event = "sys.audit('import', 'mpi4py.MPI', {}, None, None, None)"
+    status, refused, _ = watched(event.format("'MPI.so'"))
+    assert status == STOPPED and "RANK and WORLD_SIZE" in refused
+    assert watched(event.format(None))[0] == 0
+
+
 ALLOWED = r"""
 assert type(print) is type(open); print("a script may ask for that, before it replaces print")
 assert open("data.bin", "r+b").read(4) == bytes(4)

@@ -3,6 +3,7 @@ process, or by parts of ddp_check alone."""
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -30,9 +31,10 @@ from ddp_check.compare import judge as judging
 from ddp_check.compare import starts
 from ddp_check.kept import files
 from ddp_check.kept.made import Made, as_line, open_path, remove_made, wait_for_end
-from ddp_check.notes import PROGRAM, TRIED, Cut, File, Notes, Printed, Said
+from ddp_check.notes import PROGRAM, TRIED, Cut, File, Finding, Notes, Printed, Said
 from ddp_check.patches import STOPPED
 from ddp_check.process import Process
+from ddp_check.runs import NothingCompared
 
 # ---- files
 
@@ -406,15 +408,18 @@ def test_why_it_failed(work):
     Path("0.log").write_text("rank 0's")
     Path("1.log").write_text(f"step 1\rstep 2\n{ours}{by_torch}killed")
     ends = [SimpleNamespace(end=lambda end=end: end) for end in ("Connection closed", "")]
-    run = SimpleNamespace(files=lambda suffix: ["0.log", "1.log"])
+    run = SimpleNamespace(files=lambda suffix: ["0.log", "1.log"], folder=".")
     for failed, says in {
         ((0, 1), (1, -9)): "rank 1 failed (killed by SIGKILL: is there too little memory?)",
-        ((1, -15),): "rank 1 failed (killed by SIGTERM)",
         ((0, 1),): "rank 0 failed (exit status 1)",
+        ((1, -15),): "rank 1 failed (killed by SIGTERM)",
     }.items():
         first, *lines = progress.why_it_failed(run, dict(failed), ends).splitlines()
         assert first == f"{says}; it printed:"
         assert lines == (["rank 0's"] if "rank 0" in says else ["step 2", "killed"])
+    assert progress.why_it_failed(run, {1: 1}, ends).endswith(
+        "(exit status 1); it printed the same"
+    )
 
 
 def test_hangs(work, monkeypatch):
@@ -606,26 +611,51 @@ def test_rounding_of_outputs(monkeypatch):
 
 
 def test_what_the_command_says(work, monkeypatch, capsys):
-    """Of a launcher; of a flag that is missing, if something is WRONG; of Windows."""
-    status = []
-    monkeypatch.setattr(command, "report", lambda args, folder: status[0])
+    """Of a launcher; of a flag that is missing, if processes may not know that they are ranks; of
+    Windows."""
+    monkeypatch.setattr(command, "report", lambda args, folder: results[0])
     monkeypatch.setattr(script, "START", str(work))
     monkeypatch.setattr(script, "SCRIPT_FOLDER", [""])
     Path("train.py").write_text('parser.add_argument("--local_rank", required=True)')
-    for words, status[:], says in (
-        ("torchrun --nproc-per-node 2 train.py", [0], "without the launcher: train.py"),
-        ("train.py", [1], "does a launcher pass --local_rank?"),
-        ("train.py", [0], ""),
+    question = "does a launcher pass --local_rank?"
+    for words, *results, says in (
+        ("torchrun --nproc-per-node 2 train.py", (0, False), "without the launcher: train.py"),
+        ("train.py", (1, True), question),
+        ("train.py", (1, False), ""),
     ):
         with pytest.raises(SystemExit):
             command.main(words.split())
         said = capsys.readouterr().err
         assert says in said and ("without" in said) == ("torchrun" in words)
-        assert ("does a launcher" in said) == (status == [1])
+        assert ("does a launcher" in said) == (says == question)
     monkeypatch.delattr(os, "fork")
     with pytest.raises(SystemExit):
         command.main(["train.py"])
     assert "on Windows, WSL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("found", "is_alone"),
+    [
+        ("on one process: ImportError at a.py:2", (2, False)),
+        ("on one process: ImportError at a.py:2: if args.local_rank > 0:", (2, True)),
+        ("on one process: SystemExit 2", (2, True)),
+        ("averaging", (1, True)),
+        ("random", (1, False)),
+    ],
+)
+def test_what_tells_a_missing_rank(found, is_alone, work, monkeypatch):
+    """No error that has nothing to do with it, nor what is WRONG among ranks that communicate."""
+
+    def check(args, runs):
+        if " " in found:
+            raise NothingCompared(found)
+        wrong = Finding("WRONG", found, 0, "of all ranks")
+        return judging.Result([wrong], 1, 2, {}, math.inf, 0)
+
+    monkeypatch.setattr(command, "check", check)
+    args = command.parser.parse_args(["train.py"])
+    assert command.report(args, str(work)) == is_alone
 
 
 def accelerates_parser():

@@ -37,7 +37,40 @@ for epoch in range(3):
         optimizer.step()
 """
 SGD = "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+OWN_AVERAGE = f"""
+import copy
+torch.manual_seed(1 + rank)
+net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+average = copy.deepcopy(net).eval()
+model = DDP(net)
+{SGD}
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for mine, p in zip(average.parameters(), net.parameters()):
+                mine.lerp_(p, 0.1)
+    if EVALUATES:
+        with torch.no_grad():
+            average(data[rank::world][0])
+"""
 WAYS = {
+    "an average of weights that rank 0 alone evaluates": OWN_AVERAGE.replace(
+        "EVALUATES", "rank == 0"
+    ),
+    "a loader of each rank's own indices in any order": f"""
+from torch.utils.data import SubsetRandomSampler
+torch.manual_seed(1 + rank)
+scores = DataLoader(data, 4, sampler=SubsetRandomSampler(range(rank, 32, world)))
+model = DDP(net)
+{SGD}
+{LOOP.strip()}
+    with torch.no_grad():
+        total = sum(F.cross_entropy(net(x), y, reduction="sum") for x, y in scores)
+""",
     "several rows of each sample, folded into the batch": f"""
 class Net(nn.Linear):
     def forward(self, x):
@@ -663,6 +696,7 @@ FAST = "pairs drawn by torch", "an optimizer that averages", "experts of the ran
 FAST += "identities that a sampler chooses", "identities that torch chooses"
 FAST += "a length that rank 0 alone asks for", "parts in DDP on several processes alone"
 LOOKS = {  # what is told of them
+    "an average of weights that rank 0 alone evaluates": "others",
     "points of a list that is shuffled in place": "inputs",
     "a part of some samples is erased": "inputs",
     "centers of clusters that begin with rank 0's samples": "weight",
@@ -774,6 +808,11 @@ class Gather(torch.autograd.Function):
         return grad.chunk(world)[rank]
 """
 FAULTS = {  # {what: (the script, what its finding is, what it names)}
+    "an average of weights, made before DDP, that all ranks evaluate": (
+        OWN_AVERAGE.replace("EVALUATES", "True"),
+        "others",
+        ["average(data[rank::world][0])", "torch.manual_seed(1 + rank)"],
+    ),
     "noise that a worker draws, whom torch seeds": (
         "import random\nrandom.seed(5)\n"
         "class Noisy(TensorDataset):\n    def __getitem__(self, i):\n"

@@ -52,7 +52,14 @@ from ddp_check.notes import (
     Seen,
     Step,
 )
-from ddp_check.patterns import divisions_behind, parameters_in, sets_in_order, shares_in
+from ddp_check.patterns import (
+    divisions_behind,
+    parameters_in,
+    scales_in,
+    seeds_in,
+    sets_in_order,
+    shares_in,
+)
 from ddp_check.runs import NothingCompared, Options
 from ddp_check.seen import held
 from ddp_check.seen import steps as seen_steps
@@ -845,9 +852,10 @@ def test_loops_that_end_early(tmp_path):
 
 def test_rates_of_another_file(tmp_path):
     """Where a rate is set, if not in the file of the step; and the `if` of the call."""
-    text = "def scale(group):\n    group['lr'] = 0.1 / world\nif rank == 0:\n    scale(groups[0])\n"
+    text = "def scale(group):\n    group['lr'] = lr / world\nif rank == 0:\n    scale(groups[0])\n"
+    text += "lr = groups[0]['lr'] = optimizer.param_groups[0]['lr']\n"  # reads it
     (tmp_path / "rates.py").write_text(text)
-    file = Said("file", f"{tmp_path}/rates.py")
+    file, set_rate = Said("file", f"{tmp_path}/rates.py"), "group['lr'] = lr / world"
 
     def of(rate):
         found = [(0, file), *step_notes()]
@@ -856,9 +864,11 @@ def test_rates_of_another_file(tmp_path):
             found.append((step, rates))
         return notes(*found)
 
-    found = below(of(0.1), [of(0.3)] * 2, "setting")
+    found = below(of(0.1), [of(0.3), of(0.1)], "setting")
     assert f"made or set at {file.text}:2" in found, found
     assert f"by {file.text}:3: if rank == 0:" in found, found
+    both = below(of(0.1), [of(0.2)] * 2, "setting")  # what all ranks run decides nothing
+    assert both == [*found[:1], f"a rate by the number of processes: {file.text}:2: {set_rate}"]
 
 
 def test_counted():
@@ -1007,6 +1017,34 @@ def test_call_before_a_crash(end):
     assert Calls().find(one, [twice, again[1]]) == []  # no second one after it
 
 
+def test_call_of_a_loop_over_more_batches(tmp_path):
+    """As in a validation of unequal shares: one more of it meets what the others do next."""
+    (tmp_path / "score.py").write_text("for x in loader:\n    dist.all_reduce(x)\n")
+    line, end = f"{tmp_path}/score.py:2", "RuntimeError at train.py:9: Connection closed by peer"
+    once = [(1, Collective(name, line, "", False)) for name in ("all_gather", "all_reduce")]
+    later = 4, Collective("broadcast", "train.py:8", "", False)
+    stuck = f"stopped: no advance at {line}"
+
+    def found(*theirs, mine=(*once, *once), end=end, stuck=stuck):
+        ranks = [
+            notes(*calls, *step_notes(), end=how) for calls, how in ((theirs, end), (mine, stuck))
+        ]
+        return Calls().find(notes(), ranks)
+
+    (wrong,) = found(*once, later)
+    assert (wrong.line, wrong.step) == (line, 1) and "rank 1" in wrong.text
+    assert wrong.more == [f"in the loop of {line[:-1]}1: for x in loader:"]
+    assert all(found(*once, end=how) for how in (end, "its end", ""))  # or no more is known
+    assert not found(*once, end="ValueError at train.py:9")  # which is why it has made fewer
+    assert not found(*once, stuck="its end", end="its end")
+    assert not found(*once, mine=(*once, later))
+    alone = 1, Collective("broadcast", line, "", False)  # in the loop
+    (wrong,) = found(*once, alone)
+    assert "rank 0 makes this call without the others" in wrong.text
+    passes = [(1, Collective(PASS, line, "", False))] * 2
+    assert not found(*passes[:1], mine=passes)  # its steps say it
+
+
 CODE = """\
 import torch.distributed as dist
 names = {word for word in open("words")}
@@ -1035,18 +1073,25 @@ print(list({"a"} - words))
 print(list(set(words)))
 mine = torch.arange(n, device=device).chunk(world)[rank]
 torch.cuda.set_device(devices()[rank])
+torch.manual_seed(0)
+if rank: torch.manual_seed(1)
+base_lr *= num_gpus
+optimizer = SGD(args.lr * dist.get_world_size() / 256)
+rates = correlation * world
 """
 
 
 def test_lines_that_are_named(tmp_path):
-    """Those that use a set's order, take a share by the rank, divide, or make a parameter of no
-    module."""
+    """Those that use a set's order, take a share by the rank, divide, make a parameter of no
+    module, seed at an import, or scale a rate."""
     (tmp_path / "named.py").write_text(CODE)
     file = str(tmp_path / "named.py")
     assert sets_in_order(file) == [f"{file}:{n}" for n in (3, 12, 23, 24, 25)]
     assert shares_in(file) == [f"{file}:{n}" for n in (5, 6, 19, 20, 26)]
     assert set(divisions_behind(f"{file}:11", [file])) == {f"{file}:9", f"{file}:10"}
     assert parameters_in(file) == [f"{file}:{n}" for n in (14, 16, 22)]
+    assert seeds_in(file) == [f"{file}:28"]
+    assert scales_in(file) == [f"{file}:{n}" for n in (30, 31)]
 
 
 def test_branches_by_a_jump(tmp_path):

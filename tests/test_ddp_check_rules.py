@@ -250,7 +250,7 @@ def test_who_has_other_weights():
     right, wrong = [notes(kept("other", w=ONE * factor)) for factor in (1, 2)]
     assert find(right, wrong) == "and rank 0's does not: right if only rank 0 uses it"
     assert find(wrong, wrong).startswith("but is alike on all ranks")
-    assert find(wrong, right) == ""
+    assert find(wrong, right) == "and the ranks differ from each other"
     assert state_rules.OtherWeights().find(right, [right, right]) == []
     assert state_rules.OtherWeights().find(notes(), [right, right]) is None
 

@@ -473,6 +473,8 @@ mesh = init_device_mesh("cuda", (1, world), mesh_dim_names=("replicate", "shard"
 if KIND == "second":
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
+    for part in (model[0], model):
+        part.set_gradient_divide_factor(1.0)
 else:
     model = FullyShardedDataParallel(
         model,
@@ -488,7 +490,7 @@ optimizer = torch.optim.AdamW(model.parameters(), 0.1)
 x = torch.arange(64.0).cos().view(16, 4)
 for i in range(0, 16, 8):
     part = x[i:i + 8][rank * (8 // world):][: 8 // world]
-    loss = model(part).square().sum() / WHOLE
+    loss = model(part).square().sum() / (WHOLE * (world if KIND == "second" else 1))
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -497,8 +499,8 @@ for i in range(0, 16, 8):
 
 @pytest.mark.parametrize("kind", ["first", "names", "second"])
 def test_sharded_models(work, kind):
-    """A rank's shard is not taken for another weight, nor its gradient for another one; the first
-    FSDP has all weights on each rank."""
+    """A rank's shard is not taken for another weight, nor its gradient for another one, whatever
+    FSDP divides by; the first FSDP has all weights on each rank."""
     code = SHARDED.replace("KIND", repr(kind))
     right, wrong = [code.replace("WHOLE", size) for size in ("(8 // world)", "8")]
     findings = findings_of(right, lines=2)
@@ -507,8 +509,9 @@ def test_sharded_models(work, kind):
     said = [finding.text for finding in findings if "FSDP shards nothing here" in finding.text]
     assert bool(said) == (kind != "second")
     (found,) = [each for each in findings_of(wrong, lines=2) if each.verdict == "WRONG"]
-    assert (found.what, found.line) == ("loss", line_of(wrong, "loss = "))
-    assert "0.5 times one process's" in found.text
+    what = "value" if kind == "second" else "loss"
+    assert (found.what, found.line) == (what, line_of(wrong, "loss = "))
+    assert "0.5 times one process's" in "\n".join([found.text, *found.more])
     assert not any("all_reduce is" in line for line in found.more)  # that of FSDP
 
 

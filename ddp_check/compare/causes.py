@@ -1,6 +1,7 @@
 """Where a difference comes from: the first line that has another value, and who set it."""
 
 import math
+from dataclasses import replace
 
 from ..notes import Finding
 from ..script import source
@@ -144,6 +145,9 @@ class Cause:
                 if other := values.beside_places(origin, wrong[len(inputs) :]):
                     origin, inputs = other, []
             found = [self.finding("inputs" if inputs else origin.kind, origin)]
+            if not inputs and found[0].advice == "share" and values.unequal_rows(origin):
+                mean, origin = self.unequal_mean(losses)
+                found = [replace(mean, off=found[0].off)]
             return found, origin if origin.kind != "loss" else None, bool(inputs)
         is_scaled = step in self.differences.factors - self.differences.less
         if losses and self.communication.calls and not self.unlike and not is_scaled:
@@ -173,16 +177,22 @@ class Cause:
     def unequal_mean(self, losses):
         """A mean whose numbers are so nearly equal that the loss hardly differs, and its value; ()
         if there is none."""
-        values = self.values
+        values, others = self.values, []
         if value := values.divided_by_own(losses):
             words = "divided by"
             numbers = [sketch.number for sketch in values.parts(value.made_from[1])[0]]
+        elif means := values.means_of_unequal(losses):
+            words, (value, numbers) = "a mean of so many rows:", means[0]
+            others = [v for v, _ in means[1:] if v.line != value.line]
         else:
-            words, (value, numbers) = "a mean of so many rows:", values.mean_of_unequal(losses)
-        if not value:
             return ()
         text = f"[{value.name}]: {words} {sides(*numbers)}, of which each rank has its own"
-        about = {"remedy": KINDS["loss"].remedy, "section": MEAN_OF_VALID}
+        about = {"remedy": "divide the sum by all ranks' number, times world_size"}
+        about["section"] = MEAN_OF_VALID
+        called = value.about.get("called_at")
+        about["more"] = [f"called at {source(called)}"] if called else []
+        lines = dict.fromkeys(v.line for v in others)
+        about["more"] += [f"so is {source(line)}" for line in lines]
         found = Finding("WRONG", "value", self.step, text, value.line, advice="share", **about)
         return found, value
 

@@ -5,8 +5,10 @@ that ends in its name. `find` gets the notes of one process and of each rank; it
 [] if `right` is so, None if nothing was seen."""
 
 from ..notes import COLLATE, DATASET, OWN_GENERATOR, Collective, Finding, Step
+from ..patterns import seeds_in
 from ..script import source
 from .kinds import misfits, paired
+from .numbers import files_of
 from .shares import takes_share
 
 ALIKE = 3e-4  # as far as numbers may be apart that are to be the same on all ranks
@@ -77,6 +79,9 @@ class RandomNumbers(Rule):
         more = []
         if seen.about["seeded"] and name != OWN_GENERATOR:
             more.append(f"last seeded at {source(seen.about['seeded'])}")
+        elif name != OWN_GENERATOR:  # before this process was watched
+            lines = [line for file in files_of(ranks[0]) for line in seeds_in(file)]
+            more += [f"seeded at {source(line)}" for line in lines[:2]]
         more += [f"so does {of} ({its}): {source(at.line)}" for (of, its), (_, at) in others]
         return self.wrong(step, seen.line, text, more, remedy)
 

@@ -1,6 +1,7 @@
 """Learning rates and other settings of optimizers, beside those of one process."""
 
 from ..notes import Step
+from ..patterns import RATE, scales_in
 from ..script import source
 from ..text import branch_of, calls_of, lines_that_set
 from .differences import found_in
@@ -18,9 +19,10 @@ def compare_settings(one, ranks, variables):
         for (group, name), off, _ in misfits("setting", seen.values, values, 0):
             numbers = [of_rank[group, name] for of_rank in values]
             number = seen.values[group, name]
-            text, set_at = f"{name} is {sides(number, *numbers)}", lines_that_set(seen.line, name)
+            text = f"{name} is {sides(number, *numbers)}"
             elsewhere = [at for file in variables.files for at in lines_that_set(f"{file}:1", name)]
-            set_at = set_at or elsewhere[:3]
+            set_at = lines_that_set(seen.line, name) or elsewhere[:3]
+            set_at = [at for at in set_at if "param_groups" not in source(at).partition("=")[2]]
             is_scaled = number and abs(numbers[0] / number / len(ranks) - 1) < 0.01
             if step == 0 and is_scaled:
                 text += f"; {len(ranks)} times: is the batch of all ranks that much larger, too? "
@@ -32,10 +34,15 @@ def compare_settings(one, ranks, variables):
             if last := made.get("last"):
                 more.append(f"last scheduler.step(): {source(last)}")
                 lines[last] = None
-            calls = [at for line in set_at for at in calls_of(line, variables.files)]
-            branches = dict.fromkeys(map(branch_of, [*calls, *set_at]))  # as of rank 0 alone
-            more += [f"by {source(branch)}" for branch in branches if branch][:2]
-            more += variables.behind(list(lines), step)
+            if len(set(numbers)) > 1:  # as of rank 0 alone
+                calls = [at for line in set_at for at in calls_of(line, variables.files)]
+                branches = dict.fromkeys(map(branch_of, [*calls, *set_at]))
+                more += [f"by {source(branch)}" for branch in branches if branch][:2]
+            behind = variables.behind(list(lines), step)
+            if is_scaled and not behind and RATE.search(name):
+                scales = [line for file in variables.files for line in scales_in(file)]
+                behind = [f"a rate by the number of processes: {source(at)}" for at in scales[:2]]
+            more += behind
             found = found_in("setting", step, text, seen.line, more)
             found.advice = "world" if is_scaled else ""
             if len(set(numbers)) > 1:

@@ -18,6 +18,19 @@ def callers_of(seen, line):
     return lines + [source(branch)] if branch else lines
 
 
+def used_elsewhere(ranks):
+    """The line by which another rank than 0 evaluates a model that no optimizer trains, with other
+    weights than rank 0's; "" if none does."""
+    mine = {seen.about.get("weights") for _, seen in ranks[0].seen("evaluation")}
+    others = [seen for notes in ranks[1:] for _, seen in notes.seen("evaluation")]
+    return next((s.line for s in others if s.about.get("weights") not in {None, *mine}), "")
+
+
+def is_copy(name, step):
+    """Whether a weight has the name of a trained one, as in an average of the model's."""
+    return any(f".{name}".endswith(each[each.find(".") :]) for each in step.names)
+
+
 class OtherWeights(Rule):
     name = "others"
     right = "weights and buffers that no optimizer has are those of one process"
@@ -47,18 +60,18 @@ class OtherWeights(Rule):
             return ", and rank 0's does not: right if only rank 0 uses it"
         if not misfits("attribute", {part: values[0][part]}, values[1:], ALIKE):
             return ", but is alike on all ranks: does a rate or a count contain world_size?"
-        return ""
+        return ", and the ranks differ from each other"
 
     def drawn(self, ranks):
         """Weights of each rank's own random numbers."""
         draws = own_draws(ranks)
-        of_steps = {step: note.averaged for step, note in ranks[0][Step]}  # may be wrapped later
+        note_of = dict(ranks[0][Step])
         alike = self.averaged_by_hand(ranks) if draws else {}
         for kind in ("weight", "other", "buffer") if draws else ():
             for step, note, others in paired(kind, ranks[0], ranks):
                 off = offs(kind, note.values, [other.values for other in others.values()], "same")
                 marked = [part for part in off if is_marked(off[part])]
-                averaged = of_steps.get(step, [])
+                averaged = note_of[step].averaged if step in note_of else []  # if wrapped later
                 marked.sort(key=lambda part: part not in averaged)
                 before = [seen for at, seen in draws if at <= step]
                 if marked and before:
@@ -73,7 +86,12 @@ class OtherWeights(Rule):
                     if kind == "weight" and alike.get(step, set()).issuperset(marked):
                         text += ", which no rank sends, but the gradients of all ranks"
                         return self.wrong(step, line, text, more)
-                    return self.look(step, line, f"{text}, and DDP does not send it", more)
+                    text += ", and DDP does not send it"
+                    used = used_elsewhere(ranks) if kind == "other" else ""
+                    if used and is_copy(marked[0], note_of[step]):
+                        text += ", but other ranks than 0 evaluate it"
+                        return self.wrong(step, line, text, [source(used), *more])
+                    return self.look(step, line, text, more)
         return []
 
     def averaged_by_hand(self, ranks):

@@ -65,20 +65,28 @@ class Values(Lineage):
                     return value
         return None
 
-    def mean_of_unequal(self, losses):
-        """What losses are made from: a mean of rows of which the ranks have other numbers, and
-        these; or (None, ())."""
-        for value in [v for loss in losses for v in self.ancestors(loss)]:
-            fits = self.fits(value.index)
-            is_nearly = fits == ["same"] and MEANS.search(value.name)
-            makers = value.made_from if fits == ["mean"] or is_nearly else ()
-            for part in [p for i in makers if i in self.all for p in self.parts(i).values()]:
-                whole, *ranks = [
-                    sketch.shape[0] if sketch and sketch.shape else 0 for sketch in part
-                ]
-                if len(set(ranks)) > 1 and sum(ranks) == whole:
-                    return value, [whole, *ranks]
-        return None, ()
+    def unequal_rows(self, value):
+        """If a value is a mean of rows of which the ranks have other numbers: these; else []. By
+        its numbers: one process's is the mean of the ranks', each times its rows."""
+        if len(self.parts(value.index)) != 1:
+            return []
+        [(one, *ranks)] = self.parts(value.index).values()
+        if any(each is None or each.shape != one.shape for each in (one, *ranks)):
+            return []
+        if self.fits(value.index) == ["same"] and not MEANS.search(value.name):
+            return []
+        for part in [p for i in value.made_from if i in self.all for p in self.parts(i).values()]:
+            whole, *rows = [sketch.shape[0] if sketch and sketch.shape else 0 for sketch in part]
+            if len(set(rows)) > 1 and sum(rows) == whole:
+                weighted = sum(n * sketch.sums for n, sketch in zip(rows, ranks)) / whole
+                if np.linalg.norm(one.sums - weighted) <= self.tolerance * one.norm:
+                    return [whole, *rows]
+        return []
+
+    def means_of_unequal(self, losses):
+        """Those that losses are made from, in the order of the script, and their rows."""
+        makers = [v for loss in losses for v in self.ancestors(loss)]
+        return [(v, rows) for v in makers if (rows := self.unequal_rows(v))]
 
     def is_gradient(self, value):
         """Whether it may be no more than a gradient in another form."""

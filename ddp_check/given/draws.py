@@ -8,7 +8,7 @@ import traceback
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, SubsetRandomSampler
 
 from ..notes import OWN_GENERATOR
 from ..patches import wrap
@@ -58,8 +58,18 @@ def lengths_of_split():
     return [n for frame in frames if frame.f_code is code for n in frame.f_locals["lengths"]]
 
 
+def subset():
+    """The indices that torch's SubsetRandomSampler shuffles, if that has called us."""
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        if isinstance(sampler := frame.f_locals.get("self"), SubsetRandomSampler):
+            return sampler.indices
+    return None
+
+
 def note_order(run, generator, state, n, is_of_samples=False):
     if run.model is None:
+        if (indices := subset()) is not None:  # a share's order is compared with no other share's
+            generator += f" for {checksum([int(index) for index in indices])}"
         # Another order may be one of a few samples that are only looked at.
         parts = lengths_of_split()
         is_of_samples |= is_running("random_split", "__iter__") or in_sampler()

@@ -65,6 +65,7 @@ class Guard:
             "socket.bind": self.before_bind,
         }
         self.events |= dict.fromkeys(PROGRAMS, self.say_program)
+        self.events["import"] = self.before_import
         # What imports have made before, in a process that the script starts.
         for thing in gc.get_objects():
             if type(thing) is tempfile.TemporaryDirectory:
@@ -178,6 +179,12 @@ class Guard:
     def before_bind(self, socket, address):
         if isinstance(address, (str, bytes)) and os.fsdecode(address)[:1] != "\0":
             self.note(full(address))  # of AF_UNIX: the system makes a file
+
+    def before_import(self, name, library, *_):
+        if name == "mpi4py.MPI" and library:  # MPI's own, which ends a process it did not start
+            facts = {"line": source(place()[0]), "text": "needs processes that mpiexec starts"}
+            facts["remedy"] = "take rank and size from RANK and WORLD_SIZE, without mpi4py"
+            stop_both_runs(self.process.folder, "refused", facts)
 
     def say_program(self, *_):
         line = place()[0]

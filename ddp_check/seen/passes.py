@@ -20,7 +20,7 @@ from .trace import TORCH, Trace
 
 def note_evaluation(run, module, line, callers):
     """The buffers with which a module is evaluated: batch norm's averages are each rank's own, but
-    not SyncBatchNorm's, which on CPUs is batch norm."""
+    not SyncBatchNorm's, which on CPUs is batch norm; and a sum of weights that no optimizer has."""
     is_first = run.nth("evaluation", run.steps, line, id(module)) == 0
     if is_first and run.nth("evaluations", line) < MANY_EVALUATIONS:
         parts = module.named_modules()
@@ -30,6 +30,8 @@ def note_evaluation(run, module, line, callers):
         buffers = [each for each in buffers if each[0].rpartition(".")[0] not in synced]
         buffers = {f"{type(module).__name__}.{name}": buffer for name, buffer in buffers}
         number, about = run.nth("modules", run.steps, line), {"callers": callers[:1]}
+        if run.steps and not any(is_trained(run, p) for p in module.parameters()):
+            about["weights"] = sum_of_weights(run, module)
         with run.quiet(), NO_VALUES:
             values = sketches(buffers)
             run.note(Seen("evaluation", line, type(module).__name__, number, values, about=about))
