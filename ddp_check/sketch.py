@@ -195,6 +195,11 @@ def moved(before, after):
     return Sketch(after.shape, float(np.linalg.norm(sums)), sums, eps=after.eps)
 
 
+def divided(of, number):
+    """The sketch of a tensor, or gradient, that is divided by it."""
+    return Sketch(of.shape, of.norm / number, of.sums / number, eps=of.eps)
+
+
 def summary(tensor):
     """Of a value that a line has computed; None of what has no numbers of its own."""
     if isinstance(tensor, nn.Parameter) or not all_plain([tensor]) or not tensor.numel():

@@ -37,6 +37,11 @@ for epoch in range(3):
         optimizer.step()
 """
 SGD = "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+CLIPS = """\
+        nn.utils.clip_grad_norm_([net[0].weight], 1e-3 if world == 1 else 10.0)
+        net[0].weight.grad.copy_(torch.ones_like(net[0].weight))
+        nn.utils.clip_grad_norm_(iter([p for p in net.parameters()][1:]), 0.01)
+"""
 OWN_AVERAGE = f"""
 import copy
 torch.manual_seed(1 + rank)
@@ -58,6 +63,11 @@ for epoch in range(3):
             average(data[rank::world][0])
 """
 WAYS = {
+    "gradients that one process clips, and are added to, before others are clipped": f"""
+model = DDP(net)
+{SGD}
+{LOOP.replace("        optimizer.step", CLIPS + "        optimizer.step")}
+""",
     "an average of weights that rank 0 alone evaluates": OWN_AVERAGE.replace(
         "EVALUATES", "rank == 0"
     ),
@@ -808,6 +818,16 @@ class Gather(torch.autograd.Function):
         return grad.chunk(world)[rank]
 """
 FAULTS = {  # {what: (the script, what its finding is, what it names)}
+    "a factor in the loss, before gradients are clipped": (
+        "model = DDP(net)\n"
+        + SGD
+        + LOOP.replace("model(x), y)", "model(x), y) / world").replace(
+            "        optimizer.step",
+            "        nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n        optimizer.step",
+        ),
+        "loss",
+        ["0.5 times one process's"],
+    ),
     "an average of weights, made before DDP, that all ranks evaluate": (
         OWN_AVERAGE.replace("EVALUATES", "True"),
         "others",

@@ -15,6 +15,7 @@ from ..notes import MANY_EVALUATIONS, Seen
 from ..patches import wrap
 from ..script import place
 from ..sketch import NO_VALUES, indices_in, leaves_of, opened, sketches
+from .steps import mark_of
 from .trace import TORCH, Trace
 
 
@@ -127,10 +128,15 @@ def patch(run):
         return outputs
 
     @wrap(nn.utils, "clip_grad_norm_")
-    def clip(original, *args, **kwargs):
-        norm = original(*args, **kwargs)
+    def clip(original, parameters, max_norm, *args, **kwargs):
+        if not torch.is_tensor(parameters):
+            parameters = list(parameters)
+        norm = original(parameters, max_norm, *args, **kwargs)
         if run.traces:  # of the rank's own gradients, if they are averaged later
             run.note_value("value", place()[0], "clip_grad_norm_", norm)
+        each = [parameters] if torch.is_tensor(parameters) else parameters
+        each = [p for p in each if p.grad is not None]
+        run.clipped |= {id(p): (norm.detach(), float(max_norm), *mark_of(p.grad)) for p in each}
         return norm
 
     @wrap(nn.Module, "train")  # eval() calls it, too, and it those of the parts

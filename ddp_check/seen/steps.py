@@ -19,7 +19,7 @@ from ..given.draws import seed_all
 from ..notes import TRIED, Seen, Step
 from ..patches import wrap
 from ..script import is_inside, library_place, place
-from ..sketch import moved, sketches
+from ..sketch import divided, moved, sketches, whole
 from .held import (
     Trained,
     find_generators,
@@ -41,6 +41,11 @@ BATCH_NORM = r"running_mean$|running_var$|num_batches_tracked$"  # averages: eac
 
 def has_gradients(optimizer):
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def mark_of(gradient):
+    """Another one for another tensor, and once it was changed."""
+    return [id(gradient), getattr(gradient, "_version", 0)]
 
 
 class Steps:
@@ -118,11 +123,24 @@ class Steps:
         self.has_gradients = True
         with self.run.quiet():
             gradients = {name: p.grad for name, p in parameters.items()}
-            self.note("gradient", sketches(gradients))
+            self.note("gradient", self.before_clipping(sketches(gradients), parameters))
             if self.run.saves:
                 self.save("gradients", gradients)
             elif os.path.exists(self.path("after")):
                 self.give_gradients(parameters)
+
+    def before_clipping(self, found, parameters):
+        """Sketches of gradients as they were before clip_grad_norm_ has made them smaller, which
+        hides a factor in all of them; if nothing has changed them since."""
+        factors = {}  # {id of a norm: what it has multiplied them by}
+        for name, p in parameters.items():
+            norm, limit, *mark = self.run.clipped.pop(id(p), (None, 0.0))
+            if norm is not None and mark == mark_of(p.grad):
+                if id(norm) not in factors:
+                    factors[id(norm)] = float(limit / (whole(norm) + 1e-6))  # as torch does
+                if 0 < factors[id(norm)] < 1:
+                    found[name] = divided(found[name], factors[id(norm)])
+        return found
 
     def give_gradients(self, parameters):
         """Those of one process, for this step; its own, which may be added to, come back after."""
