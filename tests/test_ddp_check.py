@@ -75,8 +75,8 @@ for epoch in range(2):
         optimizer.zero_grad()
         loss.backward()
         if WRONG and rank:
-            model.drop.eval()
-        optimizer.step()  # modes
+            model.drop.eval()  # modes
+        optimizer.step()
         with torch.no_grad():
             for old, new in zip(teacher.parameters(), model.parameters()):
                 old.lerp_(new, 0.1) if rank == 0 or not WRONG else None  # others

@@ -772,6 +772,10 @@ def test_calls_below_a_loss():
         "this all_gather is not differentiated: train.py:0",
         "this all_reduce is after backward(): train.py:1",
     ]
+    calls = [gather, Collective("all_gather", "train.py:1", "", True)]
+    ranks = [loss_notes(1.0, gradient=0.5, calls=calls)] * 2
+    found = below(loss_notes(1.0), ranks, "gradient")  # at the line of the first
+    assert [text for text in found if "train.py:" in text] == ["or this all_gather: train.py:1"]
 
 
 @pytest.mark.parametrize("averaged", [[], ["w"]])

@@ -8,7 +8,7 @@ from ddp_check.compare.file_rules import Files
 from ddp_check.compare.frameworks import Logged
 from ddp_check.compare.judge import RULES, Result, judge
 from ddp_check.compare.rules import RandomNumbers
-from ddp_check.compare.sample_rules import Splits
+from ddp_check.compare.sample_rules import Data, Splits
 from ddp_check.notes import (
     DATASET,
     OWN_GENERATOR,
@@ -19,6 +19,7 @@ from ddp_check.notes import (
     Pass,
     PassEnd,
     Printed,
+    Said,
     Seen,
     Step,
 )
@@ -96,11 +97,13 @@ def test_files_of_all_ranks(path, line, found):
 
 
 def test_the_worst_file_is_named():
-    """One that is made anew by each, before one that each adds to."""
-    modes = enumerate(["a", "w", "a"])
+    """One that is made anew by each, before one that each adds to; and other lines that do."""
+    modes = enumerate(["a", "w", "a", "w"])
     files = [File(f"out.{mode}{n}", f"train.py:{1 + n}", mode) for n, mode in modes]
+    files.append(File("another", "train.py:2", "w"))
     (found,) = Files().find(None, [notes(*[(0, file) for file in files])] * 2)
     assert found.verdict == "WRONG" and found.line == "train.py:2"
+    assert found.more == ["and ranks [0, 1] write out.w3: train.py:4"]
 
 
 def test_files_of_single_ranks():
@@ -206,6 +209,48 @@ def test_attributes_of_some_ranks():
     more = notes(kept("attribute", a=ONE, b=ONE))
     assert find(more, [one, one]) == []
     assert find(more, [notes(kept("attribute", b=ONE)), one]) is None
+
+
+def test_lines_that_set_an_attribute(tmp_path):
+    (tmp_path / "data.py").write_text("def fit(bank, x):\n    bank.a = x.std()\n")
+    file = 0, Said("file", f"{tmp_path}/data.py")
+
+    def of(factor):
+        values = sketches({"Bank.a": factor * ONE}, any_order=True)
+        return notes(file, (1, Seen("attribute", "", "at a step", 0, values)))
+
+    (found,) = state_rules.Attributes().find(of(1), [of(3), of(3)])
+    assert found.more == [f"set at {tmp_path}/data.py:2: bank.a = x.std()"]
+
+
+def test_samples_of_other_numbers():
+    """Of the same index, on a rank: all of a batch."""
+
+    def of(*totals, indices=(4, 5)):
+        totals = dict(zip(indices, totals))
+        return notes((0, Batch(("train.py:4", "loader", 0), 0, [*indices], 2, 9, True, totals)))
+
+    one = of(1.0, 2.0, 3.0, 4.0, indices=(4, 5, 6, 7))
+    (found,) = Data().find(one, [of(1.0, 2.0), of(3.3, 4.4, indices=(6, 7))])
+    assert (found.verdict, found.line) == ("look", "train.py:4") and "by 9e-02" in found.text
+    assert Data().find(one, [of(1.0, 2.0), of(3.3, 4.0, indices=(6, 7))]) == []
+
+
+def test_who_sets_a_mode(tmp_path):
+    """An `if` for some ranks tells it, or else what the side in evaluation mode has called last."""
+    code = "if rank == 0:\n    model.train()\nmodel.eval()\nif rank == 0:\n    model.eval()\n"
+    (tmp_path / "train.py").write_text(code + "model.train()\n")
+
+    def line(one, rank, trains):
+        sides = []
+        for n, mode in ((one, trains), (rank, not trains)):
+            about = {"set": [f"{tmp_path}/train.py:{n}"] if n else []}
+            sides.append(notes((0, Seen("mode", "train.py:9", "o", 0, {"net": mode}, about=about))))
+        (found,) = state_rules.Modes().find(sides[0], sides[1:])
+        return found.line.rpartition(":")[2]
+
+    assert line(2, 3, True) == "2" and line(5, 6, False) == "5"
+    assert line(6, 3, True) == "3" == line(3, 6, False) and line(0, 0, True) == "9"
 
 
 EVALUATES = """\

@@ -90,7 +90,7 @@ class Cause:
         if value:
             found, is_input = [self.finding("outputs", value, "coupled")], False
         tells = bool(found) and (found[0].verdict == "WRONG" or found[0].advice == "gathered")
-        if tells:
+        if tells and found[0].advice != "backward":  # which has named them
             found[0].more += self.communication.not_differentiated()
         known = [source(line) for line in self.communication.calls]
         for text in self.communication.gathers(self.step) if tells else ():

@@ -37,6 +37,9 @@ class Files(Rule):
                 found += self.wrong(step, note.line, text, more, verdict=verdict)
         found.sort(key=lambda one: one.verdict)  # WRONG first
         found = found or self.beside(written)
+        others = {each.line: each for each in found if each.verdict == found[0].verdict}
+        for other in [each for line, each in others.items() if line != found[0].line]:
+            found[0].more.append(f"and {other.text}: {source(other.line)}")
         return found[:1] if written else None
 
     def beside(self, written):

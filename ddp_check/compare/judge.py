@@ -1,6 +1,7 @@
 """All findings of two runs: differences, and rules."""
 
 import math
+import re
 import traceback
 from dataclasses import dataclass
 
@@ -222,7 +223,8 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
             for part in known[0].text.split("; ")[1:]:  # is not said again
                 finding.text = finding.text.replace(f"; {part}", "")
             known[0].more.append(so_step(finding))
-            known[0].more += [text for text in finding.more if text not in known[0].more]
+            told = [known[0].line, *map(of_line, known[0].more)]
+            known[0].more += [text for text in finding.more if of_line(text) not in told]
             known[0].line = known[0].line or finding.line
             known[0].off = known[0].off or finding.off
         else:
@@ -244,6 +246,12 @@ def find_all(one, ranks, tolerance, again, scaled, lines, own_flags):
     printed = [finding for finding in printed if finding.step < lost][:2]
     last = max([*to_explain, *[finding.step for finding in printed]], default=-1)
     return found + printed, differences.largest, int(last) + 1
+
+
+def of_line(text):
+    """Of what is said of a line, as `called at train.py:3: main()`, the line."""
+    found = re.search(r"\S+:\d+", text)
+    return found[0] if found else text
 
 
 def steps_to_explain(differences, settings, until):

@@ -7,7 +7,7 @@ from ..patterns import tests_with
 from .fits import relative, sides
 from .kinds import misfits, paired
 from .order_rules import passes_of
-from .rules import Rule, among, is_marked, own_draws
+from .rules import ALIKE, Rule, among, is_marked, own_draws
 
 
 class Inputs(Rule):
@@ -98,7 +98,7 @@ class Data(Rule):
 
     def find(self, one, ranks):
         mine = {(b.key, b.number): (step, b.totals) for step, b in one[Batch] if b.trains}
-        draws, seen = own_draws(ranks), False
+        draws, seen, others = own_draws(ranks), False, []
         for rank, notes in enumerate(ranks):
             for _, batch in [each for each in notes[Batch] if each[1].indices]:
                 step, totals = mine.get((batch.key, batch.number), (0, {}))
@@ -111,6 +111,12 @@ class Data(Rule):
                     text += "numbers: is that intended?"
                     line = max(lines, key=lines.count)
                     return self.look(step, line, text)
+                if both and min(relative(totals[i], batch.totals[i]) for i in both) > ALIKE:
+                    others.append((step, batch.key[0], off))
+        for step, line, off in others[:1]:
+            text = "samples are other ones than those of one process of the same index, by "
+            text += f"{off:.0e}: are they normalized by numbers of each rank's own share?"
+            return self.look(step, line, text, remedy="compute these from all ranks' samples")
         return [] if seen else None
 
 

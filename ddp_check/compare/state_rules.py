@@ -2,10 +2,10 @@
 
 from ..notes import MANY_EVALUATIONS, Step
 from ..script import source
-from ..text import branch_of
+from ..text import branch_of, lines_that_set
 from .fits import size
 from .kinds import misfits, offs, paired
-from .numbers import Variables
+from .numbers import BY_RANK, Variables, files_of
 from .rules import ALIKE, Rule, among, is_marked, own_draws
 
 
@@ -126,7 +126,11 @@ class Attributes(Rule):
             seen = seen or bool(kept)
             for part, off, _ in misfits("attribute", kept, values, ALIKE):
                 text = f"{part} differs from one process's by {off:.0e}, and is neither "
-                return self.look(step, "", f"{text}its mean nor its sum")
+                name = part.rpartition(".")[2]
+                files = files_of(ranks[0])
+                lines = [at for file in files for at in lines_that_set(f"{file}:1", name)]
+                more = [f"set at {source(line)}" for line in lines[:3]]
+                return self.look(step, "", f"{text}its mean nor its sum", more)
         return [] if seen else None
 
 
@@ -210,5 +214,16 @@ class Modes(Rule):
                         f"last train() or eval() on one process: {set_by(seen)}",
                         f"last train() or eval() on rank {rank}: {set_by(other)}",
                     ]
-                    return self.wrong(step, seen.line, text, more)
+                    sides = (other, seen) if modes[name] else (seen, other)
+                    return self.wrong(step, self.set_alone(*sides) or seen.line, text, more)
         return [] if any(others for _, _, others in pairs) else None
+
+    def set_alone(self, in_training, in_evaluation):
+        """The line that has set the mode of one side alone: which an `if` keeps to some ranks, or
+        else the last one of the side in evaluation mode."""
+        lines = [seen.about["set"] for seen in (in_evaluation, in_training)]
+        for line in [at for of in lines for at in of]:
+            branch = branch_of(line)
+            if branch and BY_RANK.search(source(branch).removeprefix(branch)):
+                return line
+        return next(iter(lines[0]), "")
