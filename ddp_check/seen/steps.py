@@ -36,11 +36,22 @@ from .schedules import made_of
 from .written import lines_of
 
 LATER = 8  # steps after which it is searched once more for generators
+ALIKE = 1e-3  # as far as a buffer of another process may be apart, but for its order
 BATCH_NORM = r"running_mean$|running_var$|num_batches_tracked$"  # averages: each rank's own
 
 
 def has_gradients(optimizer):
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def is_in_other_order(buffer, of_one):
+    """As a queue of gathered features, whose labels, integers or no buffer, are in that order."""
+    if of_one is None or of_one.shape != buffer.shape:
+        return False
+    mine, theirs = [each.detach().flatten().double().cpu() for each in (buffer, of_one)]
+    if torch.allclose(mine, theirs, rtol=ALIKE):
+        return False
+    return torch.allclose(mine.sort().values, theirs.sort().values, rtol=ALIKE, atol=1e-6)
 
 
 def mark_of(gradient):
@@ -230,7 +241,8 @@ class Steps:
             if p.grad is not None:
                 set_to(p.grad, self.own.pop(name, None))
         for name, buffer in buffers.items():
-            if not re.search(BATCH_NORM, name) or self.run.is_single:
+            is_kept = re.search(BATCH_NORM, name) or is_in_other_order(buffer, saved.get(name))
+            if not is_kept or self.run.is_single:
                 set_to(buffer, saved.get(name))
 
 
