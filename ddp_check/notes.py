@@ -101,6 +101,7 @@ class Collective:
     callers: list = field(default_factory=list)  # the script's lines that have called its function
     in_step: bool = False  # of an optimizer
     has_backward: bool = False  # of the script's own: it is in a forward of an autograd.Function
+    of_number: bool = False  # of tensors with a single one, as of a loss that is printed
 
 
 @dataclass

@@ -728,6 +728,32 @@ def test_printed_alike(one, rank, again):
     assert not list(compare_printed(one, [rank], values, variables, {}, again))
 
 
+def test_what_a_long_line_says(tmp_path):
+    """What is before the number; who has called a print() of the script's own; no clocks."""
+    code = "def print(*words):\n    builtin_print(*words)\nprint(meters.time.avg, meters.size)\n"
+    (tmp_path / "log.py").write_text(code)
+    file = str(tmp_path / "log.py")
+
+    def of(score, number, *callers):
+        text = "epoch 1 " + 20 * "train " + f"accuracy {score} " + 30 * "more "
+        made = notes(*step_notes(), (3, Printed(f"{file}:2", text, list(callers))))
+        for _, note in made[Step]:
+            note.variables = {"avg": number, "size": number}
+        return made
+
+    sides = of(0.731, 8.0, f"{file}:3", f"{file}:9"), of(0.726, 4.0, f"{file}:3", f"{file}:9")
+    (found,) = [
+        f for f in judge(sides[0], [sides[1]] * 2, TOLERANCE).findings if f.what == "printed"
+    ]
+    assert found.line == f"{file}:3" and found.more[0] == f"called at {file}:9"
+    assert "train accuracy 0.731 more" in found.text and "epoch" not in found.text
+    assert [line for line in found.more if " is 8" in line] == [
+        f"{file}:3: meters.size is 8 on one process, 4, 4 on the ranks"
+    ]
+    both = [of(score, 1.0) for score in (0.731, 0.726)]  # its caller is not known
+    assert f"{file}:2" in [f.line for f in judge(both[0], [both[1]] * 2, TOLERANCE).findings]
+
+
 def test_where_a_score_is_put_together():
     """By the last calls before it is printed, but no pass through DDP."""
     calls = [Collective(name, f"train.py:{n}", "", False) for n, name in enumerate(["a", PASS])]
@@ -760,6 +786,9 @@ def test_gathers_before_a_loss():
     ranks = [loss_notes(1.5, gradient=1.5, calls=calls[:2], after=calls[2:])] * 2
     found = below(loss_notes(1.0), ranks, "loss")
     assert [text for text in found if "gathers" in text] == ["before it, this gathers: train.py:0"]
+    calls[0] = replace(calls[0], of_number=True)  # as of a loss that is printed
+    found = below(loss_notes(1.0), [loss_notes(1.5, gradient=1.5, calls=calls)] * 2, "loss")
+    assert [text for text in found if "gathers" in text] == ["before it, this gathers: train.py:2"]
 
 
 def test_calls_below_a_loss():
@@ -772,10 +801,15 @@ def test_calls_below_a_loss():
         "this all_gather is not differentiated: train.py:0",
         "this all_reduce is after backward(): train.py:1",
     ]
-    calls = [gather, Collective("all_gather", "train.py:1", "", True)]
+    calls = [replace(gather, callers=["train.py:7", "train.py:8"])]
+    calls += [Collective("all_gather", f"train.py:{n}", "", True, of_number=n == 2) for n in (1, 2)]
     ranks = [loss_notes(1.0, gradient=0.5, calls=calls)] * 2
     found = below(loss_notes(1.0), ranks, "gradient")  # at the line of the first
-    assert [text for text in found if "train.py:" in text] == ["or this all_gather: train.py:1"]
+    named = [text for text in found if "train.py:" in text]
+    assert named == ["called at train.py:7", "or this all_gather: train.py:1"]
+    ranks = [loss_notes(1.0, gradient=0.5, calls=calls[2:])] * 2
+    result = judge(loss_notes(1.0), ranks, TOLERANCE)
+    assert [each.line for each in result.of("WRONG")] == ["train.py:2"]  # there is no other
 
 
 @pytest.mark.parametrize("averaged", [[], ["w"]])

@@ -203,7 +203,8 @@ class Cause:
         text += "differentiated, or its backward does not sum over the ranks"
         remedy = "torch.distributed.nn.functional has calls that are differentiated"
         about = {"remedy": remedy, "section": "#what-depends-on-the-whole-batch"}
-        more = [f"or this {name}: {source(at)}" for at, name in others]
+        more = [f"called at {source(at)}" for at in self.communication.callers[line][:1]]
+        more += [f"or this {name}: {source(at)}" for at, name in others]
         own = [
             backward_of(at) for at in self.communication.calls if at not in self.communication.cut
         ]

@@ -34,14 +34,16 @@ class Communication:
             if starts.get(step, math.inf if starts else -1) < call.at < losses.get(step, math.inf)
         ]
         calls = [both for both in calls if not both[1].has_backward] or calls
+        calls = [both for both in calls if not both[1].of_number] or calls
         # {line: name} of collective calls in a step, before its backward()
         self.calls = {call.line: call.name for step, call in calls if step == calls[0][0]}
+        self.callers = {call.line: call.callers for _, call in calls}
         # Those that no backward of the script's own differentiates.
         self.cut = [call.line for _, call in calls if not call.has_backward]
         self.gathered = {}  # {step: the lines that gather something before its last backward()}
         for step, call in notes[Collective]:
             is_before = call.at < losses.get(step, -1)
-            if "gather" in call.name and is_before and not call.has_backward:
+            if "gather" in call.name and is_before and not (call.has_backward or call.of_number):
                 self.gathered.setdefault(step, {})[call.line] = None
         calls = [branch_of(call.line) for _, call in notes[Collective] if call.of_all]
         self.communicates = set(calls)  # the branches in which all ranks have to be

@@ -101,6 +101,8 @@ class Variables:
         others, lines, texts, hidden = self.others(step), list(lines), {}, []
         for line in lines:
             for name, text in names_at(line).items():
+                if re.search(TIME, text.lower()):
+                    continue
                 if name in others and name not in texts and len(texts) < 3:
                     lines += lines_that_set(line, name)
                     texts[name] = self.describe(name, f"{line}: {text}", step, line)

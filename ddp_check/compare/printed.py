@@ -1,10 +1,12 @@
 """Scores that rank 0 prints, beside those of one process."""
 
+import ast
 import re
 from decimal import Decimal
 
 from ..notes import PASS, Collective, Finding, Printed
 from ..script import source
+from ..text import enclosing
 from .fits import relative
 from .kinds import SCORES
 from .numbers import TIME
@@ -27,6 +29,12 @@ def scores(text, losses):
         is_short = len(re.sub(r"e.*|\D", "", found[0]).lstrip("0")) < 3
         is_none = is_clock or is_short or is_loss
         yield (None, 0) if is_none else (number, LAST_DIGITS * 10**-digits)
+
+
+def is_print(line):
+    """Whether it is in a function of the script's that stands for print()."""
+    function = enclosing(line, ast.FunctionDef)
+    return function is not None and function.name == "print"
 
 
 def put_together(notes, step, printed):
@@ -58,28 +66,32 @@ def compare_printed(one, ranks, values, variables, repeats, again=None):
             if step != other:
                 break
             again_of_one = map(float, NUMBER.findall(c.text))
-            pairs = list(zip(scores(a.text, losses), scores(b.text, their), again_of_one))
+            numbers = NUMBER.finditer(a.text)
+            pairs = zip(scores(a.text, losses), scores(b.text, their), again_of_one, numbers)
             limit = max(SAME, 2 * repeats.get(step, 0))
             wrong = [
-                (x, y)
-                for (x, rounding), (y, _), other in pairs
+                (x, y, found.start())
+                for (x, rounding), (y, _), other, found in pairs
                 if None not in (x, y) and relative(x, y) > limit and abs(x - y) > rounding
                 if relative(x, other) < AGAIN and 3 * abs(x - other) < abs(x - y)
             ]
             if wrong:
-                text = f"{wrong[0][0]:g} on one process, {wrong[0][1]:g} on rank 0, in "
-                text += f"{a.text.strip()[:100]!r}: of rank 0's share alone, or a mean of means "
-                text += "over unequal shares?"
-                if value := values.printed(step, wrong[0][0]):
+                mine, theirs, at = wrong[0]
+                lines = [at for at in (a.line, *a.callers) if not is_print(at)]
+                line, *callers = lines or [a.line]
+                around = a.text[max(0, at - 60) :].strip()[:100]
+                text = f"{mine:g} on one process, {theirs:g} on rank 0, in {around!r}: of rank 0's "
+                text += "share alone, or a mean of means over unequal shares?"
+                if value := values.printed(step, mine):
                     about = f"{source(values.line_of(value))}  {values.describe(value)}"
                     called = value.about.get("called_at")
                     about = [about, f"called at {source(called)}"] if called else [about]
                     more = [*about, *values.behind(value)]
                 else:
-                    more = variables.behind([a.line], step)
-                    more += variables.divided([a.line, *a.callers])
+                    more = variables.behind([line], step)
+                    more += variables.divided([line, *callers])
                     more += put_together(one, step, a)
-                more = [f"called at {source(at)}" for at in a.callers[:1]] + more
-                more = {"line": a.line, "more": more, "remedy": SCORES, "section": "#scores"}
+                more = [f"called at {source(at)}" for at in callers[:1]] + more
+                more = {"line": line, "more": more, "remedy": SCORES, "section": "#scores"}
                 yield Finding("look", "printed", step, text, **more)
                 break

@@ -77,8 +77,9 @@ def patch(run):
                 groups = [each for each in (*args, *kwargs.values()) if is_group(each)]
                 of_all = all(group.size() == run.world for group in groups)
                 sizes = [tensor.numel() for tensor in tensors if torch.is_tensor(tensor)]
+                of_number = max(sizes, default=0) == 1
                 in_step = is_inside(run.stepping) and max(sizes, default=0) > 1  # not of a norm
-                about = has_grad, of_all, callers[:2], in_step, has_backward
+                about = has_grad, of_all, callers[:2], in_step, has_backward, of_number
                 run.note(Collective(name, line, drawn, *about))
                 if name in ("all_reduce", "broadcast") and torch.is_tensor((*args, None)[0]):
                     note_set(run, args[0])
