@@ -106,6 +106,11 @@ def name_of(node):
     return getattr(node, "attr", getattr(node, "id", None))
 
 
+def of_part(node):
+    """Of x[...], x."""
+    return node.value if isinstance(node, ast.Subscript) else None
+
+
 def names_at(line):
     """{name: text} of those in a statement, without the statements in it."""
     found, todo = {}, [statement_at(line)]
@@ -123,7 +128,8 @@ def lines_that_set(line, name):
     file, found = line.rpartition(":")[0], {}
     for node in statements(file):
         for target in getattr(node, "targets", [getattr(node, "target", None)]):
-            if name in map(name_of, getattr(target, "elts", [target])):
+            targets = getattr(target, "elts", [target])
+            if name in map(name_of, [*targets, *map(of_part, targets)]):
                 is_constant = isinstance(getattr(node, "value", None), ast.Constant)
                 is_first = is_constant and not isinstance(node, ast.AugAssign)
                 found.setdefault(is_first, []).append(node.lineno)

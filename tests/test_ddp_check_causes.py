@@ -760,13 +760,20 @@ def test_other_weights_that_no_optimizer_has():
     """As of a teacher; and the ranks' own gradients are said beside it."""
 
     def make(x, total):
-        return [inputs(1, ONE, weights=total), loss(2, x)]
+        return [inputs(1, ONE, weights=(total, 9.0)), loss(2, x)]
 
-    (found,), verdict = cause(*processes(make, TWICE, (1.0, 1.5, 1.5))).blame()
-    assert (found.verdict, found.advice, verdict) == ("WRONG", "weights", "WRONG")
+    def evaluated(x, total):
+        about = {"weights": (total, 9.0), "callers": ["train.py:8"]}
+        return [(0, Seen("evaluation", "train.py:7", "Net", 0, {}, about=about)), loss(2, x)]
+
+    for each in make, evaluated:
+        (found,), verdict = cause(*processes(each, TWICE, (1.0, 1.5, 1.5))).blame()
+        assert (found.verdict, found.advice, verdict) == ("WRONG", "weights", "WRONG")
+        assert blamed(*processes(each, TWICE, (1.0, 1.0, 1.0))).what == "loss"
+        assert blamed(*processes(each, TWICE, (1e-6, 3e-6, 3e-6))).what == "loss"  # by rounding
+    assert found.line == "train.py:7" and found.more == ["called at train.py:8"]
     found, _ = cause(*processes(make, TWICE, (1.0, 1.5, 1.5), own=True)).blame()
     assert [each.what for each in found] == ["weight", "averaging"]
-    assert blamed(*processes(make, TWICE, (1.0, 1.0, 1.0))).what == "loss"
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -8,7 +8,7 @@ import pytest
 from helpers import some_fast
 from watched import findings_of, notes_of
 
-from ddp_check.compare.consequences import after_orders, due_to_plan
+from ddp_check.compare.consequences import after_data, after_orders, due_to_plan, explain_values
 from ddp_check.notes import Finding, Said
 
 START = """
@@ -839,6 +839,34 @@ class Gather(torch.autograd.Function):
         return grad.chunk(world)[rank]
 """
 FAULTS = {  # {what: (the script, what its finding is, what it names)}
+    "a teacher in training mode, which rank 0 alone updates": (
+        "import copy\nteacher = copy.deepcopy(net)\nmodel = DDP(net)\n"
+        + SGD
+        + LOOP.replace(
+            "        loss = F.cross_entropy(model(x), y)",
+            "        with torch.no_grad():\n            target = teacher(x)\n"
+            "        loss = F.mse_loss(model(x), target) + F.cross_entropy(net(x), y)",
+        )
+        + "        if rank == 0:\n            with torch.no_grad():\n"
+        "                for old, p in zip(teacher.parameters(), net.parameters()):\n"
+        "                    old.lerp_(p, 0.5)\n",
+        "weight",
+        ["Sequential: no optimizer trains it", "if rank == 0:", "old.lerp_(p, 0.5)"],
+    ),
+    "samples normalized by the rank's own numbers, and padded": (
+        "scale = x[rank::world].abs().mean() * 4\n"
+        "class Own(torch.utils.data.Dataset):\n    def __len__(self):\n        return 32\n"
+        "    def __getitem__(self, i):\n        return x[i, : 2 + i % 5, None] / scale, i % 3\n"
+        "def collate(samples):\n    xs, ys = zip(*samples)\n"
+        "    return nn.utils.rnn.pad_sequence(xs, batch_first=True), torch.tensor(ys)\n"
+        "sampler = DistributedSampler(Own())\n"
+        "loader = DataLoader(Own(), 8 // world, sampler=sampler, collate_fn=collate)\n"
+        "class Net(nn.Linear):\n    def forward(self, x):\n"
+        "        return (super().forward(x) * (x != 0)).sum(1)\n"
+        "model = DDP(Net(1, 3))\n" + SGD + LOOP,
+        "data",
+        ["so step 1:", "a share by the rank", "x[rank::world].abs()"],
+    ),
     "a factor in the loss, before gradients are clipped": (
         "model = DDP(net)\n"
         + SGD
@@ -1269,3 +1297,32 @@ def test_what_follows_from_an_order():
     order, before = Finding("WRONG", "order", 6, "again"), Finding("WRONG", "inputs", 5, "others")
     found = after_orders([before, Finding("WRONG", "inputs", 6, "other numbers"), order])
     assert found == [before, order] and order.more == ["so step 7: inputs: other numbers"]
+
+
+@pytest.mark.parametrize(("step", "verdict", "left"), [(2, "WRONG", 1), (1, "look", 2)])
+def test_what_follows_from_other_samples(step, verdict, left):
+    """From the step on in which they are other ones."""
+    data, value = (
+        Finding("look", "data", 2, "others"),
+        Finding("WRONG", "value", step, "more", off=3),
+    )
+    found = after_data([data, value])
+    assert len(found) == left and data.verdict == verdict
+    assert data.more == ["so step 3: value: more"] * (left == 1)
+    assert after_data([data, Finding("look", "value", 2, "more")])[1:]
+
+
+@pytest.mark.parametrize("advice", ["weights", "share", "coupled"])
+def test_what_is_kept_stands_below_a_value(advice):
+    """But for what has another reason."""
+    value = Finding("WRONG", "value", 2, "more", more=["a"], advice=advice)
+    kept = [
+        Finding("look", "others", 3, "bank", "train.py:3"),
+        Finding("look", "attributes", 3, "b"),
+    ]
+    found = explain_values([value, *kept])
+    if advice == "coupled":
+        assert found == [value, *kept]
+    else:
+        start = "perhaps as " * (advice == "share")
+        assert found == [value] and value.more == [f"{start}b", f"{start}bank", "train.py:3", "a"]

@@ -1236,6 +1236,8 @@ def test_other_options():
     cut = of_loader(2, 2, (0, Cut("loader", 4)))
     assert other_options(options, of_loader(4, 4), [cut, cut]) is None
     assert scaled_loaders(options, of_loader(4, 4), [cut]) == {"loader": "train.py:1"}
+    cut.of[End] = [(1, End("RuntimeError at train.py:3: Connection closed by peer"))]
+    assert other_options(options, of_loader(4, 4), [cut, cut]) is None  # another rank has ended
     cut.of[End] = [(1, End("ValueError at train.py:3"))]
     found, _ = other_options(options, of_loader(4, 4), [cut, cut])
     assert found == replace(options, cuts=False)

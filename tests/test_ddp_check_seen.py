@@ -323,7 +323,7 @@ def test_passes(work):
     (one,) = notes_of(PASSES, lines=2)
     assert one[End][0][1].state == "its end"
     weights = [note.about.get("weights") for _, note in one.seen("inputs")]
-    assert [type(each) for each in weights if each is not None] == [float] * 3
+    assert [len(each) for each in weights if each is not None] == [2] * 3
     inputs = [(step, note.name, "weights" in note.about) for step, note in one.seen("inputs")]
     passes = [("Linear", True), ("Linear", True), ("Linear", False), ("Linear", True)]
     passes += [("Linear", False), ("Linear", False), ("Sequential", False)]
@@ -629,7 +629,11 @@ def test_variables():
     kept = {"bank": torch.ones(3), "data": torch.empty(10_000_000), "none": torch.empty(0)}
     kept |= {"ids": torch.arange(3), "weight": nn.Parameter(torch.ones(1))}
     mine = SimpleNamespace(**kept, graph=torch.eye(2).to_sparse(), name="a")
-    assert list(held.tensors_of(frame)) == ["SimpleNamespace.bank"], mine
+    mine.inner, mine.other = Numbers(queue=torch.ones(2)), torch.Generator()
+    found = list(held.tensors_of(frame))
+    assert found == ["SimpleNamespace.bank", "Numbers.queue"], mine
+    mine.inner = SimpleNamespace(queue=torch.ones(2))  # not of the script's own classes
+    assert list(held.tensors_of(frame)) == ["SimpleNamespace.bank"]
 
 
 def test_what_is_held():

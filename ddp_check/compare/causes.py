@@ -66,6 +66,15 @@ class Cause:
         about["off"] = values.off(value)
         return Finding(verdict, what, self.step, text, line, more, advice, **about)
 
+    def other_weights(self, seen):
+        """Of a pass through a model that no optimizer trains."""
+        if seen.kind != "evaluation":
+            return self.finding("weight", seen, "weights")
+        row, text = KINDS["weight"], f"{seen.name}: {ADVICE['weights']}"
+        about = {"remedy": row.remedy, "section": row.section, "more": []}
+        about["more"] += [f"called at {source(line)}" for line in seen.about["callers"]]
+        return Finding("WRONG", "weight", self.step, text, seen.line, advice="weights", **about)
+
     def is_in_library(self, value):
         """Whether a framework's line has computed it, which the script's line has called."""
         return value.library and self.values.line_of(value) == value.line
@@ -77,7 +86,7 @@ class Cause:
         if self.unlike and self.differences.local:
             return [self.local()], "look"
         if value := self.values.with_other_weights(self.step):
-            return [self.finding("weight", value, "weights"), *averaging(self)], "WRONG"
+            return [self.other_weights(value), *averaging(self)], "WRONG"
         if value := self.values.coupled(self.step):
             found = [self.finding("outputs", value, "coupled")]
             return found + averaging(self), "WRONG" if self.unlike else "look"

@@ -1,5 +1,7 @@
 """What follows from another finding is no finding of its own."""
 
+from ..script import source
+
 
 def due_to_plan(found, counts):
     """Where one process was given all ranks' samples, and makes more steps: by a script that plans
@@ -23,6 +25,32 @@ def after_orders(found):
         else:
             rest.append(finding)
     return rest
+
+
+def after_data(found):
+    """The findings without those that follow from samples which are not those of one process."""
+    data = next((f for f in found if f.what == "data" and f.verdict == "look"), None)
+    kinds = "inputs", "value", "loss"
+    after = [f for f in found if data and f.what in kinds and f.verdict == "WRONG"]
+    after = [finding for finding in after if finding.step >= data.step]
+    if after:
+        data.verdict, data.off = "WRONG", after[0].off
+        for finding in after:
+            data.more += [so_step(finding), *finding.more]
+    return [finding for finding in found if finding not in after]
+
+
+def explain_values(found):
+    """The findings without what the script keeps and is not one process's: it stands below a value
+    that may be made from it."""
+    made = [f for f in found if f.advice in ("weights", "share") and f.verdict == "WRONG"][:1]
+    kept = [f for f in found if f.what in ("others", "attributes") and f.verdict == "look"]
+    for cause in made:
+        start = "perhaps as " * (cause.advice != "weights")
+        for each in kept:
+            lines = [source(each.line)] * bool(each.line)
+            cause.more[:0] = [f"{start}{each.text}", *lines, *each.more]
+    return [finding for finding in found if not made or finding not in kept]
 
 
 def name_unused(found, ends, last):

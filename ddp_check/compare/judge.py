@@ -10,7 +10,15 @@ from ..script import source
 from .advice import LOST
 from .calls import Calls
 from .causes import FEW, find_causes, first_behind
-from .consequences import after_orders, due_to_plan, follows, name_unused, so_step
+from .consequences import (
+    after_data,
+    after_orders,
+    due_to_plan,
+    explain_values,
+    follows,
+    name_unused,
+    so_step,
+)
 from .differences import Differences
 from .ends import (
     USUAL_ENDS,
@@ -122,7 +130,7 @@ def judge(one, ranks, tolerance, again=None, scaled=(), lines=None, own_flags=Fa
             found.append(Finding("not seen", rule.name, 0, f"needs {rule.needs}"))
         elif results or not any(f.what == rule.name for f in found):
             found += results or [Finding("ok", rule.name, 0, rule.right)]
-    found = after_orders(found)
+    found = explain_values(after_data(after_orders(found)))
     name_unused(found, ends, steps - 1)
     is_other = len(set(counts)) > 1 or len(set(ends)) > 1
     if (is_other and not any(f.what == "steps" for f in found)) or ends[0] not in USUAL_ENDS:

@@ -27,6 +27,7 @@ class Lineage:
                     self.of_step.setdefault(step, []).append(value)
         for values in self.of_step.values():
             values.sort(key=lambda value: value.index)
+        self.evaluated = list(paired("evaluation", one, ranks))
 
         self.passes = [{} for _ in (one, *ranks)]  # {step: the numbers of rows of its passes}
         self.of_passes = [{} for _ in (one, *ranks)]  # {step: a mark of what goes into each}

@@ -6,6 +6,7 @@ from ..notes import OWN_GENERATOR, Batch, Cut, Step
 from ..patterns import tests_with
 from .fits import relative, sides
 from .kinds import misfits, paired
+from .numbers import Variables
 from .order_rules import passes_of
 from .rules import ALIKE, Rule, among, is_marked, own_draws
 
@@ -116,7 +117,8 @@ class Data(Rule):
         for step, line, off in others[:1]:
             text = "samples are other ones than those of one process of the same index, by "
             text += f"{off:.0e}: are they normalized by numbers of each rank's own share?"
-            return self.look(step, line, text, remedy="compute these from all ranks' samples")
+            more = Variables(one, ranks).other_data()
+            return self.look(step, line, text, more, "compute these from all ranks' samples")
         return [] if seen else None
 
 

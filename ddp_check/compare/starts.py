@@ -1,12 +1,13 @@
 """Whether two runs can be compared as they were started; or how they are to be started again."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
 
 from ..notes import Batch, Cut, Drawn, End, Pass, Said
 from ..patterns import shares_in
-from .ends import USUAL_ENDS
+from .ends import NO_CONNECTION, USUAL_ENDS
 from .kinds import paired
 from .numbers import files_of
 from .shares import (
@@ -19,7 +20,9 @@ from .shares import (
 
 
 def has_failed(notes):
-    return bool(notes[End]) and notes.end() not in USUAL_ENDS
+    """By an error of its own, not as another rank had ended."""
+    end = notes.end() if notes[End] else ""
+    return bool(end) and end not in USUAL_ENDS and not re.search(NO_CONNECTION, end)
 
 
 def other_options(options, one, ranks):

@@ -10,12 +10,12 @@ from .rules import ALIKE, Rule, among, is_marked, own_draws
 
 
 def callers_of(seen, line):
-    """In words: where the function of a line that has set a tensor was called, and the `if` of
-    that."""
+    """In words: where the function of a line that has set a tensor was called, and the `if` of the
+    line, or of that."""
     called = seen.about.get(line)
     lines = [f"called at {source(called)}"] if called else []
-    branch = branch_of(called) if called else None
-    return lines + [source(branch)] if branch else lines
+    branches = [branch for branch in map(branch_of, filter(None, (line, called))) if branch]
+    return lines + [source(branch) for branch in branches[:1]]
 
 
 def used_elsewhere(ranks):

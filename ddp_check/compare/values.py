@@ -235,11 +235,19 @@ class Values(Lineage):
         return value.about["model"]
 
     def with_other_weights(self, step):
-        """The inputs of a model that no optimizer trains, and whose weights are not those of one
-        process; or None."""
-        for inputs in self.of_step.get(step, []):
-            total, others = inputs.about.get("weights"), self.others[inputs.index]
-            totals = [other.about.get("weights", total) for other in others]
-            if total is not None and any(relative(total, x) > self.tolerance for x in totals):
-                return inputs
+        """The inputs of a model that no optimizer trains, or an evaluation of it, whose weights are
+        not those of one process; or None."""
+        passes = [(seen, self.others[seen.index]) for seen in self.of_step.get(step, [])]
+        passes += [(seen, others.values()) for at, seen, others in self.evaluated if at == step]
+        for seen, others in passes:
+            mine = seen.about.get("weights")
+            if mine and any(
+                self.are_apart(mine, each.about.get("weights", mine)) for each in others
+            ):
+                return seen
         return None
+
+    def are_apart(self, *sums):
+        """Whether sums of weights are; also beside their sizes, which rounding is a part of."""
+        (mine, size), (other, _) = sums
+        return relative(mine, other) > self.tolerance and abs(mine - other) > 1e-5 * size

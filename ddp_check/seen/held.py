@@ -213,16 +213,28 @@ def modules_of(frame):
 
 
 def tensors_of(frame):
-    """{class and name: tensor} of what the script's objects keep, but for weights and buffers."""
-    found = {}
-    for thing in {id(t): t for scope in scopes_of(frame) for t in list(scope.values())}.values():
-        if isinstance(thing, (torch.Tensor, types.ModuleType, type)):
-            continue
-        for name, value in list(getattr(thing, "__dict__", {}).items()):
+    """{class and name: tensor} of what the script's objects keep, and objects of its own classes in
+    these, but for weights and buffers."""
+    found, things = {}, {id(t): t for scope in scopes_of(frame) for t in list(scope.values())}
+    for thing in list(things.values()):
+        inner = [t for t in list(attributes_of(thing).values()) if is_own_object(t)]
+        things |= {id(t): t for t in inner}
+    for thing in things.values():
+        for name, value in list(attributes_of(thing).items()):
             is_tensor = type(value) is torch.Tensor and value.layout == torch.strided
             if is_tensor and value.is_floating_point() and 0 < value.numel() < 10_000_000:
                 found.setdefault(f"{type(thing).__name__}.{name}", value)
     return found
+
+
+def attributes_of(thing):
+    is_none = isinstance(thing, (torch.Tensor, types.ModuleType, type))
+    return {} if is_none else getattr(thing, "__dict__", {})
+
+
+def is_own_object(thing):
+    module = sys.modules.get(type(thing).__module__)
+    return own_file(getattr(module, "__file__", None) or "<") is not None
 
 
 def variables_of(frame):

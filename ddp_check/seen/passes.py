@@ -21,7 +21,7 @@ from .trace import TORCH, Trace
 
 def note_evaluation(run, module, line, callers):
     """The buffers with which a module is evaluated: batch norm's averages are each rank's own, but
-    not SyncBatchNorm's, which on CPUs is batch norm; and a sum of weights that no optimizer has."""
+    not SyncBatchNorm's, which on CPUs is batch norm; and sums of weights that no optimizer has."""
     is_first = run.nth("evaluation", run.steps, line, id(module)) == 0
     if is_first and run.nth("evaluations", line) < MANY_EVALUATIONS:
         parts = module.named_modules()
@@ -29,18 +29,28 @@ def note_evaluation(run, module, line, callers):
         synced = {n for n, part in parts if is_imitated and isinstance(part, nn.SyncBatchNorm)}
         buffers = [each for each in module.named_buffers() if each[1].is_floating_point()]
         buffers = [each for each in buffers if each[0].rpartition(".")[0] not in synced]
+        buffers = [] if module.training else buffers
         buffers = {f"{type(module).__name__}.{name}": buffer for name, buffer in buffers}
         number, about = run.nth("modules", run.steps, line), {"callers": callers[:1]}
-        if run.steps and not any(is_trained(run, p) for p in module.parameters()):
-            about["weights"] = sum_of_weights(run, module)
+        if is_kept(run, module):
+            about["weights"] = sums_of_weights(run, module)
         with run.quiet(), NO_VALUES:
             values = sketches(buffers)
             run.note(Seen("evaluation", line, type(module).__name__, number, values, about=about))
 
 
-def sum_of_weights(run, module):
+def sums_of_weights(run, module):
+    """Of them, and of their sizes."""
     with run.quiet(), torch.no_grad(), NO_VALUES:
-        return float(sum(p.sum(dtype=torch.float64) for p in module.parameters()))
+        double, size = {"dtype": torch.float64}, torch.linalg.vector_norm
+        both = [(p.sum(**double), size(p, 1, **double)) for p in module.parameters()]
+        return tuple(float(sum(of)) for of in zip(*both))
+
+
+def is_kept(run, module):
+    """Whether it has weights, and no optimizer that has made a step trains them."""
+    parameters = list(module.parameters())
+    return bool(run.steps and parameters) and not any(is_trained(run, p) for p in parameters)
 
 
 def is_trained(run, parameter):
@@ -92,7 +102,9 @@ def patch(run):
         is_training = module.training and torch.is_grad_enabled()
         if run.model is not None or run.thread.in_dataset or not is_training:
             is_ddp = isinstance(module, DistributedDataParallel)  # broadcasts buffers first
-            if run.model is not None or module.training or run.thread.evaluates or is_ddp:
+            if run.model is not None or run.thread.evaluates or is_ddp:
+                return original(module, *args, **kwargs)
+            if module.training and not is_kept(run, module):  # a teacher may be in training mode
                 return original(module, *args, **kwargs)
             run.thread.evaluates = True
             try:
@@ -113,7 +125,7 @@ def patch(run):
         arguments = opened(arguments)
         made_from = indices_in(arguments)
         own = run.traces and not any(is_trained(run, p) for p in inner.parameters())
-        about = {"weights": sum_of_weights(run, inner)} if own else {}
+        about = {"weights": sums_of_weights(run, inner)} if own else {}
         index = run.note_value("inputs", line, name, arguments, made_from, **about)
         run.model = index
         try:

@@ -48,7 +48,7 @@ def is_in_other_order(buffer, of_one):
     """As a queue of gathered features, whose labels, integers or no buffer, are in that order."""
     if of_one is None or of_one.shape != buffer.shape:
         return False
-    mine, theirs = [each.detach().flatten().double().cpu() for each in (buffer, of_one)]
+    mine, theirs = [whole(each).flatten().double().cpu() for each in (buffer, of_one)]
     if torch.allclose(mine, theirs, rtol=ALIKE):
         return False
     return torch.allclose(mine.sort().values, theirs.sort().values, rtol=ALIKE, atol=1e-6)
