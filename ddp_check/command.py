@@ -6,10 +6,13 @@ import re
 import sys
 import tempfile
 import time
+import traceback
 
 from . import __version__, launchers
 from .kept.made import Janitor
 from .script import find_script
+
+OF_RANKS = "averaging", "samples", "end", "files", "calls", "steps"  # where a rank may be missing
 
 parser = argparse.ArgumentParser(
     prog="ddp_check",
@@ -120,18 +123,18 @@ def main(words=None):
     folder = os.path.realpath(tempfile.mkdtemp(prefix="ddp_check-"))  # as the script's paths are
     janitor = Janitor(folder)
     try:
-        status, is_alone = report(args, folder)
+        status, proposal = report(args, folder, path)
     except KeyboardInterrupt:
-        status, is_alone = 130, False
+        status, proposal = 130, ""
     finally:
         janitor.finish()
-    if is_alone and (proposal := launchers.proposal(args, path)):
+    if proposal:
         print(f"ddp_check: {proposal}", file=sys.stderr)
     sys.exit(status)
 
 
-def report(args, folder):
-    """Print it. The exit status; whether the processes may not know that they are ranks."""
+def report(args, folder, path):
+    """Print it. The exit status; what to pass, if the processes may not know their ranks."""
     from .compare.report import as_json, as_text
     from .pairs import NothingCompared, Runs
 
@@ -141,14 +144,18 @@ def report(args, folder):
         result = check(args, runs)
     except NothingCompared as error:
         reason = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        reason = f"ddp_check itself has failed: {error!r}"
     if args.json:
         print(as_json(args, result, reason, runs.seconds()))
     else:
         nothing = f"ddp_check: nothing can be compared: {reason}"
         print(as_text(result, args.all) if result else nothing)
     print(f"ddp_check: {time.monotonic() - began:.0f} s in all", file=sys.stderr)
+    proposal = launchers.proposal(args, [path, *runs.files()])
     if result:
         what = {finding.what for finding in result.of("WRONG")}
-        return result.status, not what.isdisjoint(["averaging", "samples", "end"])
-    is_other = re.search(r"\w+Error at ", reason) and "rank" not in reason.lower()
-    return 2, not is_other
+        return result.status, proposal * (not what.isdisjoint(OF_RANKS))
+    is_other = re.search(r"\w+Error at ", reason) and not re.search(r"(?<![a-z])rank\b", reason)
+    return 2, proposal * (not is_other)

@@ -115,11 +115,12 @@ def local_rank_flag(path):
     return found[1] if found else None
 
 
-def proposal(args, path):
-    """For a script that needs a rank as a flag, which is not given; "" for others."""
-    text = text_of(path)
+def proposal(args, files):
+    """For a script that needs a rank as a flag, which is not given; "" for others. `files`: of the
+    script, itself first."""
+    text = text_of(files[0])
     needed = [found[1] for found in RANK.finditer(text)]
-    if "LOCAL_RANK" not in text:  # of the environment
+    if not any("LOCAL_RANK" in text_of(file) for file in files):  # of the environment
         needed += [found[1] for found in LOCAL_RANK.finditer(text)]
     given = [word.partition("=")[0].replace("_", "-") for word in args.flags]
     missing = [flag for flag in dict.fromkeys(needed) if flag.replace("_", "-") not in given]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from .notes import PROGRAM, Said, Step
+from .notes import PROGRAM, Notes, Said, Step
 from .runs import NothingCompared, Options, Run
 
 
@@ -23,6 +23,10 @@ class Runs:
     def seconds(self):
         runs = self.one, self.all, self.again
         return {run.side: round(run.seconds, 1) for run in runs if run.seconds}
+
+    def files(self):
+        """The script's own, if its run on one process has come to its end."""
+        return [note.text for _, note in Notes(self.folder, "one", 0)[Said] if note.kind == "file"]
 
     def count(self, further):
         """Which run the next one is, of how many."""

@@ -97,9 +97,9 @@ def why_it_failed(run, failed, notes):
         how = f"killed by {signal.Signals(-failed[rank]).name}"
         how += ": is there too little memory?" * (failed[rank] == -signal.SIGKILL)
     said, how = f"{run.folder}/failed", f"rank {rank} failed ({how}); it printed"
-    if os.path.exists(said) and Path(said).read_text() == "\n".join(lines):
+    if os.path.exists(said) and Path(said).read_bytes() == "\n".join(lines).encode():
         return f"{how} the same"
-    Path(said).write_text("\n".join(lines))
+    Path(said).write_bytes("\n".join(lines).encode())
     return "\n".join([f"{how}:", *lines])
 
 

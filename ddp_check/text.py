@@ -68,11 +68,16 @@ def loops_around(line):
     return found
 
 
+def is_main(test):
+    """Whether an `if` asks for __name__ == "__main__"."""
+    return ast.unparse(test).startswith("__name__")
+
+
 def branch_of(line):
     """The line of the innermost `if` that decides whether a line is run; None if there is none."""
     node = statement_at(line)
     while parent := getattr(node, "parent", None):
-        is_branch = isinstance(parent, ast.If) and "__name__" not in ast.unparse(parent.test)
+        is_branch = isinstance(parent, ast.If) and not is_main(parent.test)
         found = [parent] if is_branch else []
         for earlier in getattr(parent, "body", []):
             if isinstance(earlier, ast.If) and earlier.end_lineno < node.lineno:
@@ -107,7 +112,7 @@ def name_of(node):
 
 
 def of_part(node):
-    """Of x[...], x."""
+    """Of x[y], x, where a line sets a part of it."""
     return node.value if isinstance(node, ast.Subscript) else None
 
 

@@ -166,6 +166,7 @@ PRIVATE = {
     "refuses SyncBatchNorm on CPUs",
     "torch.jit.RecursiveScriptModule._save_for_lite_interpreter": "kept/writers.py: in C++",
     "torch.jit._serialization.save_jit_module_to_flatbuffer": "kept/writers.py: in C++",
+    "torch.Tensor._version": "seen/passes.py: whether a clipped gradient is changed later",
     "sys._current_frames": "child.py: where the script is, from another thread",
 }
 

@@ -1333,6 +1333,17 @@ def test_losses_of_unequal_rows(sizes, mean):
         assert found.more[0].startswith("so is train.py:3")
 
 
+def test_mean_of_unequal_rows_in_a_model():
+    """Whose loss is not known to be made from it: then its numbers are said."""
+
+    def make(size, x):
+        rows = seen(1, "linear", torch.ones(size, 2))
+        return [rows, outputs(2, x, made_from=[1]), loss(3, x, made_from=[2])]
+
+    found = blamed(*processes(make, (8, 5, 3), [torch.tensor(n) for n in (1.75, 1.0, 3.0)]))
+    assert found.verdict == "WRONG" and "1.75 on one process" in found.text
+
+
 @pytest.mark.parametrize(
     ("name", "numbers", "is_found"),
     [

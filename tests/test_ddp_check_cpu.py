@@ -280,10 +280,10 @@ def test_launchers(work):
 def test_local_rank_is_proposed(work, text, flags, says):
     Path("train.py").write_text(text)
     args = parser.parse_args(["train.py", *flags.split()])
-    proposal = launchers.proposal(args, "train.py")
+    proposal = launchers.proposal(args, ["train.py"])
     assert proposal.endswith(says) and bool(proposal) == bool(says)
     args.m = True
-    assert ("ddp_check -m train.py" in launchers.proposal(args, "train.py")) == bool(says)
+    assert ("ddp_check -m train.py" in launchers.proposal(args, ["train.py"])) == bool(says)
 
 
 def test_environment_of_launchers(monkeypatch):

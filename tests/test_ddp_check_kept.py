@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import sqlite3
 import subprocess
@@ -613,15 +614,15 @@ def test_rounding_of_outputs(monkeypatch):
 def test_what_the_command_says(work, monkeypatch, capsys):
     """Of a launcher; of a flag that is missing, if processes may not know that they are ranks; of
     Windows."""
-    monkeypatch.setattr(command, "report", lambda args, folder: results[0])
+    monkeypatch.setattr(command, "report", lambda args, folder, path: results[0])
     monkeypatch.setattr(script, "START", str(work))
     monkeypatch.setattr(script, "SCRIPT_FOLDER", [""])
     Path("train.py").write_text('parser.add_argument("--local_rank", required=True)')
     question = "does a launcher pass --local_rank?"
     for words, *results, says in (
-        ("torchrun --nproc-per-node 2 train.py", (0, False), "without the launcher: train.py"),
-        ("train.py", (1, True), question),
-        ("train.py", (1, False), ""),
+        ("torchrun --nproc-per-node 2 train.py", (0, ""), "without the launcher: train.py"),
+        ("train.py", (1, question), question),
+        ("train.py", (1, ""), ""),
     ):
         with pytest.raises(SystemExit):
             command.main(words.split())
@@ -640,6 +641,7 @@ def test_what_the_command_says(work, monkeypatch, capsys):
         ("on one process: ImportError at a.py:2", (2, False)),
         ("on one process: ImportError at a.py:2: if args.local_rank > 0:", (2, True)),
         ("on one process: SystemExit 2", (2, True)),
+        ("by ddp_check itself", (2, True)),
         ("averaging", (1, True)),
         ("random", (1, False)),
     ],
@@ -649,13 +651,19 @@ def test_what_tells_a_missing_rank(found, is_alone, work, monkeypatch):
 
     def check(args, runs):
         if " " in found:
-            raise NothingCompared(found)
+            raise ZeroDivisionError if "itself" in found else NothingCompared(found)
         wrong = Finding("WRONG", found, 0, "of all ranks")
         return judging.Result([wrong], 1, 2, {}, math.inf, 0)
 
     monkeypatch.setattr(command, "check", check)
+    Path("train.py").write_text('parser.add_argument("--local_rank")')
     args = command.parser.parse_args(["train.py"])
-    assert command.report(args, str(work)) == is_alone
+    status, proposal = command.report(args, str(work), "train.py")
+    assert (status, "--local_rank {rank}" in proposal) == is_alone
+    note = 0, Said("file", "env.py")  # which reads it from the environment
+    Path("one.0.notes").write_bytes(pickle.dumps(note))
+    Path("env.py").write_text('os.environ["LOCAL_RANK"]')
+    assert command.report(args, str(work), "train.py") == (status, "")
 
 
 def accelerates_parser():

@@ -2,6 +2,7 @@
 not; and faults in such, at their line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,8 @@ for epoch in range(3):
                 mine.lerp_(p, 0.1)
     if EVALUATES:
         with torch.no_grad():
-            average(data[rank::world][0])
+            score = average(data[rank::world][0]).sum()
+    dist.all_reduce(x.sum())
 """
 WAYS = {
     "a queue of all ranks' features and their labels, in the model": f"""
@@ -839,6 +841,17 @@ class Gather(torch.autograd.Function):
         return grad.chunk(world)[rank]
 """
 FAULTS = {  # {what: (the script, what its finding is, what it names)}
+    "gradients that rank 0 alone clips": (
+        "model = DDP(net)\n"
+        + SGD
+        + LOOP.replace(
+            "        optimizer.step",
+            "        if rank == 0:\n"
+            "            nn.utils.clip_grad_norm_(net.parameters(), 0.01)\n        optimizer.step",
+        ),
+        "averaging",
+        ["own gradient of net"],
+    ),
     "a teacher in training mode, which rank 0 alone updates": (
         "import copy\nteacher = copy.deepcopy(net)\nmodel = DDP(net)\n"
         + SGD
@@ -880,7 +893,7 @@ FAULTS = {  # {what: (the script, what its finding is, what it names)}
     "an average of weights, made before DDP, that all ranks evaluate": (
         OWN_AVERAGE.replace("EVALUATES", "True"),
         "others",
-        ["average(data[rank::world][0])", "torch.manual_seed(1 + rank)"],
+        ["score = average(data[rank::world][0])", "torch.manual_seed(1 + rank)"],
     ),
     "noise that a worker draws, whom torch seeds": (
         "import random\nrandom.seed(5)\n"
@@ -1301,11 +1314,11 @@ def test_what_follows_from_an_order():
 
 @pytest.mark.parametrize(("step", "verdict", "left"), [(2, "WRONG", 1), (1, "look", 2)])
 def test_what_follows_from_other_samples(step, verdict, left):
-    """From the step on in which they are other ones."""
-    data, value = (
-        Finding("look", "data", 2, "others"),
-        Finding("WRONG", "value", step, "more", off=3),
-    )
+    """From the step on in which they are other ones; but not of numbers that each rank draws."""
+    data = Finding("look", "data", 2, "others", advice="made apart")
+    value = Finding("WRONG", "value", step, "more", off=3)
+    drawn = replace(data, advice="")
+    assert after_data([drawn, value]) == [drawn, value]
     found = after_data([data, value])
     assert len(found) == left and data.verdict == verdict
     assert data.more == ["so step 3: value: more"] * (left == 1)

@@ -318,6 +318,7 @@ def test_steps(make_process, monkeypatch):
     """In a step, a rank has one process's gradients; after it, one process's weights and buffers,
     but its own gradients."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     wanted, _ = make_step(make_process("one"), 1.0)
     rank = make_process()
     model, inside = make_step(rank, 3.0)
@@ -1076,6 +1077,8 @@ def test_call_of_a_loop_over_more_batches(tmp_path):
     assert not found(*once, end="ValueError at train.py:9")  # which is why it has made fewer
     assert not found(*once, stuck="its end", end="its end")
     assert not found(*once, mine=(*once, later))
+    elsewhere = [(step, replace(call, callers=["train.py:7"])) for step, call in once]
+    assert not found(*once, mine=(*once, *elsewhere))  # another call of its function
     alone = 1, Collective("broadcast", line, "", False)  # in the loop
     (wrong,) = found(*once, alone)
     assert "rank 0 makes this call without the others" in wrong.text

@@ -67,10 +67,11 @@ def made_again(notes, mine, theirs):
         if call is None or other is None or key(call) != key(other):
             if call is None or call.name == PASS:  # of the training: its steps tell more
                 return None
-            before = [key(each) for at, each in mine[:number] if at == step]
+            before = [(key(each), each.callers) for at, each in mine[:number] if at == step]
             loop, *_ = [*loops_of(call), ""]
             is_inside = other is not None and loop in loops_of(other)  # then that is made alone
-            return (step, call, loop) if key(call) in before and loop and not is_inside else None
+            is_again = (key(call), call.callers) in before and loop and not is_inside
+            return (step, call, loop) if is_again else None
     return None
 
 

@@ -85,7 +85,8 @@ class Cause:
             return [], "WRONG"  # all else follows from them
         if self.unlike and self.differences.local:
             return [self.local()], "look"
-        if value := self.values.with_other_weights(self.step):
+        value = self.values.with_other_weights(self.step)
+        if value and (value.kind != "evaluation" or not self.values.coupled(self.step)):
             return [self.other_weights(value), *averaging(self)], "WRONG"
         if value := self.values.coupled(self.step):
             found = [self.finding("outputs", value, "coupled")]
@@ -154,9 +155,10 @@ class Cause:
                 if other := values.beside_places(origin, wrong[len(inputs) :]):
                     origin, inputs = other, []
             found = [self.finding("inputs" if inputs else origin.kind, origin)]
-            if not inputs and found[0].advice == "share" and values.unequal_rows(origin):
-                mean, origin = self.unequal_mean(losses)
-                found = [replace(mean, off=found[0].off)]
+            is_mean = not inputs and found[0].advice == "share" and values.unequal_rows(origin)
+            if is_mean and (means := self.unequal_mean(losses)):  # else in a model
+                origin = means[1]
+                found = [replace(means[0], off=found[0].off)]
             return found, origin if origin.kind != "loss" else None, bool(inputs)
         is_scaled = step in self.differences.factors - self.differences.less
         if losses and self.communication.calls and not self.unlike and not is_scaled:

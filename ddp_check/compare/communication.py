@@ -34,7 +34,8 @@ class Communication:
             if starts.get(step, math.inf if starts else -1) < call.at < losses.get(step, math.inf)
         ]
         calls = [both for both in calls if not both[1].has_backward] or calls
-        calls = [both for both in calls if not both[1].of_number] or calls
+        printed = [(step, call) for step, call in calls if call.of_number and "gather" in call.name]
+        calls = [both for both in calls if both not in printed] or calls
         # {line: name} of collective calls in a step, before its backward()
         self.calls = {call.line: call.name for step, call in calls if step == calls[0][0]}
         self.callers = {call.line: call.callers for _, call in calls}

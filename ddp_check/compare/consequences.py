@@ -28,29 +28,31 @@ def after_orders(found):
 
 
 def after_data(found):
-    """The findings without those that follow from samples which are not those of one process."""
-    data = next((f for f in found if f.what == "data" and f.verdict == "look"), None)
-    kinds = "inputs", "value", "loss"
-    after = [f for f in found if data and f.what in kinds and f.verdict == "WRONG"]
+    """The findings without those that follow from samples which are not those of one process: these
+    are WRONG then, too."""
+    data = next((f for f in found if f.advice == "made apart"), None)
+    if not data:
+        return found
+    after = [f for f in found if f.what in ("inputs", "value", "loss") and f.verdict == "WRONG"]
     after = [finding for finding in after if finding.step >= data.step]
-    if after:
-        data.verdict, data.off = "WRONG", after[0].off
-        for finding in after:
-            data.more += [so_step(finding), *finding.more]
+    for finding in after:
+        data.verdict, data.off = "WRONG", finding.off
+        data.more += [so_step(finding), *finding.more]
     return [finding for finding in found if finding not in after]
 
 
 def explain_values(found):
     """The findings without what the script keeps and is not one process's: it stands below a value
     that may be made from it."""
-    made = [f for f in found if f.advice in ("weights", "share") and f.verdict == "WRONG"][:1]
+    made = [f for f in found if f.advice in ("weights", "share") and f.verdict == "WRONG"]
+    if not made:
+        return found
     kept = [f for f in found if f.what in ("others", "attributes") and f.verdict == "look"]
-    for cause in made:
-        start = "perhaps as " * (cause.advice != "weights")
-        for each in kept:
-            lines = [source(each.line)] * bool(each.line)
-            cause.more[:0] = [f"{start}{each.text}", *lines, *each.more]
-    return [finding for finding in found if not made or finding not in kept]
+    start = "perhaps as " * (made[0].advice != "weights")
+    for each in kept:
+        lines = [source(each.line)] * bool(each.line)
+        made[0].more[:0] = [f"{start}{each.text}", *lines, *each.more]
+    return [finding for finding in found if finding not in kept]
 
 
 def name_unused(found, ends, last):

@@ -59,6 +59,9 @@ class Differences:
         self.own_draws -= {note.text for _, note in ranks[0][Said] if note.kind == "buffer"}
         # Steps in which the ranks have called their closures other numbers of times.
         self.closures = [(step, seen) for step, seen, found in among("closure", ranks) if found]
+        # {step: gradients as they were before they were clipped}, where all have clipped them
+        clipped = paired("unclipped", one, ranks)
+        self.unclipped = {step: (s, of) for step, s, of in clipped if len(of) == len(ranks)}
         for kind in TENSORS:
             self.hide(kind, noise)
             self.compare(kind, one, ranks, tolerance, noise)
@@ -82,6 +85,12 @@ class Differences:
                 names = [each.values.keys() for each in others.values()]
                 self.check(kind, step, seen, rank, other.values, tolerance, of_kind, names)
             values = [other.values for other in others.values()]
+            if kind == "gradient" and len(self.findings) == before and step in self.unclipped:
+                seen, others = self.unclipped[step]
+                for rank, other in others.items():
+                    self.check(kind, step, seen, rank, other.values, tolerance, of_kind)
+                for finding in self.findings[before:]:
+                    finding.more.append("as they were before clip_grad_norm_, which hides it")
             if kind == "buffer":
                 self.judge_buffers(self.findings[before:], values, ranks[0])
             if kind == "weight" and len(values) == len(ranks):

@@ -1,6 +1,7 @@
 """Rules on samples: each rank's share, what counts them, how they are split."""
 
 import itertools
+from dataclasses import replace
 
 from ..notes import OWN_GENERATOR, Batch, Cut, Step
 from ..patterns import tests_with
@@ -116,9 +117,10 @@ class Data(Rule):
                     others.append((step, batch.key[0], off))
         for step, line, off in others[:1]:
             text = "samples are other ones than those of one process of the same index, by "
-            text += f"{off:.0e}: are they normalized by numbers of each rank's own share?"
+            text += f"{off:.0e}: are they made with numbers, or a generator, of each rank's own?"
             more = Variables(one, ranks).other_data()
-            return self.look(step, line, text, more, "compute these from all ranks' samples")
+            found = self.look(step, line, text, more, "compute these from all ranks' samples")
+            return [replace(each, advice="made apart") for each in found]
         return [] if seen else None
 
 

@@ -1,6 +1,6 @@
 """Rules on what the script keeps: weights that no optimizer has, buffers, tensors, modes."""
 
-from ..notes import MANY_EVALUATIONS, Step
+from ..notes import MANY_EVALUATIONS, PASS, Collective, Step
 from ..script import source
 from ..text import branch_of, lines_that_set
 from .fits import size
@@ -20,15 +20,22 @@ def callers_of(seen, line):
 
 def used_elsewhere(ranks):
     """The line by which another rank than 0 evaluates a model that no optimizer trains, with other
-    weights than rank 0's; "" if none does."""
+    weights than rank 0's, before it communicates; "" if none does."""
     mine = {seen.about.get("weights") for _, seen in ranks[0].seen("evaluation")}
-    others = [seen for notes in ranks[1:] for _, seen in notes.seen("evaluation")]
-    return next((s.line for s in others if s.about.get("weights") not in {None, *mine}), "")
+    for notes in ranks[1:]:
+        calls = [(step, call) for step, call in notes[Collective] if call.name != PASS]
+        for step, seen in notes.seen("evaluation"):
+            counts = any(at == step and call.at > seen.at for at, call in calls)
+            if counts and seen.about.get("weights") not in {None, *mine}:
+                return seen.line
+    return ""
 
 
-def is_copy(name, step):
-    """Whether a weight has the name of a trained one, as in an average of the model's."""
-    return any(f".{name}".endswith(each[each.find(".") :]) for each in step.names)
+def is_copy(name, shape, rank):
+    """Whether a weight has the name and shape of a trained one, as in an average of the model's."""
+    weights = [seen.values for _, seen in rank.seen("weight")]
+    trained = {(part, w.shape) for of in weights for part, w in of.items() if "." in part and w}
+    return any(f".{name}".endswith(part[part.find(".") :]) and of == shape for part, of in trained)
 
 
 class OtherWeights(Rule):
@@ -88,7 +95,7 @@ class OtherWeights(Rule):
                         return self.wrong(step, line, text, more)
                     text += ", and DDP does not send it"
                     used = used_elsewhere(ranks) if kind == "other" else ""
-                    if used and is_copy(marked[0], note_of[step]):
+                    if used and is_copy(marked[0], note.values[marked[0]].shape, ranks[0]):
                         text += ", but other ranks than 0 evaluate it"
                         return self.wrong(step, line, text, [source(used), *more])
                     return self.look(step, line, text, more)

@@ -250,4 +250,4 @@ class Values(Lineage):
     def are_apart(self, *sums):
         """Whether sums of weights are; also beside their sizes, which rounding is a part of."""
         (mine, size), (other, _) = sums
-        return relative(mine, other) > self.tolerance and abs(mine - other) > 1e-5 * size
+        return relative(mine, other) > self.tolerance and abs(mine - other) > 1e-6 * size

@@ -60,16 +60,15 @@ def lengths_of_split():
 
 def subset():
     """The indices that torch's SubsetRandomSampler shuffles, if that has called us."""
-    for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        if isinstance(sampler := frame.f_locals.get("self"), SubsetRandomSampler):
-            return sampler.indices
-    return None
+    code = inspect.unwrap(SubsetRandomSampler.__iter__).__code__
+    frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
+    return next((frame.f_locals["self"].indices for frame in frames if frame.f_code is code), None)
 
 
 def note_order(run, generator, state, n, is_of_samples=False):
     if run.model is None:
         if (indices := subset()) is not None:  # a share's order is compared with no other share's
-            generator += f" for {checksum([int(index) for index in indices])}"
+            generator += f" for {checksum(list(map(str, indices)))}"
         # Another order may be one of a few samples that are only looked at.
         parts = lengths_of_split()
         is_of_samples |= is_running("random_split", "__iter__") or in_sampler()

@@ -27,6 +27,7 @@ DOWNLOAD = 50_000  # bytes: a smaller file is not worth to be kept
 CACHES = "~/.cache", "~/.config", "~/.triton", "~/.nv"
 CACHE_VARIABLES = "TORCH_HOME", "HF_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR"
 PROGRAMS = "subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.spawn", "pty.spawn"
+OF_MPI = "PMI_", "PMIX_", "OMPI_", "MPI_", "MV2_"
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -181,10 +182,10 @@ class Guard:
             self.note(full(address))  # of AF_UNIX: the system makes a file
 
     def before_import(self, name, library, *_):
-        if name == "mpi4py.MPI" and library:  # MPI's own, which ends a process it did not start
-            facts = {"line": source(place()[0]), "text": "needs processes that mpiexec starts"}
-            facts["remedy"] = "take rank and size from RANK and WORLD_SIZE, without mpi4py"
-            stop_both_runs(self.process.folder, "refused", facts)
+        """MPI's own library would end a process that has such variables, but not from mpiexec."""
+        if name == "mpi4py.MPI" and library:
+            for variable in [each for each in os.environ if each.startswith(OF_MPI)]:
+                del os.environ[variable]
 
     def say_program(self, *_):
         line = place()[0]

@@ -71,6 +71,8 @@ def patch(run):
                 if "object_list" in name:  # a list of what is no tensor
                     drawn = run.last_order
                 tensors = leaves_of((args[:2], list(kwargs.values())))
+                for tensor in tensors:  # which it changes, without another version
+                    run.clipped.pop(id(tensor), None)
                 has_grad = any(getattr(tensor, "requires_grad", False) for tensor in tensors)
                 has_backward = has_grad and in_function()
                 has_grad = has_backward or has_grad and torch.is_grad_enabled()

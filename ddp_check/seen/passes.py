@@ -14,8 +14,7 @@ from ..given.alike import keep_precise
 from ..notes import MANY_EVALUATIONS, Seen
 from ..patches import wrap
 from ..script import place
-from ..sketch import NO_VALUES, indices_in, leaves_of, opened, sketches
-from .steps import mark_of
+from ..sketch import NO_VALUES, as_real, indices_in, leaves_of, opened, sketches
 from .trace import TORCH, Trace
 
 
@@ -33,24 +32,29 @@ def note_evaluation(run, module, line, callers):
         buffers = {f"{type(module).__name__}.{name}": buffer for name, buffer in buffers}
         number, about = run.nth("modules", run.steps, line), {"callers": callers[:1]}
         if is_kept(run, module):
-            about["weights"] = sums_of_weights(run, module)
+            about |= sums_of_weights(run, module)
         with run.quiet(), NO_VALUES:
             values = sketches(buffers)
             run.note(Seen("evaluation", line, type(module).__name__, number, values, about=about))
 
 
 def sums_of_weights(run, module):
-    """Of them, and of their sizes."""
+    """{"weights": (the sum of all, the sum of their sizes)}, if they have values."""
     with run.quiet(), torch.no_grad(), NO_VALUES:
-        double, size = {"dtype": torch.float64}, torch.linalg.vector_norm
-        both = [(p.sum(**double), size(p, 1, **double)) for p in module.parameters()]
-        return tuple(float(sum(of)) for of in zip(*both))
+        weights, double = [as_real(p) for p in module.parameters()], {"dtype": torch.float64}
+        sums = [weight.sum(**double) for weight in weights]
+        sizes = [torch.linalg.vector_norm(weight, 1, **double) for weight in weights]
+        return {"weights": (float(sum(sums)), float(sum(sizes)))}
+    return {}
 
 
 def is_kept(run, module):
     """Whether it has weights, and no optimizer that has made a step trains them."""
-    parameters = list(module.parameters())
-    return bool(run.steps and parameters) and not any(is_trained(run, p) for p in parameters)
+    parameters = module.parameters()
+    first = next(parameters, None)
+    if not run.steps or first is None or is_trained(run, first):
+        return False
+    return not any(is_trained(run, p) for p in parameters)
 
 
 def is_trained(run, parameter):
@@ -104,12 +108,11 @@ def patch(run):
             is_ddp = isinstance(module, DistributedDataParallel)  # broadcasts buffers first
             if run.model is not None or run.thread.evaluates or is_ddp:
                 return original(module, *args, **kwargs)
-            if module.training and not is_kept(run, module):  # a teacher may be in training mode
-                return original(module, *args, **kwargs)
             run.thread.evaluates = True
             try:
-                line, *callers = place()
-                note_evaluation(run, module, line, callers)
+                if not module.training or is_kept(run, module):  # a teacher may be in either mode
+                    line, *callers = place()
+                    note_evaluation(run, module, line, callers)
                 return original(module, *args, **kwargs)
             finally:
                 run.thread.evaluates = False
@@ -125,7 +128,7 @@ def patch(run):
         arguments = opened(arguments)
         made_from = indices_in(arguments)
         own = run.traces and not any(is_trained(run, p) for p in inner.parameters())
-        about = {"weights": sums_of_weights(run, inner)} if own else {}
+        about = sums_of_weights(run, inner) if own else {}
         index = run.note_value("inputs", line, name, arguments, made_from, **about)
         run.model = index
         try:
@@ -147,8 +150,9 @@ def patch(run):
         if run.traces:  # of the rank's own gradients, if they are averaged later
             run.note_value("value", place()[0], "clip_grad_norm_", norm)
         each = [parameters] if torch.is_tensor(parameters) else parameters
-        each = [p for p in each if p.grad is not None]
-        run.clipped |= {id(p): (norm.detach(), float(max_norm), *mark_of(p.grad)) for p in each}
+        gradients = [p.grad for p in each if p.grad is not None]
+        clipped = norm.detach(), float(max_norm)
+        run.clipped |= {id(gradient): (*clipped, gradient._version) for gradient in gradients}
         return norm
 
     @wrap(nn.Module, "train")  # eval() calls it, too, and it those of the parts

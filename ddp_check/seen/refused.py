@@ -12,9 +12,16 @@ JOIN = "a script for one process? What it needs for several: docs/your_loop.md#t
 
 def refuse_alone(run):
     """Processes that each train for themselves, as those of a script for one do."""
-    if not run.is_single and not dist.is_initialized():
+    if run.is_single:
+        return
+    if not dist.is_initialized():
         text = f"its {run.world} processes have not joined: no init_process_group()"
         facts = {"line": source(place()[0]), "text": text, "remedy": JOIN}
+        stop_both_runs(run.folder, "refused", facts)
+    elif dist.get_world_size() != run.world:
+        text = f"a process group of {dist.get_world_size()}, not of {run.world}"
+        remedy = "take rank and size from RANK and WORLD_SIZE, or from flags, as {rank} and {n}"
+        facts = {"line": source(place()[0]), "text": text, "remedy": remedy}
         stop_both_runs(run.folder, "refused", facts)
 
 

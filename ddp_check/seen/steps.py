@@ -46,17 +46,13 @@ def has_gradients(optimizer):
 
 def is_in_other_order(buffer, of_one):
     """As a queue of gathered features, whose labels, integers or no buffer, are in that order."""
-    if of_one is None or of_one.shape != buffer.shape:
+    if of_one is None or of_one.shape != buffer.shape or buffer.numel() < 2:
         return False
-    mine, theirs = [whole(each).flatten().double().cpu() for each in (buffer, of_one)]
+    mine = whole(buffer).flatten()
+    theirs = whole(of_one).flatten().to(mine)
     if torch.allclose(mine, theirs, rtol=ALIKE):
         return False
     return torch.allclose(mine.sort().values, theirs.sort().values, rtol=ALIKE, atol=1e-6)
-
-
-def mark_of(gradient):
-    """Another one for another tensor, and once it was changed."""
-    return [id(gradient), getattr(gradient, "_version", 0)]
 
 
 class Steps:
@@ -134,24 +130,27 @@ class Steps:
         self.has_gradients = True
         with self.run.quiet():
             gradients = {name: p.grad for name, p in parameters.items()}
-            self.note("gradient", self.before_clipping(sketches(gradients), parameters))
+            found = sketches(gradients)
+            self.note("gradient", found)
+            if before := self.before_clipping(found, parameters):
+                self.note("unclipped", found | before)
             if self.run.saves:
                 self.save("gradients", gradients)
             elif os.path.exists(self.path("after")):
                 self.give_gradients(parameters)
 
     def before_clipping(self, found, parameters):
-        """Sketches of gradients as they were before clip_grad_norm_ has made them smaller, which
-        hides a factor in all of them; if nothing has changed them since."""
-        factors = {}  # {id of a norm: what it has multiplied them by}
+        """Sketches of those gradients that clip_grad_norm_ has made smaller, which hides a factor
+        in all of them, as they were before; if nothing has changed them since."""
+        factors, before = {}, {}  # {id of a norm: what it has multiplied them by}, {name: sketch}
         for name, p in parameters.items():
-            norm, limit, *mark = self.run.clipped.pop(id(p), (None, 0.0))
-            if norm is not None and mark == mark_of(p.grad):
+            norm, limit, version = self.run.clipped.pop(id(p.grad), (None, 0.0, 0))
+            if norm is not None and p.grad._version == version:
                 if id(norm) not in factors:
                     factors[id(norm)] = float(limit / (whole(norm) + 1e-6))  # as torch does
                 if 0 < factors[id(norm)] < 1:
-                    found[name] = divided(found[name], factors[id(norm)])
-        return found
+                    before[name] = divided(found[name], factors[id(norm)])
+        return before
 
     def give_gradients(self, parameters):
         """Those of one process, for this step; its own, which may be added to, come back after."""
@@ -240,8 +239,13 @@ class Steps:
             set_to(p, saved.get(name))
             if p.grad is not None:
                 set_to(p.grad, self.own.pop(name, None))
+        kept = {
+            name.rpartition(".")[0]  # whose other buffers, such as labels, are in that order
+            for name, buffer in ({} if self.run.is_single else buffers).items()
+            if is_in_other_order(buffer, saved.get(name))
+        }
         for name, buffer in buffers.items():
-            is_kept = re.search(BATCH_NORM, name) or is_in_other_order(buffer, saved.get(name))
+            is_kept = re.search(BATCH_NORM, name) or name.rpartition(".")[0] in kept
             if not is_kept or self.run.is_single:
                 set_to(buffer, saved.get(name))
 
