@@ -97,12 +97,25 @@ model = DDP(net)
     "a loader of each rank's own indices in any order": f"""
 from torch.utils.data import SubsetRandomSampler
 torch.manual_seed(1 + rank)
+class Own(SubsetRandomSampler):
+    def __init__(self):
+        self.number = 8
+    def __iter__(self):
+        alike = torch.Generator().manual_seed(0)
+        yield from torch.randperm(self.number, generator=alike).tolist()
+    def __len__(self):
+        return self.number
+
 scores = DataLoader(data, 4, sampler=SubsetRandomSampler(range(rank, 32, world)))
+named = dict((str(i), x[i]) for i in range(rank, 6, 2))
+others = [DataLoader(data, 4, sampler=Own())]
+others.append(DataLoader(named, 4, sampler=SubsetRandomSampler([*named])))
 model = DDP(net)
 {SGD}
 {LOOP.strip()}
     with torch.no_grad():
         total = sum(F.cross_entropy(net(x), y, reduction="sum") for x, y in scores)
+        assert [len(list(loader)) for loader in others] == [2, 1]
 """,
     "several rows of each sample, folded into the batch": f"""
 class Net(nn.Linear):

@@ -1,6 +1,7 @@
 """What is noted of a script: values, steps, collective calls. Each is one that a user may have; in
 forks of this process."""
 
+import contextlib
 import inspect
 import json
 import os
@@ -21,7 +22,7 @@ from watched import findings_of, notes_of
 from ddp_check import cpu, patterns, script, text
 from ddp_check.notes import MANY_EVALUATIONS, MANY_VALUES, Collective, End, Notes, Said, Step
 from ddp_check.process import Process
-from ddp_check.seen import held
+from ddp_check.seen import held, passes
 from ddp_check.seen.calls import in_function
 from ddp_check.seen.passes import is_batch_norm
 from ddp_check.seen.trace import Trace
@@ -524,12 +525,19 @@ torch.optim.SGD([weight], 0.1).step()
 
 
 def test_processes_that_have_not_joined(work):
-    """As of a script for one process: nothing is compared."""
-    notes_of(ALONE)
-    refused = Path("notes/refused")
-    assert not refused.exists()
-    notes_of(ALONE, "all")
-    assert "no init_process_group()" in json.loads(refused.read_text())["text"]
+    """As of a script for one process, or in groups of one each: nothing is compared."""
+    groups = "import torch.distributed as dist\ndist.init_process_group(rank=0, world_size=1, "
+    groups += "store=dist.HashStore())\n"
+    for code, says in (
+        (ALONE, "no init_process_group()"),
+        (groups + ALONE, "a process group of 1, not of 2"),
+    ):
+        notes_of(code)
+        refused = Path("notes/refused")
+        assert not refused.exists()
+        notes_of(code, "all")
+        assert says in json.loads(refused.read_text())["text"]
+        refused.unlink()
 
 
 # ---- without a script
@@ -634,6 +642,15 @@ def test_variables():
     assert found == ["SimpleNamespace.bank", "Numbers.queue"], mine
     mine.inner = SimpleNamespace(queue=torch.ones(2))  # not of the script's own classes
     assert list(held.tensors_of(frame)) == ["SimpleNamespace.bank"]
+
+
+def test_sums_of_weights():
+    """Also of complex ones; none of what has no values."""
+    run, net = SimpleNamespace(quiet=contextlib.nullcontext), nn.Linear(1, 1, dtype=torch.complex64)
+    nn.init.constant_(net.weight, 3 - 4j)
+    nn.init.constant_(net.bias, 1)
+    assert passes.sums_of_weights(run, net) == {"weights": (0.0, 8.0)}
+    assert passes.sums_of_weights(run, nn.Linear(1, 1, device="meta")) == {}
 
 
 def test_what_is_held():
