@@ -765,6 +765,63 @@ def test_where_a_score_is_put_together():
     assert found == ["put together at train.py:0"]
 
 
+@pytest.mark.parametrize(
+    ("evaluated", "call", "part", "verdict"),
+    [
+        (2.0, "all_reduce", "Ema.net.w", "WRONG"),
+        (1.0, "all_reduce", "Ema.net.w", "look"),  # by the same weights as rank 0
+        (None, "all_reduce", "Ema.net.w", "look"),  # a trained model
+        (2.0, "", "Ema.net.w", "look"),  # whose score nobody else gets
+        (2.0, PASS, "Ema.net.w", "look"),
+        (2.0, "all_reduce", "Ema.net.v", "look"),  # no average of the model's
+        (2.0, "all_reduce", "Ema.net.k", "look"),  # of another shape
+    ],
+)
+def test_average_of_a_rank(evaluated, call, part, verdict):
+    """It is WRONG where another rank evaluates it, and then communicates."""
+
+    def of(state, factor, weights):
+        about = {"chooses": False, "in_module": False, "seeded": ""}
+        found = [(0, Seen("own", "train.py:3", "torch", 0, {"state": state}, about=about))]
+        trained = {"net.w": sketch(ONE), "net.k": sketch(ONE[:1])}
+        found += [*step_notes(), (0, Seen("weight", "train.py:9", "o", 0, trained))]
+        found.append((1, Seen("other", "", "at a step", 0, {part: sketch(ONE * factor)})))
+        about = {"weights": weights, "callers": []} if weights else {"callers": []}
+        found.append((2, Seen("evaluation", "train.py:7", "Net", 0, {}, about=about)))
+        calls = [(2, Collective(call, "train.py:8", "", False))] * bool(call)
+        return notes(*found, *calls)
+
+    ranks = [of(1, 1.0, (1.0, 1.0)), of(2, 1 - 1e-6, evaluated and (evaluated, 1.0))]
+    (found,) = state_rules.OtherWeights().drawn(ranks)
+    assert found.verdict == verdict, found
+    assert (found.more[:1] == ["train.py:7"]) == (verdict == "WRONG")
+    early = [of(1, 1.0, (1.0, 1.0)), of(2, 1 - 1e-6, (2.0, 1.0))]
+    for notes_of_rank in early:  # it has communicated before
+        notes_of_rank.of[Collective] = [(1, Collective("all_reduce", "train.py:8", "", False))]
+        notes_of_rank.of[Collective][0][1].at = 0
+    assert state_rules.OtherWeights().drawn(early)[0].verdict == "look"
+
+
+def test_gradients_before_they_are_clipped():
+    """Where both have clipped them: then a clip hides what they were."""
+
+    def of(*factors, clipped=1.0):
+        found = step_notes([clipped] * len(factors))
+        for step, factor in enumerate(factors):
+            if factor:
+                values = {"w": sketch(ONE * factor)}
+                found.append((step, Seen("unclipped", "train.py:9", "optimizer 0", step, values)))
+        return notes(*found)
+
+    def said(one, *ranks):
+        found = judge(one, ranks, TOLERANCE).of("WRONG")
+        return [(each.what, "before clip_grad_norm_" in str(each.more)) for each in found]
+
+    assert said(of(4, 4), of(2, 2), of(2, 2)) == [("gradient", True)]
+    assert said(of(4, 4), of(4, 4), of(4, 4)) == [] == said(of(4, 4), of(2, 2), of(0, 0))
+    assert said(of(4, 4), of(4, 4, clipped=2.0), of(4, 4, clipped=2.0)) == [("gradient", False)]
+
+
 def loss_notes(factor, averaged=(), gradient=1.0, calls=(), after=()):
     """Of steps with losses that are so many times as large; calls before and after."""
     found = []

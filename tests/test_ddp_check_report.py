@@ -65,6 +65,9 @@ def test_text():
     assert as_text(result(*found, largest={"gradient": 0.24, "buffer": math.inf})) == WHOLE
     assert as_text(result(*RIGHT, *UNSEEN), True) == EVERYTHING
     assert as_text(result(LOOK, lost=3)) == LOST
+    for lost, says in (0, False), (3, True):  # of other samples, how far they are tells nothing
+        text = as_text(result(LOOK, lost=lost, largest={"gradient": 2.0}))
+        assert ("largest differences" in text) == says
     assert as_text(result(NOWHERE)).splitlines()[-1] == "begin with averaging: not averaged"
 
 

@@ -94,7 +94,7 @@ def summary(result):
     else:
         text += ": nothing WRONG"
     lines = [text + f", {len(looks)} to look at" * bool(looks)]
-    if result.largest:
+    if result.largest and result.lost:  # else these are of other samples
         sizes = ", ".join(f"{kind} {size:.0e}" for kind, size in result.largest.items())
         lines.append(f"largest differences: {sizes}")
     if wrong:
