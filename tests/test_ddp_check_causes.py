@@ -771,7 +771,15 @@ def test_other_weights_that_no_optimizer_has():
         assert (found.verdict, found.advice, verdict) == ("WRONG", "weights", "WRONG")
         assert blamed(*processes(each, TWICE, (1.0, 1.0, 1.0))).what == "loss"
         assert blamed(*processes(each, TWICE, (1e-6, 3e-6, 3e-6))).what == "loss"  # by rounding
+        assert blamed(*processes(each, TWICE, (9.0, 9.001, 9.001))).what == "loss"  # too near
     assert found.line == "train.py:7" and found.more == ["called at train.py:8"]
+    assert blamed(*processes(evaluated, TWICE, (1.0, 1.5, 1.5)), step=1) is None
+
+    def coupled(x, y, total):
+        """By batch norm, which changes the teacher, too."""
+        return [*model(x, y), *evaluated(y.sum(), total)]
+
+    assert blamed(*processes(coupled, SHARES, OTHER, (1.0, 1.5, 1.5))).advice == "coupled"
     found, _ = cause(*processes(make, TWICE, (1.0, 1.5, 1.5), own=True)).blame()
     assert [each.what for each in found] == ["weight", "averaging"]
 
@@ -781,6 +789,9 @@ def test_weights_that_are_averaged(own):
     """As by local SGD, whose gradients are each rank's own; where they are not, the loss tells."""
     found = blamed(*processes(lambda x: [(0, Said("local", "a:20")), loss(1, x)], TWICE, own=own))
     assert (found.verdict, found.advice) == (("look", "local") if own else ("WRONG", "share"))
+    gradients = [(1.0, 1.0), (2.0, 2.0), (0.001, 0.001)]  # one rank's samples are easy
+    made = processes(lambda x: [(0, Said("local", "a:20")), loss(1, x)], TWICE, gradients=gradients)
+    assert not judge(*made, TOLERANCE).of("WRONG")
 
 
 @pytest.mark.parametrize(("call", "found"), [("", ["WRONG"]), (PASS, []), ("broadcast", [])])
@@ -1333,6 +1344,26 @@ def test_losses_of_unequal_rows(sizes, mean):
         assert found.more[0].startswith("so is train.py:3")
 
 
+@pytest.mark.parametrize(
+    ("mean", "is_mean"),
+    [
+        ([torch.tensor(n) for n in (1.75, 1.0, 3.0)], True),
+        ([torch.tensor(n) for n in (2.0, 1.0, 3.0)], False),
+        ([torch.ones(2), torch.ones(1), torch.ones(1)], False),
+        ([torch.ones(2), torch.ones(2), None], False),
+    ],
+)
+def test_means_of_unequal_rows(mean, is_mean):
+    def make(size, x, makers):
+        return [seen(1, "linear", torch.ones(size, 2)), seen(2, "sum", x, made_from=makers)]
+
+    for sizes, fits in ((8, 5, 3), True), ((8, 5, 4), False):
+        one, ranks = processes(make, sizes, mean, [[1]] * 3)
+        values = Values(one, ranks, TOLERANCE, {})
+        found = values.unequal_rows(values.all[2])
+        assert found == ([8, 5, 3] if fits and is_mean else [])
+
+
 def test_mean_of_unequal_rows_in_a_model():
     """Whose loss is not known to be made from it: then its numbers are said."""
 
@@ -1646,3 +1677,18 @@ def test_values_that_are_not_compared():
     assert known([0, 1], [0, 1], [1]) == [1]
     last = MANY_VALUES - 1
     assert known([last], [last], [last]) == []
+
+
+@pytest.mark.parametrize("second", [OTHER, WHOLE])
+def test_constants_are_no_cause(second):
+    """Whose shape is the batch's, as of targets on a diagonal; if something else differs, too."""
+
+    def make(size, x, y):
+        zeros = seen(1, "zeros", torch.zeros(size, 6 + size))
+        filled = seen(
+            2, "fill_diagonal_", torch.zeros(size, 6 + size).fill_diagonal_(1), made_from=[1]
+        )
+        return [zeros, filled, seen(3, "matmul", y), loss(4, x, made_from=[2, 3])]
+
+    found = blamed(*processes(make, (8, 4, 4), TWICE, second))
+    assert found.line == ("train.py:3" if second is OTHER else "train.py:2")

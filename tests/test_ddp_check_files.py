@@ -199,6 +199,8 @@ def test_mpi(users):
     for library, has_variables in ("'MPI.so'", False), (None, True):
         code = f"{event.format(library)}\nassert ('PMI_RANK' in os.environ) == {has_variables}"
         assert watched(code)[0] == 0
+    other = event.replace("mpi4py", "h5py").format("'MPI.so'")
+    assert watched(f"{other}\nassert 'PMI_RANK' in os.environ and os.environ['PATH']")[0] == 0
 
 
 ALLOWED = r"""

@@ -741,6 +741,7 @@ for x, y in loader:
 FAST = "pairs drawn by torch", "an optimizer that averages", "experts of the rank", "local SGD"
 FAST += "identities that a sampler chooses", "identities that torch chooses"
 FAST += "a length that rank 0 alone asks for", "parts in DDP on several processes alone"
+FAST += ("a queue of all ranks' features and their labels, in the model",)
 LOOKS = {  # what is told of them
     "an average of weights that rank 0 alone evaluates": "others",
     "points of a list that is shuffled in place": "inputs",
@@ -1206,7 +1207,13 @@ def test_a_branch_of_several_processes(work, mean):
     assert wrong and "branch" not in wrong
 
 
-@pytest.mark.parametrize("fault", some_fast(FAULTS, "a parameter beside the model"))
+FAST_FAULTS = (
+    "a parameter beside the model",
+    "a teacher in training mode, which rank 0 alone updates",
+)
+
+
+@pytest.mark.parametrize("fault", some_fast(FAULTS, *FAST_FAULTS))
 def test_wrong(work, fault):
     code, what, names = FAULTS[fault]
     found = [each for each in findings_of(START + code, lines=12) if each.verdict == "WRONG"]

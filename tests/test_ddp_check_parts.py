@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from watched import forget_files
 
 from ddp_check import command, process
 from ddp_check import sketch as sketching
@@ -753,6 +754,12 @@ def test_what_a_long_line_says(tmp_path):
     ]
     both = [of(score, 1.0) for score in (0.731, 0.726)]  # its caller is not known
     assert f"{file}:2" in [f.line for f in judge(both[0], [both[1]] * 2, TOLERANCE).findings]
+    Path(file).write_text(code.replace("def print", "def log"))
+    forget_files()
+    (found,) = [
+        f for f in judge(sides[0], [sides[1]] * 2, TOLERANCE).findings if f.what == "printed"
+    ]
+    assert found.line == f"{file}:2"
 
 
 def test_where_a_score_is_put_together():
@@ -868,6 +875,9 @@ def test_calls_below_a_loss():
     ranks = [loss_notes(1.0, gradient=0.5, calls=calls[2:])] * 2
     result = judge(loss_notes(1.0), ranks, TOLERANCE)
     assert [each.line for each in result.of("WRONG")] == ["train.py:2"]  # there is no other
+    summed = Collective("all_reduce", "train.py:3", "", True, of_number=True)
+    ranks = [loss_notes(1.0, gradient=0.5, calls=[gather, summed])] * 2
+    assert "or this all_reduce: train.py:3" in below(loss_notes(1.0), ranks, "gradient")
 
 
 @pytest.mark.parametrize("averaged", [[], ["w"]])
@@ -963,6 +973,7 @@ def test_rates_of_another_file(tmp_path):
     found = below(of(0.1), [of(0.3), of(0.1)], "setting")
     assert f"made or set at {file.text}:2" in found, found
     assert f"by {file.text}:3: if rank == 0:" in found, found
+    assert below(of(0.1), [of(0.3)] * 2, "setting") == found[:1]
     both = below(of(0.1), [of(0.2)] * 2, "setting")  # what all ranks run decides nothing
     assert both == [*found[:1], f"a rate by the number of processes: {file.text}:2: {set_rate}"]
 
@@ -1134,6 +1145,10 @@ def test_call_of_a_loop_over_more_batches(tmp_path):
     assert not found(*once, end="ValueError at train.py:9")  # which is why it has made fewer
     assert not found(*once, stuck="its end", end="its end")
     assert not found(*once, mine=(*once, later))
+    before = [(0, replace(call)) for _, call in once]
+    assert not found(*before, mine=(*before, *once))  # in another step
+    alone = [(1, Collective("all_reduce", "train.py:5", "", False))]
+    assert not found(*alone, mine=alone * 2)  # in no loop
     elsewhere = [(step, replace(call, callers=["train.py:7"])) for step, call in once]
     assert not found(*once, mine=(*once, *elsewhere))  # another call of its function
     alone = 1, Collective("broadcast", line, "", False)  # in the loop
@@ -1176,6 +1191,7 @@ if rank: torch.manual_seed(1)
 base_lr *= num_gpus
 optimizer = SGD(args.lr * dist.get_world_size() / 256)
 rates = correlation * world
+half = lr / 2
 """
 
 
@@ -1197,6 +1213,8 @@ def test_branches_by_a_jump(tmp_path):
     text = "if skip:\n        continue\n    if logs:\n        log()\n    step()\n"
     (tmp_path / "jump.py").write_text(f"for x in loader:\n    {text}")
     assert branch_of(f"{tmp_path}/jump.py:6") == f"{tmp_path}/jump.py:2"
+    (tmp_path / "main.py").write_text("if __name__ == '__main__':\n    main()\n")
+    assert branch_of(f"{tmp_path}/main.py:2") is None
 
 
 def test_score_of_repeated_samples():

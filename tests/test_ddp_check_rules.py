@@ -54,6 +54,18 @@ def test_draws_of_some_ranks():
     assert RandomNumbers().find(notes(), [seeded, seeded])[0].more == ["last seeded at train.py:2"]
 
 
+def test_seeds_of_an_import(tmp_path):
+    """As before a process that mp.spawn has started is watched."""
+    (tmp_path / "train.py").write_text("import torch\ntorch.manual_seed(0)\n")
+    ranks = [notes(draw("draw", 5), (0, Said("file", f"{tmp_path}/train.py"))) for _ in range(2)]
+    (found,) = RandomNumbers().find(notes(), ranks)
+    assert found.more == [f"seeded at {tmp_path}/train.py:2: torch.manual_seed(0)"]
+    own = draw("draw", 5)
+    own[1].name = OWN_GENERATOR
+    (found,) = RandomNumbers().find(notes(), [notes(own, ranks[0][Said][0])] * 2)
+    assert found.more == []
+
+
 def test_draws_of_several_generators():
     """The first line of each is named, and the first one's function."""
 

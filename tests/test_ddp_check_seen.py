@@ -644,6 +644,35 @@ def test_variables():
     assert list(held.tensors_of(frame)) == ["SimpleNamespace.bank"]
 
 
+CLIPS = """
+import torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+net = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for limit, change in enumerate([
+    lambda: None,
+    lambda: net.weight.grad.mul_(2),
+    lambda: dist.all_reduce(net.bias.grad),
+    lambda: None,
+]):
+    net.weight.grad, net.bias.grad = torch.ones(1, 2), torch.ones(1)
+    nn.utils.clip_grad_norm_(iter(net.parameters()), 9.0 if limit == 3 else 0.1)
+    change()
+    optimizer.step()
+"""
+
+
+def test_clipped_gradients(work):
+    """What they were before, of those that nothing has changed since."""
+    (one,) = notes_of(CLIPS)
+    before = {step: seen.values for step, seen in one.seen("unclipped")}
+    norms = {s: {n: round(each.norm, 3) for n, each in of.items()} for s, of in before.items()}
+    assert norms[0] == {"net.weight": 1.414, "net.bias": 1.0} and list(norms) == [0, 1, 2]
+    assert norms[1]["net.bias"] == 1.0 and norms[1]["net.weight"] < 0.2
+    assert norms[2]["net.weight"] == 1.414 and norms[2]["net.bias"] < 0.1
+
+
 def test_sums_of_weights():
     """Also of complex ones; none of what has no values."""
     run, net = SimpleNamespace(quiet=contextlib.nullcontext), nn.Linear(1, 1, dtype=torch.complex64)

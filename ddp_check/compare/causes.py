@@ -150,7 +150,7 @@ class Cause:
         others = values.find(step, "inputs")
         inputs = [v for v in others if not values.has_right_outputs(v)]
         if wrong := inputs + values.find(step, "loss"):
-            origin = values.origin(wrong[0])
+            origin = values.origin(wrong[0], but=values.constants(wrong[0]))
             if inputs and values.has_other_places(inputs[0]):
                 if other := values.beside_places(origin, wrong[len(inputs) :]):
                     origin, inputs = other, []
@@ -257,7 +257,8 @@ def find_causes(values, differences, variables, steps, samples, lost):
             if verdict == "unclear" and not causes and not looks and tried < FEW:
                 wrong = min(wrong, number)
                 continue
-            may_be = verdict == "look" and number not in differences.factors
+            is_local = any(finding.advice == "local" for finding in causes)
+            may_be = verdict == "look" and (is_local or number not in differences.factors)
             if may_be and wrong < number:
                 return [], wrong, lost
             if not may_be and not (looks and verdict == "unclear"):

@@ -39,6 +39,17 @@ class Values(Lineage):
         is_made = value.about.get("made_by") or any(v.about.get("made_by") for v in before)
         return all(v.name in EMPTY for v in roots) and not is_made
 
+    def constants(self, value):
+        """The indices of what a value is made from that is made of zeros or ones alone, as targets
+        on a diagonal, whose shape is the batch's; none if nothing else differs."""
+        found, makers = [], self.ancestors(value)
+        for each in makers:
+            known = [i for i in each.made_from if i in self.all]
+            if each.name in EMPTY or (known and all(i in found for i in each.made_from)):
+                found.append(each.index)
+        rest = [each for each in makers if each.index not in found]
+        return found if any(self.differs(each.index) for each in rest) else []
+
     def has_own_numbers(self, value, step):
         """Whether it is made from numbers for its rows that the script has drawn in this step."""
         rows = {sketch.shape[0] for sketch in value.values.values() if sketch and sketch.shape}

@@ -39,6 +39,9 @@ def of_own_generator(run, name, values, generator):
         run.given[key] = values.detach().cpu().clone()
     if shape_of_one == shape or key not in run.given:
         return values
+    rows = [n for n, of_one in zip(shape, shape_of_one) if n != of_one]
+    if not values.is_floating_point() and rows != [run.loader_rows or run.model_rows]:
+        return values  # of no batch, as a size of images for each of so many
     note_draw(run, LOOP, OWN_GENERATOR, state)
     return run.share_of(run.given[key], shape)
 
