@@ -1681,7 +1681,8 @@ def test_values_that_are_not_compared():
 
 @pytest.mark.parametrize("second", [OTHER, WHOLE])
 def test_constants_are_no_cause(second):
-    """Whose shape is the batch's, as of targets on a diagonal; if something else differs, too."""
+    """Whose shape is the batch's, as of targets on a diagonal; if nothing else differs, the loss
+    does."""
 
     def make(size, x, y):
         zeros = seen(1, "zeros", torch.zeros(size, 6 + size))
@@ -1691,4 +1692,4 @@ def test_constants_are_no_cause(second):
         return [zeros, filled, seen(3, "matmul", y), loss(4, x, made_from=[2, 3])]
 
     found = blamed(*processes(make, (8, 4, 4), TWICE, second))
-    assert found.line == ("train.py:3" if second is OTHER else "train.py:2")
+    assert (found.what, found.line) == ("value" if second is OTHER else "loss", "train.py:3"), found

@@ -148,9 +148,10 @@ class Cause:
         values, step = self.values, self.step
         losses = [v for v in self.of_step if v.kind == "loss"]
         others = values.find(step, "inputs")
+        constants = values.constants(step)
         inputs = [v for v in others if not values.has_right_outputs(v)]
         if wrong := inputs + values.find(step, "loss"):
-            origin = values.origin(wrong[0], but=values.constants(wrong[0]))
+            origin = values.origin(wrong[0], but=constants)
             if inputs and values.has_other_places(inputs[0]):
                 if other := values.beside_places(origin, wrong[len(inputs) :]):
                     origin, inputs = other, []
@@ -173,7 +174,9 @@ class Cause:
         inside = [v for v in values.find(step, "value") if v.about["model"] is not None]
         clips = [v for v in values.find(step, "value") if v.name == CLIP]
         clips = [] if self.unlike else clips  # of gradients that are averaged after it
-        origins = [values.origin(value) for value in clips + near[-1:] + later + inside[:1]]
+        near, inside = [[v for v in of if v.index not in constants] for of in (near, inside)]
+        origins = clips + near[-1:] + later + inside[:1]
+        origins = [values.origin(value, but=constants) for value in origins]
         origins = [v for v in origins if not (v in later and values.is_gradient(v))]
         origins = [v for v in origins if not values.says_nothing(v)]
         # What comes after the loss, as a norm of gradients, follows from it.

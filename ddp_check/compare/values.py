@@ -8,6 +8,7 @@ from .fits import relative, same
 from .lineage import Lineage
 
 EMPTY = "zeros", "ones", "full", "new_zeros", "zeros_like"
+FILLS = "zero_", "fill_", "fill_diagonal_"
 FORMS = "reshape", "view", "flatten", "ravel", "cat", "stack"
 MEANS = re.compile("mean|loss|entropy|nll|kl_div")
 COUNTS = "arange", "eye", "linspace", "tril_indices", "triu_indices"
@@ -39,16 +40,16 @@ class Values(Lineage):
         is_made = value.about.get("made_by") or any(v.about.get("made_by") for v in before)
         return all(v.name in EMPTY for v in roots) and not is_made
 
-    def constants(self, value):
-        """The indices of what a value is made from that is made of zeros or ones alone, as targets
-        on a diagonal, whose shape is the batch's; none if nothing else differs."""
-        found, makers = [], self.ancestors(value)
-        for each in makers:
+    def constants(self, step):
+        """The indices of what is made of zeros or ones alone in a step, as targets on a diagonal,
+        whose shape is the batch's."""
+        found = []
+        for each in [v for v in self.of_step.get(step, []) if v.kind == "value"]:
             known = [i for i in each.made_from if i in self.all]
-            if each.name in EMPTY or (known and all(i in found for i in each.made_from)):
+            is_empty = each.name in (*EMPTY, *FILLS) and not known
+            if is_empty or (known and all(i in found for i in each.made_from)):
                 found.append(each.index)
-        rest = [each for each in makers if each.index not in found]
-        return found if any(self.differs(each.index) for each in rest) else []
+        return found
 
     def has_own_numbers(self, value, step):
         """Whether it is made from numbers for its rows that the script has drawn in this step."""
