@@ -1339,6 +1339,8 @@ def test_what_follows_from_other_samples(step, verdict, left):
     value = Finding("WRONG", "value", step, "more", off=3)
     drawn = replace(data, advice="")
     assert after_data([drawn, value]) == [drawn, value]
+    split = Finding("WRONG", "samples", 2, "of another split")
+    assert after_data([data, split]) == [split]
     found = after_data([data, value])
     assert len(found) == left and data.verdict == verdict
     assert data.more == ["so step 3: value: more"] * (left == 1)

@@ -33,6 +33,8 @@ def after_data(found):
     data = next((f for f in found if f.advice == "made apart"), None)
     if not data:
         return found
+    if any(f.what == "samples" and f.verdict == "WRONG" and f.step <= data.step for f in found):
+        return [finding for finding in found if finding is not data]  # of another split
     after = [f for f in found if f.what in ("inputs", "value", "loss") and f.verdict == "WRONG"]
     after = [finding for finding in after if finding.step >= data.step]
     for finding in after:

@@ -139,7 +139,8 @@ class Draws(TorchDispatchMode):
         if generator is not None and generator._cdata != torch.default_generator._cdata:
             if name == "aten::randperm":  # of other samples on each rank
                 if is_running("__iter__"):  # of a sampler
-                    run.say(place()[0], "own order")
+                    if in_sampler():
+                        run.say(place()[0], "own order")
                 else:
                     note_order(run, OWN_GENERATOR, checksum(out.cpu().numpy()), len(out))
                 return out
