@@ -75,7 +75,7 @@ class Process(Places):
         self.of_datasets = weakref.WeakSet()  # modules that it calls for a sample, as a blur
         self.mode_set = ()  # the line that has called train() or eval() last, and who has called it
         self.stepping = None  # the frame of an optimizer's step, while it sets weights
-        self.clipped = {}  # {id of a gradient: (norm, its limit, the version it has then)}
+        self.clipped = {}  # {id of a gradient: (norm, limit, its version, steps)}
         self.trained = {}  # {id: (the optimizer's number, name)} of what one has
         self.made = {}  # {id of a numpy generator: the line that has made it}
         self.settle = lambda: None  # of files

@@ -152,7 +152,10 @@ def patch(run):
         each = [parameters] if torch.is_tensor(parameters) else parameters
         gradients = [p.grad for p in each if p.grad is not None]
         clipped = norm.detach(), float(max_norm)
-        run.clipped |= {id(gradient): (*clipped, gradient._version) for gradient in gradients}
+        # Of another step, the id may be another tensor's.
+        run.clipped = {key: of for key, of in run.clipped.items() if of[-1] == run.steps}
+        marks = {id(gradient): (gradient._version, run.steps) for gradient in gradients}
+        run.clipped |= {key: (*clipped, *mark) for key, mark in marks.items()}
         return norm
 
     @wrap(nn.Module, "train")  # eval() calls it, too, and it those of the parts

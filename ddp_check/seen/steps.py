@@ -144,8 +144,8 @@ class Steps:
         in all of them, as they were before; if nothing has changed them since."""
         factors, before = {}, {}  # {id of a norm: what it has multiplied them by}, {name: sketch}
         for name, p in parameters.items():
-            norm, limit, version = self.run.clipped.pop(id(p.grad), (None, 0.0, 0))
-            if norm is not None and p.grad._version == version:
+            norm, limit, *mark = self.run.clipped.pop(id(p.grad), (None, 0.0))
+            if norm is not None and mark == [p.grad._version, self.run.steps]:
                 if id(norm) not in factors:
                     factors[id(norm)] = float(limit / (whole(norm) + 1e-6))  # as torch does
                 if 0 < factors[id(norm)] < 1:
